@@ -1,0 +1,240 @@
+"""Every error that loraserve raises on purpose.
+
+An error knows what went wrong, never how HTTP says it: `loraserve.api.errors` maps a class to a status.
+
+    LoraserveError
+    ├── ConfigError                 a flag, variable or file says something impossible
+    ├── InvalidRequest              a request's field is wrong; `param` names it
+    │   ├── UnsupportedParameter    a field that would change the answer and isn't implemented
+    │   ├── ContextLengthExceeded   prompt + max_tokens don't fit the model
+    │   └── PayloadTooLarge         a body, a header or a list is over its bound
+    ├── AuthenticationError         no key, a bad key, a revoked key
+    ├── PermissionDenied            a good key without the scope
+    ├── NotFound                    absent, or another tenant's: the two read the same
+    │   ├── ModelNotFound
+    │   ├── AdapterNotFound
+    │   ├── VersionNotFound
+    │   ├── AliasNotFound
+    │   ├── TenantNotFound
+    │   └── KeyNotFound
+    ├── Conflict                    the thing exists, or changed meanwhile
+    │   ├── AlreadyExists
+    │   └── PreconditionFailed      If-Match named another version
+    ├── AdapterRejected             an upload that can't be served; `problems` lists every reason
+    │   ├── AdapterFormatError      the files aren't what they claim to be
+    │   ├── AdapterUnsupported      a config field that isn't implemented
+    │   ├── AdapterBaseMismatch     shapes or layers that the base doesn't have
+    │   └── AdapterNotFinite        NaN or infinity in the weights
+    ├── AdapterUnavailable          a published adapter can't be served now
+    │   ├── AdapterCorrupt          its bytes no longer hash to its digest
+    │   ├── AdapterNumerics         its logits were not finite
+    │   └── AdapterTooLarge         it can never fit the memory budget
+    ├── ModelError                  the base model can't be loaded
+    │   ├── UnknownArchitecture
+    │   ├── MissingTensor
+    │   └── ShapeMismatch
+    ├── Overloaded                  us, not you: the queue is full, or the server drains
+    ├── RateLimited                 you, not us
+    ├── EngineError
+    │   ├── EngineUnavailable       the engine isn't up (yet, or again)
+    │   └── EngineCrashed           the engine died twice under this request
+    └── StorageError
+        ├── StorageFull
+        ├── BlobNotFound
+        └── BlobCorrupt
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+
+class LoraserveError(Exception):
+    """The root. `code` is stable and machine-readable; `hint` says what to do next."""
+
+    code: ClassVar[str] = "internal_error"
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.hint}" if self.hint else self.message
+
+
+class ConfigError(LoraserveError):
+    code = "invalid_config"
+
+
+class InvalidRequest(LoraserveError):
+    """`param` is the dotted path of the offending field, e.g. ``messages.0.content``."""
+
+    code = "invalid_value"
+
+    def __init__(self, message: str, *, param: str | None = None, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.param = param
+
+
+class UnsupportedParameter(InvalidRequest):
+    code = "unsupported_parameter"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    code = "context_length_exceeded"
+
+
+class PayloadTooLarge(InvalidRequest):
+    code = "payload_too_large"
+
+
+class AuthenticationError(LoraserveError):
+    code = "invalid_api_key"
+
+
+class PermissionDenied(LoraserveError):
+    code = "permission_denied"
+
+
+class NotFound(LoraserveError):
+    code = "not_found"
+
+
+class ModelNotFound(NotFound):
+    code = "model_not_found"
+
+
+class AdapterNotFound(NotFound):
+    code = "adapter_not_found"
+
+
+class VersionNotFound(NotFound):
+    code = "version_not_found"
+
+
+class AliasNotFound(NotFound):
+    code = "alias_not_found"
+
+
+class TenantNotFound(NotFound):
+    code = "tenant_not_found"
+
+
+class KeyNotFound(NotFound):
+    code = "key_not_found"
+
+
+class Conflict(LoraserveError):
+    code = "conflict"
+
+
+class AlreadyExists(Conflict):
+    code = "already_exists"
+
+
+class PreconditionFailed(Conflict):
+    code = "precondition_failed"
+
+
+class AdapterRejected(LoraserveError):
+    """An upload that can't be served. `problems` lists every reason found, not only the first."""
+
+    code = "adapter_rejected"
+
+    def __init__(self, message: str, *, problems: Sequence[str] = (), hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.problems = tuple(problems) or (message,)
+
+
+class AdapterFormatError(AdapterRejected):
+    code = "adapter_format"
+
+
+class AdapterUnsupported(AdapterRejected):
+    code = "adapter_unsupported"
+
+
+class AdapterBaseMismatch(AdapterRejected):
+    code = "adapter_base_mismatch"
+
+
+class AdapterNotFinite(AdapterRejected):
+    code = "adapter_not_finite"
+
+
+class AdapterUnavailable(LoraserveError):
+    code = "adapter_unavailable"
+
+
+class AdapterCorrupt(AdapterUnavailable):
+    code = "adapter_corrupt"
+
+
+class AdapterNumerics(AdapterUnavailable):
+    code = "adapter_numerics"
+
+
+class AdapterTooLarge(AdapterUnavailable):
+    code = "adapter_too_large"
+
+
+class ModelError(LoraserveError):
+    code = "model_error"
+
+
+class UnknownArchitecture(ModelError):
+    code = "unknown_architecture"
+
+
+class MissingTensor(ModelError):
+    code = "missing_tensor"
+
+
+class ShapeMismatch(ModelError):
+    code = "shape_mismatch"
+
+
+class Overloaded(LoraserveError):
+    code = "overloaded"
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.retry_after_s = retry_after_s
+
+
+class RateLimited(LoraserveError):
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.retry_after_s = retry_after_s
+
+
+class EngineError(LoraserveError):
+    code = "engine_error"
+
+
+class EngineUnavailable(EngineError):
+    code = "engine_unavailable"
+
+
+class EngineCrashed(EngineError):
+    code = "engine_crashed"
+
+
+class StorageError(LoraserveError):
+    code = "storage_error"
+
+
+class StorageFull(StorageError):
+    code = "storage_full"
+
+
+class BlobNotFound(StorageError):
+    code = "blob_not_found"
+
+
+class BlobCorrupt(StorageError):
+    code = "blob_corrupt"

@@ -1,0 +1,54 @@
+"""Every bound, in one place. `GET /api/v1/limits` shows them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds on what a client, a file or a tenant may ask for. Sizes in bytes, times in seconds."""
+
+    # HTTP
+    max_body_bytes: int = 2 * MIB
+    max_upload_bytes: int = 2 * GIB
+    max_header_bytes: int = 16 * KIB
+    max_headers: int = 100
+    max_json_depth: int = 32
+    # inference
+    max_prompt_bytes: int = 1 * MIB
+    max_n: int = 16
+    max_prompts: int = 128
+    max_stop_strings: int = 8
+    max_stop_bytes: int = 512
+    max_stop_token_ids: int = 64
+    max_logit_bias: int = 300
+    max_completion_logprobs: int = 20
+    max_chat_top_logprobs: int = 20
+    max_messages: int = 1024
+    max_queued_requests: int = 1024
+    max_queue_wait_s: float = 600.0
+    stalled_reader_s: float = 30.0
+    # adapters
+    max_adapter_header_bytes: int = 1 * MIB
+    max_adapter_config_bytes: int = 64 * KIB
+    max_adapter_tensors: int = 8192
+    max_tensor_name_bytes: int = 512
+    max_rank: int = 512
+    # management
+    max_page_size: int = 200
+    max_adapters_per_tenant: int = 100_000
+    max_keys_per_tenant: int = 1000
+    max_tenants: int = 100_000
+    max_name_length: int = 63
+
+    def as_dict(self) -> dict[str, int | float]:
+        return asdict(self)
+
+
+LIMITS = Limits()
+
+NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,62}"
+"""Names of adapters, tenants and aliases."""

@@ -1,0 +1,173 @@
+"""The values that cross packages. Immutable, comparable, and able to travel between processes (msgspec)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import NewType
+
+import msgspec
+
+Digest = NewType("Digest", str)
+"""SHA-256 in lower-case hex, 64 characters."""
+
+RequestId = NewType("RequestId", str)
+TenantId = NewType("TenantId", str)
+"""The tenant's immutable id (not its name)."""
+
+
+class Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every value: frozen, keyword-only."""
+
+
+class AdapterRef(Struct, frozen=True):
+    """One immutable adapter version, as the engine needs it: who it is and which blobs hold it.
+
+    `digest` is the identity (caches, KV prefixes and pins use it); `name` and `version` are for people.
+    """
+
+    tenant: TenantId
+    name: str
+    version: int
+    digest: Digest
+    config_blob: Digest
+    weights_blob: Digest
+
+
+class BaseSpec(Struct, frozen=True):
+    """What others need to know of the base model without seeing a tensor of it."""
+
+    id: str
+    digest: Digest
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    """The logits' width: every token id in a request is below it."""
+    max_model_len: int
+    modules: Mapping[str, tuple[int, int]]
+    """Linear's short name (``q_proj``) → (out_features, in_features)."""
+    module_paths: Mapping[str, str]
+    """Linear's short name → its path inside a layer (``self_attn.q_proj``)."""
+    layers_path: str
+    """Where the layers are in the checkpoint: ``model.layers``."""
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    quantization: str
+    num_parameters: int = 0
+    size_bytes: int = 0
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class SamplingParams(Struct, frozen=True):
+    """How to choose tokens. Ranges are checked at the API's edge; the engine takes them as they are."""
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    """0: all tokens."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = {}
+    seed: int = 0
+    """The uniform number of a token is a hash of (seed, position): always set, drawn by the API when the caller gives none."""
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """How many of the likeliest tokens to report beside the sampled one; None: report nothing."""
+    prompt_logprobs: int | None = None
+
+
+class TokenLogprobs(Struct, frozen=True):
+    """The sampled (or given) token's log probability, and the likeliest tokens, best first. Natural log, of the raw model's distribution."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class TokenOutput(Struct, frozen=True):
+    """What one step made for one request."""
+
+    request_id: RequestId
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """Sent once, with the first token: one entry per prompt token, the first None."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop token id or stop string that ended it; None for EOS or length."""
+    error_code: str | None = None
+    error_message: str | None = None
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV came from the prefix cache."""
+    queue_s: float = 0.0
+    adapter_s: float = 0.0
+    prefill_s: float = 0.0
+    """Seconds spent waiting in the queue, waiting for the adapter, and in prefill; sent with the first token."""
+
+
+class Tier(StrEnum):
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+    LOADING = "loading"
+
+
+class AdapterResidency(Struct, frozen=True):
+    """Where one adapter's weights are now."""
+
+    digest: Digest
+    tier: Tier
+    device_bytes: int
+    host_bytes: int
+    num_pins: int
+    """Running sequences that hold it."""
+    is_pinned: bool
+    """Pinned by an operator: never evicted."""
+    last_used_s: float
+    """Seconds since its last use."""
+
+
+class EngineStats(Struct, frozen=True):
+    """Counters and gauges of the engine process, sent with every heartbeat."""
+
+    num_steps: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_for_adapter: int = 0
+    num_preemptions: int = 0
+    num_kv_blocks: int = 0
+    num_kv_blocks_used: int = 0
+    """Referenced by a sequence."""
+    num_kv_blocks_cached: int = 0
+    """Idle, kept for prefix hits."""
+    prefix_tokens_hit: int = 0
+    prefix_tokens_queried: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    device_adapters: int = 0
+    device_adapter_bytes: int = 0
+    device_adapter_budget_bytes: int = 0
+    host_adapters: int = 0
+    host_adapter_bytes: int = 0
+    host_adapter_budget_bytes: int = 0
+    num_pins: int = 0
+    adapter_loads: int = 0
+    adapter_load_failures: int = 0
+    adapter_load_s: float = 0.0
+    device_evictions: int = 0
+    host_evictions: int = 0
+    step_s: float = 0.0
+    """Seconds spent in steps since the start."""
+    invariant_violations: int = 0
