@@ -1,0 +1,11 @@
+"""What the kernels refuse. Plain ValueErrors: this package knows nothing of loraserve's error tree."""
+
+from __future__ import annotations
+
+
+class ShapeMismatch(ValueError):
+    """A tensor's shape, dtype or device isn't the one that the plan or the other tensors imply."""
+
+
+class InvalidPlan(ValueError):
+    """Segments or block tables that can't describe a step."""

@@ -1,0 +1,39 @@
+"""The entries that model code calls: each checks its tensors and picks the kernel for their device."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from loraserve_kernels import cpu
+from loraserve_kernels.errors import ShapeMismatch
+from loraserve_kernels.layout import MODULE_INDEX, SITES
+from loraserve_kernels.plan import LoraPlan
+
+
+def apply_lora(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: int) -> None:
+    """Add ``scaling · B A x`` to `y` in place, for every row that has an adapter and every slice of the site; leave other rows as they are.
+
+    Args:
+        x: [num_tokens, in_features] float32, contiguous in the last dim.
+        y: [num_tokens, sum of the site's out_features] float32, contiguous in the last dim; slices in the order of ``SITES[site]``.
+        plan: the step's.
+        site: ``qkv``, ``o``, ``gate_up`` or ``down``.
+        layer: which decoder layer.
+
+    Raises:
+        ShapeMismatch: x, y and the plan disagree on rows, or x and y on the adapters' widths.
+    """
+    adapter, first = plan.segments[0].adapter, MODULE_INDEX[SITES[site][0]]
+    in_features = adapter.in_features[first]
+    out_features = sum(adapter.out_features[first : first + len(SITES[site])])
+    if x.shape != (plan.num_tokens, in_features) or y.shape != (plan.num_tokens, out_features):
+        raise ShapeMismatch(
+            f"x is {tuple(x.shape)} and y is {tuple(y.shape)}; site {site} of this plan takes "
+            f"({plan.num_tokens}, {in_features}) and ({plan.num_tokens}, {out_features})"
+        )
+    cpu.apply_lora_torch(x, y, plan, site, layer)
+
+
+def warm_up() -> None:
+    """After the call, no step waits for a compiler. Seconds on a machine's first run, well under one later: the engine calls it at its start."""
+    cpu.warm_up()

@@ -1,0 +1,206 @@
+"""How one adapter lies in memory: every module of it in one contiguous buffer, nothing padded to a common rank.
+
+For each layer, for each site, in the order of `SITES`: the A matrices of the site's slices ([r, in], a row per rank), one after the
+other, so that a site's shrink is one matrix of [sum of ranks, in]; then the B matrices, transposed to [r, out], a row per rank as well.
+Each of these two regions starts at a multiple of `ALIGN_ELEMENTS`; the gaps are zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from loraserve_kernels.errors import ShapeMismatch
+
+SITES: dict[str, tuple[str, ...]] = {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "o": ("o_proj",),
+    "gate_up": ("gate_proj", "up_proj"),
+    "down": ("down_proj",),
+}
+"""Linears that share an input: their outputs are slices of one tensor, in this order."""
+
+MODULES: tuple[str, ...] = tuple(module for site in SITES.values() for module in site)
+"""Every module that can carry LoRA; a module's place here is its column in the tables."""
+
+MODULE_INDEX: dict[str, int] = {module: index for index, module in enumerate(MODULES)}
+
+ALIGN_ELEMENTS = 16
+"""Regions start at multiples of this, so that a kernel may load 32 bytes at a time whatever the dtype."""
+
+DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class LoraModule:
+    """One linear's update ``scaling · B A``, as a checkpoint has it.
+
+    Attributes:
+        layer: which decoder layer.
+        module: the linear's short name, one of `MODULES`.
+        lora_a: [r, in_features].
+        lora_b: [out_features, r].
+        scaling: alpha / r, or alpha / sqrt(r).
+    """
+
+    layer: int
+    module: str
+    lora_a: Tensor
+    lora_b: Tensor
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedAdapter:
+    """One adapter as the kernels read it. Immutable after packing; compared by identity.
+
+    Attributes:
+        data: 1-D, contiguous, float32, bfloat16 or float16.
+        ranks: [num_layers, 7] int32, columns as in `MODULES`; 0 where the adapter has no such module.
+        scalings: [num_layers, 7] float32.
+        a_offsets: [num_layers, 7] int64, in elements of `data`: where A [r, in] starts.
+        b_offsets: [num_layers, 7] int64: where B [r, out] starts.
+        in_features, out_features: 7 numbers each.
+    """
+
+    data: Tensor
+    ranks: npt.NDArray[np.int32]
+    scalings: npt.NDArray[np.float32]
+    a_offsets: npt.NDArray[np.int64]
+    b_offsets: npt.NDArray[np.int64]
+    in_features: tuple[int, ...]
+    out_features: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weights, alignment gaps included; the tables (some KiB) aren't counted."""
+        return self.data.numel() * self.data.element_size()
+
+    @property
+    def max_rank(self) -> int:
+        return int(self.ranks.max(initial=0))
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.ranks.shape[0])
+
+    def lora_a(self, layer: int, module: str) -> Tensor:
+        """A view of the module's A, [r, in_features]; r is 0 where the adapter has none."""
+        return self._matrix(self.a_offsets, self.in_features, layer, module)
+
+    def lora_b(self, layer: int, module: str) -> Tensor:
+        """A view of the module's B by rank, [r, out_features] (the checkpoint's B, transposed)."""
+        return self._matrix(self.b_offsets, self.out_features, layer, module)
+
+    def site_a(self, layer: int, site: str) -> Tensor:
+        """A view of the A matrices of all the site's slices, [sum of ranks, in_features]."""
+        first = MODULE_INDEX[SITES[site][0]]
+        num_rows = int(self.ranks[layer, first : first + len(SITES[site])].sum())
+        width, start = self.in_features[first], int(self.a_offsets[layer, first])
+        return self.data[start : start + num_rows * width].view(num_rows, width)
+
+    def _matrix(self, offsets: npt.NDArray[np.int64], widths: tuple[int, ...], layer: int, module: str) -> Tensor:
+        index = MODULE_INDEX[module]
+        rank, width, start = int(self.ranks[layer, index]), widths[index], int(offsets[layer, index])
+        return self.data[start : start + rank * width].view(rank, width)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    ranks: npt.NDArray[np.int32]
+    a_offsets: npt.NDArray[np.int64]
+    b_offsets: npt.NDArray[np.int64]
+    num_elements: int
+
+
+def packed_num_bytes(
+    ranks: Iterable[tuple[int, str, int]],
+    *,
+    num_layers: int,
+    module_shapes: Mapping[str, tuple[int, int]],
+    dtype: torch.dtype,
+) -> int:
+    """Bytes that `pack_adapter` will allocate for an adapter with these (layer, module, rank), without a tensor at hand.
+
+    Raises:
+        ShapeMismatch: a layer or module that the base doesn't have, or one given twice.
+    """
+    return _tables(ranks, num_layers, module_shapes).num_elements * dtype.itemsize
+
+
+def pack_adapter(
+    modules: Sequence[LoraModule],
+    *,
+    num_layers: int,
+    module_shapes: Mapping[str, tuple[int, int]],
+    dtype: torch.dtype,
+) -> PackedAdapter:
+    """Copy an adapter's matrices into one new buffer; gaps are zero.
+
+    Args:
+        modules: any subset of layers and modules, in any order, with any ranks ≥ 1.
+        num_layers: the base's.
+        module_shapes: module → (out_features, in_features) of the base; it may lack modules that the adapter lacks too.
+        dtype: what the weights are stored in.
+
+    Raises:
+        ShapeMismatch: a module that doesn't fit the base, or one given twice.
+    """
+    if dtype not in DTYPES:
+        raise ShapeMismatch(f"adapters are stored in float32, bfloat16 or float16, not {dtype}")
+    for m in modules:
+        if m.module not in module_shapes:
+            raise ShapeMismatch(f"layer {m.layer} has LoRA on {m.module}; this base has {', '.join(module_shapes)}")
+        out_features, in_features = module_shapes[m.module]
+        rank = m.lora_a.shape[0]
+        if tuple(m.lora_a.shape) != (rank, in_features) or tuple(m.lora_b.shape) != (out_features, rank):
+            raise ShapeMismatch(
+                f"layer {m.layer} {m.module}: lora_a {tuple(m.lora_a.shape)} and lora_b {tuple(m.lora_b.shape)}; "
+                f"this base takes (r, {in_features}) and ({out_features}, r)"
+            )
+    tables = _tables(((m.layer, m.module, m.lora_a.shape[0]) for m in modules), num_layers, module_shapes)
+    shapes = [module_shapes.get(module, (0, 0)) for module in MODULES]
+    packed = PackedAdapter(
+        data=torch.zeros(tables.num_elements, dtype=dtype),
+        ranks=tables.ranks,
+        scalings=np.zeros((num_layers, len(MODULES)), dtype=np.float32),
+        a_offsets=tables.a_offsets,
+        b_offsets=tables.b_offsets,
+        in_features=tuple(shape[1] for shape in shapes),
+        out_features=tuple(shape[0] for shape in shapes),
+    )
+    for m in modules:
+        packed.lora_a(m.layer, m.module).copy_(m.lora_a)
+        packed.lora_b(m.layer, m.module).copy_(m.lora_b.T)
+        packed.scalings[m.layer, MODULE_INDEX[m.module]] = m.scaling
+    return packed
+
+
+def _tables(
+    ranks: Iterable[tuple[int, str, int]], num_layers: int, module_shapes: Mapping[str, tuple[int, int]]
+) -> _Tables:
+    table = np.zeros((num_layers, len(MODULES)), dtype=np.int32)
+    for layer, module, rank in ranks:
+        if not 0 <= layer < num_layers:
+            raise ShapeMismatch(f"LoRA on layer {layer}; this base has layers 0 to {num_layers - 1}")
+        if module not in MODULE_INDEX or module not in module_shapes:
+            raise ShapeMismatch(f"layer {layer} has LoRA on {module}; this base has {', '.join(module_shapes)}")
+        if rank < 1 or table[layer, MODULE_INDEX[module]]:
+            raise ShapeMismatch(f"layer {layer} {module}: rank {rank}, or the module is given twice")
+        table[layer, MODULE_INDEX[module]] = rank
+    a_offsets, b_offsets = np.zeros(table.shape, dtype=np.int64), np.zeros(table.shape, dtype=np.int64)
+    position = 0
+    for layer in range(num_layers):
+        for site in SITES.values():
+            for offsets, side in ((a_offsets, 1), (b_offsets, 0)):
+                position = -(-position // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
+                for module in site:
+                    index = MODULE_INDEX[module]
+                    offsets[layer, index] = position
+                    position += int(table[layer, index]) * module_shapes.get(module, (0, 0))[side]
+    return _Tables(table, a_offsets, b_offsets, position)

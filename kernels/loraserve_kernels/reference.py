@@ -1,0 +1,69 @@
+"""Plain PyTorch: what each kernel computes, in the dtype that it is given (float64 for tests). Slow, and the measure of all others."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from loraserve_kernels.layout import MODULE_INDEX, SITES
+from loraserve_kernels.plan import LoraPlan
+
+
+def apply_lora(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: int) -> None:
+    """Add ``scaling · (x A^T) B`` to `y` in place, for every row and slice of the site that has an adapter, in y's dtype.
+
+    Args:
+        x: [num_tokens, in_features].
+        y: [num_tokens, sum of the site's out_features].
+    """
+    for segment in plan.segments:
+        rows, adapter, column = slice(segment.row_start, segment.row_end), segment.adapter, 0
+        for module in SITES[site]:
+            width = adapter.out_features[MODULE_INDEX[module]]
+            a, b = adapter.lora_a(layer, module).to(y.dtype), adapter.lora_b(layer, module).to(y.dtype)
+            scaling = float(adapter.scalings[layer, MODULE_INDEX[module]])
+            y[rows, column : column + width] += scaling * (x[rows].to(y.dtype) @ a.T) @ b
+            column += width
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_starts: list[int],
+    context_lens: list[int],
+    block_tables: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """Causal attention of each row over its sequence's cached keys, in q's dtype; [num_tokens, num_heads, head_dim].
+
+    The rows of a sequence are its last ones: row j of m stands at position ``context_len - m + j``. With a sliding window w, a row sees
+    itself and the w − 1 positions before it.
+    """
+    out = torch.empty_like(q)
+    group, block_size = q.shape[1] // k_cache.shape[1], k_cache.shape[2]
+    for i, context_len in enumerate(context_lens):
+        rows = slice(query_starts[i], query_starts[i + 1])
+        table = block_tables[i, : -(-context_len // block_size)].long()
+        # [blocks, kv_heads, block_size, D] → [heads, context, D]
+        k, v = (
+            cache[table].transpose(0, 1).flatten(1, 2)[:, :context_len].to(q.dtype).repeat_interleave(group, 0)
+            for cache in (k_cache, v_cache)
+        )
+        scores = torch.einsum("qhd,hkd->hqk", q[rows], k) * scale
+        position = torch.arange(context_len - (rows.stop - rows.start), context_len)[:, None]
+        key = torch.arange(context_len)[None, :]
+        hidden = key > position
+        if sliding_window is not None:
+            hidden |= key <= position - sliding_window
+        out[rows] = torch.einsum("hqk,hkd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
+    return out
+
+
+def quantize_rows(matrix: Tensor, max_code: int) -> tuple[Tensor, Tensor]:
+    """Round each row to integers of at most `max_code` in size: (codes, scale per row), ``matrix ≈ codes · scale``. A zero row has scale 0."""
+    scale = matrix.abs().amax(-1) / max_code
+    codes = torch.where(scale[:, None] > 0, matrix / scale[:, None], torch.zeros_like(matrix)).round()
+    return codes.clamp(-max_code, max_code), scale
