@@ -1,0 +1,248 @@
+"""The base model's chat template: messages in, prompt text out, as `transformers` renders it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.exceptions
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from loraserve.errors import ConfigError, InvalidRequest
+from loraserve.text.tokenizer import Tokenizer, read_json_object
+
+_MAX_TEMPLATE_BYTES = 1 << 20
+_MAX_PRODUCT = 1 << 20
+"""The longest string or list that ``*`` may make inside a template."""
+
+_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+_deadline: ContextVar[float | None] = ContextVar("chat_template_deadline", default=None)
+
+
+class _TooExpensive(Exception):
+    """The template ran over its time or its output bound."""
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, which also stops at the deadline and doesn't multiply strings without end."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        _check_deadline()
+        return super().call(context, obj, *args, **kwargs)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        _check_deadline()
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        _check_deadline()
+        return super().getitem(obj, argument)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            raise jinja2.exceptions.SecurityError("** is not available in a chat template")
+        for sequence, count in ((left, right), (right, left)):
+            if (
+                isinstance(sequence, str | bytes | list | tuple)
+                and isinstance(count, int)
+                and len(sequence) * count > _MAX_PRODUCT
+            ):
+                raise _TooExpensive
+        return super().call_binop(context, operator, left, right)
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """``{% generation %} … {% endgeneration %}`` marks the assistant's tokens for training; when serving it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja's own declaration)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _check_deadline() -> None:
+    deadline = _deadline.get()
+    if deadline is not None and time.monotonic() > deadline:
+        raise _TooExpensive
+
+
+class ChatTemplate:
+    """Renders what the model's directory says: ``chat_template.jinja``, or ``chat_template`` in ``tokenizer_config.json``.
+
+    Args:
+        model_dir: where the template is. A model without one is fine until `render` is called.
+        tokenizer: for the special tokens that templates write (``bos_token``, …); read from `model_dir` when not given.
+        max_output_chars, timeout_s: bounds on one rendering.
+        now: the clock behind ``strftime_now``.
+
+    Raises:
+        ConfigError: the template isn't valid Jinja.
+    """
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        tokenizer: Tokenizer | None = None,
+        *,
+        max_output_chars: int = 4 << 20,
+        timeout_s: float = 2.0,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        self._max_output_chars = max_output_chars
+        self._timeout_s = timeout_s
+        config = tokenizer.config if tokenizer else read_json_object(Path(model_dir) / "tokenizer_config.json")
+        self._special_tokens = _special_tokens(config)
+
+        environment = _Environment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda format: now().strftime(format)
+        self._templates: dict[str, jinja2.Template] = {}
+        for name, source in _read_sources(Path(model_dir), config).items():
+            try:
+                self._templates[name] = environment.from_string(source)
+            except jinja2.TemplateError as error:
+                raise ConfigError(f"The model's chat template ({name}) is not valid Jinja: {error}") from error
+
+    @property
+    def is_available(self) -> bool:
+        return bool(self._templates)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt for `messages`. `variables` (``chat_template_kwargs``) reach the template under their own names.
+
+        Raises:
+            InvalidRequest: the model has no chat template, the template refuses these messages, or the rendering is over its bounds.
+        """
+        template = self._template(has_tools=bool(tools))
+        extra = dict(variables or {})
+        if reserved := sorted(_RESERVED & extra.keys()):
+            raise InvalidRequest(
+                f"chat_template_kwargs can't set {', '.join(reserved)}: the request has its own field for that.",
+                param="chat_template_kwargs",
+            )
+        context = {
+            **self._special_tokens,
+            **extra,
+            "messages": list(messages),
+            "tools": list(tools) if tools else None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        token = _deadline.set(time.monotonic() + self._timeout_s)
+        try:
+            return self._run(template, context)
+        except _TooExpensive:
+            raise InvalidRequest(
+                "These messages make the model's chat template run over its bounds "
+                f"({self._timeout_s:g} s, {self._max_output_chars} characters).",
+                param="messages",
+            ) from None
+        except jinja2.TemplateError as error:
+            # Templates refuse with words of their own ("roles must alternate"); they are the model's, not the caller's input.
+            reason = error.message if isinstance(error, _Refused) else type(error).__name__
+            raise InvalidRequest(
+                f"The model's chat template refuses these messages: {reason}.", param="messages"
+            ) from error
+        except (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError, RecursionError) as error:
+            raise InvalidRequest(
+                f"The model's chat template can't render these messages ({type(error).__name__}).", param="messages"
+            ) from error
+        finally:
+            _deadline.reset(token)
+
+    def _template(self, *, has_tools: bool) -> jinja2.Template:
+        if has_tools and "tool_use" in self._templates:
+            return self._templates["tool_use"]
+        if "default" in self._templates:
+            return self._templates["default"]
+        raise InvalidRequest(
+            "This model has no chat template, so it can't take messages.",
+            param="messages",
+            hint="Use /v1/completions with a prompt.",
+        )
+
+    def _run(self, template: jinja2.Template, context: dict[str, Any]) -> str:
+        chunks: list[str] = []
+        num_chars = 0
+        for chunk in template.generate(context):
+            num_chars += len(chunk)
+            if num_chars > self._max_output_chars:
+                raise _TooExpensive
+            _check_deadline()
+            chunks.append(chunk)
+        return "".join(chunks)
+
+
+class _Refused(jinja2.TemplateError):
+    """The template called ``raise_exception``."""
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise _Refused(str(message)[:200])
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML characters and sorts keys; models were trained on plain JSON.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """``bos_token`` and its like, as the strings that templates write."""
+    tokens: dict[str, str] = {}
+    for name in ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"):
+        value = config.get(name)
+        if isinstance(value, Mapping):
+            value = value.get("content")
+        if isinstance(value, str):
+            tokens[name] = value
+    return tokens
+
+
+def _read_sources(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Template name → source; the file ``chat_template.jinja`` stands before the configuration's."""
+    sources: dict[str, str] = {}
+    configured = config.get("chat_template")
+    if isinstance(configured, str):
+        sources["default"] = configured
+    elif isinstance(configured, list):
+        for entry in configured:
+            if (
+                isinstance(entry, Mapping)
+                and isinstance(entry.get("name"), str)
+                and isinstance(entry.get("template"), str)
+            ):
+                sources[entry["name"]] = entry["template"]
+    path = model_dir / "chat_template.jinja"
+    if path.is_file():
+        if path.stat().st_size > _MAX_TEMPLATE_BYTES:
+            raise ConfigError(f"{path} is larger than {_MAX_TEMPLATE_BYTES} bytes.")
+        sources["default"] = path.read_text(encoding="utf-8")
+    return sources

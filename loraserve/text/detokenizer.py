@@ -1,0 +1,119 @@
+"""Tokens to text, a few at a time, so that the pieces add up to what decoding everything at once gives.
+
+`tokenizers.DecodeStream` isn't used: it holds back everything while the text ends in U+FFFD (so a model that emits invalid UTF-8 streams nothing and
+costs quadratic time), and it fails for good once a byte-fallback run turns out to be invalid ("Invalid prefix encountered").
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from loraserve.text.tokenizer import Tokenizer
+
+REPLACEMENT = "�"
+
+_CONTEXT_TOKENS = 8
+"""How many settled tokens are decoded again before new ones: decoders look at the beginning of the text, not further back."""
+
+
+class Detokenizer(Protocol):
+    """The text so far is what every `push` and then `finish` returned, concatenated; it equals decoding all tokens at once."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that is now certain: nothing returned is ever taken back. An unfinished character is held back."""
+        ...
+
+    def finish(self) -> str:
+        """What was held back, with U+FFFD for bytes that never became a character. Call it once, at the end."""
+        ...
+
+
+class ByteLevelDetokenizer:
+    """For byte-level vocabularies (GPT-2's, Llama 3's, Qwen's): tokens are bytes, so a UTF-8 decoder is all that it takes."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, prompt_token_ids: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        # A character that the prompt began and these tokens finish belongs to them: four bytes are the longest character.
+        self.push(prompt_token_ids[-_CONTEXT_TOKENS:])
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        data = b"".join(self._tokenizer.token_bytes(id_) for id_ in token_ids if id_ not in self._skipped)
+        return self._decoder.decode(data)
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """For any other vocabulary: decodes a short window of tokens with and without the new ones, and returns the difference.
+
+    A run of byte-fallback tokens (``<0xE4><0xB8><0xAD>``) is held back until another token ends it, because one invalid byte
+    at its end turns the whole run into U+FFFD.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, prompt_token_ids: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._context, self._pending = self._split_prompt(list(prompt_token_ids))
+        # text of `_context`, and whether it pins down the decoder's view of "the beginning of the text"
+        self._context_text = self._decode(self._context)
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        self._pending.extend(token_ids)
+        end = len(self._pending)
+        while end and self._is_open(self._pending[end - 1]):
+            end -= 1
+        settled, self._pending = self._pending[:end], self._pending[end:]
+        return self._settle(settled)
+
+    def finish(self) -> str:
+        settled, self._pending = self._pending, []
+        return self._settle(settled)
+
+    def _is_open(self, token_id: int) -> bool:
+        # A skipped special token inside a run doesn't end it: the decoder never sees it.
+        if self._skip_special_tokens and token_id in self._tokenizer.special_token_ids:
+            return True
+        return self._tokenizer.is_fallback_byte(token_id) or self._tokenizer.id_to_token(token_id) is None
+
+    def _settle(self, token_ids: list[int]) -> str:
+        if not token_ids:
+            return ""
+        window = self._context + token_ids
+        text = self._decode(window)
+        # The decoders that are in use only add at the end; one that rewrites what came before gets its new tokens decoded alone.
+        delta = text[len(self._context_text) :] if text.startswith(self._context_text) else self._decode(token_ids)
+        self._context, self._context_text = self._shorten(window, text)
+        return delta
+
+    def _shorten(self, window: list[int], text: str) -> tuple[list[int], str]:
+        """The shortest tail of the window that still hides the beginning of the text from the decoder (its text isn't empty)."""
+        num_kept = _CONTEXT_TOKENS
+        while num_kept < len(window):
+            start = len(window) - num_kept
+            tail = window[start:]
+            # cutting a run of bytes in two would change how it decodes
+            if not self._tokenizer.is_fallback_byte(tail[0]) and (tail_text := self._decode(tail)):
+                return tail, tail_text
+            num_kept *= 2
+        return window, text
+
+    def _split_prompt(self, prompt: list[int]) -> tuple[list[int], list[int]]:
+        """The prompt's tokens as context; those of an unfinished last character are pending, as if they were generated."""
+        start = len(prompt)
+        while start and self._tokenizer.is_fallback_byte(prompt[start - 1]):
+            start -= 1
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(b"".join(map(self._tokenizer.token_bytes, prompt[start:])))
+        num_open = len(decoder.getstate()[0])
+        cut = len(prompt) - num_open
+        context, _ = self._shorten(prompt[:cut], "")
+        return context, prompt[cut:]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, self._skip_special_tokens)

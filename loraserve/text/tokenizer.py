@@ -1,0 +1,168 @@
+"""The base model's tokenizer, read from a Hugging Face directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from loraserve.errors import ConfigError
+from loraserve.text.detokenizer import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer
+
+_MAX_CONFIG_BYTES = 16 << 20
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """The printable character that stands for each byte in a byte-level vocabulary (GPT-2's table), inverted."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    alphabet = {chr(byte): byte for byte in printable}
+    for offset, byte in enumerate(sorted(set(range(256)) - set(printable))):
+        alphabet[chr(256 + offset)] = byte
+    return alphabet
+
+
+_BYTE_OF_CHAR = _byte_level_alphabet()
+
+
+class Tokenizer:
+    """Encodes and decodes as `transformers` does for the same directory.
+
+    Reads ``tokenizer.json`` and, where it is there, ``tokenizer_config.json``. Safe to use from several threads.
+
+    Raises:
+        ConfigError: the directory has no ``tokenizer.json``, or one that can't be read.
+    """
+
+    def __init__(self, model_dir: str | Path) -> None:
+        self.model_dir = Path(model_dir)
+        path = self.model_dir / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(f"The model's directory has no tokenizer.json (looked in {self.model_dir}).")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            definition: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise ConfigError(f"The tokenizer in {path} can't be read: {error}") from error
+        # A prompt is never cut or padded behind the caller's back.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+
+        self.config = read_json_object(self.model_dir / "tokenizer_config.json")
+        decoder = definition.get("decoder") or {}
+        self._is_byte_level = decoder.get("type") == "ByteLevel"
+        self._has_byte_fallback = any(
+            part.get("type") == "ByteFallback" for part in (decoder, *decoder.get("decoders", ()))
+        )
+        self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self._added_tokens: dict[int, Any] = self._tokenizer.get_added_tokens_decoder()
+        self._fallback_bytes = self._find_fallback_bytes()
+        self._bytes_of: dict[int, bytes] = {}
+        self.special_token_ids = frozenset(id_ for id_, token in self._added_tokens.items() if token.special)
+
+        self.bos_token = _token_content(self.config.get("bos_token"))
+        self.eos_token = _token_content(self.config.get("eos_token"))
+        self.unk_token = _token_content(self.config.get("unk_token"))
+        self.pad_token = _token_content(self.config.get("pad_token"))
+        self.bos_token_id = self._id_of(self.bos_token)
+        self.eos_token_id = self._id_of(self.eos_token)
+        add_bos = self.config.get("add_bos_token")
+        self._add_bos: bool | None = add_bos if isinstance(add_bos, bool) else None
+
+    def _id_of(self, token: str | None) -> int | None:
+        return None if token is None else self._tokenizer.token_to_id(token)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of `text`. With `add_special_tokens`, whatever the model's post-processor and ``add_bos_token`` put around it."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        if not add_special_tokens or self._add_bos is None or self.bos_token_id is None:
+            return ids
+        starts_with_bos = bool(ids) and ids[0] == self.bos_token_id
+        if self._add_bos and not starts_with_bos:
+            return [self.bos_token_id, *ids]
+        if not self._add_bos and starts_with_bos and encoding.special_tokens_mask[0]:
+            return ids[1:]
+        return ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids`; ids that the vocabulary doesn't have are left out, bytes that aren't UTF-8 become U+FFFD."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_to_id(self, token: str) -> int | None:
+        id_: int | None = self._tokenizer.token_to_id(token)
+        return id_
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling (``Ġthe``, ``▁the``, ``<0xE4>``); None for an id that the vocabulary doesn't have."""
+        token: str | None = self._tokenizer.id_to_token(token_id)
+        return token
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that this token adds to a text, special tokens included; empty for an id that the vocabulary doesn't have."""
+        data = self._bytes_of.get(token_id)
+        if data is None:
+            data = self._read_bytes(token_id)
+            if data:
+                self._bytes_of[token_id] = data  # at most one entry per token of the vocabulary
+        return data
+
+    def _read_bytes(self, token_id: int) -> bytes:
+        token = self.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._fallback_bytes:
+            return bytes((self._fallback_bytes[token_id],))
+        if self._is_byte_level:
+            try:
+                return bytes(_BYTE_OF_CHAR[char] for char in token)
+            except KeyError:
+                # An added token that isn't spelled in the byte alphabet stands for itself.
+                return token.encode()
+        return token.encode() if token_id in self._added_tokens else token.replace("▁", " ").encode()
+
+    def decode_stream(self, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
+        """A detokenizer for tokens that follow `prompt_token_ids`: it gives the text that they add to the prompt's."""
+        if self._is_byte_level:
+            return ByteLevelDetokenizer(self, skip_special_tokens, prompt_token_ids)
+        return WindowDetokenizer(self, skip_special_tokens, prompt_token_ids)
+
+    def is_fallback_byte(self, token_id: int) -> bool:
+        """Whether this token is one byte of a character that the vocabulary doesn't have (``<0xE4>``)."""
+        return token_id in self._fallback_bytes
+
+    def _find_fallback_bytes(self) -> dict[int, int]:
+        """Token id → byte, for a decoder that reads ``<0x00>`` … ``<0xFF>`` as bytes."""
+        if not self._has_byte_fallback:
+            return {}
+        ids = ((self._tokenizer.token_to_id(f"<0x{byte:02X}>"), byte) for byte in range(256))
+        return {id_: byte for id_, byte in ids if id_ is not None}
+
+
+def _token_content(token: object) -> str | None:
+    """A special token is written as a string, or as an object with its ``content``."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in the file; empty when there is no such file.
+
+    Raises:
+        ConfigError: it isn't JSON, isn't an object, or is larger than 16 MiB.
+    """
+    if not path.is_file():
+        return {}
+    if path.stat().st_size > _MAX_CONFIG_BYTES:
+        raise ConfigError(f"{path} is larger than {_MAX_CONFIG_BYTES} bytes.")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} should hold a JSON object, it holds a {type(value).__name__}.")
+    return value

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from loraserve.errors import ConfigError, InvalidRequest
+from loraserve.text.chat_template import ChatTemplate
+
+MakeDir = Callable[..., Path]
+
+LLAMA_LIKE = """{{- bos_token }}
+{%- if tools is not none %}
+    {{- "tools: " + tools | tojson(indent=2) }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == "tool" %}{% continue %}{% endif %}
+    {%- if message.role == "bad" %}{{ raise_exception("no such role") }}{% endif %}
+    {{- '<|' + message['role'] + '|>\\n' + message['content'] | trim + '<|eot|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|assistant|>\\n' }}
+{%- endif %}
+{{- strftime_now("%Y") }}
+"""
+MESSAGES = [
+    {"role": "system", "content": " be brief "},
+    {"role": "tool", "content": "skipped"},
+    {"role": "user", "content": "list <the> tickets 中"},
+]
+
+
+def make_template(path: Path, source: str, **kwargs: object) -> ChatTemplate:
+    (path / "chat_template.jinja").write_text(source)
+    return ChatTemplate(path, now=lambda: datetime(2031, 1, 1), **kwargs)  # type: ignore[arg-type]
+
+
+def test_it_renders_as_transformers_does(make_model_dir: MakeDir) -> None:
+    transformers = pytest.importorskip("transformers.utils.chat_template_utils")
+    path = make_model_dir("byte_level", {"bos_token": "<|bos|>"})
+    tools = [{"type": "function", "function": {"name": "é<>&", "z": 1, "a": [1, None, True]}}]
+    (path / "chat_template.jinja").write_text(LLAMA_LIKE)
+    ours = ChatTemplate(path)
+    theirs, _ = transformers.render_jinja_template(
+        [MESSAGES], tools=tools, chat_template=LLAMA_LIKE, add_generation_prompt=True, bos_token="<|bos|>"
+    )
+    assert ours.render(MESSAGES, True, tools) == theirs[0]
+
+
+def test_the_generation_prompt_is_optional(tmp_path: Path) -> None:
+    template = make_template(tmp_path, LLAMA_LIKE)
+    assert template.render(MESSAGES, True).endswith("<|assistant|>\n2031")
+    assert "<|assistant|>" not in template.render(MESSAGES, False)
+
+
+def test_a_generation_block_is_its_content(tmp_path: Path) -> None:
+    template = make_template(tmp_path, "{% generation %}{{ messages[0].content }}{% endgeneration %}!")
+    assert template.render([{"role": "user", "content": "hi"}]) == "hi!"
+
+
+def test_the_template_in_tokenizer_config_is_found(make_model_dir: MakeDir) -> None:
+    path = make_model_dir("byte_level", {"chat_template": [{"name": "default", "template": "{{ messages|length }}"}]})
+    assert ChatTemplate(path).render([{"role": "user", "content": "x"}]) == "1"
+
+
+def test_the_file_stands_before_the_config(make_model_dir: MakeDir) -> None:
+    path = make_model_dir("byte_level", {"chat_template": "from config"})
+    (path / "chat_template.jinja").write_text("from file")
+    assert ChatTemplate(path).render([]) == "from file"
+
+
+def test_variables_reach_the_template(tmp_path: Path) -> None:
+    template = make_template(tmp_path, "{% if enable_thinking is defined and not enable_thinking %}fast{% endif %}")
+    assert template.render([], variables={"enable_thinking": False}) == "fast"
+
+
+def test_messages_cannot_be_overridden_by_a_variable(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="can't set tools"):
+        make_template(tmp_path, "x").render([], variables={"tools": []})
+
+
+def test_a_model_without_a_template_says_where_to_go(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"no chat template.*/v1/completions"):
+        ChatTemplate(tmp_path).render([])
+
+
+def test_the_templates_own_refusal_is_passed_on(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="no such role"):
+        make_template(tmp_path, LLAMA_LIKE).render([{"role": "bad", "content": ""}])
+
+
+def test_a_template_that_fails_on_the_messages_is_a_bad_request(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="can't render"):
+        make_template(tmp_path, "{{ messages[0].content + 1 }}").render([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(90000) %}{% for j in range(90000) %}{{ j }}{% endfor %}{% endfor %}",
+        "{% for i in range(90000) %}{% for j in range(90000) %}{% set x = j %}{% endfor %}{% endfor %}",
+        "{{ 'x' * 100000000 }}",
+        "{% set ns = namespace(s='x') %}{% for i in range(90) %}{% set ns.s = ns.s * 4096 %}{% endfor %}{{ ns.s }}",
+    ],
+)
+def test_a_runaway_template_is_stopped(tmp_path: Path, source: str) -> None:
+    with pytest.raises(InvalidRequest, match="bounds"):
+        make_template(tmp_path, source, timeout_s=0.2, max_output_chars=100_000).render([])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ 2 ** 999999999 }}",
+        "{{ self.__init__.__globals__ }}",
+    ],
+)
+def test_the_sandbox_holds(tmp_path: Path, source: str) -> None:
+    with pytest.raises(InvalidRequest):
+        make_template(tmp_path, source).render([])
+
+
+def test_an_invalid_template_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not valid Jinja"):
+        make_template(tmp_path, "{% for %}")

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from loraserve.errors import ConfigError
+from loraserve.text.tokenizer import Tokenizer
+
+MakeDir = Callable[..., Path]
+
+
+def test_encoding_and_decoding_are_inverse(make_model_dir: MakeDir) -> None:
+    tokenizer = Tokenizer(make_model_dir("byte_level"))
+    text = " naïve 中文 👩‍👩‍👧 \n"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_the_post_processor_decides_on_bos_when_the_config_says_nothing(make_model_dir: MakeDir) -> None:
+    tokenizer = Tokenizer(make_model_dir("byte_level", {"bos_token": "<|bos|>"}))
+    assert tokenizer.encode("a")[0] == tokenizer.bos_token_id == 0
+    assert 0 not in tokenizer.encode("a", add_special_tokens=False)
+
+
+def test_add_bos_token_false_takes_the_template_bos_away(make_model_dir: MakeDir) -> None:
+    tokenizer = Tokenizer(make_model_dir("byte_level", {"bos_token": "<|bos|>", "add_bos_token": False}))
+    assert 0 not in tokenizer.encode("a")
+    # what the caller wrote stays
+    assert tokenizer.encode("<|bos|>a")[0] == 0
+
+
+def test_add_bos_token_true_never_doubles_it(make_model_dir: MakeDir) -> None:
+    tokenizer = Tokenizer(make_model_dir("byte_level", {"bos_token": {"content": "<|bos|>"}, "add_bos_token": True}))
+    assert tokenizer.encode("a").count(0) == 1
+
+
+def test_token_bytes_concatenate_to_the_text(make_model_dir: MakeDir) -> None:
+    for kind in ("byte_level", "llama2"):
+        tokenizer = Tokenizer(make_model_dir(kind))
+        ids = tokenizer.encode("ab 中é👩", add_special_tokens=False)
+        assert b"".join(map(tokenizer.token_bytes, ids)).decode().strip() == "ab 中é👩"
+
+
+def test_an_id_outside_the_vocabulary_has_no_bytes(make_model_dir: MakeDir) -> None:
+    tokenizer = Tokenizer(make_model_dir("byte_level"))
+    assert tokenizer.token_bytes(10**6) == b""
+    assert tokenizer.id_to_token(10**6) is None
+
+
+def test_a_directory_without_a_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
+        Tokenizer(tmp_path)
+
+
+def test_a_broken_tokenizer_is_a_config_error(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match="can't be read"):
+        Tokenizer(tmp_path)
+
+
+def test_a_broken_tokenizer_config_is_a_config_error(make_model_dir: MakeDir) -> None:
+    path = make_model_dir("byte_level")
+    (path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="JSON object"):
+        Tokenizer(path)
+
+
+def test_text_imports_neither_torch_nor_transformers() -> None:
+    code = "import sys, loraserve.text.tokenizer, loraserve.text.chat_template; print({'torch', 'transformers'} & set(sys.modules))"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+        == "set()"
+    )
