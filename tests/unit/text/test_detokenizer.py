@@ -118,3 +118,10 @@ def test_a_character_begun_by_the_prompt_belongs_to_the_completion() -> None:
 def test_a_whole_character_at_the_prompts_end_is_not_repeated() -> None:
     tokenizer = tokenizer_of("llama2")
     assert "".join(stream(tokenizer, [tokenizer.token_to_id("a")], [1], True, tokenizer.encode("b👩"))) == "a"
+
+
+def test_a_space_survives_any_number_of_skipped_tokens_before_it() -> None:
+    tokenizer = tokenizer_of("llama2")
+    ids = [tokenizer.token_to_id("a"), *[1] * 40, tokenizer.token_to_id("▁b")]
+    assert "".join(stream(tokenizer, ids, [1], True)) == "a b"
+    assert "".join(stream(tokenizer, ids[-1:], [1], True, ids[:-1])) == " b"
