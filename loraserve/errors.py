@@ -4,6 +4,7 @@ An error knows what went wrong, never how HTTP says it: `loraserve.api.errors` m
 
     LoraserveError
     ├── ConfigError                 a flag, variable or file says something impossible
+    │   └── SchemaOutdated          the registry's tables aren't the ones this program works with
     ├── InvalidRequest              a request's field is wrong; `param` names it
     │   ├── UnsupportedParameter    a field that would change the answer and isn't implemented
     │   ├── ContextLengthExceeded   prompt + max_tokens don't fit the model
@@ -19,7 +20,8 @@ An error knows what went wrong, never how HTTP says it: `loraserve.api.errors` m
     │   └── KeyNotFound
     ├── Conflict                    the thing exists, or changed meanwhile
     │   ├── AlreadyExists
-    │   └── PreconditionFailed      If-Match named another version
+    │   ├── PreconditionFailed      If-Match named another version
+    │   └── IdempotencyKeyReused    the same Idempotency-Key came with another request
     ├── AdapterRejected             an upload that can't be served; `problems` lists every reason
     │   ├── AdapterFormatError      the files aren't what they claim to be
     │   ├── AdapterUnsupported      a config field that isn't implemented
@@ -34,7 +36,9 @@ An error knows what went wrong, never how HTTP says it: `loraserve.api.errors` m
     │   ├── MissingTensor
     │   └── ShapeMismatch
     ├── Overloaded                  us, not you: the queue is full, or the server drains
+    │   └── DatabaseUnavailable     the registry can't be read or written now
     ├── RateLimited                 you, not us
+    │   └── QuotaExceeded           the tenant's share of adapters, bytes or keys is used up
     ├── EngineError
     │   ├── EngineUnavailable       the engine isn't up (yet, or again)
     │   └── EngineCrashed           the engine died twice under this request
@@ -66,6 +70,10 @@ class LoraserveError(Exception):
 
 class ConfigError(LoraserveError):
     code = "invalid_config"
+
+
+class SchemaOutdated(ConfigError):
+    code = "schema_outdated"
 
 
 class InvalidRequest(LoraserveError):
@@ -138,6 +146,10 @@ class PreconditionFailed(Conflict):
     code = "precondition_failed"
 
 
+class IdempotencyKeyReused(Conflict):
+    code = "idempotency_key_reused"
+
+
 class AdapterRejected(LoraserveError):
     """An upload that can't be served. `problems` lists every reason found, not only the first."""
 
@@ -204,12 +216,20 @@ class Overloaded(LoraserveError):
         self.retry_after_s = retry_after_s
 
 
+class DatabaseUnavailable(Overloaded):
+    code = "database_unavailable"
+
+
 class RateLimited(LoraserveError):
     code = "rate_limit_exceeded"
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.retry_after_s = retry_after_s
+
+
+class QuotaExceeded(RateLimited):
+    code = "insufficient_quota"
 
 
 class EngineError(LoraserveError):
