@@ -1,0 +1,233 @@
+"""The server's settings: flags, then LORASERVE_* variables, then loraserve.toml, then defaults."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import platformdirs
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from loraserve.config import EngineConfig
+from loraserve.errors import ConfigError
+from loraserve.limits import GIB
+
+ENV_PREFIX = "LORASERVE_"
+DEFAULT_CONFIG_FILE = "loraserve.toml"
+
+# Read by the command line, the SDK and the tests, not by the server.
+_OTHER_VARIABLES = frozenset({"LORASERVE_URL", "LORASERVE_API_KEY", "LORASERVE_TENANT", "LORASERVE_FORMAT"})
+_OTHER_PREFIXES = ("LORASERVE_TEST_", "LORASERVE_FAULTS_")
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {unit: 1000**power for power, unit in enumerate(("kb", "mb", "gb", "tb"), start=1)}
+_UNITS |= {unit: 1024**power for power, unit in enumerate(("kib", "mib", "gib", "tib"), start=1)}
+
+
+def parse_size(value: object) -> int:
+    """Bytes of ``8GiB``, ``500 MB``, ``1.5GiB`` or a plain number.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if match is None or match[2].lower() not in _UNITS:
+        raise ValueError("should be a size such as 8GiB, 500MB or a number of bytes")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1 << 20, le=1 << 50)]
+
+
+class Settings(BaseSettings):
+    """What ``loraserve serve`` was told, complete and checked. Make it with `Settings.load`.
+
+    Every field is the flag ``--field-name``, the variable ``LORASERVE_FIELD_NAME`` and the key ``field_name`` of the TOML file.
+    """
+
+    model_config: ClassVar[SettingsConfigDict] = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, env_ignore_empty=True, extra="forbid", frozen=True, hide_input_in_errors=True
+    )
+
+    config: Path | None = None
+    """The TOML file; ``loraserve.toml`` in the current directory is read when it is there."""
+
+    model: str = Field(min_length=1)
+    """A directory in Hugging Face's layout, or a Hugging Face id."""
+    model_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")
+    """What clients write as ``model`` for the base. None: the directory's name, or the Hugging Face id."""
+    host: str = Field(default="127.0.0.1", min_length=1)
+    port: int = Field(default=8000, ge=0, le=65535)
+    data_dir: Path = Field(default_factory=lambda: Path(platformdirs.user_data_dir("loraserve")))
+    database_url: str | None = None
+    """None: SQLite in the data directory."""
+    store_url: str | None = None
+    """None: files in the data directory."""
+    admin_key: SecretStr | None = None
+    grace_s: float = Field(default=30.0, ge=0, le=3600)
+    """How long running requests may go on after SIGTERM."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    quantize: Literal["none", "int8", "int4"] = "none"
+    memory_budget: Size = 8 * GIB
+    host_cache: Size = 4 * GIB
+    adapter_share: float = Field(default=0.5, gt=0, lt=1)
+    """The part of the memory budget that adapters may take; KV blocks have the rest."""
+    max_model_len: int | None = Field(default=None, ge=1)
+    max_num_seqs: int = Field(default=64, ge=1, le=4096)
+    max_num_batched_tokens: int = Field(default=512, ge=16, le=1 << 20)
+    enable_prefix_cache: bool = True
+    num_threads: int = Field(default=0, ge=0, le=1024)
+    """Threads of the forward pass; 0: torch's own choice."""
+    loader_threads: int = Field(default=2, ge=1, le=64)
+
+    @classmethod
+    def load(cls, **flags: object) -> Settings:
+        """The settings; a flag that is None wasn't given.
+
+        Raises:
+            ConfigError: a flag, a variable or a key is unknown, missing or impossible. The message says which, and where it came from.
+        """
+        given = {name: value for name, value in flags.items() if value is not None}
+        _refuse_unknown_variables(cls)
+        try:
+            return cls(**given)  # type: ignore[arg-type]
+        except ValidationError as error:
+            raise _config_error(cls, error, given) from None
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings, InitSettingsSource(settings_cls, _read_toml(cls, init_settings()))
+
+    @field_validator("admin_key")
+    @classmethod
+    def _check_admin_key(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and len(value.get_secret_value()) < 32:
+            raise ValueError("should have 32 characters or more")
+        return value
+
+    @property
+    def resolved_database_url(self) -> str:
+        return self.database_url or f"sqlite:///{(self.data_dir / 'registry.db').absolute()}"
+
+    @property
+    def resolved_store_url(self) -> str:
+        return self.store_url or (self.data_dir / "blobs").absolute().as_uri()
+
+    @property
+    def base_id(self) -> str:
+        """What clients call the base model."""
+        if self.model_id:
+            return self.model_id
+        path = Path(self.model)
+        return path.resolve().name if path.is_dir() else self.model
+
+    def engine_config(self, model_dir: str | Path) -> EngineConfig:
+        """What the engine process is told, with ``auto`` resolved.
+
+        Raises:
+            ConfigError: a combination that this release can't run.
+        """
+        if self.device == "cuda":
+            raise ConfigError(
+                "--device cuda: the engine runs on the CPU only in this release.", hint="Use --device cpu."
+            )
+        if self.quantize == "int4":
+            raise ConfigError("--quantize int4 isn't available on the CPU.", hint="Use --quantize int8 or none.")
+        return EngineConfig(
+            model_dir=str(Path(model_dir).absolute()),
+            model_id=self.base_id,
+            store_url=self.resolved_store_url,
+            device="cpu",
+            # CPUs without AMX or AVX512-BF16 emulate the half-width types.
+            dtype="float32" if self.dtype == "auto" else self.dtype,
+            quantize=self.quantize,
+            memory_budget_bytes=self.memory_budget,
+            adapter_share=self.adapter_share,
+            host_cache_bytes=self.host_cache,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            enable_prefix_cache=self.enable_prefix_cache,
+            num_threads=self.num_threads,
+            loader_threads=self.loader_threads,
+        )
+
+
+def _read_toml(cls: type[Settings], init_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The file's keys; empty when no file was named and there is none in the current directory."""
+    named = init_kwargs.get("config") or os.environ.get(f"{ENV_PREFIX}CONFIG")
+    path = Path(named or DEFAULT_CONFIG_FILE)
+    if not path.is_file():
+        if named:
+            raise ConfigError(f"The configuration file {path} doesn't exist.")
+        return {}
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    # --memory-budget is written memory-budget by some and memory_budget by others
+    values = {key.replace("-", "_"): value for key, value in values.items()}
+    if unknown := sorted(values.keys() - cls.model_fields.keys()):
+        raise ConfigError(f"{path} has unknown keys: {', '.join(unknown)}.", hint=_known(cls))
+    return values
+
+
+def _refuse_unknown_variables(cls: type[Settings]) -> None:
+    known = {f"{ENV_PREFIX}{name}".upper() for name in cls.model_fields} | _OTHER_VARIABLES
+    unknown = [
+        name
+        for name in sorted(os.environ)
+        if name.upper().startswith(ENV_PREFIX)
+        and name.upper() not in known
+        and not name.upper().startswith(_OTHER_PREFIXES)
+    ]
+    if unknown:
+        raise ConfigError(f"Unknown environment variables: {', '.join(unknown)}.", hint=_known(cls))
+
+
+def _config_error(cls: type[Settings], error: ValidationError, flags: dict[str, object]) -> ConfigError:
+    reasons = []
+    for problem in error.errors(include_input=False, include_url=False):
+        name = str(problem["loc"][0]) if problem["loc"] else "settings"
+        flag = f"--{name.replace('_', '-')}"
+        if problem["type"] == "missing":
+            reasons.append(f"{flag} is needed (or {ENV_PREFIX}{name.upper()}, or `{name}` in {DEFAULT_CONFIG_FILE})")
+            continue
+        if problem["type"] == "extra_forbidden":
+            reasons.append(f"{flag} is unknown")
+            continue
+        if name in flags:
+            source = flag
+        elif f"{ENV_PREFIX}{name.upper()}" in {key.upper() for key in os.environ}:
+            source = f"{ENV_PREFIX}{name.upper()}"
+        else:
+            source = f"`{name}` in {DEFAULT_CONFIG_FILE}"
+        message = problem["msg"].removeprefix("Value error, ")
+        reasons.append(f"{source}: {message[:1].lower()}{message[1:]}")
+    return ConfigError("; ".join(reasons) + ".")
+
+
+def _known(cls: type[Settings]) -> str:
+    return f"Known: {', '.join(sorted(cls.model_fields))}."

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from loraserve.errors import ConfigError
+from loraserve.limits import GIB
+from loraserve.settings import Settings, parse_size
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in list(os.environ):
+        if name.startswith("LORASERVE_"):
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_flag_beats_a_variable_beats_the_file_beats_the_default(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "loraserve.toml").write_text('model = "m"\nport = 1\nhost = "file"\nmax-num-seqs = 3\n')
+    monkeypatch.setenv("LORASERVE_PORT", "2")
+    monkeypatch.setenv("LORASERVE_HOST", "variable")
+    settings = Settings.load(port=4, host=None)
+    assert (settings.port, settings.host, settings.max_num_seqs, settings.loader_threads) == (4, "variable", 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("8GiB", 8 * GIB), ("1.5 gib", 3 * GIB // 2), ("500MB", 500_000_000), ("4096", 4096), (7, 7)]
+)
+def test_sizes_are_read(text: object, expected: int) -> None:
+    assert parse_size(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"memory_budget": "lots"}, "--memory-budget: should be a size"),
+        ({"port": 70000}, "--port: "),
+        ({"device": "tpu"}, "--device: "),
+        ({"quantize": "int3"}, "--quantize: "),
+        ({"admin_key": "short"}, "--admin-key: should have 32"),
+        ({"model_id": "a b"}, "--model-id: "),
+        ({"colour": "red"}, "--colour is unknown"),
+    ],
+)
+def test_a_bad_flag_is_named(flags: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Settings.load(**({"model": "m"} | flags))
+    assert named in str(caught.value)
+
+
+def test_a_missing_model_says_how_to_give_one() -> None:
+    with pytest.raises(ConfigError, match="--model is needed"):
+        Settings.load()
+
+
+def test_a_bad_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORASERVE_MAX_NUM_SEQS", "many")
+    with pytest.raises(ConfigError, match="LORASERVE_MAX_NUM_SEQS: "):
+        Settings.load(model="m")
+
+
+def test_an_unknown_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORASERVE_MEMORY_BUDJET", "1GiB")
+    with pytest.raises(ConfigError, match="LORASERVE_MEMORY_BUDJET"):
+        Settings.load(model="m")
+
+
+def test_the_clients_variables_are_no_business_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORASERVE_URL", "http://x")
+    monkeypatch.setenv("LORASERVE_API_KEY", "x")
+    assert Settings.load(model="m").model == "m"
+
+
+def test_an_unknown_key_of_the_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "loraserve.toml").write_text("portt = 1\n")
+    with pytest.raises(ConfigError, match="portt"):
+        Settings.load(model="m")
+
+
+def test_a_file_that_is_named_must_exist() -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.toml doesn't exist"):
+        Settings.load(model="m", config="nowhere.toml")
+
+
+def test_the_admin_key_is_in_no_repr_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = "k" * 40
+    assert key not in repr(Settings.load(model="m", admin_key=key))
+    monkeypatch.setenv("LORASERVE_ADMIN_KEY", "tooshortasecret")
+    with pytest.raises(ConfigError) as caught:
+        Settings.load(model="m")
+    assert "tooshortasecret" not in str(caught.value)
+
+
+def test_the_engine_gets_resolved_values(tmp_path: Path) -> None:
+    (tmp_path / "my-base").mkdir()
+    config = Settings.load(model=str(tmp_path / "my-base"), data_dir=tmp_path / "data").engine_config(
+        tmp_path / "my-base"
+    )
+    assert (config.device, config.dtype, config.model_id) == ("cpu", "float32", "my-base")
+    assert config.store_url == (tmp_path / "data" / "blobs").as_uri()
+
+
+def test_what_this_release_cannot_run_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--device cuda"):
+        Settings.load(model="m", device="cuda").engine_config("m")
+    with pytest.raises(ConfigError, match="--quantize int4"):
+        Settings.load(model="m", quantize="int4").engine_config("m")
