@@ -42,22 +42,31 @@ An error knows what went wrong, never how HTTP says it: `loraserve.api.errors` m
     ├── EngineError
     │   ├── EngineUnavailable       the engine isn't up (yet, or again)
     │   └── EngineCrashed           the engine died twice under this request
-    └── StorageError
-        ├── StorageFull
-        ├── BlobNotFound
-        └── BlobCorrupt
+    ├── StorageError
+    │   ├── StorageFull
+    │   ├── BlobNotFound
+    │   └── BlobCorrupt
+    ├── InvariantViolation          our own bug: counted in production, fatal in tests
+    └── ClientError                 the SDK's own: no answer, or one that makes no sense
+        ├── ConnectionFailed        nobody listens at the URL, or the connection broke
+        ├── ClientTimeout           no answer within the client's timeout
+        └── UnexpectedAnswer        an answer that no loraserve server gives
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 
 class LoraserveError(Exception):
-    """The root. `code` is stable and machine-readable; `hint` says what to do next."""
+    """The root. `code` is stable and machine-readable; `hint` says what to do next.
 
-    code: ClassVar[str] = "internal_error"
+    `status_code` and `request_id` are None but on errors that came back from a server: the SDK sets them, nothing else does.
+    """
+
+    code: str = "internal_error"
+    status_code: int | None = None
+    request_id: str | None = None
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
@@ -258,3 +267,36 @@ class BlobNotFound(StorageError):
 
 class BlobCorrupt(StorageError):
     code = "blob_corrupt"
+
+
+class InvariantViolation(LoraserveError):
+    """Something that must always hold doesn't. Never caused by input; whoever catches it counts it."""
+
+    code = "internal_error"
+
+
+class ClientError(LoraserveError):
+    code = "client_error"
+
+
+class ConnectionFailed(ClientError):
+    code = "connection_failed"
+
+
+class ClientTimeout(ClientError):
+    code = "client_timeout"
+
+
+class UnexpectedAnswer(ClientError):
+    code = "unexpected_answer"
+
+
+def error_from_code(code: str, message: str) -> LoraserveError:
+    """Return an error of the class that has this code: how an error comes back from another process. Unknown codes give the root."""
+    todo: list[type[LoraserveError]] = [LoraserveError]
+    while todo:
+        cls = todo.pop()
+        if cls.code == code:
+            return cls(message)
+        todo.extend(cls.__subclasses__())
+    return LoraserveError(message)
