@@ -1,0 +1,199 @@
+"""Sessions on the registry's database, SQLite or PostgreSQL, with the same promises on both.
+
+After `Database.write()` leaves without an exception, what was written survives a power cut: SQLite runs in WAL mode with
+``synchronous = FULL``, PostgreSQL with its own default. Writers take the write lock at the start (``BEGIN IMMEDIATE``), so a
+transaction never fails half-way because another one wrote meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import URL, Connection, event, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+
+from loraserve.errors import ConfigError, DatabaseUnavailable, StorageFull
+
+WRITE = "loraserve_write"
+"""Execution option of connections whose transactions write."""
+
+Clock = Callable[[], datetime]
+
+
+def utc_now() -> datetime:
+    return datetime.now(UTC)
+
+
+def parse_database_url(url: str) -> URL:
+    """The URL with the asynchronous driver that we use.
+
+    Accepts ``sqlite:///PATH`` and ``postgresql://USER:PASSWORD@HOST:PORT/NAME`` (also ``postgres://``; ``sslmode`` is
+    understood).
+
+    Raises:
+        ConfigError: another database, a SQLite database in memory (nothing would survive the process), or no URL at all.
+    """
+    expected = "Expected sqlite:///PATH or postgresql://USER:PASSWORD@HOST:PORT/NAME in LORASERVE_DATABASE_URL."
+    try:
+        # make_url knows no driver-less "postgres" and isn't asked to import one.
+        parsed = make_url(url)
+    except (ArgumentError, ValueError) as error:
+        raise ConfigError("The database URL can't be read.", hint=expected) from error
+    backend = parsed.drivername.partition("+")[0]
+    if backend == "sqlite":
+        if not parsed.database or ":memory:" in parsed.database or parsed.query:
+            raise ConfigError("The SQLite database URL needs the path of a file and takes no options.", hint=expected)
+        return parsed.set(drivername="sqlite+aiosqlite")
+    if backend in ("postgresql", "postgres"):
+        query = dict(parsed.query)
+        if "sslmode" in query:
+            # asyncpg's connect() calls libpq's sslmode `ssl` and takes the same words.
+            query["ssl"] = query.pop("sslmode")
+        return parsed.set(drivername="postgresql+asyncpg", query=query)
+    raise ConfigError(f'The database URL names "{backend}", which isn\'t supported.', hint=expected)
+
+
+def make_engine(url: str, *, busy_timeout_s: float = 5.0, enforce_foreign_keys: bool = True) -> AsyncEngine:
+    """An engine with our settings on every connection. Makes the folder (0700) and file (0600) of a SQLite database.
+
+    Raises:
+        ConfigError: the URL is no good, or its folder can't be made.
+    """
+    parsed = parse_database_url(url)
+    if parsed.drivername.startswith("postgresql"):
+        return create_async_engine(
+            parsed,
+            pool_pre_ping=True,
+            pool_size=10,
+            max_overflow=0,
+            pool_timeout=busy_timeout_s,
+            connect_args={"timeout": busy_timeout_s, "command_timeout": 30},
+        )
+    _make_private_file(Path(parsed.database or ""))
+    engine = create_async_engine(
+        parsed,
+        pool_size=8,
+        max_overflow=0,
+        pool_timeout=busy_timeout_s,
+        connect_args={"timeout": busy_timeout_s},
+    )
+
+    @event.listens_for(engine.sync_engine, "connect")
+    def set_pragmas(connection: Any, _record: Any) -> None:
+        # The driver must not open transactions by itself: `begin` below says which kind.
+        connection.isolation_level = None
+        cursor = connection.cursor()
+        cursor.execute(f"PRAGMA busy_timeout = {int(busy_timeout_s * 1000)}")
+        cursor.execute("PRAGMA journal_mode = WAL")
+        cursor.execute("PRAGMA synchronous = FULL")
+        cursor.execute(f"PRAGMA foreign_keys = {'ON' if enforce_foreign_keys else 'OFF'}")
+        cursor.close()
+
+    @event.listens_for(engine.sync_engine, "begin")
+    def begin(connection: Connection) -> None:
+        is_write = connection.get_execution_options().get(WRITE, False)
+        # A deferred transaction that turns into a writer fails at once when another wrote since; an immediate one waits.
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if is_write else "BEGIN")
+
+    return engine
+
+
+def _make_private_file(path: Path) -> None:
+    """Let `path` exist, readable by its owner alone; SQLite gives its -wal and -shm files the same mode."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        raise ConfigError(
+            f"The database file {path} can't be opened ({error.strerror}).",
+            hint="Give a writable --data-dir or another LORASERVE_DATABASE_URL.",
+        ) from error
+
+
+@contextmanager
+def database_errors() -> Iterator[None]:
+    """Turn the drivers' ways of saying "not now" into `DatabaseUnavailable` and "no room" into `StorageFull`.
+
+    Other errors (a violated constraint, a bug in a statement) pass as they are.
+    """
+    try:
+        yield
+    except (OperationalError, InterfaceError, PoolTimeout) as error:
+        raise _unavailable(error) from error
+    except DBAPIError as error:
+        if error.connection_invalidated:
+            raise _unavailable(error) from error
+        raise
+    except OSError as error:
+        # asyncpg lets a refused or broken connection through unwrapped. TimeoutError is an OSError too.
+        raise _unavailable(error) from error
+
+
+def _unavailable(error: Exception) -> Exception:
+    cause = getattr(error, "orig", None)
+    if isinstance(cause, sqlite3.Error) and cause.sqlite_errorcode == sqlite3.SQLITE_FULL:
+        return StorageFull("The database's disk is full.", hint="Free some space; nothing was written.")
+    if isinstance(cause, sqlite3.Error) and cause.sqlite_errorcode == sqlite3.SQLITE_ERROR:
+        # "no such table" and the like: trying again won't help, and it must not look as if it would.
+        return error
+    return DatabaseUnavailable("The registry's database can't be reached now.", hint="Try again in a moment.")
+
+
+class Database:
+    """One pool of connections. `read()` and `write()` are the only ways to a session.
+
+    A block under either holds database work only: no file, no network, no waiting for anything else.
+    """
+
+    def __init__(self, url: str, *, busy_timeout_s: float = 5.0) -> None:
+        self._engine = make_engine(url, busy_timeout_s=busy_timeout_s)
+        self._is_sqlite = self._engine.dialect.name == "sqlite"
+        read_options: dict[str, Any] = (
+            {} if self._is_sqlite else {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
+        )
+        self._readers = async_sessionmaker(self._engine.execution_options(**read_options), expire_on_commit=False)
+        self._writers = async_sessionmaker(self._engine.execution_options(**{WRITE: True}), expire_on_commit=False)
+        # SQLite has one writer; queueing here is fair, its busy handler isn't.
+        self._write_turn = asyncio.Lock()
+
+    @asynccontextmanager
+    async def read(self) -> AsyncIterator[AsyncSession]:
+        """A session that sees one consistent state and writes nothing.
+
+        Raises:
+            DatabaseUnavailable: no connection, or it broke.
+        """
+        with database_errors():
+            async with self._readers() as session, session.begin():
+                yield session
+
+    @asynccontextmanager
+    async def write(self) -> AsyncIterator[AsyncSession]:
+        """A session whose changes are durable after the block, all of them, or none of them if it raises.
+
+        Raises:
+            DatabaseUnavailable: no connection, it broke, or another writer held the lock too long.
+            StorageFull: no room on the database's disk.
+        """
+        with database_errors():
+            async with AsyncExitStack() as stack:
+                if self._is_sqlite:
+                    await stack.enter_async_context(self._write_turn)
+                session = await stack.enter_async_context(self._writers())
+                await stack.enter_async_context(session.begin())
+                # The lock is taken now, not at the first statement.
+                await session.connection()
+                yield session
+
+    async def dispose(self) -> None:
+        """Close every connection."""
+        await self._engine.dispose()

@@ -1,0 +1,121 @@
+"""The migrations make what the models say, once, whole, and refuse what they don't know."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+
+from loraserve.db import migrate
+from loraserve.db.session import Database, make_engine
+from loraserve.errors import ConfigError, SchemaOutdated
+
+
+async def run(url: str, *statements: str) -> None:
+    engine = make_engine(url)
+    async with engine.begin() as connection:
+        for statement in statements:
+            await connection.execute(text(statement))
+    await engine.dispose()
+
+
+async def test_models_and_migrations_agree(database_url: str) -> None:
+    assert await migrate.differences(database_url) == []
+
+
+async def test_an_empty_database_is_brought_to_the_head(empty_database_url: str) -> None:
+    assert await migrate.current(empty_database_url) is None
+    assert await migrate.upgrade_if_empty(empty_database_url) is True
+    assert await migrate.current(empty_database_url) == migrate.head()
+    await migrate.check(empty_database_url)
+
+
+async def test_a_database_with_tables_is_left_to_the_operator(database_url: str) -> None:
+    await run(database_url, "UPDATE alembic_version SET version_num = '0000'")
+    assert await migrate.upgrade_if_empty(database_url) is False
+
+
+async def test_check_of_an_empty_database_names_the_command(empty_database_url: str) -> None:
+    with pytest.raises(SchemaOutdated, match="loraserve db upgrade"):
+        await migrate.check(empty_database_url)
+
+
+async def test_a_newer_database_is_neither_used_nor_changed(database_url: str) -> None:
+    await run(database_url, "UPDATE alembic_version SET version_num = '9999'")
+    with pytest.raises(SchemaOutdated, match="newer loraserve"):
+        await migrate.check(database_url)
+    with pytest.raises(SchemaOutdated, match="newer loraserve"):
+        await migrate.upgrade(database_url)
+    assert await migrate.current(database_url) == "9999"
+
+
+async def test_somebody_elses_database_is_refused(empty_database_url: str) -> None:
+    await run(empty_database_url, "CREATE TABLE invoices (id INTEGER PRIMARY KEY)")
+    with pytest.raises(ConfigError, match="invoices"):
+        await migrate.upgrade(empty_database_url)
+
+
+async def test_processes_that_migrate_at_once_take_turns(empty_database_url: str) -> None:
+    heads = await asyncio.gather(*(migrate.upgrade(empty_database_url) for _ in range(4)))
+    assert heads == [migrate.head()] * 4
+
+
+KILLED_IN_MIGRATION = """
+import asyncio, os, signal, sys
+import alembic.op
+from loraserve.db import migrate
+
+original, left = alembic.op.create_table, int(sys.argv[2])
+
+def create_table(*args, **kwargs):
+    global left
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left -= 1
+    return original(*args, **kwargs)
+
+alembic.op.create_table = create_table
+asyncio.run(migrate.upgrade(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("tables_made", [0, 3])
+def test_a_kill_in_the_middle_leaves_the_old_revision(empty_database_url: str, tables_made: int) -> None:
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED_IN_MIGRATION, empty_database_url, str(tables_made)], check=False, env=os.environ
+    )
+    assert killed.returncode == -signal.SIGKILL
+
+    async def after() -> None:
+        assert await migrate.current(empty_database_url) is None
+        assert await migrate.upgrade(empty_database_url) == migrate.head()
+        assert await migrate.differences(empty_database_url) == []
+
+    asyncio.run(after())
+
+
+async def test_a_made_sqlite_file_is_its_owners_alone(tmp_path: Path) -> None:
+    await migrate.upgrade(f"sqlite:///{tmp_path}/new/registry.db")
+    assert (tmp_path / "new" / "registry.db").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("url", ["", "mysql://x/y", "sqlite://", "sqlite:///:memory:", "nonsense", "postgresql"])
+async def test_an_impossible_url_is_a_config_error(url: str) -> None:
+    with pytest.raises(ConfigError, match="LORASERVE_DATABASE_URL"):
+        Database(url)
+
+
+async def test_a_password_is_in_no_error() -> None:
+    database = Database("postgresql://me:sesame@127.0.0.1:1/x", busy_timeout_s=1)
+    with pytest.raises(Exception, match="can't be reached") as caught:
+        async with database.read() as session:
+            await session.execute(text("SELECT 1"))
+    assert "sesame" not in str(caught.value)
+    await database.dispose()
