@@ -1,0 +1,48 @@
+# Two commands for a newcomer: `make demo` and `make test`. Everything is installed into .venv, once.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+ARGS   ?=
+# Waiting OpenMP threads that spin take the cores that others need.
+export OMP_WAIT_POLICY ?= PASSIVE
+
+.PHONY: demo test check bench format clean
+.DEFAULT_GOAL := help
+help:
+	@echo "make demo             start the bundled model and adapters, and show them (ARGS=--once: a checked tour, then exit)"
+	@echo "make test             run all tests (ARGS='-m \"not slow\"' to choose)"
+	@echo "make check            formatting, lint, types, import directions, migrations"
+	@echo "make bench            our server and PEFT on the same work (ARGS='--size S --quick')"
+
+# pip alone understands where this project's torch comes from; constraints.txt pins it, so that nothing pulls another.
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+$(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+$(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@ $(VENV)/.installed
+
+demo: $(VENV)/.installed
+	@$(BIN)/loraserve demo $(ARGS)
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -P -m pytest $(ARGS)
+
+check: $(VENV)/.installed-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -P -m loraserve.db.check
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.installed-dev
+	$(BIN)/python -P benchmarks/run.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist benchmarks/models

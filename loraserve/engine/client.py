@@ -1,0 +1,418 @@
+"""The server's side of the engine: starts it, talks to it, and when it dies starts another and goes on where it stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+
+from loraserve.config import EngineConfig
+from loraserve.engine import messages as m
+from loraserve.engine.messages import GenerateRequest
+from loraserve.engine.output import Chunk, OutputProcessor, merge
+from loraserve.engine.process import EngineProcess
+from loraserve.errors import EngineCrashed, EngineUnavailable, LoraserveError, Overloaded, error_from_code
+from loraserve.limits import LIMITS
+from loraserve.text.tokenizer import Tokenizer
+from loraserve.types import (
+    AdapterRef,
+    AdapterResidency,
+    BaseSpec,
+    Digest,
+    EngineStats,
+    FinishReason,
+    RequestId,
+    TokenOutput,
+)
+
+__all__ = ["Chunk", "EngineClient", "GenerateRequest"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_FAILED_STARTS = 5
+_MAX_RESTART_DELAY_S = 5.0
+_STABLE_S = 10.0
+_REPLAY_PATIENCE_S = 10.0
+
+
+@dataclass(slots=True, eq=False)
+class _LiveRequest:
+    """A request between admission and its end, as the server sees it. Its tokens outlive any engine process."""
+
+    request: GenerateRequest
+    output_token_ids: list[int] = field(default_factory=list)
+    outputs: list[TokenOutput] = field(default_factory=list)
+    """Received and not yet read."""
+    error: LoraserveError | None = None
+    has_news: asyncio.Event = field(default_factory=asyncio.Event)
+    is_sent: bool = False
+    """Whether the present engine process has it."""
+    num_crashes: int = 0
+    """Engine deaths in a row that it was in flight at, without a token in between."""
+    has_progressed: asyncio.Event = field(default_factory=asyncio.Event)
+    is_finished: bool = False
+    """Whether the engine sent its last token; its reader may be behind."""
+
+    def receive(self, output: TokenOutput) -> None:
+        self.output_token_ids.extend(output.token_ids)
+        self.outputs.append(output)
+        self.is_finished = output.finish_reason is not None
+        self.num_crashes = 0
+        self.has_progressed.set()
+        self.has_news.set()
+
+    def fail(self, error: LoraserveError) -> None:
+        self.error = error
+        self.has_progressed.set()
+        self.has_news.set()
+
+    async def next(self) -> TokenOutput:
+        """Return everything that came since the last call, as one output; raise what ended it otherwise."""
+        while not self.outputs:
+            if self.error is not None:
+                raise self.error
+            self.has_news.clear()
+            await self.has_news.wait()
+        output = merge(self.outputs)
+        self.outputs.clear()
+        if output.finish_reason is FinishReason.ERROR:
+            raise error_from_code(output.error_code or "", output.error_message or "The request failed.")
+        return output
+
+
+class EngineClient:
+    """The one door to the engine for the API. Everything runs on the event loop that called `start`.
+
+    Args:
+        config: handed to each engine process.
+        tokenizer: of the base; text is made here, not in the engine.
+        max_queued_requests: over the sequences that run at once; beyond it requests are refused.
+        hang_timeout_s: an engine silent for so long is killed and replaced.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer,
+        *,
+        max_queued_requests: int = LIMITS.max_queued_requests,
+        max_queue_wait_s: float = LIMITS.max_queue_wait_s,
+        hang_timeout_s: float = 120.0,
+    ) -> None:
+        self.num_restarts = 0
+        self.stats = EngineStats()
+        self._config = config
+        self._tokenizer = tokenizer
+        self._max_live = config.max_num_seqs + max_queued_requests
+        self._max_queue_wait_s = max_queue_wait_s
+        self._hang_timeout_s = hang_timeout_s
+        self._base: BaseSpec | None = None
+        self._process: EngineProcess | None = None
+        self._is_up = False
+        self._failure: LoraserveError | None = None
+        self._is_stopping = False
+        self._supervisor: asyncio.Task[None] | None = None
+        self._live: dict[RequestId, _LiveRequest] = {}
+        self._calls: dict[int, asyncio.Future[tuple[AdapterResidency, ...]]] = {}
+        self._call_ids = itertools.count()
+        self._operator_pins: dict[Digest, AdapterRef] = {}
+
+    @property
+    def base(self) -> BaseSpec:
+        """The base model's facts; known once `start` has returned."""
+        if self._base is None:
+            raise EngineUnavailable("The base model isn't loaded yet.")
+        return self._base
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests sent now are computed now."""
+        return self._is_up and not self._is_stopping
+
+    @property
+    def is_live(self) -> bool:
+        """False once the engine can't be brought back, or is silent for too long."""
+        if self._failure is not None or self._process is None:
+            return False
+        return not self._is_up or self._silence_s() < self._hang_timeout_s
+
+    @property
+    def pid(self) -> int | None:
+        """The engine process, for operators and tests."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def num_live_requests(self) -> int:
+        return len(self._live)
+
+    async def start(self) -> None:
+        """Start the engine and return once the base is loaded.
+
+        Raises:
+            LoraserveError: why it can't be.
+        """
+        await self._launch()
+        self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Refuse new requests, wait up to ``grace_s`` for those alive, end the others with an error, and stop the engine."""
+        self._is_stopping = True
+        deadline = time.monotonic() + grace_s
+        while self._live and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        for live in list(self._live.values()):
+            live.fail(EngineUnavailable("The server is shutting down."))
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._supervisor
+        self._fail_calls(EngineUnavailable("The server is shutting down."))
+        if self._process is not None:
+            await self._process.close()
+        self._is_up = False
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """Yield the answer as it is made; the last chunk has a finish reason. Closing the generator aborts the request.
+
+        Raises:
+            Overloaded: too many requests are alive, or this one waited too long for its first token.
+            AdapterUnavailable, EngineError: why it failed.
+        """
+        live = self._admit(request)
+        processor = OutputProcessor(request, self._tokenizer)
+        try:
+            try:
+                async with asyncio.timeout(self._max_queue_wait_s):
+                    output = await live.next()
+            except TimeoutError:
+                raise Overloaded(f"No token could be made within {self._max_queue_wait_s:.0f} s.") from None
+            while True:
+                chunk = processor.push(output)
+                yield chunk
+                if chunk.finish_reason is not None:
+                    return
+                output = await live.next()
+        finally:
+            self._leave(live)
+
+    async def warm(self, ref: AdapterRef) -> None:
+        """Return once the adapter is on the device.
+
+        Raises:
+            AdapterUnavailable: it can't be.
+        """
+        await self._call(lambda call_id: m.WarmAdapter(call_id=call_id, adapter=ref))
+
+    async def pin(self, ref: AdapterRef) -> None:
+        """Bring the adapter to the device and keep it there, across engine restarts too."""
+        await self._call(lambda call_id: m.PinAdapter(call_id=call_id, adapter=ref, is_pinned=True))
+        self._operator_pins[ref.digest] = ref
+
+    async def unpin(self, ref: AdapterRef) -> None:
+        self._operator_pins.pop(ref.digest, None)
+        await self._call(lambda call_id: m.PinAdapter(call_id=call_id, adapter=ref, is_pinned=False))
+
+    async def residency(self) -> tuple[AdapterResidency, ...]:
+        """Return every adapter that the engine has in some memory."""
+        return await self._call(lambda call_id: m.QueryResidency(call_id=call_id))
+
+    # requests
+
+    def _admit(self, request: GenerateRequest) -> _LiveRequest:
+        if self._failure is not None:
+            raise EngineUnavailable(f"The engine can't be started: {self._failure}")
+        if self._is_stopping:
+            raise Overloaded("The server is shutting down.", retry_after_s=5.0)
+        if len(self._live) >= self._max_live:
+            raise Overloaded(f"{len(self._live)} requests are alive; no more are taken until some end.")
+        live = _LiveRequest(request)
+        self._live[request.request_id] = live
+        if self._is_up:
+            self._send(live)
+        return live
+
+    def _send(self, live: _LiveRequest) -> None:
+        if self._process is None:
+            return
+        request = live.request
+        live.is_sent = True
+        self._process.send(
+            m.AddRequest(
+                request_id=request.request_id,
+                tenant=request.tenant,
+                adapter=request.adapter,
+                prompt_token_ids=request.prompt_token_ids,
+                params=request.params,
+                output_token_ids=tuple(live.output_token_ids),
+                priority=request.priority,
+            )
+        )
+
+    def _leave(self, live: _LiveRequest) -> None:
+        """Every ending passes here; the engine is told unless it said so itself."""
+        self._live.pop(live.request.request_id, None)
+        live.has_progressed.set()
+        if live.is_sent and not live.is_finished and self._process is not None:
+            self._process.send(m.AbortRequest(request_id=live.request.request_id))
+
+    def _on_message(self, message: m.EngineOutput) -> None:
+        match message:
+            case m.StepOutputs(outputs=outputs):
+                for output in outputs:
+                    live = self._live.get(output.request_id)
+                    if live is not None:
+                        live.receive(output)
+            case m.Heartbeat(stats=stats):
+                self.stats = stats
+            case m.CallReply(call_id=call_id, error_code=None):
+                self._answer(call_id, ())
+            case m.CallReply(call_id=call_id, error_code=code, error_message=text):
+                future = self._calls.pop(call_id, None)
+                if future is not None and not future.done():
+                    future.set_exception(error_from_code(code or "", text or ""))
+            case m.ResidencyReply(call_id=call_id, adapters=adapters):
+                self._answer(call_id, adapters)
+            case _:
+                pass
+
+    # calls
+
+    async def _call(self, make: Callable[[int], m.EngineInput]) -> tuple[AdapterResidency, ...]:
+        if self._process is None or not self._is_up:
+            raise EngineUnavailable("The engine isn't up; try again shortly.")
+        call_id = next(self._call_ids)
+        future: asyncio.Future[tuple[AdapterResidency, ...]] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = future
+        try:
+            self._process.send(make(call_id))
+            return await future
+        finally:
+            self._calls.pop(call_id, None)
+
+    def _answer(self, call_id: int, value: tuple[AdapterResidency, ...]) -> None:
+        future = self._calls.pop(call_id, None)
+        if future is not None and not future.done():
+            future.set_result(value)
+
+    def _fail_calls(self, error: LoraserveError) -> None:
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(error)
+        self._calls.clear()
+
+    # the process
+
+    def _silence_s(self) -> float:
+        return 0.0 if self._process is None else time.monotonic() - self._process.last_message_s
+
+    async def _launch(self) -> None:
+        process = EngineProcess(self._config, self._on_message)
+        try:
+            ready = await process.start()
+        except BaseException:
+            process.kill()
+            await process.close()
+            raise
+        self._process = process
+        if self._base is not None and self._base.digest != ready.base.digest:
+            process.kill()
+            await process.close()
+            raise EngineUnavailable("The base model's files changed while the server ran; restart the server.")
+        self._base = ready.base
+
+    async def _supervise(self) -> None:
+        """Keep an engine running: replay what was alive, wait for its end, start the next."""
+        num_deaths = 0
+        while True:
+            started = time.monotonic()
+            ended = asyncio.create_task(self._wait_for_end())
+            try:
+                await self._replay(ended)
+                reason = await ended
+            finally:
+                ended.cancel()
+            self._is_up = False
+            num_deaths = 1 if time.monotonic() - started > _STABLE_S else num_deaths + 1
+            logger.error("the engine %s; %d requests are alive", reason, len(self._live))
+            self._count_crash()
+            if not await self._relaunch(num_deaths):
+                return
+
+    async def _wait_for_end(self) -> str:
+        """Return why the engine is to be replaced, once it is dead."""
+        process = self._process
+        if process is None:
+            return "was never started"
+        exited = asyncio.create_task(process.wait())
+        try:
+            while not exited.done():
+                await asyncio.wait({exited}, timeout=min(1.0, self._hang_timeout_s / 4))
+                if not exited.done() and self._silence_s() > self._hang_timeout_s:
+                    process.kill()
+                    await exited
+                    return f"was silent for {self._hang_timeout_s:.0f} s and was killed"
+            return f"process {process.pid} ended with code {exited.result()}"
+        finally:
+            exited.cancel()
+
+    def _count_crash(self) -> None:
+        """A request in flight at two crashes in a row fails; since suspects are replayed one by one, it fails alone."""
+        self._fail_calls(EngineUnavailable("The engine died; try again."))
+        for live in list(self._live.values()):
+            if not live.is_sent or live.is_finished:
+                continue
+            live.is_sent = False
+            live.num_crashes += 1
+            if live.num_crashes >= 2:
+                live.fail(EngineCrashed("The engine died twice while it computed this request."))
+                self._live.pop(live.request.request_id, None)
+
+    async def _relaunch(self, num_deaths: int) -> bool:
+        """Start another engine; False when it can't be, and every request was told."""
+        if self._process is not None:
+            await self._process.close(grace_s=0.0)
+        if num_deaths > 2:
+            await asyncio.sleep(min(_MAX_RESTART_DELAY_S, 0.1 * 2**num_deaths))
+        for attempt in range(1, _MAX_FAILED_STARTS + 1):
+            try:
+                await self._launch()
+            except LoraserveError as error:
+                logger.error("the engine could not be started again (attempt %d): %s", attempt, error)
+                self._failure = error
+                await asyncio.sleep(min(_MAX_RESTART_DELAY_S, 0.1 * 2**attempt))
+            else:
+                self._failure = None
+                self.num_restarts += 1
+                return True
+        for live in list(self._live.values()):
+            live.fail(EngineUnavailable("The engine died and could not be started again."))
+        return False
+
+    async def _replay(self, ended: asyncio.Task[str]) -> None:
+        """Give a new engine what was alive: suspects of the last crash one at a time, each up to its next token, then the rest.
+
+        The step that kills an engine is thus computed for its culprit alone, which then is the only one in flight.
+        """
+        for ref in self._operator_pins.values():
+            if self._process is not None:
+                self._process.send(m.PinAdapter(call_id=next(self._call_ids), adapter=ref, is_pinned=True))
+        for live in [live for live in self._live.values() if live.num_crashes > 0]:
+            if ended.done():
+                return
+            if live.request.request_id not in self._live:
+                continue
+            live.has_progressed.clear()
+            self._send(live)
+            progressed = asyncio.create_task(live.has_progressed.wait())
+            await asyncio.wait({progressed, ended}, timeout=_REPLAY_PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
+            progressed.cancel()
+        if ended.done():
+            return
+        for live in self._live.values():
+            if not live.is_sent:
+                self._send(live)
+        self._is_up = True

@@ -1,0 +1,119 @@
+"""What travels between the server and the engine process: msgspec structs on ZeroMQ, one tagged union each way."""
+
+from __future__ import annotations
+
+import msgspec
+
+from loraserve.types import (
+    AdapterRef,
+    AdapterResidency,
+    BaseSpec,
+    EngineStats,
+    RequestId,
+    SamplingParams,
+    Struct,
+    TenantId,
+    TokenOutput,
+)
+
+
+class GenerateRequest(Struct, frozen=True):
+    """What the API asks of `EngineClient.generate`. The engine gets its tokens' part; stop strings are the client's."""
+
+    request_id: RequestId
+    tenant: TenantId
+    adapter: AdapterRef | None
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    priority: int = 0
+    """Lower runs first."""
+
+
+class AddRequest(Struct, frozen=True, tag="add"):
+    """Start a request, or go on with it after a crash: ``output_token_ids`` were already sent to its client."""
+
+    request_id: RequestId
+    tenant: TenantId
+    adapter: AdapterRef | None
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    output_token_ids: tuple[int, ...] = ()
+    priority: int = 0
+    """Lower runs first."""
+
+
+class AbortRequest(Struct, frozen=True, tag="abort"):
+    request_id: RequestId
+
+
+class WarmAdapter(Struct, frozen=True, tag="warm"):
+    """Bring an adapter to the device without a request; answered by CallReply once it is there or failed."""
+
+    call_id: int
+    adapter: AdapterRef
+
+
+class PinAdapter(Struct, frozen=True, tag="pin"):
+    """Keep an adapter from eviction (or stop keeping it). Answered by CallReply."""
+
+    call_id: int
+    adapter: AdapterRef
+    is_pinned: bool
+
+
+class QueryResidency(Struct, frozen=True, tag="residency"):
+    call_id: int
+
+
+class Shutdown(Struct, frozen=True, tag="shutdown"):
+    pass
+
+
+EngineInput = AddRequest | AbortRequest | WarmAdapter | PinAdapter | QueryResidency | Shutdown
+
+
+class Ready(Struct, frozen=True, tag="ready"):
+    """The base is loaded and memory is set aside."""
+
+    base: BaseSpec
+    num_kv_blocks: int
+    block_size: int
+    adapter_budget_bytes: int
+
+
+class Fatal(Struct, frozen=True, tag="fatal"):
+    """The engine can't start or go on; it exits after this."""
+
+    code: str
+    message: str
+    hint: str | None = None
+
+
+class StepOutputs(Struct, frozen=True, tag="outputs"):
+    outputs: tuple[TokenOutput, ...]
+
+
+class Heartbeat(Struct, frozen=True, tag="heartbeat"):
+    stats: EngineStats
+
+
+class CallReply(Struct, frozen=True, tag="reply"):
+    call_id: int
+    error_code: str | None = None
+    error_message: str | None = None
+
+
+class ResidencyReply(Struct, frozen=True, tag="residency"):
+    call_id: int
+    adapters: tuple[AdapterResidency, ...]
+
+
+EngineOutput = Ready | Fatal | StepOutputs | Heartbeat | CallReply | ResidencyReply
+
+encode_input = msgspec.msgpack.Encoder().encode
+decode_input = msgspec.msgpack.Decoder(EngineInput).decode
+encode_output = msgspec.msgpack.Encoder().encode
+decode_output = msgspec.msgpack.Decoder(EngineOutput).decode

@@ -1,0 +1,80 @@
+"""One request inside the engine: its tokens, how far it is computed, and what it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Protocol
+
+from loraserve.memory.kv_cache import BlockId, PrefixKey
+from loraserve.types import AdapterRef, FinishReason, RequestId, SamplingParams, TenantId, TokenLogprobs
+
+
+class Pin(Protocol):
+    """Keeps an adapter on the device until `release`, which is called exactly once."""
+
+    def release(self) -> None: ...
+
+
+class Status(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A sequence being generated. `num_computed_tokens` catches up with `num_tokens`: that difference is all the scheduler sees.
+
+    Prefill, chunked prefill, decode, preemption (computed falls to 0), a prefix hit (computed starts above 0) and replay
+    after a crash (tokens start with earlier output) need no states of their own.
+    """
+
+    request_id: RequestId
+    tenant: TenantId
+    adapter: AdapterRef | None
+    params: SamplingParams
+    token_ids: list[int]
+    """Prompt, then output."""
+    num_prompt_tokens: int
+    priority: int
+    prefix_root: PrefixKey
+    arrival_s: float
+    sequence_number: int
+    """Order of arrival; ties of priority run in this order."""
+
+    status: Status = Status.WAITING
+    num_computed_tokens: int = 0
+    blocks: list[BlockId] = field(default_factory=list)
+    block_keys: list[PrefixKey] = field(default_factory=list)
+    """Keys of the leading blocks that are published or were prefix hits."""
+    num_cached_tokens: int = 0
+    pin: Pin | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    first_scheduled_s: float | None = None
+    adapter_wait_started_s: float | None = None
+    adapter_wait_s: float = 0.0
+    num_preemptions: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_pending_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether prompt rows must still be scored: the scores go out with the first token, once."""
+        return self.params.prompt_logprobs is not None and self.num_output_tokens == 0
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return (self.priority, self.sequence_number)

@@ -1,0 +1,324 @@
+"""Which requests take part in the next step, and with how many tokens; and what a step's outcome does to them.
+
+There is no prefill and no decode here: a request has tokens that aren't computed yet, and a step computes some of them.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Protocol
+
+from loraserve.engine.request import Pin, Request, Status
+from loraserve.errors import AdapterNumerics, EngineError, LoraserveError
+from loraserve.memory.kv_cache import KVCache
+from loraserve.memory.pager import Residency
+from loraserve.types import AdapterRef, Digest, FinishReason, RequestId, TokenLogprobs, TokenOutput
+
+_ORDER = attrgetter("order")
+
+
+class AdapterSource(Protocol):
+    """What the scheduler asks of the pager. None of the calls blocks."""
+
+    def request(self, ref: AdapterRef) -> Residency: ...
+    def error(self, digest: Digest) -> LoraserveError | None: ...
+    def pin(self, digest: Digest) -> Pin: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """A request's part in one step: tokens ``[start, start + num_tokens)`` are computed."""
+
+    request: Request
+    start: int
+    num_tokens: int
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the step reaches the request's last token, so that its next one can be chosen."""
+        return self.start + self.num_tokens == self.request.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the sampler made of one scheduled request.
+
+    `token_id` is None when the request isn't at its last token yet, or asked for no tokens.
+    """
+
+    token_id: int | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    is_finite: bool = True
+
+
+class Scheduler:
+    """Holds every live request; each is in `_waiting` or in `_running`, and ends through `_end` alone."""
+
+    def __init__(
+        self,
+        kv: KVCache,
+        adapters: AdapterSource,
+        *,
+        max_num_seqs: int,
+        token_budget: int,
+        eos_token_ids: Sequence[int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.num_preemptions = 0
+        self._kv = kv
+        self._adapters = adapters
+        self._max_num_seqs = max_num_seqs
+        self._token_budget = token_budget
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._clock = clock
+        self._requests: dict[RequestId, Request] = {}
+        self._waiting: list[Request] = []  # sorted by order
+        self._running: list[Request] = []  # sorted by order
+        self._failed: list[TokenOutput] = []
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting_for_adapter(self) -> int:
+        return sum(1 for request in self._waiting if request.adapter_wait_started_s is not None)
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self._requests)
+
+    def add(self, request: Request) -> None:
+        self._requests[request.request_id] = request
+        insort(self._waiting, request, key=_ORDER)
+
+    def abort(self, request_id: RequestId) -> bool:
+        """End a request wherever it is; False if it is unknown or over already."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self._end(request)
+        return True
+
+    def fail(self, request: Request, error: LoraserveError) -> TokenOutput:
+        """End a request with an error and return what its client is told."""
+        self._end(request)
+        return TokenOutput(
+            request_id=request.request_id,
+            finish_reason=FinishReason.ERROR,
+            error_code=error.code,
+            error_message=str(error),
+        )
+
+    def take_failed(self) -> list[TokenOutput]:
+        """Return, once, the requests that failed before they could run."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    # schedule
+
+    def schedule(self) -> list[ScheduledRequest]:
+        """Choose the next step's requests within the token budget, and reserve the KV blocks they need.
+
+        Running requests come first, those one token short before those with a longer way to go, so that a long prompt
+        takes only what decoding leaves. Then waiting requests are admitted in order; one whose adapter is still loading
+        is passed over and holds up nobody.
+        """
+        budget = self._token_budget
+        scheduled: list[ScheduledRequest] = []
+        preempted = False
+        for request in sorted(self._running, key=lambda r: r.num_pending_tokens > 1):
+            if budget == 0:
+                break
+            if request.status is not Status.RUNNING:  # preempted for an earlier one in this very loop
+                continue
+            count = min(request.num_pending_tokens, budget)
+            while not self._reserve(request, count):
+                preempted = True
+                victim = self._choose_victim(scheduled)
+                self._preempt(victim)
+                if victim is request:
+                    break
+            if request.status is Status.RUNNING:
+                scheduled.append(ScheduledRequest(request, request.num_computed_tokens, count))
+                budget -= count
+        if not preempted:
+            self._admit(scheduled, budget)
+        return scheduled
+
+    def _admit(self, scheduled: list[ScheduledRequest], budget: int) -> None:
+        for request in list(self._waiting):
+            if budget == 0 or len(self._running) >= self._max_num_seqs:
+                return
+            if not self._has_adapter(request):
+                continue
+            if not request.wants_prompt_logprobs:
+                self._take_prefix(request)
+            count = min(request.num_pending_tokens, budget)
+            if not self._reserve(request, count):
+                # In order: a later, shorter request must not starve this one of blocks.
+                self._drop_blocks(request)
+                return
+            self._waiting.remove(request)
+            request.status = Status.RUNNING
+            if request.first_scheduled_s is None:
+                request.first_scheduled_s = self._clock()
+                request.num_cached_tokens = request.num_computed_tokens
+            insort(self._running, request, key=_ORDER)
+            scheduled.append(ScheduledRequest(request, request.num_computed_tokens, count))
+            budget -= count
+
+    def _has_adapter(self, request: Request) -> bool:
+        """Whether the request may run as far as its adapter goes; starts the load, or fails the request, if not."""
+        if request.adapter is None or request.pin is not None:
+            return True
+        match self._adapters.request(request.adapter):
+            case Residency.RESIDENT:
+                # Pinned before any KV block is taken, and kept across preemption: a request that holds KV can always run.
+                request.pin = self._adapters.pin(request.adapter.digest)
+                if request.adapter_wait_started_s is not None:
+                    request.adapter_wait_s += self._clock() - request.adapter_wait_started_s
+                    request.adapter_wait_started_s = None
+                return True
+            case Residency.FAILED:
+                error = self._adapters.error(request.adapter.digest)
+                self._failed.append(self.fail(request, error or LoraserveError("the adapter could not be loaded")))
+                return False
+            case _:
+                if request.adapter_wait_started_s is None:
+                    request.adapter_wait_started_s = self._clock()
+                return False
+
+    def _take_prefix(self, request: Request) -> None:
+        # The last token is always computed: its logits are what the step is for.
+        blocks, keys = self._kv.match_prefix(request.prefix_root, request.token_ids, request.num_tokens - 1)
+        request.blocks, request.block_keys = blocks, keys
+        request.num_computed_tokens = len(blocks) * self._kv.block_size
+
+    def _reserve(self, request: Request, count: int) -> bool:
+        """Give the request the blocks that its next ``count`` tokens need."""
+        needed = -(-(request.num_computed_tokens + count) // self._kv.block_size) - len(request.blocks)
+        if needed <= 0:
+            return True
+        blocks = self._kv.allocate(needed)
+        if blocks is None:
+            return False
+        request.blocks.extend(blocks)
+        return True
+
+    def _choose_victim(self, scheduled: Sequence[ScheduledRequest]) -> Request:
+        """The running request that matters least: lowest priority, then youngest; one already in this step is left alone."""
+        taken = {id(entry.request) for entry in scheduled}
+        return next(request for request in reversed(self._running) if id(request) not in taken)
+
+    def _preempt(self, request: Request) -> None:
+        """Take a request's blocks and let it start over later; its tokens, its adapter's pin and its place stay."""
+        self._running.remove(request)
+        self._drop_blocks(request)
+        request.prompt_logprobs.clear()
+        request.status = Status.WAITING
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        insort(self._waiting, request, key=_ORDER)
+
+    def _drop_blocks(self, request: Request) -> None:
+        self._kv.release(request.blocks)
+        request.blocks = []
+        request.block_keys = []
+        request.num_computed_tokens = 0
+
+    # update
+
+    def update(self, scheduled: Sequence[ScheduledRequest], results: Sequence[StepResult]) -> list[TokenOutput]:
+        """Advance every request of a step by what was computed and sampled; return what its client gets."""
+        outputs = []
+        for entry, result in zip(scheduled, results, strict=True):
+            output = self._advance(entry, result)
+            if output is not None:
+                outputs.append(output)
+        return outputs
+
+    def _advance(self, entry: ScheduledRequest, result: StepResult) -> TokenOutput | None:
+        request = entry.request
+        request.num_computed_tokens = entry.start + entry.num_tokens
+        if not result.is_finite:
+            return self.fail(request, _numerics_error(request))
+        request.prompt_logprobs.extend(result.prompt_logprobs)
+        if not entry.is_sampled:
+            return None
+        # Only now are the blocks offered to others: logits were finite, so the KV that led to them is sound.
+        self._publish(request)
+        is_first = request.num_output_tokens == 0
+        if result.token_id is not None:
+            request.token_ids.append(result.token_id)
+        reason, stop_reason = self._finish_reason(request, result.token_id)
+        output = TokenOutput(
+            request_id=request.request_id,
+            token_ids=() if result.token_id is None else (result.token_id,),
+            logprobs=None if result.logprobs is None else (result.logprobs,),
+            prompt_logprobs=(None, *request.prompt_logprobs)
+            if is_first and request.params.prompt_logprobs is not None
+            else None,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            **self._first_token_facts(request) if is_first else {},
+        )
+        if reason is not None:
+            self._end(request)
+        return output
+
+    def _publish(self, request: Request) -> None:
+        size = self._kv.block_size
+        for index in range(len(request.block_keys), request.num_computed_tokens // size):
+            parent = request.block_keys[-1] if request.block_keys else request.prefix_root
+            content = request.token_ids[index * size : (index + 1) * size]
+            request.block_keys.append(self._kv.publish(request.blocks[index], parent, content))
+
+    def _finish_reason(self, request: Request, token_id: int | None) -> tuple[FinishReason | None, int | None]:
+        params = request.params
+        if token_id is not None and request.num_output_tokens >= params.min_tokens:
+            if token_id in params.stop_token_ids:
+                return FinishReason.STOP, token_id
+            if token_id in self._eos_token_ids and not params.ignore_eos:
+                return FinishReason.STOP, None
+        if request.num_output_tokens >= params.max_tokens:
+            return FinishReason.LENGTH, None
+        return None, None
+
+    def _first_token_facts(self, request: Request) -> dict[str, float | int]:
+        now = self._clock()
+        started = now if request.first_scheduled_s is None else request.first_scheduled_s
+        return {
+            "num_cached_tokens": request.num_cached_tokens,
+            "queue_s": max(0.0, started - request.arrival_s - request.adapter_wait_s),
+            "adapter_s": request.adapter_wait_s,
+            "prefill_s": now - started,
+        }
+
+    def _end(self, request: Request) -> None:
+        """Every ending passes here: blocks, pin and place are given back, once."""
+        del self._requests[request.request_id]
+        (self._running if request.status is Status.RUNNING else self._waiting).remove(request)
+        request.status = Status.FINISHED
+        self._drop_blocks(request)
+        if request.pin is not None:
+            request.pin.release()
+            request.pin = None
+
+
+def _numerics_error(request: Request) -> LoraserveError:
+    if request.adapter is None:
+        return EngineError("The base model's logits for this request were not finite.")
+    return AdapterNumerics(
+        f'The logits of adapter "{request.adapter.name}@{request.adapter.version}" for this request were not finite.',
+        hint="Check the adapter's weights; other requests were not touched.",
+    )

@@ -1,0 +1,205 @@
+"""The engine process: reads its EngineConfig from stdin, loads the base, then steps until it is told to stop.
+
+    python -m loraserve.engine.worker INPUT_ENDPOINT OUTPUT_ENDPOINT < config.json
+
+The step's thread is the only thread here that touches the engine. It takes messages between steps, sends what a step
+made, and sends a heartbeat: one that comes late says that steps come late.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import torch
+import zmq
+from adapters_store import open_store
+
+from loraserve import faults
+from loraserve.config import EngineConfig
+from loraserve.engine import messages as m
+from loraserve.engine.core import Engine
+from loraserve.engine.runner import Runner
+from loraserve.errors import LoraserveError
+from loraserve.memory.adapter_pool import AdapterPool
+from loraserve.memory.host_cache import HostCache
+from loraserve.memory.pager import Pager, Residency
+from loraserve.model.loader import load_model
+from loraserve.types import AdapterRef, Digest
+
+logger = logging.getLogger("loraserve.engine")
+
+_IDLE_POLL_MS = 100
+_LOADING_POLL_MS = 1
+
+
+class Worker:
+    """Moves messages between the sockets and the engine."""
+
+    def __init__(self, config: EngineConfig, engine: Engine, inputs: zmq.Socket[bytes], outputs: zmq.Socket[bytes]) -> None:
+        self._config = config
+        self._engine = engine
+        self._inputs = inputs
+        self._outputs = outputs
+        self._parent = os.getppid()
+        self._is_stopping = False
+        self._last_heartbeat_s = 0.0
+        self._warming: dict[int, AdapterRef] = {}
+
+    def run(self) -> None:
+        """Step until told to stop, or until the server is gone."""
+        while not self._is_stopping:
+            self._receive()
+            if self._engine.has_requests:
+                outputs = self._engine.step()
+                if outputs:
+                    self._send(m.StepOutputs(outputs=tuple(outputs)))
+                    faults.hit("engine.after_outputs")
+            else:
+                self._engine.pager.poll()
+            self._answer_warmed()
+            self._beat()
+
+    def _receive(self) -> None:
+        """Take every message that is there; when no step could do anything, wait a little for one."""
+        timeout_ms = 0
+        if not self._engine.has_requests:
+            timeout_ms = _LOADING_POLL_MS if self._warming else _IDLE_POLL_MS
+        elif self._engine.is_waiting_for_adapters_only and self._engine.pager.num_loading:
+            timeout_ms = _LOADING_POLL_MS
+        if self._inputs.poll(timeout_ms) == 0:
+            return
+        while True:
+            try:
+                raw = self._inputs.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._handle(m.decode_input(raw))
+
+    def _handle(self, message: m.EngineInput) -> None:
+        match message:
+            case m.AddRequest():
+                self._engine.add(message)
+            case m.AbortRequest(request_id=request_id):
+                self._engine.abort(request_id)
+            case m.WarmAdapter(call_id=call_id, adapter=adapter):
+                self._warming[call_id] = adapter
+            case m.PinAdapter(call_id=call_id, adapter=adapter, is_pinned=is_pinned):
+                self._engine.pager.set_operator_pin(adapter, is_pinned)
+                if is_pinned:
+                    self._warming[call_id] = adapter
+                else:
+                    self._send(m.CallReply(call_id=call_id))
+            case m.QueryResidency(call_id=call_id):
+                adapters = tuple(self._engine.pager.residency())
+                self._send(m.ResidencyReply(call_id=call_id, adapters=adapters))
+            case m.Shutdown():
+                self._is_stopping = True
+
+    def _answer_warmed(self) -> None:
+        for call_id, ref in list(self._warming.items()):
+            match self._engine.pager.request(ref):
+                case Residency.RESIDENT:
+                    reply = m.CallReply(call_id=call_id)
+                case Residency.FAILED:
+                    reply = _failed_reply(call_id, self._engine.pager.error(ref.digest))
+                case _:
+                    continue
+            del self._warming[call_id]
+            self._send(reply)
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if now - self._last_heartbeat_s < self._config.heartbeat_s:
+            return
+        self._last_heartbeat_s = now
+        self._send(m.Heartbeat(stats=self._engine.stats()))
+        if os.getppid() != self._parent:
+            logger.warning("the server is gone: stopping")
+            self._is_stopping = True
+
+    def _send(self, message: m.EngineOutput) -> None:
+        self._outputs.send(m.encode_output(message))
+
+
+def _failed_reply(call_id: int, error: LoraserveError | None) -> m.CallReply:
+    return m.CallReply(
+        call_id=call_id,
+        error_code=error.code if error is not None else LoraserveError.code,
+        error_message=str(error) if error is not None else "The adapter could not be loaded.",
+    )
+
+
+def build_engine(config: EngineConfig) -> tuple[Engine, Runner]:
+    """Load the base and set memory aside.
+
+    Raises:
+        ModelError, ConfigError: what is wrong with the model's directory or the memory budget.
+    """
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    decoder = load_model(
+        Path(config.model_dir),
+        model_id=config.model_id,
+        dtype=dtype,
+        quantize=config.quantize,
+        device=config.device,
+        max_model_len=config.max_model_len,
+    )
+    runner = Runner(decoder, config)
+    pager = Pager(
+        store=open_store(config.store_url),
+        base=decoder.spec,
+        pool=AdapterPool(runner.adapter_budget_bytes),
+        host_cache=HostCache(config.host_cache_bytes),
+        num_threads=config.loader_threads,
+    )
+    return Engine(config, decoder.spec, runner, pager), runner
+
+
+def main() -> int:
+    logging.basicConfig(
+        stream=sys.stderr, level=os.environ.get("LORASERVE_LOG_LEVEL", "INFO").upper(), format="%(levelname)s %(name)s: %(message)s"
+    )
+    # Ctrl-C goes to the whole process group; the server decides when the engine stops.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    context = zmq.Context()
+    inputs: zmq.Socket[bytes] = context.socket(zmq.PULL)
+    outputs: zmq.Socket[bytes] = context.socket(zmq.PUSH)
+    for socket in (inputs, outputs):
+        socket.setsockopt(zmq.SNDHWM if socket is outputs else zmq.RCVHWM, 0)
+    outputs.setsockopt(zmq.LINGER, 1000)
+    inputs.connect(sys.argv[1])
+    outputs.connect(sys.argv[2])
+    engine: Engine | None = None
+    try:
+        engine, runner = build_engine(config)
+        ready = m.Ready(
+            base=engine.base,
+            num_kv_blocks=runner.num_blocks,
+            block_size=config.block_size,
+            adapter_budget_bytes=runner.adapter_budget_bytes,
+        )
+        outputs.send(m.encode_output(ready))
+        Worker(config, engine, inputs, outputs).run()
+    except LoraserveError as error:
+        outputs.send(m.encode_output(m.Fatal(code=error.code, message=error.message, hint=error.hint)))
+        return 1
+    finally:
+        if engine is not None:
+            engine.pager.close()
+        inputs.close()
+        outputs.close()
+        context.term()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

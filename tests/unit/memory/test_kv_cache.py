@@ -1,0 +1,152 @@
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from loraserve.memory.kv_cache import BlockId, KVCache, PrefixKey, extend_key, prefix_root
+from loraserve.types import Digest, TenantId
+
+ROOT = prefix_root(TenantId("t"), None, Digest("b"), "float32")
+
+
+def publish_all(kv: KVCache, blocks: list[BlockId], token_ids: list[int], root: PrefixKey = ROOT) -> None:
+    parent = root
+    for i in range(len(token_ids) // kv.block_size):
+        parent = kv.publish(blocks[i], parent, token_ids[i * kv.block_size : (i + 1) * kv.block_size])
+
+
+def test_a_released_prefix_is_found_again_by_the_same_tokens():
+    kv = KVCache(8, 4)
+    tokens = list(range(10))
+    blocks = kv.allocate(3)
+    publish_all(kv, blocks, tokens)
+    kv.release(blocks)
+    found, keys = kv.match_prefix(ROOT, tokens, 9)
+    assert found == blocks[:2]
+    assert len(keys) == 2
+    assert kv.check() == []
+
+
+def test_a_prefix_ends_at_the_first_other_token():
+    kv = KVCache(8, 4)
+    blocks = kv.allocate(2)
+    publish_all(kv, blocks, list(range(8)))
+    found, _ = kv.match_prefix(ROOT, [0, 1, 2, 3, 4, 5, 6, 99, 8], 8)
+    assert found == blocks[:1]
+
+
+def test_the_last_token_is_never_a_hit():
+    kv = KVCache(8, 4)
+    blocks = kv.allocate(2)
+    publish_all(kv, blocks, list(range(8)))
+    found, _ = kv.match_prefix(ROOT, list(range(8)), 7)
+    assert found == blocks[:1]
+
+
+def test_another_root_finds_nothing():
+    kv = KVCache(8, 4)
+    blocks = kv.allocate(2)
+    publish_all(kv, blocks, list(range(8)))
+    for other in (
+        prefix_root(TenantId("u"), None, Digest("b"), "float32"),
+        prefix_root(TenantId("t"), Digest("a"), Digest("b"), "float32"),
+        prefix_root(TenantId("t"), None, Digest("c"), "float32"),
+        prefix_root(TenantId("t"), None, Digest("b"), "bfloat16"),
+    ):
+        assert kv.match_prefix(other, list(range(9)), 8) == ([], [])
+
+
+def test_roots_are_framed():
+    assert prefix_root(TenantId("ab"), Digest("c"), Digest("d"), "f") != prefix_root(
+        TenantId("a"), Digest("bc"), Digest("d"), "f"
+    )
+
+
+def test_a_hit_is_not_believed_for_its_hash_alone():
+    kv = KVCache(8, 4)
+    blocks = kv.allocate(1)
+    publish_all(kv, blocks, [0, 1, 2, 3])
+    # as if two contents had one hash
+    kv._by_key[extend_key(ROOT, (9, 9, 9, 9))] = blocks[0]
+    assert kv.match_prefix(ROOT, [9, 9, 9, 9, 9], 4) == ([], [])
+
+
+def test_idle_blocks_are_evicted_last_of_a_prefix_first():
+    kv = KVCache(4, 4)
+    tokens = list(range(16))
+    blocks = kv.allocate(4)
+    publish_all(kv, blocks, tokens)
+    kv.release(blocks)
+    assert kv.allocate(2) is not None
+    found, _ = kv.match_prefix(ROOT, [*tokens, 16], 16)
+    assert found == blocks[:2]
+    assert kv.check() == []
+
+
+def test_allocation_is_all_or_nothing():
+    kv = KVCache(4, 4)
+    assert kv.allocate(5) is None
+    assert kv.num_available == 4
+    assert len(kv.allocate(4) or []) == 4
+
+
+def test_a_shared_block_is_free_only_after_its_last_holder():
+    kv = KVCache(4, 4)
+    blocks = kv.allocate(1)
+    publish_all(kv, blocks, [0, 1, 2, 3])
+    again, _ = kv.match_prefix(ROOT, [0, 1, 2, 3, 4], 4)
+    kv.release(blocks)
+    assert kv.num_held == 1
+    kv.release(again)
+    assert kv.num_held == 0
+
+
+class KVCacheMachine(RuleBasedStateMachine):
+    """Sequences come, share prefixes, grow and go, in any order."""
+
+    @initialize(num_blocks=st.integers(1, 12))
+    def start(self, num_blocks):
+        self.kv = KVCache(num_blocks, 2)
+        self.sequences: list[tuple[list[int], list[BlockId]]] = []
+
+    @rule(tokens=st.lists(st.integers(0, 2), min_size=1, max_size=9))
+    def add(self, tokens):
+        blocks, _ = self.kv.match_prefix(ROOT, tokens, len(tokens) - 1)
+        more = self.kv.allocate(-(-len(tokens) // 2) - len(blocks))
+        if more is None:
+            self.kv.release(blocks)
+        else:
+            self.sequences.append((tokens, blocks + more))
+
+    @rule(data=st.data())
+    def publish(self, data):
+        if self.sequences:
+            tokens, blocks = data.draw(st.sampled_from(self.sequences))
+            publish_all(self.kv, blocks, tokens)
+
+    @rule(data=st.data())
+    def end(self, data):
+        if self.sequences:
+            index = data.draw(st.integers(0, len(self.sequences) - 1))
+            self.kv.release(self.sequences.pop(index)[1])
+
+    @rule()
+    def drop(self):
+        self.kv.drop_prefixes()
+
+    @invariant()
+    def holds(self):
+        assert self.kv.check() == []
+
+    def teardown(self):
+        for _, blocks in self.sequences:
+            self.kv.release(blocks)
+        assert self.kv.num_held == 0
+
+
+TestKVCacheMachine = KVCacheMachine.TestCase
+TestKVCacheMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+@given(st.lists(st.integers(0, 2**40), min_size=1), st.lists(st.integers(0, 2**40), min_size=1))
+def test_keys_of_different_contents_differ(a, b):
+    assert (extend_key(ROOT, a) == extend_key(ROOT, b)) == (a == b)
