@@ -37,12 +37,26 @@ class Limits:
     max_adapter_tensors: int = 8192
     max_tensor_name_bytes: int = 512
     max_rank: int = 512
+    max_adapter_patterns: int = 2048
+    max_scaling: float = 1e4
+    max_delta: float = 65504.0
+    """Bound on scaling · B A, element by element: what half precision can hold."""
     # management
     max_page_size: int = 200
     max_adapters_per_tenant: int = 100_000
     max_keys_per_tenant: int = 1000
     max_tenants: int = 100_000
     max_name_length: int = 63
+    max_aliases_per_adapter: int = 100
+    max_listed_models: int = 10_000
+    max_concurrent_uploads: int = 16
+    max_idempotency_key_bytes: int = 255
+    max_idempotency_keys_per_key: int = 10_000
+    idempotency_ttl_s: float = 86_400.0
+    # how long an answer of the database may be used again
+    auth_cache_s: float = 5.0
+    resolve_cache_s: float = 2.0
+    outage_grace_s: float = 60.0
 
     def as_dict(self) -> dict[str, int | float]:
         return asdict(self)
