@@ -1,0 +1,79 @@
+from collections import Counter
+
+import pytest
+import torch
+
+from loraserve.engine.sampler import _apply_penalties, draw, uniform
+from loraserve.types import SamplingParams
+
+from .conftest import make_request
+
+
+def shares(logits: list[float], params: SamplingParams, count: int = 4000) -> dict[int, float]:
+    row = torch.tensor(logits)
+    drawn = Counter(draw(row, params, uniform(1, position)) for position in range(count))
+    return {token: n / count for token, n in sorted(drawn.items())}
+
+
+def test_uniform_numbers_fill_the_unit_interval_evenly():
+    numbers = torch.tensor([uniform(seed, position) for seed in range(40) for position in range(100)])
+    assert 0 <= numbers.min() and numbers.max() < 1
+    counts = torch.histc(numbers, bins=20, min=0, max=1)
+    assert (counts - 200).abs().max() < 60
+    # neighbours don't follow each other
+    assert abs(torch.corrcoef(torch.stack([numbers[:-1], numbers[1:]]))[0, 1]) < 0.05
+
+
+def test_uniform_numbers_depend_on_seed_and_position_alone():
+    assert uniform(3, 5) == uniform(3, 5)
+    assert len({uniform(3, 5), uniform(4, 5), uniform(3, 6)}) == 3
+
+
+def test_draws_follow_the_softmax():
+    logits = torch.tensor([0.5, 0.3, 0.2]).log().tolist()
+    assert shares(logits, SamplingParams()) == pytest.approx({0: 0.5, 1: 0.3, 2: 0.2}, abs=0.03)
+
+
+def test_temperature_sharpens():
+    logits = torch.tensor([0.5, 0.3, 0.2]).log().tolist()
+    expected = torch.tensor([0.25, 0.09, 0.04]) / 0.38
+    assert shares(logits, SamplingParams(temperature=0.5)) == pytest.approx(dict(enumerate(expected.tolist())), abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        (SamplingParams(top_k=2), {0: 0.625, 1: 0.375}),
+        (SamplingParams(top_k=1), {0: 1.0}),
+        (SamplingParams(top_p=0.6), {0: 0.625, 1: 0.375}),
+        (SamplingParams(top_p=0.5), {0: 1.0}),
+        (SamplingParams(top_p=0.95), {0: 0.5, 1: 0.3, 2: 0.2}),
+        (SamplingParams(min_p=0.5), {0: 0.625, 1: 0.375}),
+        (SamplingParams(top_k=2, top_p=0.63), {0: 0.625, 1: 0.375}),
+        (SamplingParams(top_k=2, top_p=0.62), {0: 1.0}),
+    ],
+)
+def test_cuts_keep_the_likeliest_tokens(params, expected):
+    logits = torch.tensor([0.5, 0.3, 0.2]).log().tolist()
+    assert shares(logits, params) == pytest.approx(expected, abs=0.03)
+
+
+def test_top_p_over_a_flat_vocabulary_larger_than_the_candidates_keeps_its_share():
+    row = torch.zeros(4000)
+    params = SamplingParams(top_p=0.5)
+    assert max(draw(row, params, u / 100) for u in range(100)) in range(1900, 2001)
+
+
+def test_a_draw_at_the_very_end_is_a_token_that_may_be_drawn():
+    row = torch.tensor([0.0, 0.0, -float("inf"), -float("inf")])
+    assert draw(row, SamplingParams(), 1 - 2**-53) == 1
+    assert draw(row, SamplingParams(top_p=0.999), 1 - 2**-53) in (0, 1)
+
+
+def test_penalties_follow_their_definitions():
+    request = make_request(tokens=[0, 1], repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
+    request.token_ids += [2, 2]
+    row = torch.tensor([4.0, -4.0, 1.0, 1.0])
+    _apply_penalties(row, request)
+    # repetition over all of 0, 1, 2; presence and frequency (twice) over the output's 2 alone
+    assert row.tolist() == [2.0, -8.0, 0.5 - 0.5 - 2 * 0.25, 1.0]

@@ -1,0 +1,206 @@
+import random
+
+import pytest
+
+from loraserve.engine.request import Status
+from loraserve.memory.pager import Residency
+from loraserve.types import FinishReason
+
+from .conftest import EOS, Harness, make_ref, make_request
+
+
+def part(scheduled, request):
+    return next((entry.num_tokens for entry in scheduled if entry.request is request), 0)
+
+
+def test_a_prompt_is_computed_in_chunks_of_the_token_budget():
+    harness = Harness(token_budget=8)
+    request = make_request(20)
+    harness.add(request)
+    assert [harness.step()[0][0].num_tokens for _ in range(4)] == [8, 8, 4, 1]
+
+
+def test_decoding_requests_come_before_a_long_prompt():
+    harness = Harness(token_budget=8)
+    short = make_request(4, max_tokens=9)
+    harness.add(short)
+    harness.step()
+    long = make_request(30)
+    harness.add(long)
+    scheduled, _ = harness.step()
+    assert (part(scheduled, short), part(scheduled, long)) == (1, 7)
+    scheduled, _ = harness.step()
+    assert (part(scheduled, short), part(scheduled, long)) == (1, 7)
+
+
+def test_no_more_than_max_num_seqs_run():
+    harness = Harness(max_num_seqs=2)
+    harness.add(*[make_request() for _ in range(3)])
+    assert len(harness.schedule()) == 2
+    assert harness.scheduler.num_waiting == 1
+
+
+def test_lower_priority_numbers_run_first():
+    harness = Harness(max_num_seqs=1)
+    late, early = make_request(priority=5), make_request(priority=-5)
+    harness.add(late, early)
+    assert harness.schedule()[0].request is early
+
+
+def test_a_request_waits_for_its_adapter_while_others_run(harness):
+    cold, base = make_request(adapter="cold"), make_request()
+    harness.add(cold, base)
+    scheduled, _ = harness.step()
+    assert [entry.request for entry in scheduled] == [base]
+    assert harness.scheduler.num_waiting_for_adapter == 1
+    harness.now = 2.0
+    harness.adapters.set("cold", Residency.RESIDENT)
+    _, outputs = harness.step()
+    first = next(output for output in outputs if output.request_id == cold.request_id)
+    assert first.adapter_s == 2.0
+    assert harness.scheduler.num_waiting_for_adapter == 0
+
+
+def test_a_running_request_pins_its_adapter_until_it_ends(harness):
+    harness.adapters.set("a", Residency.RESIDENT)
+    harness.add(make_request(adapter="a", max_tokens=2))
+    harness.step()
+    assert harness.adapters.pins[make_ref("a").digest] == 1
+    harness.step()
+    assert harness.adapters.pins[make_ref("a").digest] == 0
+
+
+def test_a_request_whose_adapter_fails_ends_alone(harness):
+    harness.adapters.set("bad", Residency.FAILED)
+    bad, good = make_request(adapter="bad"), make_request(max_tokens=1)
+    harness.add(bad, good)
+    outputs = {output.request_id: output for output in harness.run()}
+    assert outputs[bad.request_id].error_code == "adapter_corrupt"
+    assert outputs[good.request_id].finish_reason is FinishReason.LENGTH
+
+
+def test_when_blocks_run_out_the_youngest_starts_over_and_all_finish():
+    harness = Harness(num_blocks=6, block_size=4, token_budget=16)
+    requests = [make_request(7, max_tokens=8) for _ in range(3)]
+    harness.add(*requests)
+    outputs = harness.run()
+    assert harness.scheduler.num_preemptions > 0
+    assert requests[0].num_preemptions == 0
+    for request in requests:
+        tokens = [t for output in outputs if output.request_id == request.request_id for t in output.token_ids]
+        assert len(tokens) == 8
+    assert harness.kv.num_held == 0
+
+
+def test_a_preempted_request_keeps_its_adapter(harness):
+    harness = Harness(num_blocks=4, block_size=4, token_budget=16)
+    harness.adapters.set("a", Residency.RESIDENT)
+    first, second = make_request(7, max_tokens=6), make_request(7, adapter="a", max_tokens=6)
+    harness.add(first, second)
+    while second.num_preemptions == 0:
+        harness.step()
+    assert harness.adapters.pins[make_ref("a").digest] == 1
+    harness.run()
+    assert harness.adapters.pins[make_ref("a").digest] == 0
+
+
+def test_a_repeated_prompt_computes_only_what_follows_its_full_blocks(harness):
+    tokens = list(range(50, 60))
+    harness.add(make_request(tokens=tokens, max_tokens=1))
+    harness.run()
+    again = make_request(tokens=tokens, max_tokens=1)
+    harness.add(again)
+    scheduled, outputs = harness.step()
+    assert (scheduled[0].start, scheduled[0].num_tokens) == (8, 2)
+    assert outputs[0].num_cached_tokens == 8
+
+
+def test_kv_that_led_to_bad_logits_is_never_offered(harness):
+    tokens = list(range(50, 60))
+    harness.add(make_request(tokens=tokens))
+    _, outputs = harness.step(is_finite=False)
+    assert outputs[0].finish_reason is FinishReason.ERROR
+    harness.add(make_request(tokens=tokens))
+    scheduled, _ = harness.step()
+    assert scheduled[0].start == 0
+
+
+def test_a_prompt_that_is_scored_takes_no_prefix_hits(harness):
+    tokens = list(range(50, 60))
+    harness.add(make_request(tokens=tokens, max_tokens=1))
+    harness.run()
+    harness.add(make_request(tokens=tokens, max_tokens=1, prompt_logprobs=0))
+    assert harness.schedule()[0].start == 0
+
+
+@pytest.mark.parametrize("when", ["waiting", "prefilling", "decoding"])
+def test_an_aborted_request_leaves_nothing_behind(when):
+    harness = Harness(token_budget=4)
+    harness.adapters.set("a", Residency.RESIDENT)
+    request = make_request(10, adapter="a", max_tokens=50)
+    harness.add(request)
+    for _ in range({"waiting": 0, "prefilling": 1, "decoding": 5}[when]):
+        harness.step()
+    assert harness.scheduler.abort(request.request_id)
+    assert not harness.scheduler.abort(request.request_id)
+    assert harness.kv.num_held == 0
+    assert sum(harness.adapters.pins.values()) == 0
+    assert not harness.scheduler.has_requests
+
+
+def test_eos_ends_unless_it_is_ignored_or_too_early(harness):
+    plain, ignoring, early = (
+        make_request(max_tokens=4),
+        make_request(max_tokens=4, ignore_eos=True),
+        make_request(max_tokens=4, min_tokens=2),
+    )
+    harness.add(plain, ignoring, early)
+    _, outputs = harness.step(EOS)
+    reasons = {output.request_id: output.finish_reason for output in outputs}
+    assert reasons == {
+        plain.request_id: FinishReason.STOP,
+        ignoring.request_id: None,
+        early.request_id: None,
+    }
+    _, outputs = harness.step(EOS)
+    assert {o.request_id: o.finish_reason for o in outputs}[early.request_id] is FinishReason.STOP
+
+
+def test_a_stop_token_is_named_as_the_reason(harness):
+    harness.add(make_request(stop_token_ids=(5,)))
+    _, outputs = harness.step(5)
+    assert (outputs[0].finish_reason, outputs[0].stop_reason) == (FinishReason.STOP, 5)
+
+
+def test_max_tokens_of_zero_only_computes_the_prompt(harness):
+    harness.add(make_request(max_tokens=0, prompt_logprobs=0))
+    outputs = harness.run()
+    assert [(o.token_ids, o.finish_reason) for o in outputs] == [((), FinishReason.LENGTH)]
+    assert outputs[0].prompt_logprobs == (None,)
+
+
+def test_random_traffic_always_ends_with_nothing_held():
+    rng = random.Random(0)
+    for _ in range(30):
+        harness = Harness(num_blocks=rng.randint(8, 20), block_size=4, max_num_seqs=rng.randint(1, 6), token_budget=8)
+        for name in "ab":
+            harness.adapters.set(name, Residency.RESIDENT)
+        requests = [
+            make_request(
+                tokens=[rng.randint(0, 1) for _ in range(rng.randint(1, 16))],
+                adapter=rng.choice([None, "a", "b"]),
+                max_tokens=rng.randint(1, 10),
+                priority=rng.randint(0, 2),
+            )
+            for _ in range(20)
+        ]
+        for request in requests:
+            harness.add(request)
+            if rng.random() < 0.5:
+                harness.step()
+            if rng.random() < 0.2:
+                harness.scheduler.abort(rng.choice(requests).request_id)
+        harness.run()
+        assert all(request.status is Status.FINISHED for request in requests)
+        assert harness.kv.num_held == 0
+        assert not any(harness.adapters.pins.values())
