@@ -1,0 +1,60 @@
+"""Who an adapter version is: SHA-256 over its canonical config and its tensors, framed so that no two contents read alike."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from loraserve.adapters.ir import TensorView
+from loraserve.types import Digest
+
+_TAG = b"loraserve adapter v1"
+_NUMBERS = ("r", "lora_alpha")
+_PATTERNS = ("rank_pattern", "alpha_pattern")
+_FLAGS = ("use_rslora",)
+
+
+def adapter_digest(config: Mapping[str, Any], tensors: Mapping[str, TensorView]) -> Digest:
+    """The identity of an adapter that `compile_adapter` has accepted.
+
+    Two uploads have the same digest exactly if they hold the same tensors (names, dtypes, shapes, bytes) and the same config fields that
+    decide the arithmetic; who trained it, with which dropout, or in which order the file lists its tensors doesn't matter. The order of a
+    pattern's keys does, since the first match wins. Fields such as target_modules don't: the tensors must agree with them.
+    """
+    sha = hashlib.sha256()
+
+    def frame(data: bytes | memoryview) -> None:
+        sha.update(len(data).to_bytes(8, "big"))
+        sha.update(data)
+
+    frame(_TAG)
+    for name, value in _canonical_config(config):
+        frame(name.encode())
+        frame(value.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        frame(b"tensor")
+        frame(name.encode())
+        frame(tensor.dtype.encode())
+        frame(",".join(map(str, tensor.shape)).encode())
+        frame(np.ascontiguousarray(tensor.array).reshape(-1).view(np.uint8).data)
+    return Digest(sha.hexdigest())
+
+
+def _canonical_config(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    fields = [(name, _number(config[name])) for name in _NUMBERS]
+    fields += [(name, str(bool(config.get(name))).lower()) for name in _FLAGS]
+    for name in _PATTERNS:
+        pattern = config.get(name) or {}
+        fields.append((name, str(len(pattern))))
+        for key, value in pattern.items():
+            fields += [("key", key), ("value", _number(value))]
+    return fields
+
+
+def _number(value: int | float) -> str:
+    # 16 and 16.0 are one alpha; hex keeps every bit of any other
+    return float(value).hex()

@@ -1,0 +1,75 @@
+"""Checks on an adapter's numbers, made once at upload: all finite, and no update so large that half precision can't hold it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from loraserve.adapters.ir import AdapterIR, LoraIR, TensorView
+from loraserve.errors import AdapterNotFinite
+from loraserve.limits import LIMITS, Limits
+
+_MAX_PROBLEMS = 32
+
+# dtype → (unsigned integer of its size, all bits but the sign, smallest pattern that isn't finite)
+_BITS: dict[str, tuple[str, int, int]] = {
+    "F32": ("<u4", 0x7FFFFFFF, 0x7F800000),
+    "F16": ("<u2", 0x7FFF, 0x7C00),
+    "BF16": ("<u2", 0x7FFF, 0x7F80),
+}
+_CHUNK = 1 << 18
+
+
+def check_finite(adapter: AdapterIR, limits: Limits = LIMITS) -> None:
+    """Return if every weight is finite and no element of any ``scaling · B A`` can pass `limits.max_delta`.
+
+    The second is judged by the bound ``|scaling| · rank · max|A| · max|B|``, without making the product.
+
+    Raises:
+        AdapterNotFinite: with the module, the layer and the place of the first offending weight of each tensor.
+    """
+    problems: list[str] = []
+    for m in adapter.modules:
+        largest = [_largest(t) for t in (m.lora_a, m.lora_b)]
+        for side, tensor, value in zip(("lora_A", "lora_B"), (m.lora_a, m.lora_b), largest, strict=True):
+            if not math.isfinite(value):
+                problems.append(_where(m, side, tensor))
+        bound = abs(m.scaling) * m.rank * largest[0] * largest[1]
+        if math.isfinite(bound) and bound > limits.max_delta:
+            problems.append(
+                f"The update of {m.module} in layer {m.layer} may reach {bound:.3g}; at most {limits.max_delta:g} is taken."
+            )
+    if problems:
+        more = len(problems) - _MAX_PROBLEMS
+        shown = problems[:_MAX_PROBLEMS] + ([f"… and {more} more."] if more > 0 else [])
+        raise AdapterNotFinite(
+            f"The adapter's weights can't be served: {problems[0]}", problems=shown, hint="Did its training diverge?"
+        )
+
+
+def _largest(tensor: TensorView) -> float:
+    """The largest magnitude; infinite if some weight isn't finite. One pass over the bits, a chunk at a time."""
+    integer, mask, limit = _BITS[tensor.dtype]
+    bits = tensor.array.reshape(-1).view(integer)
+    largest = 0
+    for start in range(0, bits.size, _CHUNK):
+        # magnitudes of one dtype are ordered as their bits are
+        largest = max(largest, int((bits[start : start + _CHUNK] & mask).max()))
+    if largest >= limit:
+        return math.inf
+    return _as_float(largest, tensor.dtype)
+
+
+def _as_float(bits: int, dtype: str) -> float:
+    if dtype == "F16":
+        return float(np.array(bits, dtype=np.uint16).view(np.float16))
+    return float(np.array(bits << 16 if dtype == "BF16" else bits, dtype=np.uint32).view(np.float32))
+
+
+def _where(m: LoraIR, side: str, tensor: TensorView) -> str:
+    integer, mask, limit = _BITS[tensor.dtype]
+    bad = np.flatnonzero((tensor.array.reshape(-1).view(integer) & mask) >= limit)
+    row, column = divmod(int(bad[0]), tensor.shape[1])
+    of = f"{bad.size:,} of {tensor.array.size:,} weights"
+    return f"{m.module}.{side} in layer {m.layer} has {of} that are NaN or infinite, the first at [{row}, {column}]."

@@ -1,0 +1,222 @@
+"""The tensors decide and the config must agree; whatever is wrong is told at once, in words that help."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from loraserve.adapters.compiler import compile_adapter
+from loraserve.adapters.ir import AdapterIR
+from loraserve.adapters.peft_format import read_tensors
+from loraserve.errors import AdapterBaseMismatch, AdapterFormatError, AdapterRejected, AdapterUnsupported
+from loraserve.types import BaseSpec
+
+QV = {(layer, module): 4 for layer in range(3) for module in ("q_proj", "v_proj")}
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+@pytest.fixture
+def compiled(
+    base: BaseSpec, save: Callable[..., bytes], make_config: Callable[..., dict[str, Any]]
+) -> Callable[..., AdapterIR]:
+    def run(arrays: Arrays, *, on: BaseSpec = base, **changes: Any) -> AdapterIR:
+        return compile_adapter(make_config(**changes), read_tensors(bytearray(save(arrays))), on)
+
+    return run
+
+
+@pytest.fixture
+def refused(compiled: Callable[..., AdapterIR]) -> Callable[..., AdapterRejected]:
+    def run(arrays: Arrays, **changes: Any) -> AdapterRejected:
+        with pytest.raises(AdapterRejected) as caught:
+            compiled(arrays, **changes)
+        return caught.value
+
+    return run
+
+
+def test_modules_come_in_order_of_layer_and_hold_the_files_numbers(
+    compiled: Callable[..., AdapterIR], make_tensors: Callable[..., Arrays], key: Callable[..., str]
+) -> None:
+    arrays = make_tensors(dict(reversed(QV.items())))
+    ir = compiled(arrays)
+    assert [(m.layer, m.module) for m in ir.modules] == list(QV)
+    assert ir.target_modules == ("q_proj", "v_proj")
+    assert (ir.rank, ir.layers, ir.dtype) == (4, (0, 1, 2), "F32")
+    assert ir.num_bytes == sum(a.nbytes for a in arrays.values())
+    for m in ir.modules:
+        assert np.array_equal(m.lora_a.array, arrays[key(m.layer, m.module, "A")])
+        assert np.array_equal(m.lora_b.array, arrays[key(m.layer, m.module, "B")])
+        assert m.scaling == 2.0
+
+
+def test_rslora_divides_by_the_square_root_of_the_rank(
+    compiled: Callable[..., AdapterIR], make_tensors: Callable[..., Arrays]
+) -> None:
+    assert compiled(make_tensors(QV), use_rslora=True).modules[0].scaling == 8 / math.sqrt(4)
+
+
+def test_patterns_give_single_modules_their_rank_and_alpha(
+    compiled: Callable[..., AdapterIR], make_tensors: Callable[..., Arrays]
+) -> None:
+    ranks = QV | {(1, "q_proj"): 8, (0, "v_proj"): 2, (1, "v_proj"): 2, (2, "v_proj"): 2}
+    ir = compiled(
+        make_tensors(ranks),
+        rank_pattern={"layers.1.self_attn.q_proj": 8, "v_proj": 2},
+        alpha_pattern={"^model.layers.1.self_attn.q_proj": 32, "q_proj": 16},
+    )
+    got = {(m.layer, m.module): (m.rank, m.scaling) for m in ir.modules}
+    assert got[0, "q_proj"] == (4, 4.0)
+    assert got[1, "q_proj"] == (8, 4.0)
+    assert got[1, "v_proj"] == (2, 4.0)
+
+
+def test_layers_to_transform_and_exclude_modules_must_agree_with_the_tensors(
+    compiled: Callable[..., AdapterIR], refused: Callable[..., AdapterRejected], make_tensors: Callable[..., Arrays]
+) -> None:
+    one = make_tensors({(1, "q_proj"): 4, (1, "v_proj"): 4})
+    assert len(compiled(one, layers_to_transform=[1]).modules) == 2
+    assert len(compiled(one, layers_to_transform=1, layers_pattern=["layers"]).modules) == 2
+    assert (
+        len(compiled(make_tensors({(1, "q_proj"): 4}), layers_to_transform=1, exclude_modules=["v_proj"]).modules) == 1
+    )
+    error = refused(one)
+    assert error.problems == (
+        "The config targets q_proj in layers 0, 2, and the file holds no tensors for it.",
+        "The config targets v_proj in layers 0, 2, and the file holds no tensors for it.",
+    )
+    assert isinstance(error, AdapterFormatError)
+    assert "layer 1, which the config doesn't target" in refused(one, layers_to_transform=[0]).problems[-1]
+    assert "doesn't target" in refused(one, layers_to_transform=[1], layers_pattern="h").problems[0]
+
+
+def test_all_linear_means_all_seven(
+    compiled: Callable[..., AdapterIR], make_tensors: Callable[..., Arrays], base: BaseSpec
+) -> None:
+    arrays = make_tensors({(layer, m): 4 for layer in range(3) for m in base.modules})
+    assert len(compiled(arrays, target_modules="all-linear").modules) == 21
+
+
+def test_a_wrong_hidden_size_is_told_in_those_words(
+    refused: Callable[..., AdapterRejected], make_tensors: Callable[..., Arrays], make_base: Callable[..., BaseSpec]
+) -> None:
+    base = make_base(hidden_size=16, modules={"q_proj": (16, 16), "v_proj": (8, 16)})
+    error = refused(make_tensors(QV), on=base)
+    assert isinstance(error, AdapterBaseMismatch)
+    assert error.problems[0] == (
+        "The adapter was trained for hidden size 32 (q_proj.lora_A is 4×32 in layers 0–2); this base has 16."
+    )
+    assert len(error.problems) == 4
+
+
+def test_a_layer_or_module_that_the_base_lacks_is_named(
+    refused: Callable[..., AdapterRejected], make_tensors: Callable[..., Arrays]
+) -> None:
+    arrays = make_tensors(QV)
+    arrays |= {name.replace("layers.0", "layers.7"): a for name, a in make_tensors({(0, "q_proj"): 4}).items()}
+    arrays |= {name.replace("q_proj", "qkv_proj"): a for name, a in make_tensors({(0, "q_proj"): 4}).items()}
+    error = refused(arrays)
+    assert "The adapter has tensors in layer 7; this base has 3 layers (0 to 2)." in error.problems
+    assert any("'self_attn.qkv_proj' in layer 0; this base has self_attn.q_proj" in p for p in error.problems)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "reason"),
+    [
+        (
+            "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight",
+            AdapterFormatError,
+            "adapter's name",
+        ),
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector", AdapterUnsupported, "DoRA"),
+        ("base_model.model.model.embed_tokens.lora_embedding_A", AdapterUnsupported, "embedding"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_B.bias", AdapterUnsupported, "bias"),
+        ("base_model.model.lm_head.weight", AdapterUnsupported, "fully trained weight"),
+        ("base_model.model.lm_head.lora_A.weight", AdapterBaseMismatch, "act on model.layers."),
+        ("model.layers.0.self_attn.q_proj.lora_A.weight", AdapterFormatError, "doesn't begin with"),
+        ("base_model.model.model.layers.00.self_attn.k_proj.lora_A.weight", AdapterBaseMismatch, "<layer>"),
+        ("base_model.model.model.layers.x.self_attn.k_proj.lora_A.weight", AdapterBaseMismatch, "<layer>"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_C.weight", AdapterFormatError, "isn't"),
+    ],
+)
+def test_a_tensor_that_plain_lora_lacks_is_refused_by_name(
+    name: str,
+    kind: type[AdapterRejected],
+    reason: str,
+    refused: Callable[..., AdapterRejected],
+    make_tensors: Callable[..., Arrays],
+) -> None:
+    error = refused(make_tensors(QV) | {name: np.ones((4, 32), np.float32)})
+    assert isinstance(error, kind)
+    assert len(error.problems) == 1
+    assert reason in error.problems[0]
+
+
+def test_a_missing_half_is_named(
+    refused: Callable[..., AdapterRejected], make_tensors: Callable[..., Arrays], key: Callable[..., str]
+) -> None:
+    arrays = make_tensors(QV)
+    del arrays[key(1, "q_proj", "B")]
+    assert refused(arrays).problems == ("q_proj has lora_A and no lora_B in layer 1.",)
+
+
+def test_ranks_that_disagree_are_refused(
+    refused: Callable[..., AdapterRejected], make_tensors: Callable[..., Arrays], key: Callable[..., str]
+) -> None:
+    assert (
+        refused(make_tensors(QV), r=8).problems[0]
+        == "q_proj has rank 4 in layers 0–2; the config says 8 (r, rank_pattern)."
+    )
+    arrays = make_tensors(QV)
+    arrays[key(1, "q_proj", "B")] = np.ones((32, 3), np.float32)
+    assert refused(arrays).problems == (
+        "q_proj.lora_A has rank 4 and q_proj.lora_B has rank 3 in layer 1; they must be equal.",
+    )
+
+
+def test_a_one_dimensional_half_is_refused(
+    refused: Callable[..., AdapterRejected], make_tensors: Callable[..., Arrays], key: Callable[..., str]
+) -> None:
+    assert "isn't a matrix" in refused(make_tensors(QV) | {key(0, "q_proj", "A"): np.ones(32, np.float32)}).problems[0]
+
+
+def test_a_scaling_over_its_bound_is_refused(
+    refused: Callable[..., AdapterRejected], make_tensors: Callable[..., Arrays]
+) -> None:
+    assert "scaling 25000" in refused(make_tensors(QV), lora_alpha=100_000).problems[0]
+
+
+def test_lm_head_among_the_targets_is_refused(
+    refused: Callable[..., AdapterRejected], make_tensors: Callable[..., Arrays]
+) -> None:
+    error = refused(make_tensors(QV), target_modules=["q_proj", "v_proj", "lm_head"])
+    assert error.problems == ("target_modules lists 'lm_head'; LoRA on it isn't served yet.",)
+
+
+def test_problems_of_all_kinds_are_reported_at_once(
+    refused: Callable[..., AdapterRejected], make_tensors: Callable[..., Arrays]
+) -> None:
+    arrays = make_tensors(QV) | {"x.lora_A.weight": np.ones((1, 1), np.float32)}
+    error = refused(arrays, use_dora=True, bias="all", r=0)
+    assert len(error.problems) == 4
+    assert isinstance(error, AdapterFormatError)
+
+
+def test_a_thousand_problems_make_a_short_report(refused: Callable[..., AdapterRejected]) -> None:
+    error = refused({f"stray_{i}.lora_A.weight": np.ones((1, 1), np.float32) for i in range(1000)})
+    assert len(error.problems) == 65
+    assert len(str(error)) < 1200
+
+
+def test_mixed_dtypes_are_kept_and_summed_up_as_float32(
+    compiled: Callable[..., AdapterIR], make_tensors: Callable[..., Arrays]
+) -> None:
+    arrays = make_tensors(QV)
+    half = {name: a.astype(np.float16) if "q_proj" in name else a for name, a in arrays.items()}
+    ir = compiled(half)
+    assert ir.dtype == "F32"
+    assert {m.lora_a.dtype for m in ir.modules} == {"F16", "F32"}

@@ -1,0 +1,138 @@
+"""Every LoraConfig field is implemented, ignored because it can't matter, or refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from loraserve.adapters.peft_config import FIELDS, Handling, read_settings
+
+
+def problems_of(config: dict[str, Any]) -> list[str]:
+    return [p.message for p in read_settings(config)[1]]
+
+
+def test_the_table_has_exactly_pefts_fields() -> None:
+    import peft
+
+    assert set(FIELDS) == {f.name for f in dataclasses.fields(peft.LoraConfig)}
+
+
+def test_what_pefts_defaults_say_is_accepted(make_config: Callable[..., dict[str, Any]]) -> None:
+    import peft
+
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"]).to_dict()
+    config |= {"target_modules": ["q_proj"], "peft_type": "LORA"}
+    assert problems_of(config) == []
+
+
+SET: dict[str, Any] = {
+    "bias": "all",
+    "lora_bias": True,
+    "use_dora": True,
+    "modules_to_save": ["lm_head"],
+    "trainable_token_indices": [1],
+    "target_parameters": ["experts.up"],
+    "layer_replication": [[0, 2]],
+    "alora_invocation_tokens": [1, 2],
+    "fan_in_fan_out": True,
+    "megatron_config": {"a": 1},
+    "use_qalora": True,
+    "use_bdlora": {"nblocks": 2},
+    "kasa_config": {"a": 1},
+    "velora_config": {"num_groups": 64},
+    "monteclora_config": {"num_samples": 8},
+    "arrow_config": {"top_k": 3},
+}
+
+
+def test_every_refused_field_has_an_example_here() -> None:
+    assert set(SET) == {name for name, rule in FIELDS.items() if rule.handling is Handling.REFUSED}
+
+
+@pytest.mark.parametrize("name", SET)
+def test_a_field_that_would_change_the_answers_is_refused_by_name(
+    name: str, make_config: Callable[..., dict[str, Any]]
+) -> None:
+    messages = problems_of(make_config(**{name: SET[name]}))
+    assert len(messages) == 1
+    assert messages[0].startswith(f"{name} = ")
+    assert FIELDS[name].why in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"brand_new": 3}, "'brand_new' = 3: this server doesn't know the field"),
+        ({"brand_new": True}, "'brand_new' = True"),
+        ({"brand_new": 0}, "'brand_new' = 0"),
+        ({"peft_type": "LOHA"}, "only LORA"),
+        ({"peft_type": None}, "only LORA"),
+        ({"r": 0}, "r is 0"),
+        ({"r": True}, "r is True"),
+        ({"r": 4.0}, "r is 4.0"),
+        ({"r": None}, "r is None"),
+        ({"r": 513}, "1 to 512"),
+        ({"lora_alpha": "8"}, "lora_alpha is '8'"),
+        ({"lora_alpha": None}, "lora_alpha is None"),
+        ({"lora_alpha": 10**30}, "lora_alpha is 1000"),
+        ({"use_rslora": 1}, "use_rslora is 1"),
+        ({"rank_pattern": [1]}, "expected an object"),
+        ({"rank_pattern": {"q_proj": 0}}, "rank_pattern['q_proj'] is 0"),
+        ({"rank_pattern": {".*q": 2}}, "rank_pattern's key '.*q' is refused"),
+        ({"rank_pattern": {str(i): 1 for i in range(2049)}}, "2,049 keys"),
+        ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern['q_proj'] is 'x'"),
+        ({"target_modules": None}, "missing or empty"),
+        ({"target_modules": []}, "missing or empty"),
+        ({"target_modules": ".*_proj"}, "regex"),
+        ({"target_modules": ["q_proj", 3]}, "expected a list of module names"),
+        ({"target_modules": 3}, "expected a list of module names"),
+        ({"exclude_modules": ".*_proj"}, "regex"),
+        ({"layers_to_transform": [0, -1]}, "layers_to_transform is [0, -1]"),
+        ({"layers_to_transform": True}, "layers_to_transform is True"),
+        ({"layers_to_transform": [0], "target_modules": "all-linear"}, "can't be used"),
+        ({"layers_pattern": "layers"}, "without layers_to_transform"),
+        ({"layers_pattern": "la.*", "layers_to_transform": [0]}, "plain names"),
+        ({"init_lora_weights": "pissa_niter_16"}, "path_initial_model_for_weight_conversion"),
+        ({"init_lora_weights": "olora"}, "changed the base's weights"),
+        ({"init_lora_weights": "magic"}, "doesn't know it"),
+        ({"init_lora_weights": 7}, "doesn't know it"),
+    ],
+)
+def test_a_bad_value_is_refused_with_its_reason(
+    changes: dict[str, Any], word: str, make_config: Callable[..., dict[str, Any]]
+) -> None:
+    messages = problems_of(make_config(**changes))
+    assert len(messages) == 1
+    assert word in messages[0]
+    assert len(messages[0]) < 400
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"brand_new": None},
+        {"brand_new": False},
+        {"brand_new": []},
+        {"bias": "none"},
+        {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": False},
+        {"init_lora_weights": "eva", "eva_config": {"rho": 2.0}},
+        {"lora_alpha": 8.5},
+        {"lora_dropout": 0.1, "task_type": "CAUSAL_LM", "base_model_name_or_path": "../../etc/passwd"},
+        {"qalora_group_size": 16, "megatron_core": "megatron.core", "loftq_config": {}},
+        {"target_modules": "all-linear"},
+        {"layers_to_transform": 1, "layers_pattern": "layers"},
+    ],
+)
+def test_a_value_that_changes_nothing_is_accepted(
+    changes: dict[str, Any], make_config: Callable[..., dict[str, Any]]
+) -> None:
+    assert problems_of(make_config(**changes)) == []
+
+
+def test_every_problem_is_reported_at_once(make_config: Callable[..., dict[str, Any]]) -> None:
+    assert len(problems_of(make_config(r=0, use_dora=True, brand_new=1, lora_alpha="x"))) == 4

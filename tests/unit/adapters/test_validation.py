@@ -1,0 +1,50 @@
+"""Weights that aren't finite, or too large to serve, are refused with their place."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from loraserve.adapters.ir import AdapterIR, LoraIR, TensorView
+from loraserve.adapters.validation import check_finite
+from loraserve.errors import AdapterNotFinite
+
+BF16_ONE, BF16_NAN, BF16_INF, BF16_MAX = 0x3F80, 0x7FC1, 0xFF80, 0x7F7F
+
+
+def adapter(a: np.ndarray, dtype: str = "F32", scaling: float = 1.0) -> AdapterIR:
+    b = np.full((3, a.shape[0]), BF16_ONE, np.uint16) if dtype == "BF16" else np.ones((3, a.shape[0]), a.dtype)
+    return AdapterIR(
+        (LoraIR(5, "q_proj", a.shape[0], scaling, TensorView(dtype, a.shape, a), TensorView(dtype, b.shape, b)),), dtype
+    )
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(("dtype", "numpy_dtype"), [("F32", np.float32), ("F16", np.float16)])
+def test_nan_and_infinity_are_refused_with_their_place(bad: float, dtype: str, numpy_dtype: type) -> None:
+    a = np.zeros((2, 4), numpy_dtype)
+    a[1, 2] = bad
+    with pytest.raises(AdapterNotFinite, match=r"q_proj.lora_A in layer 5 has 1 of 8 weights .* first at \[1, 2\]"):
+        check_finite(adapter(a, dtype))
+
+
+@pytest.mark.parametrize("bad", [BF16_NAN, BF16_INF])
+def test_bfloat16_is_judged_by_its_bits(bad: int) -> None:
+    a = np.full((2, 4), BF16_ONE, np.uint16)
+    check_finite(adapter(a, "BF16"))
+    a[0, 3] = bad
+    with pytest.raises(AdapterNotFinite, match=r"first at \[0, 3\]"):
+        check_finite(adapter(a, "BF16"))
+
+
+def test_an_update_that_half_precision_cannot_hold_is_refused() -> None:
+    with pytest.raises(AdapterNotFinite, match="may reach 2e\\+08"):
+        check_finite(adapter(np.full((2, 4), 1e4, np.float32), scaling=1e4))
+    with pytest.raises(AdapterNotFinite, match="may reach"):
+        check_finite(adapter(np.full((1, 4), BF16_MAX, np.uint16), "BF16"))
+    check_finite(adapter(np.full((2, 4), 100, np.float32), scaling=2.0))
+    check_finite(adapter(np.full((2, 4), 100, np.float16), "F16", scaling=-2.0))
+
+
+def test_subnormal_and_zero_weights_are_fine() -> None:
+    check_finite(adapter(np.array([[0.0, -0.0, 1e-45]], np.float32)))
