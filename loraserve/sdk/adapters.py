@@ -1,0 +1,193 @@
+"""`client.adapters`: push a PEFT directory, see what is there, move names, keep or drop weights in memory."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import anyio.to_thread
+
+from loraserve.sdk.call import Call, encode, idempotency_key, read_into, read_nothing, segment
+from loraserve.sdk.paging import all_rows, all_rows_async
+from loraserve.sdk.resources import Adapter, Alias, Version
+from loraserve.sdk.transport import AsyncTransport, Transport
+from loraserve.sdk.upload import Progress, Upload
+
+OnProgress = Callable[[Progress], object]
+ROOT = "/api/v1/adapters"
+
+
+def _path(name: str, version: int | None = None) -> str:
+    path = f"{ROOT}/{segment(name, 'name')}"
+    return path if version is None else f"{path}/versions/{version}"
+
+
+def _push(name: str, upload: Upload, promote: bool, dry_run: bool) -> Call[Version]:
+    params = {} if promote else {"promote": "false"}
+    if dry_run:
+        params["dry_run"] = "true"
+    path = f"{_path(name)}/versions"
+    return Call("POST", path, read_into(Version), params=params, headers=idempotency_key(), upload=upload)
+
+
+def _set_alias(name: str, alias: str, version: int, if_match: str | None) -> Call[Alias]:
+    headers = {} if if_match is None else {"If-Match": if_match}
+    path = f"{_path(name)}/aliases/{segment(alias, 'alias')}"
+    return Call("PUT", path, read_into(Alias), headers=headers, body=encode({"version": version}))
+
+
+def _delete_alias(name: str, alias: str) -> Call[None]:
+    return Call("DELETE", f"{_path(name)}/aliases/{segment(alias, 'alias')}", read_nothing)
+
+
+def _get(name: str) -> Call[Adapter]:
+    return Call("GET", _path(name), read_into(Adapter))
+
+
+def _version(name: str, version: int) -> Call[Version]:
+    return Call("GET", _path(name, version), read_into(Version))
+
+
+def _delete(name: str, version: int | None) -> Call[None]:
+    return Call("DELETE", _path(name, version), read_nothing)
+
+
+def _act(name: str, version: int, action: str) -> Call[None]:
+    return Call("POST", f"{_path(name, version)}/{action}", read_nothing, headers=idempotency_key())
+
+
+class Adapters:
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def push(
+        self,
+        directory: str | Path,
+        *,
+        name: str,
+        alias: str | None = None,
+        promote: bool = True,
+        dry_run: bool = False,
+        on_progress: OnProgress | None = None,
+    ) -> Version:
+        """Send a PEFT directory and return the version that the server made of it, checked and durable.
+
+        The same bytes again give the version that already has them. With ``dry_run`` everything is checked and nothing kept.
+
+        Args:
+            alias: point this alias at the new version too.
+            promote: let `live`, which the bare name means, point to the new version.
+            on_progress: told how much has been sent, from nothing to all; again from nothing if the upload is tried again.
+
+        Raises:
+            AdapterFormatError: the directory isn't a PEFT adapter (before anything is sent), or its files are broken.
+            AdapterRejected: it can't be served on this base; `problems` lists every reason.
+        """
+        version = self._transport.send(_push(name, Upload(directory, on_progress), promote, dry_run))
+        if alias is None or version.version is None or dry_run:
+            return version
+        self.set_alias(name, alias, version.version)
+        return self.version(name, version.version)
+
+    def list(self) -> Iterator[Adapter]:
+        """Every adapter by name; pages are asked for as they're needed."""
+        return all_rows(self._transport, ROOT, Adapter)
+
+    def get(self, name: str) -> Adapter:
+        """Raises AdapterNotFound where there is none, or it is another tenant's."""
+        return self._transport.send(_get(name))
+
+    def versions(self, name: str) -> Iterator[Version]:
+        """Every version of the adapter; pages are asked for as they're needed."""
+        return all_rows(self._transport, f"{_path(name)}/versions", Version)
+
+    def version(self, name: str, version: int) -> Version:
+        """Raises VersionNotFound where there is none."""
+        return self._transport.send(_version(name, version))
+
+    def delete(self, name: str, version: int | None = None) -> None:
+        """Delete the adapter, or one version of it. Requests that run finish on what they started with."""
+        self._transport.send(_delete(name, version))
+
+    def set_alias(self, name: str, alias: str, version: int, *, if_match: str | None = None) -> Alias:
+        """Point `alias` at `version`.
+
+        Args:
+            if_match: the ETag that the alias was read with (`Alias.etag`): move it only if nobody else did meanwhile.
+
+        Raises:
+            PreconditionFailed: somebody did.
+        """
+        return self._transport.send(_set_alias(name, alias, version, if_match))
+
+    def delete_alias(self, name: str, alias: str) -> None:
+        """Raises AliasNotFound where there is none."""
+        self._transport.send(_delete_alias(name, alias))
+
+    def warm(self, name: str, version: int) -> None:
+        """Start to load the version's weights, so that its first request needn't wait."""
+        self._transport.send(_act(name, version, "warm"))
+
+    def pin(self, name: str, version: int) -> None:
+        """Keep the version's weights in memory until `unpin`."""
+        self._transport.send(_act(name, version, "pin"))
+
+    def unpin(self, name: str, version: int) -> None:
+        """Let the version's weights go when their room is needed."""
+        self._transport.send(_act(name, version, "unpin"))
+
+
+class AsyncAdapters:
+    """As `Adapters`, awaiting."""
+
+    def __init__(self, transport: AsyncTransport) -> None:
+        self._transport = transport
+
+    async def push(
+        self,
+        directory: str | Path,
+        *,
+        name: str,
+        alias: str | None = None,
+        promote: bool = True,
+        dry_run: bool = False,
+        on_progress: OnProgress | None = None,
+    ) -> Version:
+        """As `Adapters.push`; the directory is read on a thread."""
+        upload = await anyio.to_thread.run_sync(partial(Upload, directory, on_progress))
+        version = await self._transport.send(_push(name, upload, promote, dry_run))
+        if alias is None or version.version is None or dry_run:
+            return version
+        await self.set_alias(name, alias, version.version)
+        return await self.version(name, version.version)
+
+    def list(self) -> AsyncIterator[Adapter]:
+        return all_rows_async(self._transport, ROOT, Adapter)
+
+    async def get(self, name: str) -> Adapter:
+        return await self._transport.send(_get(name))
+
+    def versions(self, name: str) -> AsyncIterator[Version]:
+        return all_rows_async(self._transport, f"{_path(name)}/versions", Version)
+
+    async def version(self, name: str, version: int) -> Version:
+        return await self._transport.send(_version(name, version))
+
+    async def delete(self, name: str, version: int | None = None) -> None:
+        await self._transport.send(_delete(name, version))
+
+    async def set_alias(self, name: str, alias: str, version: int, *, if_match: str | None = None) -> Alias:
+        return await self._transport.send(_set_alias(name, alias, version, if_match))
+
+    async def delete_alias(self, name: str, alias: str) -> None:
+        await self._transport.send(_delete_alias(name, alias))
+
+    async def warm(self, name: str, version: int) -> None:
+        await self._transport.send(_act(name, version, "warm"))
+
+    async def pin(self, name: str, version: int) -> None:
+        await self._transport.send(_act(name, version, "pin"))
+
+    async def unpin(self, name: str, version: int) -> None:
+        await self._transport.send(_act(name, version, "unpin"))

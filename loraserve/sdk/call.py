@@ -1,0 +1,124 @@
+"""One call of the API, as a value: what to send, and how to read the answer. Shared by the two transports."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+from urllib.parse import quote
+
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
+
+from loraserve import errors
+from loraserve.sdk.answers import Answer
+from loraserve.sdk.upload import Upload
+
+T = TypeVar("T")
+R = TypeVar("R", bound="Result")
+
+
+class Result(BaseModel):
+    """What a call returns. Fields that this client doesn't know yet are kept, and readable as attributes."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
+
+    _answer: Answer | None = PrivateAttr(default=None)
+
+    @property
+    def answer(self) -> Answer | None:
+        """Request id, ETag and the like; None for an object that came inside another (a list's row, a stream's chunk)."""
+        return self._answer
+
+    @property
+    def etag(self) -> str | None:
+        """The resource's state when it was read, for `if_match`."""
+        return self._answer.etag if self._answer is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """A request that can be built any number of times, and the function that reads its answer's body."""
+
+    method: str
+    path: str
+    read: Callable[[Answer, bytes], T]
+    params: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes | None = None
+    """JSON, encoded."""
+    upload: Upload | None = None
+    timeout_s: float | None = None
+    """None: the client's own."""
+
+    @property
+    def is_repeatable(self) -> bool:
+        """True if sending it twice does what sending it once does, so that a broken connection may be tried again."""
+        if self.method == "POST":
+            return "Idempotency-Key" in self.headers or self.path.startswith("/v1/")
+        return self.method == "GET" or (self.method == "PUT" and "If-Match" not in self.headers)
+
+
+def read_into(kind: type[R]) -> Callable[[Answer, bytes], R]:
+    """A reader that makes a `kind` of the body.
+
+    Raises (when called):
+        UnexpectedAnswer: the body isn't one.
+    """
+
+    def read(answer: Answer, body: bytes) -> R:
+        result = parse(kind, body)
+        result._answer = answer
+        return result
+
+    return read
+
+
+def read_nothing(_answer: Answer, _body: bytes) -> None:
+    """The reader of answers without a body."""
+
+
+def parse(kind: type[R], body: bytes | str) -> R:
+    """A `kind` from JSON.
+
+    Raises:
+        UnexpectedAnswer: the JSON isn't one.
+    """
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the body"
+        raise errors.UnexpectedAnswer(
+            f"The server's answer isn't a {kind.__name__}: {where}: {first['msg']}.",
+            hint="Is this a loraserve server, and of the same version as this client?",
+        ) from error
+
+
+def encode(value: Mapping[str, Any]) -> bytes:
+    """JSON of a request's body.
+
+    Raises:
+        InvalidRequest: it holds a value that JSON has no word for (NaN, infinity, an object, half a surrogate pair).
+    """
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    except (TypeError, ValueError) as error:
+        raise errors.InvalidRequest(f"The request can't be written as JSON: {error}.") from error
+
+
+def idempotency_key() -> dict[str, str]:
+    """The header that lets the server recognise a second sending of the same request."""
+    return {"Idempotency-Key": uuid.uuid4().hex}
+
+
+def segment(name: str, what: str, *, safe: str = "") -> str:
+    """`name` as part of a URL's path.
+
+    Raises:
+        InvalidRequest: an empty name, or one that would lead to another path.
+    """
+    if not name or any(part in ("", ".", "..") for part in name.split("/")):
+        raise errors.InvalidRequest(f"{name!r} can't be {what}.", param=what)
+    return quote(name, safe=safe)

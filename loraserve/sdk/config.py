@@ -1,0 +1,84 @@
+"""Which server, who, and how patiently: the client's own configuration, complete and checked."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import ClassVar
+from urllib.parse import urlsplit
+
+from loraserve import errors
+from loraserve.sdk.retry import RetryPolicy
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+DEFAULT_TIMEOUT_S = 600.0
+CONNECT_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ClientConfig:
+    """Made by `resolve`; the key is left out of its repr."""
+
+    URL_VARIABLE: ClassVar[str] = "LORASERVE_URL"
+    KEY_VARIABLE: ClassVar[str] = "LORASERVE_API_KEY"
+
+    url: str
+    api_key: str = field(repr=False)
+    tenant: str | None
+    timeout_s: float
+    retry: RetryPolicy
+
+    @classmethod
+    def resolve(
+        cls, base_url: str | None, api_key: str | None, tenant: str | None, timeout_s: float, max_retries: int
+    ) -> ClientConfig:
+        """Arguments first, then LORASERVE_URL, LORASERVE_API_KEY and LORASERVE_TENANT, then this machine's port 8000.
+
+        Raises:
+            ConfigError: no key, or a URL, key, tenant or number that can't be one.
+        """
+        url = base_url or os.environ.get(cls.URL_VARIABLE) or DEFAULT_URL
+        key = api_key or os.environ.get(cls.KEY_VARIABLE)
+        if not key:
+            raise errors.ConfigError(
+                "There is no API key.",
+                hint=f"Pass api_key=… or set {cls.KEY_VARIABLE} (the server prints its first one).",
+            )
+        tenant = tenant or os.environ.get("LORASERVE_TENANT") or None
+        for value, what in ((key, "The API key"), (tenant or "", "The tenant")):
+            # What isn't plain ASCII can't be a header; the value itself isn't shown, it may be a secret.
+            if not value.isascii() or not value.isprintable() or value != value.strip():
+                raise errors.ConfigError(f"{what} has characters that can't be sent in a header.")
+        if not timeout_s > 0:
+            raise errors.ConfigError(f"timeout is {timeout_s}; it should be more than 0 seconds.")
+        if max_retries < 0:
+            raise errors.ConfigError(f"max_retries is {max_retries}; it should be 0 or more.")
+        return cls(_checked_url(url), key, tenant, timeout_s, RetryPolicy(max_retries))
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What every request carries."""
+        from loraserve import __version__
+
+        headers = {
+            "Authorization": f"Bearer {self.api_key}",
+            "Accept": "application/json",
+            "User-Agent": f"loraserve-python/{__version__}",
+        }
+        return headers | {"X-Tenant": self.tenant} if self.tenant else headers
+
+
+def _checked_url(url: str) -> str:
+    """The server's root: no trailing slash, and without the `/v1` that other clients want at the end."""
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        is_url = False
+    if not is_url or parts.query or parts.fragment:
+        raise errors.ConfigError(f"{url!r} isn't a server's URL.", hint=f"Expected something like {DEFAULT_URL}.")
+    if parts.username or parts.password:
+        raise errors.ConfigError(
+            "The URL holds a user name or a password.", hint="Keys go into api_key or LORASERVE_API_KEY."
+        )
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")

@@ -1,0 +1,79 @@
+"""The optional fields of an inference request: OpenAI's, then vLLM's, by their own names. Omitted ones take the server's default."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+Prompt = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
+Message = Mapping[str, Any]
+
+
+class StreamOptions(TypedDict, total=False):
+    include_usage: bool | None
+    continuous_usage_stats: bool | None
+
+
+class SamplingFields(TypedDict, total=False):
+    max_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    n: int | None
+    stop: str | Sequence[str] | None
+    seed: int | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[str, float] | None
+    stream_options: StreamOptions | None
+    user: str | None
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    stop_token_ids: Sequence[int] | None
+    include_stop_str_in_output: bool | None
+    ignore_eos: bool | None
+    min_tokens: int | None
+    skip_special_tokens: bool | None
+    priority: int | None
+    add_special_tokens: bool | None
+    return_token_ids: bool | None
+
+
+class CompletionFields(SamplingFields, total=False):
+    logprobs: int | None
+    echo: bool | None
+    best_of: int | None
+    suffix: str | None
+    prompt_logprobs: int | None
+
+
+class ChatFields(SamplingFields, total=False):
+    max_completion_tokens: int | None
+    logprobs: bool | None
+    top_logprobs: int | None
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: str | Mapping[str, Any] | None
+    parallel_tool_calls: bool | None
+    response_format: Mapping[str, Any] | None
+    add_generation_prompt: bool | None
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
+def merge(
+    required: Mapping[str, Any], fields: Mapping[str, Any], known: type[Any], extra_body: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """The request's body.
+
+    Raises:
+        TypeError: a field that `known` (one of the classes above) doesn't have, as for any misspelt argument.
+    """
+    names = known.__annotations__.keys()
+    for name in fields:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            guess = f" Did you mean {close[0]}?" if close else ""
+            raise TypeError(
+                f"create() has no argument {name!r}.{guess} Fields that this client doesn't know go in extra_body=."
+            )
+    return {**required, **fields, **(extra_body or {})}

@@ -1,0 +1,61 @@
+"""`client.keys`: a tenant's API keys. For admin keys."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+
+from loraserve.sdk.call import Call, encode, idempotency_key, read_into, read_nothing, segment
+from loraserve.sdk.paging import all_rows, all_rows_async
+from loraserve.sdk.resources import Key, NewKey
+from loraserve.sdk.transport import AsyncTransport, Transport
+
+
+def _root(tenant: str) -> str:
+    return f"/api/v1/tenants/{segment(tenant, 'tenant')}/keys"
+
+
+def _create(tenant: str, name: str, scopes: Sequence[str] | None) -> Call[NewKey]:
+    body = {"name": name} if scopes is None else {"name": name, "scopes": list(scopes)}
+    return Call("POST", _root(tenant), read_into(NewKey), headers=idempotency_key(), body=encode(body))
+
+
+def _revoke(tenant: str, key_id: str) -> Call[None]:
+    return Call("DELETE", f"{_root(tenant)}/{segment(key_id, 'key')}", read_nothing)
+
+
+class Keys:
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def create(self, tenant: str, *, name: str, scopes: Sequence[str] | None = None) -> NewKey:
+        """A new key of the tenant; `key` is its secret, shown this once.
+
+        Args:
+            name: for people, to tell keys apart.
+            scopes: of ``inference``, ``adapters:read``, ``adapters:write``; None: all three.
+        """
+        return self._transport.send(_create(tenant, name, scopes))
+
+    def list(self, tenant: str) -> Iterator[Key]:
+        """The tenant's keys, oldest first, the revoked too."""
+        return all_rows(self._transport, _root(tenant), Key)
+
+    def revoke(self, tenant: str, key_id: str) -> None:
+        """The key works no more. Twice is as good as once."""
+        self._transport.send(_revoke(tenant, key_id))
+
+
+class AsyncKeys:
+    """As `Keys`, awaiting."""
+
+    def __init__(self, transport: AsyncTransport) -> None:
+        self._transport = transport
+
+    async def create(self, tenant: str, *, name: str, scopes: Sequence[str] | None = None) -> NewKey:
+        return await self._transport.send(_create(tenant, name, scopes))
+
+    def list(self, tenant: str) -> AsyncIterator[Key]:
+        return all_rows_async(self._transport, _root(tenant), Key)
+
+    async def revoke(self, tenant: str, key_id: str) -> None:
+        await self._transport.send(_revoke(tenant, key_id))

@@ -1,0 +1,130 @@
+"""What inference returns: OpenAI's shapes, with vLLM's additions."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from loraserve.sdk.call import Result
+
+
+class PromptTokensDetails(Result):
+    cached_tokens: int = 0
+
+
+class Usage(Result):
+    prompt_tokens: int
+    completion_tokens: int = 0
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class CompletionLogprobs(Result):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None = None
+    text_offset: list[int] | None = None
+
+
+class CompletionChoice(Result):
+    index: int
+    text: str
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: CompletionLogprobs | None = None
+
+
+class Completion(Result):
+    """An answer of `/v1/completions`, and each chunk of its stream (a last chunk with usage has no choices)."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class FunctionCall(Result):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCall(Result):
+    index: int | None = None
+    id: str | None = None
+    type: str | None = None
+    function: FunctionCall | None = None
+
+
+class ChatMessage(Result):
+    """A whole message, or what a chunk adds to one (`delta`)."""
+
+    role: str | None = None
+    content: str | None = None
+    refusal: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class TopLogprob(Result):
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob] = Field(default_factory=list)
+
+
+class ChatLogprobs(Result):
+    content: list[TokenLogprob] | None = None
+    refusal: list[TokenLogprob] | None = None
+
+
+class ChatChoice(Result):
+    index: int
+    message: ChatMessage
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatCompletion(Result):
+    """An answer of `/v1/chat/completions`."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage | None = None
+
+
+class ChatChunkChoice(Result):
+    index: int
+    delta: ChatMessage
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatCompletionChunk(Result):
+    """A piece of a streamed chat; the last one with usage has no choices."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
+class Model(Result):
+    """What `model=` may name. An adapter has `parent`, the base's id."""
+
+    id: str
+    created: int
+    owned_by: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class ModelList(Result):
+    data: list[Model]

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import pytest
+
+from loraserve import Client, errors
+from loraserve.sdk.config import ClientConfig
+
+
+def resolve(
+    url: str | None = None, api_key: str | None = "sk-lora-secret", tenant: str | None = None, timeout: float = 1.0
+) -> ClientConfig:
+    return ClientConfig.resolve(url, api_key, tenant, timeout, 2)
+
+
+def test_variables_say_which_server_and_who(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORASERVE_URL", "http://example.com:81/")
+    monkeypatch.setenv("LORASERVE_API_KEY", "sk-lora-env")
+    monkeypatch.setenv("LORASERVE_TENANT", "acme")
+    config = resolve(api_key=None)
+    assert config.url == "http://example.com:81"
+    assert config.headers["Authorization"] == "Bearer sk-lora-env"
+    assert config.headers["X-Tenant"] == "acme"
+
+
+def test_arguments_win_over_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORASERVE_URL", "http://example.com")
+    monkeypatch.setenv("LORASERVE_API_KEY", "sk-lora-env")
+    config = resolve("http://other", "sk-lora-argument")
+    assert (config.url, config.api_key) == ("http://other", "sk-lora-argument")
+
+
+def test_url_may_end_as_other_clients_want_it() -> None:
+    assert resolve("http://127.0.0.1:8000/v1/").url == "http://127.0.0.1:8000"
+
+
+def test_missing_key_says_where_to_put_one() -> None:
+    with pytest.raises(errors.ConfigError, match="LORASERVE_API_KEY"):
+        resolve(api_key=None)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://", "http://host:99999", "http://host?x=1"])
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(errors.ConfigError, match="isn't a server's URL"):
+        resolve(url)
+
+
+def test_url_with_a_password_is_refused_without_showing_it() -> None:
+    with pytest.raises(errors.ConfigError) as caught:
+        resolve("http://me:hunter2@host")
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["sk-lora-a\r\nX-Evil: 1", "sk-lora-é", "sk-lora-a "])
+def test_key_that_cannot_be_a_header_is_refused_without_showing_it(key: str) -> None:
+    with pytest.raises(errors.ConfigError) as caught:
+        resolve(api_key=key)
+    assert key not in str(caught.value)
+
+
+@pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan")])
+def test_timeout_must_be_positive(timeout: float) -> None:
+    with pytest.raises(errors.ConfigError, match="timeout"):
+        resolve(timeout=timeout)
+
+
+def test_no_repr_shows_the_key() -> None:
+    with Client("http://host", api_key="sk-lora-secret") as client:
+        assert "secret" not in repr(client)
+        assert "secret" not in repr(client._config)

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from loraserve import AsyncClient, Client
+
+
+def test_completion_sends_its_fields_and_nothing_else(server: Any, client: Client) -> None:
+    server.answer_with_completion()
+    client.completions.create(model="sql@3", prompt=[1, 2], max_tokens=4, top_k=None, extra_body={"new": 1})
+    asked = server.asked[0]
+    assert (asked.method, asked.path) == ("POST", "/v1/completions")
+    assert asked.json == {
+        "model": "sql@3",
+        "prompt": [1, 2],
+        "stream": False,
+        "max_tokens": 4,
+        "top_k": None,
+        "new": 1,
+    }
+    assert asked.headers["authorization"] == "Bearer sk-lora-test"
+    assert "x-tenant" not in asked.headers
+
+
+def test_completion_is_typed_and_says_who_answered(server: Any, client: Client) -> None:
+    server.answer_with_completion(
+        x_request_id="req-1", x_loraserve_adapter="sql@1", x_loraserve_ignored="foo, bar", server_timing="queue;dur=1"
+    )
+    completion = client.completions.create(model="sql", prompt="list")
+    assert completion.choices[0].text == "SELECT"
+    assert completion.usage is not None
+    assert completion.usage.total_tokens == 3
+    assert completion.answer is not None
+    assert (completion.answer.request_id, completion.answer.adapter) == ("req-1", "sql@1")
+    assert completion.answer.ignored == ("foo", "bar")
+
+
+def test_fields_of_a_newer_server_are_kept(server: Any, client: Client) -> None:
+    server.answer({"data": [{"id": "sql", "created": 1, "owned_by": "acme", "colour": "red"}]})
+    assert client.models.list()[0].model_dump()["colour"] == "red"
+
+
+def test_misspelt_field_is_refused_with_a_guess(server: Any, client: Client) -> None:
+    with pytest.raises(TypeError, match="max_tokens"):
+        client.completions.create(model="sql", prompt="x", max_token=1)  # type: ignore[call-overload]
+    assert server.asked == []
+
+
+def test_chat_sends_messages(server: Any, client: Client) -> None:
+    message = {"role": "assistant", "content": "hello"}
+    choice = {"index": 0, "message": message, "finish_reason": "stop"}
+    server.answer({"id": "c", "created": 1, "model": "sql", "choices": [choice]})
+    answer = client.chat.completions.create(
+        model="sql", messages=[{"role": "user", "content": "hi"}], max_completion_tokens=3
+    )
+    assert answer.choices[0].message.content == "hello"
+    assert server.asked[0].path == "/v1/chat/completions"
+    assert server.asked[0].json["messages"] == [{"role": "user", "content": "hi"}]
+
+
+async def test_async_chat_sends_the_same(server: Any, async_client: AsyncClient) -> None:
+    server.answer({"id": "c", "created": 1, "model": "sql", "choices": []})
+    await async_client.chat.completions.create(model="sql", messages=[{"role": "user", "content": "hi"}])
+    assert server.asked[0].json == {
+        "model": "sql",
+        "messages": [{"role": "user", "content": "hi"}],
+        "stream": False,
+    }
+
+
+def test_model_ids_with_slashes_and_colons_reach_their_route(server: Any, client: Client) -> None:
+    server.answer({"id": "org/base:sql", "created": 1, "owned_by": "acme"})
+    assert client.models.get("org/base:sql").id == "org/base:sql"
+    assert server.asked[0].path == "/v1/models/org/base:sql"
+
+
+def test_admin_acts_for_a_tenant(server: Any) -> None:
+    server.answer({"data": []})
+    with Client(server.url, api_key="k" * 32, tenant="acme") as client:
+        client.models.list()
+    assert server.asked[0].headers["x-tenant"] == "acme"
+
+
+def test_official_client_comes_configured(server: Any) -> None:
+    pytest.importorskip("openai")
+    server.answer_with_completion()
+    with Client(server.url, api_key="sk-lora-test", tenant="acme") as client, client.openai() as official:
+        assert official.completions.create(model="sql", prompt="x").choices[0].text == "SELECT"
+    asked = server.asked[0]
+    assert asked.path == "/v1/completions"
+    assert asked.headers["authorization"] == "Bearer sk-lora-test"
+    assert asked.headers["x-tenant"] == "acme"
