@@ -1,0 +1,122 @@
+"""What any blob store does: immutable bytes under their SHA-256. It knows no SQL and no tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Protocol, Self
+
+from loraserve.errors import BlobNotFound
+from loraserve.types import Digest
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def check_digest(digest: str) -> Digest:
+    """`digest` itself, if it is 64 lower-case hex digits; nothing else ever becomes part of a path or a key.
+
+    Raises:
+        BlobNotFound: it isn't, so that no blob has it.
+    """
+    if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+        raise BlobNotFound("That isn't a SHA-256 in lower-case hex; no blob has it.")
+    return Digest(digest)
+
+
+class StagedBlob(Protocol):
+    """Bytes on their way in: invisible until `commit`, gone after `discard`. Leaving the with block without a commit discards."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes written so far."""
+        ...
+
+    @property
+    def digest(self) -> Digest:
+        """SHA-256 of the bytes written so far."""
+        ...
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """All of `data` is written and hashed.
+
+        Raises:
+            StorageFull: no room left; the blob can only be discarded.
+            StorageError: the write failed; the same.
+        """
+        ...
+
+    def read(self) -> memoryview:
+        """Everything written so far, read back: for checks before the commit."""
+        ...
+
+    def commit(self) -> Digest:
+        """The blob is durable and visible under the digest returned, also after a power cut. At most once.
+
+        Raises:
+            StorageFull: no room left.
+            StorageError: a write or fsync failed. It isn't tried again on the same file: upload again.
+        """
+        ...
+
+    def discard(self) -> None:
+        """Nothing of an uncommitted blob is left. May be called any number of times, also after `commit`."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+
+class BlobStore(Protocol):
+    """Immutable blobs by digest. Safe to use from several threads and several processes."""
+
+    def stage(self) -> StagedBlob:
+        """A new empty blob to write to.
+
+        Raises:
+            StorageError: it can't be created.
+        """
+        ...
+
+    def read(self, digest: str) -> memoryview:
+        """The blob's bytes, verified against `digest`, in memory that is the caller's own: writable and shared with nobody.
+
+        Raises:
+            BlobNotFound: no such blob.
+            BlobCorrupt: its bytes no longer hash to `digest`.
+            StorageError: it can't be read.
+        """
+        ...
+
+    def num_bytes(self, digest: str) -> int:
+        """The blob's size, as the store has it, unverified.
+
+        Raises:
+            BlobNotFound: no such blob.
+        """
+        ...
+
+    def exists(self, digest: str) -> bool:
+        """Whether a blob is there; its bytes aren't verified."""
+        ...
+
+    def delete(self, digest: str) -> bool:
+        """The blob is gone. False if it wasn't there.
+
+        Raises:
+            StorageError: it can't be removed.
+        """
+        ...
+
+    def iter_digests(self) -> Iterator[Digest]:
+        """Every blob committed before the call, in no particular order; what comes or goes meanwhile may or may not be in it."""
+        ...
+
+    def sweep(self) -> int:
+        """What dead writers left staged is gone; how many there were. Writers that live, in any process, are left alone."""
+        ...
+
+    def close(self) -> None: ...

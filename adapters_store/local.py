@@ -1,0 +1,333 @@
+"""Blobs in a directory: ``ab/cd/<sha256>``, written so that a blob which was acknowledged survives a power cut.
+
+The order: bytes → fsync → rename → fsync of the folder. After a failed fsync the kernel may have dropped the pages and report success the
+next time, so that it is never tried again on the same file: the staged file is removed and the upload fails.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import mmap
+import os
+import secrets
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from adapters_store.base import check_digest
+from loraserve import faults
+from loraserve.errors import BlobCorrupt, BlobNotFound, ConfigError, StorageError, StorageFull
+from loraserve.types import Digest
+
+_STAGING = "staging"
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# O_NONBLOCK: opening a pipe that somebody left there must not wait for its writer
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_CREATE_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+# hashed while it is still in the processor's cache
+_CHUNK_BYTES = 1 << 20
+
+
+class LocalStore:
+    """A `BlobStore` in a folder of this machine. Several processes may share it."""
+
+    def __init__(self, root: Path) -> None:
+        """The folder exists, belongs to us alone (mode 0700), and what dead writers left staged is gone.
+
+        Raises:
+            ConfigError: it can't be made, or isn't ours.
+        """
+        self.root = root
+        try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            status = os.fstat(self._root_fd)
+            if status.st_uid != os.geteuid():
+                raise ConfigError(f"The store {root} belongs to another user (uid {status.st_uid}).")
+            if stat.S_IMODE(status.st_mode) & 0o077:
+                os.fchmod(self._root_fd, 0o700)
+            self._staging_fd = _make_folder(_STAGING, self._root_fd)
+        except OSError as error:
+            raise ConfigError(f"The store {root} can't be opened: {error.strerror}.") from error
+        # folders whose own entry this process knows to be on disk
+        self._durable: set[str] = set()
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self.sweep()
+
+    def stage(self) -> LocalStagedBlob:
+        while True:
+            name = secrets.token_hex(16)
+            with _storage_errors("A staged file can't be created"):
+                fd = os.open(name, _CREATE_FLAGS, 0o600, dir_fd=self._staging_fd)
+                # The lock says that its writer lives; a sweep that came first has unlinked the file.
+                fcntl.flock(fd, fcntl.LOCK_EX)
+                if os.fstat(fd).st_nlink:
+                    return LocalStagedBlob(self, name, fd)
+                os.close(fd)
+
+    def read(self, digest: str) -> memoryview:
+        digest = check_digest(digest)
+        fd = self._open(digest)
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise BlobCorrupt(f"The blob {digest} isn't a regular file.")
+            with _storage_errors(f"The blob {digest} can't be read"):
+                faults.hit("blob.read")
+                data, found = _read_and_hash(fd, status.st_size)
+        finally:
+            os.close(fd)
+        if found != digest:
+            raise BlobCorrupt(
+                f"The blob {digest} is corrupt: its {status.st_size:,} bytes hash to {found}.",
+                hint="Upload the adapter again, or restore the blob from a backup.",
+            )
+        return data
+
+    def num_bytes(self, digest: str) -> int:
+        fd = self._open(check_digest(digest))
+        try:
+            return os.fstat(fd).st_size
+        finally:
+            os.close(fd)
+
+    def exists(self, digest: str) -> bool:
+        try:
+            os.close(self._open(check_digest(digest)))
+        except BlobNotFound:
+            return False
+        except BlobCorrupt:
+            # something is there, though it isn't a plain file; `read` says so
+            return True
+        return True
+
+    def delete(self, digest: str) -> bool:
+        digest = check_digest(digest)
+        with _storage_errors(f"The blob {digest} can't be removed"):
+            try:
+                faults.hit("blob.delete")
+                os.unlink(f"{digest[:2]}/{digest[2:4]}/{digest}", dir_fd=self._root_fd)
+            except FileNotFoundError:
+                return False
+        return True
+
+    def iter_digests(self) -> Iterator[Digest]:
+        for first in _names(self.root, 2):
+            for second in _names(self.root / first, 2):
+                for name in _names(self.root / first / second, 64):
+                    if name.startswith(first + second):
+                        yield Digest(name)
+
+    def sweep(self) -> int:
+        num_removed = 0
+        for name in os.listdir(self._staging_fd):
+            try:
+                fd = os.open(name, _READ_FLAGS, dir_fd=self._staging_fd)
+            except OSError:
+                # gone meanwhile: its writer has committed or discarded it
+                continue
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(name, dir_fd=self._staging_fd)
+                num_removed += 1
+            except OSError:
+                continue
+            finally:
+                os.close(fd)
+        return num_removed
+
+    def close(self) -> None:
+        """The folder's descriptors are closed; the store can't be used any more. Calling it again does nothing."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        os.close(self._staging_fd)
+        os.close(self._root_fd)
+
+    def _open(self, digest: Digest) -> int:
+        """The blob's file, opened step by step so that no link is followed anywhere below the root."""
+        folders: list[int] = []
+        try:
+            parent = self._root_fd
+            for name in (digest[:2], digest[2:4]):
+                parent = os.open(name, _FOLDER_FLAGS, dir_fd=parent)
+                folders.append(parent)
+            return os.open(digest, _READ_FLAGS, dir_fd=parent)
+        except FileNotFoundError:
+            raise BlobNotFound(f"There is no blob {digest}.") from None
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENOTDIR):
+                raise BlobCorrupt(f"The blob {digest} isn't a regular file in a plain folder.") from error
+            raise StorageError(f"The blob {digest} can't be opened: {error.strerror}.") from error
+        finally:
+            for fd in folders:
+                os.close(fd)
+
+    def _publish(self, staged_name: str, digest: Digest) -> None:
+        """The staged file, already on disk, is durably the blob `digest`. One that was there before is replaced by its equal."""
+        first, second = digest[:2], digest[2:4]
+        made: list[tuple[str, int]] = []
+        folders = [self._root_fd]
+        is_new = not self.exists(digest)
+        is_there = False
+        try:
+            for name, path in ((first, first), (second, f"{first}/{second}")):
+                try:
+                    os.mkdir(name, 0o700, dir_fd=folders[-1])
+                    made.append((name, folders[-1]))
+                    self._durable.discard(path)
+                except FileExistsError:
+                    pass
+                folders.append(os.open(name, _FOLDER_FLAGS, dir_fd=folders[-1]))
+            faults.hit("blob.before_rename")
+            os.rename(staged_name, digest, src_dir_fd=self._staging_fd, dst_dir_fd=folders[-1])
+            is_there = True
+            faults.hit("blob.after_rename")
+            faults.hit("blob.folder_fsync")
+            os.fsync(folders[2])
+            self._sync_parent(f"{first}/{second}", folders[1])
+            self._sync_parent(first, folders[0])
+            faults.hit("blob.after_folder_fsync")
+        except OSError:
+            # Not known to be on disk. The next attempt must make these entries anew, not fsync the same ones again.
+            with suppress(OSError):
+                if is_there and is_new:
+                    os.unlink(digest, dir_fd=folders[-1])
+                for name, parent in reversed(made):
+                    os.rmdir(name, dir_fd=parent)
+            raise
+        finally:
+            for fd in folders[1:]:
+                os.close(fd)
+
+    def _sync_parent(self, folder: str, parent_fd: int) -> None:
+        # Another process may have made the folder and not have got to its fsync yet, so that existing isn't enough.
+        if folder not in self._durable:
+            os.fsync(parent_fd)
+            self._durable.add(folder)
+
+
+class LocalStagedBlob:
+    """A `StagedBlob` in a file that nobody else sees, locked as long as this process lives."""
+
+    def __init__(self, store: LocalStore, name: str, fd: int) -> None:
+        self._store = store
+        self._name = name
+        self._fd: int | None = fd
+        self._sha = hashlib.sha256()
+        self._num_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    @property
+    def digest(self) -> Digest:
+        return Digest(self._sha.hexdigest())
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        fd, view = self._live_fd(), memoryview(data).cast("B")
+        try:
+            with _storage_errors("The upload can't be written"):
+                faults.hit("blob.write")
+                position = 0
+                while position < len(view):
+                    position += os.write(fd, view[position:])
+        except StorageError:
+            self.discard()
+            raise
+        self._sha.update(view)
+        self._num_bytes += len(view)
+
+    def read(self) -> memoryview:
+        with _storage_errors("The upload can't be read back"):
+            data, found = _read_and_hash(self._live_fd(), self._num_bytes)
+        if found != self.digest:
+            raise StorageError("The upload reads back differently from what was written.", hint="Check the disk.")
+        return data
+
+    def commit(self) -> Digest:
+        fd, digest = self._live_fd(), self.digest
+        try:
+            with _storage_errors("The upload can't be made durable"):
+                os.fchmod(fd, 0o400)
+                faults.hit("blob.fsync")
+                os.fsync(fd)
+                faults.hit("blob.after_fsync")
+                self._store._publish(self._name, digest)
+        finally:
+            self.discard()
+        return digest
+
+    def discard(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is None:
+            return
+        # after a commit the name is gone already
+        with suppress(OSError):
+            os.unlink(self._name, dir_fd=self._store._staging_fd)
+        os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.discard()
+
+    def __del__(self) -> None:
+        self.discard()
+
+    def _live_fd(self) -> int:
+        if self._fd is None:
+            raise StorageError("The staged blob was committed, discarded or has failed; stage a new one.")
+        return self._fd
+
+
+def _make_folder(name: str, parent_fd: int) -> int:
+    with suppress(FileExistsError):
+        os.mkdir(name, 0o700, dir_fd=parent_fd)
+        os.fsync(parent_fd)
+    return os.open(name, _FOLDER_FLAGS, dir_fd=parent_fd)
+
+
+def _names(folder: Path, length: int) -> list[str]:
+    """Entries of `folder` that are hex of that length; none if the folder is gone."""
+    try:
+        return [n for n in os.listdir(folder) if len(n) == length and not n.strip("0123456789abcdef")]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _read_and_hash(fd: int, num_bytes: int) -> tuple[memoryview, str]:
+    """The file's first `num_bytes` (fewer if it is shorter) in memory of their own, and their SHA-256."""
+    sha = hashlib.sha256()
+    # fresh pages of the kernel: not zeroed twice, and given back at once when the last view goes
+    view = memoryview(mmap.mmap(-1, num_bytes)) if num_bytes else memoryview(bytearray())
+    position = 0
+    while position < num_bytes:
+        count = os.preadv(fd, [view[position : position + _CHUNK_BYTES]], position)
+        if count == 0:
+            break
+        sha.update(view[position : position + count])
+        position += count
+    return view[:position], sha.hexdigest()
+
+
+@contextmanager
+def _storage_errors(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        kind = StorageFull if error.errno in _FULL else StorageError
+        raise kind(f"{what}: {error.strerror or error}.") from error
