@@ -8,7 +8,10 @@ An error knows what went wrong, never how HTTP says it: `loraserve.api.errors` m
     ├── InvalidRequest              a request's field is wrong; `param` names it
     │   ├── UnsupportedParameter    a field that would change the answer and isn't implemented
     │   ├── ContextLengthExceeded   prompt + max_tokens don't fit the model
-    │   └── PayloadTooLarge         a body, a header or a list is over its bound
+    │   ├── PayloadTooLarge         a body, a header or a list is over its bound
+    │   │   └── HeadersTooLarge
+    │   ├── MethodNotAllowed        the route exists, for other methods
+    │   └── RequestTimeout          the request's body stopped coming
     ├── AuthenticationError         no key, a bad key, a revoked key
     ├── PermissionDenied            a good key without the scope
     ├── NotFound                    absent, or another tenant's: the two read the same
@@ -105,6 +108,18 @@ class ContextLengthExceeded(InvalidRequest):
 
 class PayloadTooLarge(InvalidRequest):
     code = "payload_too_large"
+
+
+class HeadersTooLarge(PayloadTooLarge):
+    code = "headers_too_large"
+
+
+class MethodNotAllowed(InvalidRequest):
+    code = "method_not_allowed"
+
+
+class RequestTimeout(InvalidRequest):
+    code = "request_timeout"
 
 
 class AuthenticationError(LoraserveError):

@@ -1,0 +1,15 @@
+"""The routes that OpenAI's clients call: /v1, and /tokenize and /detokenize beside it."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from loraserve.api.openai import chat, completions, models, tokenize
+
+router = APIRouter()
+router.include_router(models.router, prefix="/v1")
+router.include_router(completions.router, prefix="/v1")
+router.include_router(chat.router, prefix="/v1")
+router.include_router(tokenize.router)
+
+__all__ = ["router"]

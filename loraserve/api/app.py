@@ -1,0 +1,41 @@
+"""The application: every router, the error handlers, the guard, and the check that each route says who may call it."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+from loraserve import __version__
+from loraserve.api import errors, health, management, metrics, openai, scopes
+from loraserve.api.counters import EngineCollector
+from loraserve.api.guard import Guard
+from loraserve.api.services import Services
+
+
+def create_app(services: Services) -> FastAPI:
+    """The ASGI application over `services`.
+
+    Raises:
+        ConfigError: a route declares no scope.
+    """
+    app = FastAPI(
+        title="loraserve",
+        version=__version__,
+        # Every route needs a key, and these would not.
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        # A redirect would repeat the caller's path and query.
+        redirect_slashes=False,
+    )
+    app.state.services = services
+    services.metrics.registry.register(EngineCollector(services))
+    errors.install(app)
+    app.include_router(health.router)
+    app.include_router(metrics.router)
+    for prefix in ("", "/t/{tenant}"):
+        app.include_router(openai.router, prefix=prefix)
+    if hasattr(management, "router"):
+        app.include_router(management.router)
+    scopes.audit(app)
+    app.add_middleware(Guard, metrics=services.metrics, limits=services.limits)
+    return app

@@ -1,0 +1,161 @@
+"""Counters of the server: its own for HTTP, and the engine's heartbeat read at each scrape."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from loraserve.api.services import Services
+
+_TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_TPOT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1)
+_DURATION_BUCKETS = (0.005, 0.025, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class Metrics:
+    """The server's own counters. One instance per application: tests run several in one process."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "loraserve_http_requests", "HTTP requests answered.", ["route", "method", "status"], registry=self.registry
+        )
+        self.request_s = Histogram(
+            "loraserve_http_request_duration_seconds",
+            "From a request's headers to the end of its answer.",
+            ["route"],
+            buckets=_DURATION_BUCKETS,
+            registry=self.registry,
+        )
+        self.prompt_tokens = Counter(
+            "loraserve_prompt_tokens", "Prompt tokens of admitted requests.", registry=self.registry
+        )
+        self.generation_tokens = Counter(
+            "loraserve_generation_tokens", "Tokens sent to clients.", registry=self.registry
+        )
+        self.ttft_s = Histogram(
+            "loraserve_time_to_first_token_seconds",
+            "From admission to the first token.",
+            buckets=_TTFT_BUCKETS,
+            registry=self.registry,
+        )
+        self.tpot_s = Histogram(
+            "loraserve_time_per_output_token_seconds",
+            "Mean time between the tokens of one answer, after its first.",
+            buckets=_TPOT_BUCKETS,
+            registry=self.registry,
+        )
+        self.finished = Counter(
+            "loraserve_completions",
+            "Choices that ended, by reason (abort: the client left).",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.live_requests = Gauge(
+            "loraserve_http_requests_live", "HTTP requests being answered.", registry=self.registry
+        )
+        self._running: dict[str, int] = {}
+
+    def adapter_started(self, name: str) -> None:
+        self._running[name] = self._running.get(name, 0) + 1
+
+    def adapter_ended(self, name: str) -> None:
+        remaining = self._running.get(name, 0) - 1
+        if remaining > 0:
+            self._running[name] = remaining
+        else:
+            self._running.pop(name, None)
+
+    def running_adapters(self) -> Iterable[str]:
+        """Names of the adapters that some live request uses."""
+        return sorted(self._running)
+
+
+class EngineCollector(Collector):
+    """The engine's last heartbeat as metrics, ours and vLLM's names for the routers that look for those."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    def collect(self) -> Iterator[Metric]:
+        stats, engine = self._services.engine.stats, self._services.engine
+
+        def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+            return GaugeMetricFamily(name, text, value=value)
+
+        def counter(name: str, text: str, value: float) -> CounterMetricFamily:
+            return CounterMetricFamily(name, text, value=value)
+
+        yield gauge("loraserve_engine_up", "Whether the engine computes.", float(engine.is_ready))
+        yield counter("loraserve_engine_restarts", "Engines started after the first.", engine.num_restarts)
+        yield gauge("loraserve_requests_running", "Sequences that are scheduled.", stats.num_running)
+        yield gauge("loraserve_requests_waiting", "Sequences in the queue.", stats.num_waiting)
+        yield gauge(
+            "loraserve_requests_waiting_for_adapter",
+            "Of those waiting, for an adapter's weights.",
+            stats.num_waiting_for_adapter,
+        )
+        yield counter("loraserve_engine_steps", "Forward passes.", stats.num_steps)
+        yield counter("loraserve_engine_step_seconds", "Seconds spent in forward passes.", stats.step_s)
+        yield counter(
+            "loraserve_preemptions", "Sequences that were put back for lack of KV blocks.", stats.num_preemptions
+        )
+        yield counter("loraserve_engine_prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens)
+        yield counter("loraserve_engine_generation_tokens", "Tokens sampled.", stats.generation_tokens)
+        blocks = GaugeMetricFamily("loraserve_kv_blocks", "KV blocks by state.", labels=["state"])
+        blocks.add_metric(["used"], stats.num_kv_blocks_used)
+        blocks.add_metric(["cached"], stats.num_kv_blocks_cached)
+        blocks.add_metric(["free"], max(0, stats.num_kv_blocks - stats.num_kv_blocks_used - stats.num_kv_blocks_cached))
+        yield blocks
+        yield counter(
+            "loraserve_prefix_cache_queries",
+            "Prompt tokens looked up in the prefix cache.",
+            stats.prefix_tokens_queried,
+        )
+        yield counter("loraserve_prefix_cache_hits", "Of those, found.", stats.prefix_tokens_hit)
+        resident = GaugeMetricFamily("loraserve_adapters_resident", "Adapters by memory tier.", labels=["tier"])
+        resident.add_metric(["device"], stats.device_adapters)
+        resident.add_metric(["host"], stats.host_adapters)
+        yield resident
+        size = GaugeMetricFamily("loraserve_adapter_bytes", "Adapter bytes by memory tier.", labels=["tier"])
+        size.add_metric(["device"], stats.device_adapter_bytes)
+        size.add_metric(["host"], stats.host_adapter_bytes)
+        yield size
+        budget = GaugeMetricFamily("loraserve_adapter_budget_bytes", "What a tier may hold.", labels=["tier"])
+        budget.add_metric(["device"], stats.device_adapter_budget_bytes)
+        budget.add_metric(["host"], stats.host_adapter_budget_bytes)
+        yield budget
+        evictions = CounterMetricFamily("loraserve_adapter_evictions", "Adapters evicted, by tier.", labels=["tier"])
+        evictions.add_metric(["device"], stats.device_evictions)
+        evictions.add_metric(["host"], stats.host_evictions)
+        yield evictions
+        yield gauge("loraserve_adapter_pins", "Pins held by running sequences.", stats.num_pins)
+        yield counter("loraserve_adapter_loads", "Adapters brought to the device.", stats.adapter_loads)
+        yield counter("loraserve_adapter_load_failures", "Loads that failed.", stats.adapter_load_failures)
+        yield counter("loraserve_adapter_load_seconds", "Seconds spent loading.", stats.adapter_load_s)
+        yield counter("loraserve_invariant_violations", "Broken invariants of ours.", stats.invariant_violations)
+        yield from self._vllm()
+
+    def _vllm(self) -> Iterator[Metric]:
+        stats = self._services.engine.stats
+        yield GaugeMetricFamily("vllm:num_requests_running", "As vLLM's.", value=stats.num_running)
+        yield GaugeMetricFamily("vllm:num_requests_waiting", "As vLLM's.", value=stats.num_waiting)
+        usage = stats.num_kv_blocks_used / stats.num_kv_blocks if stats.num_kv_blocks else 0.0
+        yield GaugeMetricFamily("vllm:kv_cache_usage_perc", "As vLLM's: 1 is full.", value=usage)
+        yield GaugeMetricFamily("vllm:num_gpu_loaded_lora_adapters", "As vLLM's.", value=stats.device_adapters)
+        yield GaugeMetricFamily("vllm:num_cpu_loaded_lora_adapters", "As vLLM's.", value=stats.host_adapters)
+        # The routers of the Gateway API Inference Extension read which adapters are in use from the labels, and when from the value.
+        info = GaugeMetricFamily(
+            "vllm:lora_requests_info",
+            "As vLLM's: the value is the time.",
+            labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+        )
+        names = ",".join(self._services.metrics.running_adapters())
+        info.add_metric([str(max(1, stats.device_adapters)), names, ""], time.time())
+        yield info

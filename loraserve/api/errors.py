@@ -1,0 +1,179 @@
+"""How HTTP says an error: class → status, and the body that the route's clients expect."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from loraserve import errors
+from loraserve.errors import InvalidRequest, LoraserveError, NotFound
+
+logger = logging.getLogger(__name__)
+
+MANAGEMENT_PREFIX = "/api/v1"
+
+# The first class of an error's bases that stands here decides.
+_STATUS: dict[type[LoraserveError], int] = {
+    errors.HeadersTooLarge: 431,
+    errors.PayloadTooLarge: 413,
+    errors.MethodNotAllowed: 405,
+    errors.RequestTimeout: 408,
+    errors.InvalidRequest: 400,
+    errors.AuthenticationError: 401,
+    errors.PermissionDenied: 403,
+    errors.NotFound: 404,
+    errors.PreconditionFailed: 412,
+    errors.IdempotencyKeyReused: 422,
+    errors.Conflict: 409,
+    errors.AdapterRejected: 422,
+    errors.AdapterUnavailable: 503,
+    errors.Overloaded: 503,
+    errors.RateLimited: 429,
+    errors.EngineUnavailable: 503,
+    errors.StorageFull: 507,
+    errors.StorageError: 503,
+    LoraserveError: 500,
+}
+
+# OpenAI's `type` for a status.
+_OPENAI_TYPE = {403: "permission_error", 429: "requests", 503: "server_error"}
+
+# A second try gives the same answer: the OpenAI client would otherwise repeat every 5xx.
+_NOT_WORTH_RETRYING = (errors.AdapterTooLarge, errors.AdapterNumerics, errors.AdapterCorrupt, errors.EngineCrashed)
+
+_DEFAULT_RETRY_AFTER_S = 1.0
+
+
+def status_of(error: LoraserveError) -> int:
+    for cls in type(error).__mro__:
+        if cls in _STATUS:
+            return _STATUS[cls]
+    return 500
+
+
+def openai_envelope(error: LoraserveError) -> dict[str, Any]:
+    """``{"error": {…}}`` as OpenAI's clients read it, for a body or for a stream's ``data:`` line."""
+    status = status_of(error)
+    default = "server_error" if status >= 500 else "invalid_request_error"
+    return {
+        "error": {
+            "message": str(error),
+            "type": _OPENAI_TYPE.get(status, default),
+            "param": getattr(error, "param", None),
+            "code": error.code,
+        }
+    }
+
+
+def problem(error: LoraserveError, request_id: str | None) -> dict[str, Any]:
+    """RFC 9457's problem document. ``errors`` has one entry per thing that is wrong: ``{"detail", "field"}``."""
+    status = status_of(error)
+    if isinstance(error, errors.AdapterRejected):
+        details = [{"detail": text, "field": None} for text in error.problems]
+    else:
+        details = [{"detail": error.message, "field": getattr(error, "param", None)}]
+    return {
+        "type": "about:blank",
+        "title": HTTPStatus(status).phrase,
+        "status": status,
+        "detail": str(error),
+        "code": error.code,
+        "errors": details,
+        "request_id": request_id,
+    }
+
+
+def headers_of(error: LoraserveError) -> dict[str, str]:
+    """``Retry-After`` in whole seconds, and ``retry-after-ms`` for clients that read it; ``WWW-Authenticate`` on a 401."""
+    status = status_of(error)
+    if status == 401:
+        return {"www-authenticate": 'Bearer realm="loraserve"'}
+    if isinstance(error, _NOT_WORTH_RETRYING):
+        return {"x-should-retry": "false"}
+    if status not in (429, 503):
+        return {}
+    retry_after_s = float(getattr(error, "retry_after_s", _DEFAULT_RETRY_AFTER_S))
+    return {
+        "retry-after": str(max(1, math.ceil(retry_after_s))),
+        "retry-after-ms": str(max(1, math.ceil(retry_after_s * 1000))),
+    }
+
+
+def error_response(
+    error: LoraserveError, *, path: str, request_id: str | None, headers: Mapping[str, str] | None = None
+) -> Response:
+    """The answer for `error` on `path`: problem+json under /api/v1, OpenAI's envelope everywhere else."""
+    is_management = path == MANAGEMENT_PREFIX or path.startswith(MANAGEMENT_PREFIX + "/")
+    body = problem(error, request_id) if is_management else openai_envelope(error)
+    media_type = "application/problem+json" if is_management else "application/json"
+    return Response(
+        orjson.dumps(body),
+        status_code=status_of(error),
+        headers={**headers_of(error), **(headers or {})},
+        media_type=media_type,
+    )
+
+
+def from_http_exception(error: HTTPException) -> LoraserveError:
+    """The framework's own refusals, in our words: they never repeat what was sent."""
+    if error.status_code == 404:
+        return NotFound("There is no such route.")
+    if error.status_code == 405:
+        return errors.MethodNotAllowed("This route doesn't take this method.")
+    if error.status_code == 413:
+        return errors.PayloadTooLarge("The request's body is too large.")
+    if 400 <= error.status_code < 500:
+        return InvalidRequest("The request can't be read.")
+    return LoraserveError("The server failed.")
+
+
+def from_validation_error(error: RequestValidationError) -> InvalidRequest:
+    """A path's or a query's parameter that isn't what the route declares. The input isn't repeated."""
+    details = error.errors()
+    if not details:
+        return InvalidRequest("The request is not valid.")
+    location = [str(part) for part in details[0]["loc"] if part not in ("path", "query", "body", "header")]
+    param = ".".join(location) or None
+    return InvalidRequest(f"{param or 'The request'}: {details[0]['msg']}.", param=param)
+
+
+def install(app: FastAPI) -> None:
+    """Every error of a route leaves as `error_response` says; what nobody foresaw is logged and says only that it happened."""
+
+    def respond(request: Request, error: LoraserveError, headers: Mapping[str, str] | None = None) -> Response:
+        request_id = request.scope.get("state", {}).get("request_id")
+        if status_of(error) >= 500:
+            logger.warning("request %s failed: %s: %s", request_id, type(error).__name__, error)
+        return error_response(error, path=request.scope["path"], request_id=request_id, headers=headers)
+
+    async def on_loraserve_error(request: Request, error: Exception) -> Response:
+        return respond(request, error if isinstance(error, LoraserveError) else unforeseen(error))
+
+    async def on_http_exception(request: Request, error: Exception) -> Response:
+        if not isinstance(error, HTTPException):
+            return respond(request, unforeseen(error))
+        return respond(request, from_http_exception(error), error.headers if error.status_code == 405 else None)
+
+    async def on_validation_error(request: Request, error: Exception) -> Response:
+        if not isinstance(error, RequestValidationError):
+            return respond(request, unforeseen(error))
+        return respond(request, from_validation_error(error))
+
+    app.add_exception_handler(LoraserveError, on_loraserve_error)
+    app.add_exception_handler(HTTPException, on_http_exception)
+    app.add_exception_handler(RequestValidationError, on_validation_error)
+
+
+def unforeseen(error: BaseException) -> LoraserveError:
+    """What the client of an error that is our fault is told; the log has the rest."""
+    logger.error("an unforeseen error", exc_info=error)
+    return LoraserveError("The server failed to answer; its log says why under this request's id.")

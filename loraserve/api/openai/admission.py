@@ -1,0 +1,135 @@
+"""What completions and chat do alike before the engine: which model, how many choices, which headers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ulid import ULID
+
+from loraserve.api.openai.fields import ignored_header
+from loraserve.api.openai.prompts import Prompt
+from loraserve.api.openai.sampling import Sampling, choose_seeds
+from loraserve.api.openai.schemas import InferenceBody
+from loraserve.api.services import Services
+from loraserve.engine.messages import GenerateRequest
+from loraserve.errors import InvalidRequest, PermissionDenied
+from loraserve.limits import LIMITS
+from loraserve.registry.model_name import parse_model
+from loraserve.types import AdapterRef, RequestId
+
+if TYPE_CHECKING:
+    from loraserve.engine.client import Chunk
+    from loraserve.tenancy.auth import Caller
+
+
+async def resolve_model(services: Services, caller: Caller, model: str) -> AdapterRef | None:
+    """The adapter version that answers for `model`, bound for the whole request; None is the base.
+
+    Raises:
+        ModelNotFound: the caller's tenant has no such model.
+    """
+    parsed = parse_model(model, services.engine.base.id)
+    if parsed.name is None:
+        return None
+    return await services.registry.resolve(caller.tenant, parsed)
+
+
+def check_priority(body: InferenceBody, caller: Caller) -> None:
+    """Raises:
+    PermissionDenied: a tenant puts its request before everyone else's.
+    """
+    if body.priority < 0 and not caller.is_admin:
+        raise PermissionDenied("priority below 0 (before everyone else) needs an admin key.")
+
+
+def check_num_choices(num_prompts: int, n: int) -> None:
+    """Raises:
+    InvalidRequest: the request makes more choices than one request may.
+    """
+    if num_prompts * n > LIMITS.max_prompts:
+        raise InvalidRequest(
+            f"{num_prompts} prompts with n = {n} make {num_prompts * n} choices; one request may have {LIMITS.max_prompts}.",
+            param="n",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Answering:
+    """One HTTP request that was admitted: its names, its prompts, and the engine's requests, choice by choice."""
+
+    id: str
+    created: int
+    services: Services
+    body: InferenceBody
+    adapter: AdapterRef | None
+    prompts: Sequence[Prompt]
+    ignored: tuple[str, ...]
+
+    @classmethod
+    def begin(
+        cls,
+        prefix: str,
+        services: Services,
+        body: InferenceBody,
+        adapter: AdapterRef | None,
+        prompts: Sequence[Prompt],
+        ignored: tuple[str, ...],
+    ) -> Answering:
+        return cls(f"{prefix}-{ULID()}", int(services.clock()), services, body, adapter, prompts, ignored)
+
+    def requests(self, caller: Caller, sampling: Sampling, max_tokens: Sequence[int]) -> list[GenerateRequest]:
+        """The engine's requests in the order of the choices: the first prompt's n, then the second's."""
+        requests: list[GenerateRequest] = []
+        for number, prompt in enumerate(self.prompts):
+            for seed in choose_seeds(self.body.seed, self.body.n):
+                requests.append(
+                    GenerateRequest(
+                        request_id=RequestId(f"{self.id}-{len(requests)}"),
+                        tenant=caller.tenant,
+                        adapter=self.adapter,
+                        prompt_token_ids=prompt.token_ids,
+                        params=sampling.params(max_tokens=max_tokens[number], seed=seed),
+                        stop=sampling.stop,
+                        include_stop_str_in_output=self.body.include_stop_str_in_output,
+                        skip_special_tokens=self.body.skip_special_tokens,
+                        priority=self.body.priority,
+                    )
+                )
+        return requests
+
+    def prompt_of(self, index: int) -> Prompt:
+        """The prompt of the choice with this index."""
+        return self.prompts[index // self.body.n]
+
+    def headers(self, first: Chunk) -> dict[str, str]:
+        """What the answer says beside its body; `first` is its first chunk."""
+        timing = (("queue", first.queue_s), ("adapter", first.adapter_s), ("prefill", first.prefill_s))
+        headers = {"server-timing": ", ".join(f"{name};dur={seconds * 1000:.1f}" for name, seconds in timing)}
+        if self.adapter is not None:
+            headers["x-loraserve-adapter"] = f"{self.adapter.name}@{self.adapter.version}"
+        return {**headers, **ignored_header(self.ignored)}
+
+
+class Usage:
+    """Counts tokens as chunks come. Prompts count once each, whatever n is."""
+
+    def __init__(self, answering: Answering) -> None:
+        self._prompt_tokens = sum(len(prompt.token_ids) for prompt in answering.prompts)
+        self._n = answering.body.n
+        self._cached: dict[int, int] = {}
+        self._completion_tokens = 0
+
+    def add(self, index: int, chunk: Chunk) -> None:
+        self._completion_tokens += len(chunk.token_ids)
+        if chunk.num_cached_tokens and index % self._n == 0:
+            self._cached[index] = max(self._cached.get(index, 0), chunk.num_cached_tokens)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": self._prompt_tokens + self._completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+        }

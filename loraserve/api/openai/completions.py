@@ -1,0 +1,196 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from loraserve.api import scopes
+from loraserve.api.json_body import json_object
+from loraserve.api.openai.admission import Answering, Usage, check_num_choices, check_priority, resolve_model
+from loraserve.api.openai.fields import parse_body
+from loraserve.api.openai.generation import Generation, answer
+from loraserve.api.openai.logprobs import CompletionLogprobs, join_logprobs
+from loraserve.api.openai.prompts import read_prompts
+from loraserve.api.openai.sampling import choose_max_tokens, read_sampling
+from loraserve.api.openai.schemas import CompletionBody
+from loraserve.api.openai.stream import event
+from loraserve.api.services import Services, services_of
+from loraserve.errors import InvalidRequest, UnsupportedParameter
+from loraserve.tenancy.auth import Caller
+from loraserve.types import FinishReason
+
+if TYPE_CHECKING:
+    from loraserve.engine.client import Chunk
+
+router = APIRouter()
+
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's."""
+
+
+@router.post("/completions", response_model=None)
+async def create_completion(
+    request: Request,
+    caller: Caller = Depends(scopes.require(scopes.INFERENCE)),
+    raw: dict[str, Any] = Depends(json_object),
+) -> Response:
+    """Complete each prompt n times. Everything is checked before the first byte of the answer.
+
+    Raises:
+        InvalidRequest: a field is wrong; `param` names it.
+        ModelNotFound: the tenant has no such model.
+        Overloaded: the queue is full.
+    """
+    services = services_of(request)
+    services.check_open()
+    body, ignored = parse_body(CompletionBody, raw)
+    _check_combination(body)
+    check_priority(body, caller)
+    base = services.engine.base
+    adapter = await resolve_model(services, caller, body.model)
+    prompts = await read_prompts(body.prompt, services, add_special_tokens=body.add_special_tokens)
+    check_num_choices(len(prompts), body.n)
+    is_scoring = body.max_tokens == 0
+    sampling = read_sampling(body, base, logprobs=body.logprobs, prompt_logprobs=body.logprobs if body.echo else None)
+    max_tokens = [_max_tokens(body, len(prompt.token_ids), services) for prompt in prompts]
+
+    answering = Answering.begin("cmpl", services, body, adapter, prompts, ignored)
+    generation = Generation(services, answering.requests(caller, sampling, max_tokens), is_scoring=is_scoring)
+    choices = [_Choice(answering, body, index) for index in range(len(prompts) * body.n)]
+    usage = Usage(answering)
+
+    def add(index: int, chunk: Chunk) -> None:
+        choices[index].add(chunk)
+        usage.add(index, chunk)
+
+    return await answer(
+        request,
+        generation,
+        headers=answering.headers,
+        events=(lambda: _stream(answering, body, generation, choices, usage)) if body.stream else None,
+        add=add,
+        whole=lambda: (
+            _head(answering, body) | {"choices": [choice.whole() for choice in choices], "usage": usage.as_dict()}
+        ),
+    )
+
+
+def _check_combination(body: CompletionBody) -> None:
+    if body.best_of is not None and body.best_of != body.n:
+        raise UnsupportedParameter("best_of other than n is not supported.", param="best_of", hint="Ask for n choices.")
+    if body.max_tokens == 0 and not body.echo:
+        raise InvalidRequest("max_tokens should be 1 or more; 0 only scores a prompt, with echo.", param="max_tokens")
+    if body.max_tokens is not None and body.min_tokens > max(1, body.max_tokens):
+        raise InvalidRequest("min_tokens is above max_tokens.", param="min_tokens")
+
+
+def _max_tokens(body: CompletionBody, num_prompt_tokens: int, services: Services) -> int:
+    base = services.engine.base
+    if body.max_tokens == 0 and num_prompt_tokens <= base.max_model_len:
+        return 1
+    return choose_max_tokens(body.max_tokens, DEFAULT_MAX_TOKENS, num_prompt_tokens, base, "prompt")
+
+
+async def _stream(
+    answering: Answering, body: CompletionBody, generation: Generation, choices: Sequence[_Choice], usage: Usage
+) -> AsyncGenerator[bytes, None]:
+    head = _head(answering, body)
+    wants_usage = body.stream_options.include_usage
+    has_running_usage = wants_usage and body.stream_options.continuous_usage_stats
+    async for index, chunk in generation:
+        usage.add(index, chunk)
+        part = choices[index].part(chunk)
+        if part is None:
+            continue
+        payload = head | {"choices": [part]}
+        if wants_usage:
+            payload["usage"] = usage.as_dict() if has_running_usage else None
+        yield event(payload)
+    if wants_usage:
+        yield event(head | {"choices": [], "usage": usage.as_dict()})
+
+
+def _head(answering: Answering, body: CompletionBody) -> dict[str, Any]:
+    return {"id": answering.id, "object": "text_completion", "created": answering.created, "model": body.model}
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One choice as its chunks come: kept whole for an answer in one piece, or turned into parts for a stream."""
+
+    answering: Answering
+    body: CompletionBody
+    index: int
+    logprobs: CompletionLogprobs | None = None
+    parts: list[dict[str, Any]] = field(default_factory=list)
+    has_begun: bool = False
+
+    def __post_init__(self) -> None:
+        if self.body.logprobs is not None:
+            prompt = () if self.body.echo else self.answering.prompt_of(self.index).token_ids
+            self.logprobs = CompletionLogprobs(self.answering.services.tokenizer, self.body.skip_special_tokens, prompt)
+
+    def add(self, chunk: Chunk) -> None:
+        part = self.part(chunk)
+        if part is not None:
+            self.parts.append(part)
+
+    def part(self, chunk: Chunk) -> dict[str, Any] | None:
+        """What this chunk adds, as a stream says it; None when that is nothing."""
+        text = chunk.text
+        logprobs = []
+        prompt = self.answering.prompt_of(self.index)
+        is_first, self.has_begun = not self.has_begun, True
+        if is_first and self.body.echo:
+            text = self._prompt_text() + text
+            if self.logprobs is not None:
+                entries = chunk.prompt_logprobs or (None,) * len(prompt.token_ids)
+                logprobs.append(self.logprobs.render(prompt.token_ids, entries))
+        if self.logprobs is not None and chunk.logprobs:
+            logprobs.append(self.logprobs.render(chunk.token_ids, chunk.logprobs))
+        if not text and not logprobs and chunk.finish_reason is None and not self.body.return_token_ids:
+            return None
+        part: dict[str, Any] = {
+            "index": self.index,
+            "text": text,
+            "logprobs": join_logprobs(logprobs) if self.logprobs is not None else None,
+            "finish_reason": finish_reason(chunk),
+            "stop_reason": chunk.stop_reason,
+        }
+        if self.body.return_token_ids:
+            part["token_ids"] = list(chunk.token_ids)
+            if is_first:
+                part["prompt_token_ids"] = list(prompt.token_ids)
+        return part
+
+    def whole(self) -> dict[str, Any]:
+        """The choice in one piece."""
+        whole: dict[str, Any] = {
+            "index": self.index,
+            "text": "".join(part["text"] for part in self.parts),
+            "logprobs": None,
+            "finish_reason": self.parts[-1]["finish_reason"],
+            "stop_reason": self.parts[-1]["stop_reason"],
+        }
+        if self.logprobs is not None:
+            whole["logprobs"] = join_logprobs(part["logprobs"] for part in self.parts)
+        if self.body.return_token_ids:
+            whole["token_ids"] = [token_id for part in self.parts for token_id in part["token_ids"]]
+            whole["prompt_token_ids"] = list(self.answering.prompt_of(self.index).token_ids)
+        return whole
+
+    def _prompt_text(self) -> str:
+        prompt = self.answering.prompt_of(self.index)
+        if prompt.text is not None:
+            return prompt.text
+        return self.answering.services.tokenizer.decode(prompt.token_ids, self.body.skip_special_tokens)
+
+
+def finish_reason(chunk: Chunk) -> str | None:
+    """OpenAI's word: ``stop`` or ``length``; None while the choice goes on."""
+    return None if chunk.finish_reason is None else FinishReason(chunk.finish_reason).value

@@ -1,0 +1,159 @@
+"""Which of a body's fields count: those a route knows, those it refuses by name, and those it lets pass and reports."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from loraserve.errors import InvalidRequest, UnsupportedParameter
+
+Model = TypeVar("Model", bound=BaseModel)
+
+_FIELD_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
+_MAX_NAMED = 20
+
+# Of OpenAI's, vLLM's, SGLang's, LoRAX's, TGI's and llama.cpp's requests: what would change the answer, and isn't implemented.
+_CHANGES_THE_ANSWER = frozenset(
+    {
+        # structure
+        *(
+            "tools",
+            "functions",
+            "function_call",
+            "response_format",
+            "structured_outputs",
+            "grammar",
+            "json_schema",
+            "regex",
+            "ebnf",
+        ),
+        # sampling
+        *(
+            "bad_words",
+            "allowed_token_ids",
+            "use_beam_search",
+            "num_beams",
+            "length_penalty",
+            "early_stopping",
+            "typical_p",
+            "tfs_z",
+        ),
+        *(
+            "top_a",
+            "mirostat",
+            "mirostat_tau",
+            "mirostat_eta",
+            "repeat_penalty",
+            "no_repeat_ngram_size",
+            "do_sample",
+            "watermark",
+        ),
+        *(
+            "dry_multiplier",
+            "xtc_probability",
+            "dynatemp_range",
+            "logits_processors",
+            "logit_processors",
+            "thinking_token_budget",
+        ),
+        # the prompt
+        *(
+            "suffix",
+            "truncate",
+            "truncate_prompt_tokens",
+            "chat_template",
+            "documents",
+            "continue_final_message",
+            "web_search_options",
+        ),
+        *("mm_processor_kwargs", "prompt_embeds", "input_extra", "verbosity", "audio"),
+        # the answer's form
+        *(
+            "prompt_logprobs",
+            "return_tokens_as_token_ids",
+            "max_new_tokens",
+            "n_predict",
+            "max_length",
+            "stop_regex",
+            "no_stop_trim",
+        ),
+        # the adapter
+        *("lora", "lora_path", "lora_request", "adapter_id", "adapter_source", "merged_adapters", "kv_transfer_params"),
+    }
+)
+_REMOVED_GUIDED = re.compile(r"guided_[a-z_]+")
+
+
+def parse_body(model: type[Model], body: Mapping[str, Any]) -> tuple[Model, tuple[str, ...]]:
+    """The known fields, checked, and the names of the fields that were let pass. Explicit nulls count as absent.
+
+    Raises:
+        UnsupportedParameter: a field would change the answer and isn't implemented.
+        InvalidRequest: a field is missing or wrong; `param` names it.
+    """
+    given = {name: value for name, value in body.items() if value is not None}
+    _refuse_unsupported(model, given)
+    known = {name: value for name, value in given.items() if name in model.model_fields}
+    try:
+        fields = model.model_validate(known)
+    except ValidationError as error:
+        raise _invalid(error) from None
+    return fields, tuple(name for name in given if name not in model.model_fields)
+
+
+def ignored_header(names: Iterable[str]) -> dict[str, str]:
+    """``x-loraserve-ignored`` for the fields that were let pass; names that aren't plain words are only counted."""
+    names = list(names)
+    plain = [name for name in names if _FIELD_NAME.fullmatch(name)][:_MAX_NAMED]
+    others = len(names) - len(plain)
+    if others:
+        plain.append(f"({others} more)")
+    return {"x-loraserve-ignored": ", ".join(plain)} if plain else {}
+
+
+def _refuse_unsupported(model: type[BaseModel], given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        if name in model.model_fields or not value or _is_neutral(name, value):
+            continue
+        if _REMOVED_GUIDED.fullmatch(name):
+            raise UnsupportedParameter(
+                f"{name} is not supported.",
+                param=name,
+                hint="vLLM removed the guided_* fields in favour of structured_outputs.",
+            )
+        if name in _CHANGES_THE_ANSWER:
+            raise UnsupportedParameter(
+                f"{name} is not supported, and leaving it out silently would change the answer.",
+                param=name,
+                hint="Send the request without it.",
+            )
+
+
+def _is_neutral(name: str, value: object) -> bool:
+    """Whether the field says what happens anyway."""
+    match name:
+        case "response_format":
+            return isinstance(value, dict) and value.get("type") == "text"
+        case "function_call":
+            return value in ("none", "auto")
+        case "repeat_penalty" | "length_penalty" | "typical_p" | "tfs_z" | "num_beams":
+            return value == 1
+        case "do_sample":
+            return value is True
+        case "mirostat" | "dynatemp_range":
+            return value == 0
+        case _:
+            return False
+
+
+def _invalid(error: ValidationError) -> InvalidRequest:
+    problems = error.errors(include_input=False, include_url=False, include_context=False)
+    first = problems[0]
+    param = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "missing":
+        return InvalidRequest(f"{param} is missing.", param=param)
+    message = first["msg"].removeprefix("Value error, ")
+    return InvalidRequest(f"{param}: {message[:1].lower()}{message[1:]}.", param=param)

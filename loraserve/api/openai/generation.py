@@ -1,0 +1,192 @@
+"""All the engine's answers for one HTTP request, merged into one stream of chunks, and given up as soon as nobody reads them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+import orjson
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from loraserve.api.openai.stream import EventStream
+from loraserve.api.services import Services
+from loraserve.errors import EngineUnavailable, LoraserveError
+from loraserve.types import FinishReason
+
+if TYPE_CHECKING:
+    from loraserve.engine.client import Chunk, GenerateRequest
+
+_QUEUE_SIZE = 16
+"""Chunks between the engine's stream and a slow reader; beyond it the engine's client merges what comes."""
+
+T = TypeVar("T")
+
+
+class Generation:
+    """The chunks of several engine requests as they come, each with its choice's index.
+
+    `start` first, then iterate; `close` always (in a ``finally``): it aborts what still runs, and returns once the engine was told.
+
+    Args:
+        is_scoring: only the prompts' log probabilities are wanted: the one token that the engine makes is left out.
+    """
+
+    def __init__(self, services: Services, requests: Sequence[GenerateRequest], *, is_scoring: bool = False) -> None:
+        self._services = services
+        self._requests = requests
+        self._is_scoring = is_scoring
+        self._queue: asyncio.Queue[tuple[int, Chunk | Exception | None]] = asyncio.Queue(_QUEUE_SIZE)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._first: tuple[int, Chunk] | None = None
+        self._num_open = len(requests)
+
+    async def start(self) -> Chunk:
+        """The first chunk of any choice, which iterating gives again. What fails before it can still be answered with a status.
+
+        Raises:
+            LoraserveError: why there is no chunk.
+        """
+        self._tasks = [asyncio.create_task(self._pump(index)) for index in range(len(self._requests))]
+        self._first = await self._next()
+        if self._first is None:
+            raise EngineUnavailable("The engine ended a request without an answer.")
+        return self._first[1]
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Chunk]]:
+        item = self._first
+        while item is not None:
+            yield item
+            item = await self._next()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        # A second cancellation must not leave a request running in the engine.
+        await asyncio.shield(asyncio.gather(*self._tasks, return_exceptions=True))
+
+    async def _next(self) -> tuple[int, Chunk] | None:
+        while self._num_open:
+            index, item = await self._queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is not None:
+                return index, item
+            self._num_open -= 1
+        return None
+
+    async def _pump(self, index: int) -> None:
+        """Move one engine request's chunks to the queue, and then what ended them: None or the error."""
+        try:
+            async with aclosing(self._measured(self._requests[index])) as chunks:
+                async for chunk in chunks:
+                    await self._queue.put((index, chunk))
+        except Exception as error:
+            await self._queue.put((index, error))
+        else:
+            await self._queue.put((index, None))
+
+    async def _measured(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        metrics = self._services.metrics
+        started, first_at, num_tokens, reason = time.monotonic(), 0.0, 0, "abort"
+        name = request.adapter.name if request.adapter else None
+        if name is not None:
+            metrics.adapter_started(name)
+        try:
+            async with aclosing(self._services.engine.generate(request)) as chunks:
+                async for chunk in chunks:
+                    if not first_at:
+                        first_at = time.monotonic()
+                        metrics.prompt_tokens.inc(len(request.prompt_token_ids))
+                        metrics.ttft_s.observe(first_at - started)
+                    if chunk.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+                        raise EngineUnavailable("The engine gave this request up.")
+                    answer = _scored(chunk) if self._is_scoring else chunk
+                    num_tokens += len(answer.token_ids)
+                    metrics.generation_tokens.inc(len(answer.token_ids))
+                    if answer.finish_reason is not None:
+                        reason = answer.finish_reason.value
+                    yield answer
+                    if answer.finish_reason is not None:
+                        break
+            if num_tokens > 1:
+                metrics.tpot_s.observe((time.monotonic() - first_at) / (num_tokens - 1))
+        except LoraserveError as error:
+            reason = error.code
+            raise
+        finally:
+            if name is not None:
+                metrics.adapter_ended(name)
+            metrics.finished.labels(reason).inc()
+
+
+def _scored(chunk: Chunk) -> Chunk:
+    return msgspec.structs.replace(
+        chunk, text="", token_ids=(), logprobs=None, finish_reason=FinishReason.LENGTH, stop_reason=None
+    )
+
+
+async def answer(
+    request: Request,
+    generation: Generation,
+    *,
+    headers: Callable[[Chunk], dict[str, str]],
+    events: Callable[[], AsyncGenerator[bytes, None]] | None,
+    add: Callable[[int, Chunk], None],
+    whole: Callable[[], dict[str, Any]],
+) -> Response:
+    """The response of a generation: a stream of `events` when they are given, otherwise what is `whole` once every chunk was added.
+
+    However it ends, the generation is closed: at the latest when the stream is.
+
+    Raises:
+        LoraserveError: it failed before the first byte of the answer.
+        ClientDisconnect: nobody waits for it any more.
+    """
+    try:
+        first = await while_connected(request, generation.start())
+        if events is not None:
+            return EventStream(events(), generation.close, headers(first))
+        await while_connected(request, _collect(generation, add))
+    except BaseException:
+        await generation.close()
+        raise
+    await generation.close()
+    return Response(orjson.dumps(whole()), headers=headers(first), media_type="application/json")
+
+
+async def _collect(generation: Generation, add: Callable[[int, Chunk], None]) -> None:
+    async for index, chunk in generation:
+        add(index, chunk)
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns; it is cancelled once the client has left.
+
+    The body must have been read: what comes next on the connection is its end.
+
+    Raises:
+        ClientDisconnect: the client left before.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return await task
+    finally:
+        watcher.cancel()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await asyncio.shield(asyncio.gather(task, watcher, return_exceptions=True))
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,69 @@
+"""/v1/models: the base, and the adapters that the key may use."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from fastapi import APIRouter, Depends, Request
+
+from loraserve.api import scopes
+from loraserve.api.openai.admission import resolve_model
+from loraserve.api.services import Services, services_of
+from loraserve.tenancy.auth import Caller
+
+router = APIRouter()
+
+_require_inference = scopes.require(scopes.INFERENCE)
+
+
+@router.get("/models")
+async def list_models(request: Request, caller: Caller = Depends(_require_inference)) -> dict[str, Any]:
+    """The base first, then the tenant's adapters that a bare name reaches."""
+    services = services_of(request)
+    base = _base(services)
+    adapters = await services.registry.list_servable(caller.tenant)
+    data = [_adapter(services, caller, item.name, item.created_at, item.digest) for item in adapters]
+    return {"object": "list", "data": [base, *data]}
+
+
+@router.get("/models/{model:path}")
+async def get_model(model: str, request: Request, caller: Caller = Depends(_require_inference)) -> dict[str, Any]:
+    """One model, by anything that a request may say as ``model``.
+
+    Raises:
+        ModelNotFound: the tenant has no such model.
+    """
+    services = services_of(request)
+    ref = await resolve_model(services, caller, model)
+    if ref is None:
+        return _base(services)
+    version = await services.registry.get_version(caller.tenant, ref.name, ref.version)
+    return _adapter(services, caller, model, version.created_at, ref.digest)
+
+
+def _base(services: Services) -> dict[str, Any]:
+    base = services.engine.base
+    # Files don't tell when a model was made; clients want a number.
+    return _entry(services, base.id, 0, owned_by="loraserve", root=base.id, parent=None)
+
+
+def _adapter(services: Services, caller: Caller, model: str, created_at: datetime, digest: str) -> dict[str, Any]:
+    created = int(created_at.timestamp())
+    return _entry(
+        services, model, created, owned_by=caller.tenant_name, root=f"sha256:{digest}", parent=services.engine.base.id
+    )
+
+
+def _entry(
+    services: Services, model: str, created: int, *, owned_by: str, root: str, parent: str | None
+) -> dict[str, Any]:
+    return {
+        "id": model,
+        "object": "model",
+        "created": created,
+        "owned_by": owned_by,
+        "root": root,
+        "parent": parent,
+        "max_model_len": services.engine.base.max_model_len,
+    }

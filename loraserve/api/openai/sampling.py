@@ -1,0 +1,149 @@
+"""From a body's fields to `SamplingParams`: the checks that need the base model, and the seeds."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from loraserve.api.openai.schemas import InferenceBody
+from loraserve.errors import ContextLengthExceeded, InvalidRequest
+from loraserve.limits import LIMITS
+from loraserve.types import BaseSpec, SamplingParams
+
+_MIN_TOP_P = 1e-9
+_MASK = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """A body's sampling fields, checked against the base; `params` makes them for one prompt and one choice."""
+
+    body: InferenceBody
+    logit_bias: dict[int, float]
+    stop: tuple[str, ...]
+    logprobs: int | None
+    prompt_logprobs: int | None
+
+    def params(self, *, max_tokens: int, seed: int) -> SamplingParams:
+        body = self.body
+        return SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=min(body.min_tokens, max_tokens),
+            temperature=body.temperature,
+            top_k=max(0, body.top_k),
+            # 0 keeps the likeliest token alone, as OpenAI's does
+            top_p=max(body.top_p, _MIN_TOP_P),
+            min_p=body.min_p,
+            repetition_penalty=body.repetition_penalty,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            logit_bias=self.logit_bias,
+            seed=seed,
+            stop_token_ids=tuple(body.stop_token_ids),
+            ignore_eos=body.ignore_eos,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+        )
+
+
+def read_sampling(
+    body: InferenceBody, base: BaseSpec, *, logprobs: int | None, prompt_logprobs: int | None = None
+) -> Sampling:
+    """Raises:
+    InvalidRequest: a field is out of range for this base; `param` names it.
+    """
+    check_token_ids(body.stop_token_ids, base.vocab_size, "stop_token_ids")
+    return Sampling(
+        body=body,
+        logit_bias=_read_logit_bias(body.logit_bias, base.vocab_size),
+        stop=_read_stop(body.stop),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raises:
+    InvalidRequest: an id is not one of the logits' (a tokenizer may know more tokens than the model has).
+    """
+    for position, token_id in enumerate(token_ids):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"{param}.{position} is not a token of this model: ids go from 0 to {vocab_size - 1}.",
+                param=f"{param}.{position}",
+            )
+
+
+def choose_max_tokens(
+    asked: int | None, default: int | None, num_prompt_tokens: int, base: BaseSpec, param: str
+) -> int:
+    """How many tokens to make: as asked, or the default as far as the context has room (None: all that it has).
+
+    Raises:
+        ContextLengthExceeded: the prompt, or the prompt and what was asked for, is longer than the context.
+    """
+    room = base.max_model_len - num_prompt_tokens
+    if asked is None and room >= 1:
+        return room if default is None else min(default, room)
+    wanted = max(1, asked or 0)
+    if wanted <= room:
+        return wanted
+    raise ContextLengthExceeded(
+        f"This model's maximum context length is {base.max_model_len} tokens. However, you requested "
+        f"{num_prompt_tokens + wanted} tokens ({num_prompt_tokens} in the {param}, {wanted} in the completion). "
+        f"Please reduce the length of the {param} or completion.",
+        param=param,
+    )
+
+
+def choose_seeds(seed: int | None, num_choices: int) -> list[int]:
+    """One seed per choice: random ones, or derived from the caller's, whose first choice has exactly the seed given."""
+    if seed is None:
+        return [secrets.randbits(63) for _ in range(num_choices)]
+    first = seed & _MASK
+    return [first, *(_derive(first, index) for index in range(1, num_choices))]
+
+
+def _derive(seed: int, index: int) -> int:
+    digest = hashlib.blake2b(f"choice {index} of seed {seed}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") & _MASK
+
+
+def _read_logit_bias(value: object, vocab_size: int) -> dict[int, float]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise InvalidRequest("logit_bias should be an object of token id to bias.", param="logit_bias")
+    if len(value) > LIMITS.max_logit_bias:
+        raise InvalidRequest(f"logit_bias has more than {LIMITS.max_logit_bias} entries.", param="logit_bias")
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 20 and int(key) < vocab_size):
+            raise InvalidRequest(
+                f"logit_bias has a key that is not a token of this model: ids go from 0 to {vocab_size - 1}.",
+                param="logit_bias",
+            )
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            raise InvalidRequest("logit_bias should have numbers from -100 to 100.", param="logit_bias")
+        biases[int(key)] = float(bias)
+    return biases
+
+
+def _read_stop(value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise InvalidRequest("stop should be a string or a list of strings.", param="stop")
+    if len(stops) > LIMITS.max_stop_strings:
+        raise InvalidRequest(f"stop has more than {LIMITS.max_stop_strings} strings.", param="stop")
+    for position, stop in enumerate(stops):
+        if not stop:
+            raise InvalidRequest("stop has an empty string.", param=f"stop.{position}")
+        if len(stop.encode()) > LIMITS.max_stop_bytes:
+            raise InvalidRequest(
+                f"stop.{position} is longer than {LIMITS.max_stop_bytes} bytes.", param=f"stop.{position}"
+            )
+    return tuple(stops)

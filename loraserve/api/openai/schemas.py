@@ -1,0 +1,97 @@
+"""The bodies of the inference routes: OpenAI's fields and vLLM's, strictly typed. What isn't here is `fields`' business."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from loraserve.limits import LIMITS
+
+_INT64 = 1 << 63
+
+
+def _drop_nulls(value: Any) -> Any:
+    return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, hide_input_in_errors=True)
+
+
+class StreamOptions(_Body):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class InferenceBody(_Body):
+    """What completions and chat have in common."""
+
+    model: str = Field(min_length=1, max_length=256)
+    n: int = Field(default=1, ge=1, le=LIMITS.max_n)
+    stream: bool = False
+    stream_options: Annotated[StreamOptions, BeforeValidator(_drop_nulls)] = StreamOptions()
+
+    max_tokens: int | None = Field(default=None, ge=0, lt=1 << 31)
+    min_tokens: int = Field(default=0, ge=0, lt=1 << 31)
+    temperature: float = Field(default=1.0, ge=0, le=100)
+    top_p: float = Field(default=1.0, ge=0, le=1)
+    top_k: int = Field(default=0, ge=-1, lt=1 << 31)
+    """0 and -1: all tokens."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    repetition_penalty: float = Field(default=1.0, gt=0, le=100)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    # checked by `sampling`, whose messages are clearer than a union's and name no key of the caller's
+    logit_bias: Any = None
+    stop: Any = None
+    seed: int | None = Field(default=None, ge=-_INT64, lt=_INT64)
+    stop_token_ids: list[int] = Field(default=[], max_length=LIMITS.max_stop_token_ids)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: Literal[True] = True
+    """Only what a byte-level decoder does anyway."""
+    priority: int = Field(default=0, ge=-1000, le=1000)
+    """Lower runs first; below 0 takes an admin key."""
+    return_token_ids: bool = False
+
+
+class CompletionBody(InferenceBody):
+    prompt: Any
+    best_of: int | None = Field(default=None, ge=1)
+    echo: bool = False
+    logprobs: int | None = Field(default=None, ge=0, le=LIMITS.max_completion_logprobs)
+    add_special_tokens: bool = True
+
+
+class ChatBody(InferenceBody):
+    messages: Any
+    max_completion_tokens: int | None = Field(default=None, ge=0, lt=1 << 31)
+    logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=LIMITS.max_chat_top_logprobs)
+    tool_choice: Literal["none", "auto"] = "auto"
+    """Without tools both say the same."""
+    modalities: list[Literal["text"]] = ["text"]
+    add_generation_prompt: bool = True
+    add_special_tokens: bool = False
+    """A chat template writes the special tokens itself."""
+    chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=32)
+    reasoning_effort: str | None = Field(default=None, max_length=32)
+    """Reaches the chat template, which may or may not look at it."""
+    echo: Literal[False] = False
+
+
+class TokenizeBody(_Body):
+    model: str | None = Field(default=None, min_length=1, max_length=256)
+    prompt: str | None = None
+    messages: Any = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=32)
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(_Body):
+    model: str | None = Field(default=None, min_length=1, max_length=256)
+    tokens: list[int]

@@ -1,0 +1,78 @@
+"""Server-sent events: a response that stops the moment its reader leaves, and never ends without a word."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from loraserve.api.errors import openai_envelope, unforeseen
+from loraserve.errors import LoraserveError
+
+logger = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(payload: Mapping[str, Any]) -> bytes:
+    """One ``data:`` line. Clients look for the space after the colon."""
+    return b"data: " + orjson.dumps(payload) + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends `events`, then ``[DONE]``; an error on the way is an event of its own before it. `close` is called at every end."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        close: Callable[[], Awaitable[None]],
+        headers: Mapping[str, str],
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self._events = events
+        self._close = close
+        # x-accel-buffering: nginx would hold the tokens back otherwise
+        self.init_headers({**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = asyncio.create_task(self._write(send))
+        watcher = asyncio.create_task(self._wait_for_disconnect(receive))
+        try:
+            await asyncio.wait({writer, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            if writer.done():
+                await writer
+        finally:
+            writer.cancel()
+            watcher.cancel()
+            await asyncio.shield(self._end(writer, watcher))
+
+    async def _end(self, *tasks: asyncio.Task[None]) -> None:
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._events.aclose()
+        await self._close()
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async for data in self._events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        except LoraserveError as error:
+            await send({"type": "http.response.body", "body": event(openai_envelope(error)), "more_body": True})
+        except Exception as error:
+            failure = openai_envelope(unforeseen(error))
+            with contextlib.suppress(OSError):
+                await send({"type": "http.response.body", "body": event(failure), "more_body": True})
+        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+
+    async def _wait_for_disconnect(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass

@@ -1,0 +1,114 @@
+"""Who may call a route. Every route declares a scope or that it is open; the application doesn't start otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.dependencies.models import Dependant
+from fastapi.routing import iter_route_contexts
+
+from loraserve.api.services import services_of
+from loraserve.errors import AuthenticationError, ConfigError, PermissionDenied
+from loraserve.tenancy.auth import Caller
+
+INFERENCE = "inference"
+ADAPTERS_READ = "adapters:read"
+ADAPTERS_WRITE = "adapters:write"
+ADMIN = "admin"
+SCOPES = frozenset({INFERENCE, ADAPTERS_READ, ADAPTERS_WRITE, ADMIN})
+
+_MAX_KEY_BYTES = 512
+_MARK = "__loraserve_scope__"
+_OPEN = "open"
+
+Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
+CallerDependency = Callable[[Request], Awaitable[Caller]]
+
+
+def open(endpoint: Endpoint) -> Endpoint:
+    """Marks a route that answers anyone, without a key."""
+    setattr(endpoint, _MARK, _OPEN)
+    return endpoint
+
+
+def require(scope: str) -> CallerDependency:
+    """A dependency that gives the caller, once its key is good and has `scope`.
+
+    An admin key has every scope, and acts for the tenant of ``/t/{tenant}`` or of the header ``X-Tenant``.
+
+    Raises (when called):
+        AuthenticationError: no key, or a bad one.
+        PermissionDenied: the key doesn't have the scope.
+        TenantNotFound: the path or the header names a tenant that isn't the key's.
+    """
+    if scope not in SCOPES:
+        raise ConfigError(f"There is no scope {scope!r}.")
+
+    async def authenticate(request: Request) -> Caller:
+        authenticator = services_of(request).authenticator
+        caller = await authenticator.authenticate(bearer_key(request))
+        if not caller.is_admin and scope not in caller.scopes:
+            raise PermissionDenied(f"This key doesn't have the scope {scope!r}.")
+        for tenant in (
+            request.path_params.get("tenant") if _is_tenant_path(request) else None,
+            request.headers.get("x-tenant"),
+        ):
+            if tenant is not None:
+                caller = await authenticator.act_for(caller, tenant)
+        request.state.caller = caller
+        return caller
+
+    setattr(authenticate, _MARK, scope)
+    return authenticate
+
+
+def bearer_key(request: Request) -> str:
+    """The secret of ``Authorization: Bearer …``.
+
+    Raises:
+        AuthenticationError: there is none, or it can't be a key.
+    """
+    value = request.headers.get("authorization")
+    if value is None:
+        raise AuthenticationError("No API key was given.", hint="Send the header Authorization: Bearer sk-lora-…")
+    kind, _, secret = value.partition(" ")
+    secret = secret.strip()
+    if kind.lower() != "bearer" or not secret or len(secret) > _MAX_KEY_BYTES or not secret.isascii():
+        raise AuthenticationError("The Authorization header should be: Bearer sk-lora-…")
+    return secret
+
+
+def _is_tenant_path(request: Request) -> bool:
+    # Management has resources called /tenants/{tenant}; only the prefix /t/{tenant} means "act for".
+    path: str = request.scope["path"]
+    return path.startswith("/t/")
+
+
+def audit(app: FastAPI) -> None:
+    """Raises:
+    ConfigError: a route declares neither a scope nor that it is open. It names each.
+    """
+    bare = sorted({f"{sorted(methods)} {path}" for path, methods, scopes in declared_scopes(app) if not scopes})
+    if bare:
+        raise ConfigError(f"Routes without a scope: {', '.join(bare)}.")
+
+
+def declared_scopes(app: FastAPI) -> Iterator[tuple[str, frozenset[str], frozenset[str]]]:
+    """(path, methods, scopes) of every route; ``open`` is among the scopes of an open one."""
+    for context in iter_route_contexts(app.routes):
+        dependant = getattr(context, "dependant", None)
+        scopes = frozenset(_scopes_of(dependant)) if isinstance(dependant, Dependant) else frozenset()
+        mark = getattr(context.endpoint, _MARK, None)
+        if mark is not None:
+            scopes |= {mark}
+        yield context.path or "?", frozenset(context.methods or ()), scopes
+
+
+def _scopes_of(dependant: Dependant) -> Iterator[str]:
+    mark = getattr(dependant.call, _MARK, None)
+    if mark is not None:
+        yield mark
+    for dependency in dependant.dependencies:
+        yield from _scopes_of(dependency)

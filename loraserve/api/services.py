@@ -1,0 +1,56 @@
+"""What the routes work with: made once by `loraserve.api.server`, carried by the application."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from starlette.requests import HTTPConnection
+
+from loraserve.api.counters import Metrics
+from loraserve.errors import Overloaded
+from loraserve.limits import LIMITS, Limits
+
+if TYPE_CHECKING:
+    from adapters_store.base import BlobStore
+    from loraserve.engine.client import EngineClient
+    from loraserve.registry.service import Registry
+    from loraserve.settings import Settings
+    from loraserve.tenancy.auth import Authenticator
+    from loraserve.text.chat_template import ChatTemplate
+    from loraserve.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class Services:
+    """The parts behind the routes. Everything here lives as long as the application does."""
+
+    settings: Settings
+    engine: EngineClient
+    registry: Registry
+    authenticator: Authenticator
+    store: BlobStore
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate
+    metrics: Metrics = field(default_factory=Metrics)
+    limits: Limits = LIMITS
+    clock: Callable[[], float] = time.time
+    is_draining: bool = False
+    """Not ready any more; requests are still taken for a moment, until load balancers have noticed."""
+    is_closed: bool = False
+    """New work is refused; what runs may finish."""
+
+    def check_open(self) -> None:
+        """Raises:
+        Overloaded: the server is shutting down and takes no new work.
+        """
+        if self.is_closed:
+            raise Overloaded("The server is shutting down.", retry_after_s=5.0)
+
+
+def services_of(connection: HTTPConnection) -> Services:
+    """The services of the application that answers this request."""
+    services: Services = connection.app.state.services
+    return services
