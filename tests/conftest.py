@@ -1,19 +1,27 @@
-"""Databases for the tests: SQLite always, PostgreSQL too when LORASERVE_TEST_POSTGRES_URL names a server (tests/postgres.sh)."""
+"""What tests of several packages share.
+
+Databases: SQLite always, PostgreSQL too when LORASERVE_TEST_POSTGRES_URL names a server (tests/postgres.sh). Uploads: the two files
+of a tiny PEFT adapter, and the base that it fits.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import asyncpg
+import numpy as np
 import pytest
+from safetensors.numpy import save
 from sqlalchemy import make_url
 
 from loraserve.db import migrate
+from loraserve.types import BaseSpec, Digest
 
 POSTGRES_URL = os.environ.get("LORASERVE_TEST_POSTGRES_URL")
 BACKENDS = ["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)]
@@ -81,3 +89,43 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str
     run_on_postgres(f"CREATE DATABASE {name} TEMPLATE {template_name}")
     yield postgres_url(name)
     run_on_postgres(f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@pytest.fixture
+def small_base() -> BaseSpec:
+    """A base of two layers with nothing but q_proj [8, 8] and v_proj [4, 8]."""
+    return BaseSpec(
+        id="org/base:1",
+        digest=Digest("b" * 64),
+        architecture="LlamaForCausalLM",
+        num_layers=2,
+        hidden_size=8,
+        vocab_size=32,
+        max_model_len=64,
+        modules={"q_proj": (8, 8), "v_proj": (4, 8)},
+        module_paths={"q_proj": "self_attn.q_proj", "v_proj": "self_attn.v_proj"},
+        layers_path="model.layers",
+        eos_token_ids=(0,),
+        dtype="float32",
+        quantization="none",
+    )
+
+
+@pytest.fixture
+def make_upload() -> Callable[..., tuple[bytes, bytes]]:
+    """A function that makes (adapter_config.json, adapter_model.safetensors) for `small_base`; another seed, other weights."""
+
+    def make(seed: int = 0, rank: int = 2, *, hidden_size: int = 8, fill: float | None = None) -> tuple[bytes, bytes]:
+        rng = np.random.default_rng(seed)
+        tensors = {}
+        for layer in range(2):
+            for module, out_features in (("q_proj", 8), ("v_proj", 4)):
+                prefix = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+                tensors[f"{prefix}.lora_A.weight"] = rng.standard_normal((rank, hidden_size), dtype=np.float32)
+                tensors[f"{prefix}.lora_B.weight"] = rng.standard_normal((out_features, rank), dtype=np.float32)
+        if fill is not None:
+            tensors[min(tensors)][0, 0] = fill
+        config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": ["q_proj", "v_proj"]}
+        return json.dumps(config).encode(), save(tensors)
+
+    return make

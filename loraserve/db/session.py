@@ -130,7 +130,9 @@ def database_errors() -> Iterator[None]:
     except (OperationalError, InterfaceError, PoolTimeout) as error:
         raise _unavailable(error) from error
     except DBAPIError as error:
-        if error.connection_invalidated:
+        # PostgreSQL's classes: lost connection, transaction rolled back (deadlock), out of resources, shut down by the operator.
+        sqlstate = str(getattr(error.orig, "sqlstate", None) or "")
+        if error.connection_invalidated or sqlstate[:2] in ("08", "40", "53", "57"):
             raise _unavailable(error) from error
         raise
     except OSError as error:

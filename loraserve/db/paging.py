@@ -1,0 +1,80 @@
+"""Pages of a list: at most `limit` items in a fixed order, and a cursor that says where the next page starts."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from loraserve.errors import InvalidRequest
+from loraserve.limits import LIMITS
+
+T = TypeVar("T")
+R = TypeVar("R")
+MAX_CURSOR_BYTES = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Page(Generic[T]):
+    """Items added or removed meanwhile never make a later page repeat or skip another item."""
+
+    items: tuple[T, ...]
+    next_cursor: str | None
+    """None: this is the last page."""
+
+
+def make_page(rows: Sequence[R], limit: int, position: Callable[[R], str], convert: Callable[[R], T]) -> Page[T]:
+    """The page of the first `limit` rows; `rows` holds one more than that when there is a next page."""
+    shown = rows[:limit]
+    more = len(rows) > limit
+    return Page(tuple(convert(row) for row in shown), encode_cursor(position(shown[-1])) if more else None)
+
+
+def check_limit(limit: int) -> int:
+    """`limit` if it is a page size that we give.
+
+    Raises:
+        InvalidRequest: it isn't in 1 … `LIMITS.max_page_size`.
+    """
+    if not 1 <= limit <= LIMITS.max_page_size:
+        raise InvalidRequest(f"limit should be between 1 and {LIMITS.max_page_size}; it is {limit}.", param="limit")
+    return limit
+
+
+def encode_cursor(position: str) -> str:
+    return base64.urlsafe_b64encode(position.encode()).decode().rstrip("=")
+
+
+def decode_cursor(cursor: str | None) -> str | None:
+    """The position that `encode_cursor` was given; None for None (the first page).
+
+    Raises:
+        InvalidRequest: this isn't a cursor of ours.
+    """
+    if cursor is None:
+        return None
+    try:
+        position = base64.b64decode(cursor.encode() + b"=" * (-len(cursor) % 4), altchars=b"-_", validate=True).decode()
+    except (ValueError, binascii.Error):
+        position = ""
+    if not position or len(cursor) > MAX_CURSOR_BYTES or not position.isprintable():
+        raise InvalidRequest(
+            "cursor isn't one that this server gave.",
+            param="cursor",
+            hint="Pass next_cursor of the page before, or none.",
+        )
+    return position
+
+
+def decode_number_cursor(cursor: str | None) -> int | None:
+    """As `decode_cursor`, for lists in the order of a number."""
+    position = decode_cursor(cursor)
+    if position is None:
+        return None
+    if not (position.isascii() and position.isdigit() and len(position) <= 18):
+        raise InvalidRequest(
+            "cursor isn't one of this list.", param="cursor", hint="Pass next_cursor of the page before."
+        )
+    return int(position)

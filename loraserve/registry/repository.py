@@ -1,0 +1,343 @@
+"""All SQL on adapters. A repository is made for one tenant and sees nothing of another: there is no other door."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from typing import Any, TypeVarTuple
+
+from sqlalchemy import ColumnElement, Select, delete, func, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.ext.asyncio import AsyncSession
+from ulid import ULID
+
+from loraserve.db.models import Adapter, AdapterVersion, Alias, Tenant
+from loraserve.db.names import is_name
+from loraserve.errors import AdapterNotFound, AliasNotFound, TenantNotFound, VersionNotFound
+from loraserve.registry.model_name import LIVE, MAX_VERSION, ParsedModel
+from loraserve.registry.records import AdapterRecord, AliasRecord, ServableAdapter, VersionRecord
+from loraserve.types import AdapterRef, Digest, TenantId
+
+Columns = TypeVarTuple("Columns")
+
+
+class AdapterRepository:
+    """The adapters of one tenant, in one session. What another tenant has is absent: the same errors, the same texts."""
+
+    def __init__(self, session: AsyncSession, tenant: TenantId) -> None:
+        self._session = session
+        self.tenant = tenant
+
+    # --- rows ---
+
+    async def adapter(self, name: str, *, is_locking: bool = False) -> Adapter:
+        """The live adapter's row; locked for changes until the transaction ends when `is_locking`.
+
+        Raises:
+            AdapterNotFound
+        """
+        query = select(Adapter).where(self._mine(), Adapter.name == name, Adapter.deleted_at.is_(None))
+        row = None
+        if is_name(name):
+            row = (await self._session.scalars(query.with_for_update() if is_locking else query)).one_or_none()
+        if row is None:
+            raise AdapterNotFound(f"There is no adapter {_shown(name)}.", hint="See: loraserve adapter list")
+        return row
+
+    async def adapter_to_publish(self, name: str, now: datetime) -> tuple[Adapter, bool]:
+        """The adapter's row, locked; made if absent, brought back without its old aliases and versions if deleted.
+
+        Returns:
+            The row, and whether the tenant has one adapter more than before.
+        """
+        insert: Any = postgresql.insert if self._session.get_bind().dialect.name == "postgresql" else sqlite.insert
+        made = await self._session.scalar(
+            insert(Adapter)
+            .values(
+                id=str(ULID.from_datetime(now)),
+                tenant_id=self.tenant,
+                name=name,
+                last_version=0,
+                revision=0,
+                created_at=now,
+                updated_at=now,
+            )
+            .on_conflict_do_nothing(index_elements=["tenant_id", "name"])
+            .returning(Adapter.id)
+        )
+        query = select(Adapter).where(self._mine(), Adapter.name == name).with_for_update()
+        row = (await self._session.scalars(query)).one()
+        was_deleted = row.deleted_at is not None
+        if was_deleted:
+            await self._session.execute(delete(Alias).where(Alias.adapter_id == row.id))
+            row.deleted_at = None
+            row.created_at = now
+        return row, made is not None or was_deleted
+
+    async def version(self, adapter: Adapter, number: int) -> AdapterVersion:
+        """The row of a version that isn't deleted.
+
+        Raises:
+            VersionNotFound
+        """
+        row = None
+        if 1 <= number <= MAX_VERSION:
+            row = (
+                await self._session.scalars(
+                    select(AdapterVersion).where(
+                        AdapterVersion.adapter_id == adapter.id,
+                        AdapterVersion.number == number,
+                        AdapterVersion.deleted_at.is_(None),
+                    )
+                )
+            ).one_or_none()
+        if row is None:
+            raise VersionNotFound(
+                f'The adapter "{adapter.name}" has no such version.',
+                hint=f"See: loraserve adapter versions {adapter.name}",
+            )
+        return row
+
+    async def version_of_digest(self, name: str, digest: Digest) -> tuple[Adapter, AdapterVersion] | None:
+        """The live adapter's version that has these bytes, if there is one."""
+        query = (
+            select(Adapter, AdapterVersion)
+            .join(AdapterVersion, AdapterVersion.adapter_id == Adapter.id)
+            .where(
+                self._mine(),
+                Adapter.name == name,
+                Adapter.deleted_at.is_(None),
+                AdapterVersion.digest == digest,
+                AdapterVersion.deleted_at.is_(None),
+            )
+        )
+        row = (await self._session.execute(query)).one_or_none()
+        return None if row is None else (row[0], row[1])
+
+    async def alias(self, adapter: Adapter, name: str) -> Alias | None:
+        return await self._session.get(Alias, (adapter.id, name)) if is_name(name) else None
+
+    # --- changes ---
+
+    async def lock_tenant(self) -> Tenant:
+        """The tenant's row, locked: what is counted of the tenant holds until the commit.
+
+        Raises:
+            TenantNotFound: it was deleted meanwhile.
+        """
+        query = select(Tenant).where(Tenant.id == self.tenant, Tenant.deleted_at.is_(None)).with_for_update()
+        row = (await self._session.scalars(query)).one_or_none()
+        if row is None:
+            raise TenantNotFound("There is no such tenant.")
+        return row
+
+    def touch(self, adapter: Adapter, now: datetime) -> int:
+        """The adapter's next revision, for a change in this transaction."""
+        adapter.revision += 1
+        adapter.updated_at = now
+        return adapter.revision
+
+    def add_version(self, adapter: Adapter, now: datetime, actor: str, **columns: Any) -> AdapterVersion:
+        """The adapter's next version; its number was never given before."""
+        adapter.last_version += 1
+        row = AdapterVersion(
+            id=str(ULID.from_datetime(now)),
+            adapter_id=adapter.id,
+            number=adapter.last_version,
+            created_at=now,
+            created_by=actor,
+            deleted_at=None,
+            **columns,
+        )
+        self._session.add(row)
+        return row
+
+    async def point(self, adapter: Adapter, alias: str, version: int, now: datetime) -> Alias:
+        """The alias names `version` now, at a new revision; made if absent."""
+        row = await self.alias(adapter, alias)
+        revision = self.touch(adapter, now)
+        if row is None:
+            row = Alias(adapter_id=adapter.id, name=alias, version=version, revision=revision, updated_at=now)
+            # The version's row, which the alias refers to, must be there first.
+            await self._session.flush()
+            self._session.add(row)
+        else:
+            row.version, row.revision, row.updated_at = version, revision, now
+        return row
+
+    async def remove_alias(self, adapter: Adapter, alias: Alias, now: datetime) -> None:
+        self.touch(adapter, now)
+        await self._session.delete(alias)
+
+    async def delete_adapter(self, adapter: Adapter, now: datetime) -> None:
+        """The adapter and its versions are tombstones of the same instant, so that a restore can tell which went together."""
+        self.touch(adapter, now)
+        adapter.deleted_at = now
+        await self._session.execute(
+            update(AdapterVersion)
+            .where(AdapterVersion.adapter_id == adapter.id, AdapterVersion.deleted_at.is_(None))
+            .values(deleted_at=now)
+        )
+
+    # --- counts and lists ---
+
+    async def num_adapters(self) -> int:
+        query = select(func.count()).select_from(Adapter).where(self._mine(), Adapter.deleted_at.is_(None))
+        return await self._session.scalar(query) or 0
+
+    async def num_aliases(self, adapter: Adapter) -> int:
+        return (
+            await self._session.scalar(select(func.count()).select_from(Alias).where(Alias.adapter_id == adapter.id))
+            or 0
+        )
+
+    async def stored_bytes(self) -> int:
+        """Bytes of all versions that aren't deleted, each counted in full."""
+        query = (
+            select(func.sum(AdapterVersion.size_bytes))
+            .join(Adapter, Adapter.id == AdapterVersion.adapter_id)
+            .where(self._mine(), AdapterVersion.deleted_at.is_(None))
+        )
+        return int(await self._session.scalar(query) or 0)
+
+    async def adapters(self, *, after: str | None, limit: int) -> Sequence[Adapter]:
+        """Live adapters by name, from after `after` on."""
+        query = select(Adapter).where(self._mine(), Adapter.deleted_at.is_(None)).order_by(Adapter.name).limit(limit)
+        return (await self._session.scalars(query if after is None else query.where(Adapter.name > after))).all()
+
+    async def versions(self, adapter: Adapter, *, before: int | None, limit: int) -> Sequence[AdapterVersion]:
+        """The versions that aren't deleted, newest first, from below `before` on."""
+        query = (
+            select(AdapterVersion)
+            .where(AdapterVersion.adapter_id == adapter.id, AdapterVersion.deleted_at.is_(None))
+            .order_by(AdapterVersion.number.desc())
+            .limit(limit)
+        )
+        query = query if before is None else query.where(AdapterVersion.number < before)
+        return (await self._session.scalars(query)).all()
+
+    async def servable(self, limit: int) -> list[ServableAdapter]:
+        """The adapters that have the alias `LIVE`, by name."""
+        query = _joined(
+            select(Adapter.name, Adapter.created_at, AdapterVersion.number, AdapterVersion.digest), LIVE
+        ).where(self._mine())
+        rows = (await self._session.execute(query.order_by(Adapter.name).limit(limit))).all()
+        return [ServableAdapter(name, created_at, number, Digest(digest)) for name, created_at, number, digest in rows]
+
+    async def resolve(self, model: ParsedModel) -> AdapterRef | None:
+        """The version that `model` means now."""
+        columns = select(
+            AdapterVersion.number, AdapterVersion.digest, AdapterVersion.config_blob, AdapterVersion.weights_blob
+        )
+        query = _joined(columns, model.alias).where(self._mine(), Adapter.name == model.name)
+        if model.version is not None:
+            query = query.where(AdapterVersion.number == model.version)
+        row = (await self._session.execute(query)).one_or_none()
+        if row is None or model.name is None:
+            return None
+        number, digest, config_blob, weights_blob = row
+        return AdapterRef(
+            tenant=self.tenant,
+            name=model.name,
+            version=number,
+            digest=Digest(digest),
+            config_blob=Digest(config_blob),
+            weights_blob=Digest(weights_blob),
+        )
+
+    # --- records ---
+
+    async def version_records(self, adapter: Adapter, rows: Iterable[AdapterVersion]) -> list[VersionRecord]:
+        """The rows as values, each with the aliases that name it."""
+        rows = list(rows)
+        numbers = [row.number for row in rows]
+        query = select(Alias.version, Alias.name).where(Alias.adapter_id == adapter.id, Alias.version.in_(numbers))
+        names: dict[int, list[str]] = {}
+        for version, name in (await self._session.execute(query.order_by(Alias.name))).all():
+            names.setdefault(version, []).append(name)
+        return [self._version_record(adapter, row, names.get(row.number, [])) for row in rows]
+
+    async def version_record(self, adapter: Adapter, row: AdapterVersion) -> VersionRecord:
+        return (await self.version_records(adapter, [row]))[0]
+
+    async def adapter_records(self, rows: Iterable[Adapter]) -> list[AdapterRecord]:
+        """The rows as values, with counts and aliases."""
+        rows = list(rows)
+        ids = [row.id for row in rows]
+        aliases: dict[str, dict[str, int]] = {}
+        query = (
+            select(Alias.adapter_id, Alias.name, Alias.version).where(Alias.adapter_id.in_(ids)).order_by(Alias.name)
+        )
+        for adapter_id, name, version in (await self._session.execute(query)).all():
+            aliases.setdefault(adapter_id, {})[name] = version
+        counted = (
+            select(AdapterVersion.adapter_id, func.count(), func.max(AdapterVersion.number))
+            .where(AdapterVersion.adapter_id.in_(ids), AdapterVersion.deleted_at.is_(None))
+            .group_by(AdapterVersion.adapter_id)
+        )
+        counts = {
+            adapter_id: (count, latest) for adapter_id, count, latest in (await self._session.execute(counted)).all()
+        }
+        return [
+            AdapterRecord(
+                name=row.name,
+                aliases=aliases.get(row.id, {}),
+                num_versions=counts.get(row.id, (0, None))[0],
+                latest_version=counts.get(row.id, (0, None))[1],
+                created_at=row.created_at,
+                updated_at=row.updated_at,
+                revision=row.revision,
+            )
+            for row in rows
+        ]
+
+    def alias_record(self, adapter: Adapter, row: Alias | None, name: str) -> AliasRecord:
+        """The row as a value.
+
+        Raises:
+            AliasNotFound: the row is None.
+        """
+        if row is None:
+            raise AliasNotFound(
+                f'The adapter "{adapter.name}" has no alias {_shown(name)}.',
+                hint=f"See: loraserve adapter show {adapter.name}",
+            )
+        return AliasRecord(adapter.name, row.name, row.version, row.revision, row.updated_at)
+
+    def _version_record(self, adapter: Adapter, row: AdapterVersion, aliases: Iterable[str]) -> VersionRecord:
+        return VersionRecord(
+            tenant=self.tenant,
+            name=adapter.name,
+            version=row.number,
+            digest=Digest(row.digest),
+            config_blob=Digest(row.config_blob),
+            weights_blob=Digest(row.weights_blob),
+            state=row.state,
+            size_bytes=row.size_bytes,
+            rank=row.rank,
+            target_modules=tuple(row.target_modules),
+            dtype=row.dtype,
+            aliases=tuple(aliases),
+            created_at=row.created_at,
+            checks=tuple(row.checks),
+            revision=adapter.revision,
+        )
+
+    def _mine(self) -> ColumnElement[bool]:
+        return Adapter.tenant_id == self.tenant
+
+
+def _shown(name: str) -> str:
+    """A name in quotes; what can't be a name isn't repeated."""
+    return f'"{name}"' if is_name(name) else "of that name"
+
+
+def _joined(query: Select[*Columns], alias: str | None) -> Select[*Columns]:
+    """`query` over live adapters and their live versions; with `alias`, over the one that it names."""
+    query = query.select_from(Adapter).join(AdapterVersion, AdapterVersion.adapter_id == Adapter.id)
+    query = query.where(Adapter.deleted_at.is_(None), AdapterVersion.deleted_at.is_(None))
+    if alias is None:
+        return query
+    return query.join(Alias, (Alias.adapter_id == Adapter.id) & (Alias.version == AdapterVersion.number)).where(
+        Alias.name == alias
+    )

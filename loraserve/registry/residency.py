@@ -1,0 +1,75 @@
+"""Which versions belong to whom, to say where the engine's digests are in people's names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import select
+
+from loraserve.db.models import Adapter, AdapterVersion, Tenant
+from loraserve.db.paging import Page, check_limit, decode_cursor, make_page
+from loraserve.db.session import Database
+from loraserve.types import Digest, TenantId
+
+MAX_DIGESTS_PER_QUERY = 1000
+"""Databases bound the parameters of a statement."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedVersion:
+    id: str
+    tenant: TenantId
+    tenant_name: str
+    name: str
+    version: int
+    digest: Digest
+    size_bytes: int
+
+
+async def list_owned(
+    database: Database,
+    tenant: TenantId | None,
+    *,
+    limit: int,
+    cursor: str | None,
+    digests: Sequence[Digest] | None,
+) -> Page[OwnedVersion]:
+    """Live versions in the order of their ids: `tenant`'s, or with None everyone's; with `digests`, those alone."""
+    after = decode_cursor(cursor)
+    query = (
+        select(
+            AdapterVersion.id,
+            Tenant.id,
+            Tenant.name,
+            Adapter.name,
+            AdapterVersion.number,
+            AdapterVersion.digest,
+            AdapterVersion.size_bytes,
+        )
+        .join(Adapter, Adapter.id == AdapterVersion.adapter_id)
+        .join(Tenant, Tenant.id == Adapter.tenant_id)
+        .where(AdapterVersion.deleted_at.is_(None), Adapter.deleted_at.is_(None), Tenant.deleted_at.is_(None))
+        .order_by(AdapterVersion.id)
+        .limit(check_limit(limit) + 1)
+    )
+    if tenant is not None:
+        query = query.where(Adapter.tenant_id == tenant)
+    if after is not None:
+        query = query.where(AdapterVersion.id > after)
+    async with database.read() as session:
+        if digests is None:
+            rows = [_to_owned(*row) for row in (await session.execute(query)).all()]
+        else:
+            rows = []
+            for start in range(0, len(digests), MAX_DIGESTS_PER_QUERY):
+                some = AdapterVersion.digest.in_(digests[start : start + MAX_DIGESTS_PER_QUERY])
+                rows.extend(_to_owned(*row) for row in (await session.execute(query.where(some))).all())
+            rows.sort(key=lambda row: row.id)
+    return make_page(rows, limit, lambda row: row.id, lambda row: row)
+
+
+def _to_owned(
+    ident: str, tenant: str, tenant_name: str, name: str, version: int, digest: str, size: int
+) -> OwnedVersion:
+    return OwnedVersion(ident, TenantId(tenant), tenant_name, name, version, Digest(digest), size)

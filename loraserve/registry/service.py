@@ -1,0 +1,273 @@
+"""The registry: names → versions → digests. Publishing, moving names, resolving them on the token path."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from adapters_store.base import BlobStore
+from loraserve import faults
+from loraserve.db.lookup import LookupCache
+from loraserve.db.models import Alias
+from loraserve.db.paging import Page, check_limit, decode_cursor, decode_number_cursor, make_page
+from loraserve.db.session import Clock, Database, utc_now
+from loraserve.errors import Conflict, InvalidRequest, PreconditionFailed
+from loraserve.limits import LIMITS
+from loraserve.registry.audit import AuditEntry, list_audit
+from loraserve.registry.changes import point_alias, record_change
+from loraserve.registry.last_used import LastUsed
+from loraserve.registry.model_name import ParsedModel, check_alias_name, model_not_found
+from loraserve.registry.records import (
+    NO_CONDITION,
+    AdapterRecord,
+    AliasRecord,
+    Precondition,
+    ServableAdapter,
+    VersionRecord,
+)
+from loraserve.registry.repository import AdapterRepository
+from loraserve.registry.residency import OwnedVersion, list_owned
+from loraserve.registry.uploads import Uploads
+from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
+
+
+class Registry:
+    """The adapters of every tenant, each call for one.
+
+    What a call acknowledged is durable: blobs first (`adapters_store`), then the database's commit. A change is seen by
+    `resolve` at once in this process and within `LIMITS.resolve_cache_s` in others.
+
+    `uploads` is the way in.
+
+    Args:
+        base: the resident base model; may raise `EngineUnavailable` while there is none.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        store: BlobStore,
+        base: Callable[[], BaseSpec],
+        *,
+        clock: Clock = utc_now,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._database = database
+        self._clock = clock
+        self._resolved: LookupCache[tuple[TenantId, ParsedModel], AdapterRef] = LookupCache(
+            ttl_s=LIMITS.resolve_cache_s, clock=monotonic
+        )
+        self.uploads = Uploads(database, store, base, self._forget, clock=clock)
+        self.last_used = LastUsed(clock=monotonic)
+
+    # --- the token path ---
+
+    async def resolve(self, tenant: TenantId, model: ParsedModel) -> AdapterRef:
+        """The version that `model`, which isn't the base, means now.
+
+        From a cache at most `LIMITS.resolve_cache_s` old; while the database is away, names that were in use go on for
+        `LIMITS.outage_grace_s`.
+
+        Raises:
+            ModelNotFound: absent, deleted, or another tenant's: one text.
+            DatabaseUnavailable: the name isn't known here and can't be looked up.
+        """
+        ref = await self._resolved.get((tenant, model), lambda: self._look_up(tenant, model))
+        self.last_used.touch(tenant, ref.digest)
+        return ref
+
+    async def list_servable(self, tenant: TenantId) -> list[ServableAdapter]:
+        """The adapters that a bare name reaches, by name; at most `LIMITS.max_listed_models`."""
+        async with self._database.read() as session:
+            return await AdapterRepository(session, tenant).servable(LIMITS.max_listed_models)
+
+    async def _look_up(self, tenant: TenantId, model: ParsedModel) -> AdapterRef:
+        async with self._database.read() as session:
+            ref = await AdapterRepository(session, tenant).resolve(model)
+        if ref is None:
+            raise model_not_found(model)
+        return ref
+
+    def _forget(self, tenant: TenantId, name: str) -> None:
+        self._resolved.forget(lambda key: key[0] == tenant and key[1].name == name)
+
+    # --- reading ---
+
+    async def get(self, tenant: TenantId, name: str) -> AdapterRecord:
+        """Raises:
+        AdapterNotFound
+        """
+        async with self._database.read() as session:
+            repository = AdapterRepository(session, tenant)
+            return (await repository.adapter_records([await repository.adapter(name)]))[0]
+
+    async def list(self, tenant: TenantId, *, limit: int = 50, cursor: str | None = None) -> Page[AdapterRecord]:
+        """The tenant's adapters by name."""
+        after = decode_cursor(cursor)
+        check_limit(limit)
+        async with self._database.read() as session:
+            repository = AdapterRepository(session, tenant)
+            records = await repository.adapter_records(await repository.adapters(after=after, limit=limit + 1))
+        return make_page(records, limit, lambda record: record.name, lambda record: record)
+
+    async def get_version(self, tenant: TenantId, name: str, number: int) -> VersionRecord:
+        """Raises:
+        AdapterNotFound, VersionNotFound
+        """
+        async with self._database.read() as session:
+            repository = AdapterRepository(session, tenant)
+            adapter = await repository.adapter(name)
+            return await repository.version_record(adapter, await repository.version(adapter, number))
+
+    async def list_versions(
+        self, tenant: TenantId, name: str, *, limit: int = 50, cursor: str | None = None
+    ) -> Page[VersionRecord]:
+        """The adapter's versions, newest first.
+
+        Raises:
+            AdapterNotFound
+        """
+        before = decode_number_cursor(cursor)
+        check_limit(limit)
+        async with self._database.read() as session:
+            repository = AdapterRepository(session, tenant)
+            adapter = await repository.adapter(name)
+            rows = await repository.versions(adapter, before=before, limit=limit + 1)
+            records = await repository.version_records(adapter, rows)
+        return make_page(records, limit, lambda record: str(record.version), lambda record: record)
+
+    async def get_alias(self, tenant: TenantId, name: str, alias: str) -> AliasRecord:
+        """Raises:
+        AdapterNotFound, AliasNotFound
+        """
+        async with self._database.read() as session:
+            repository = AdapterRepository(session, tenant)
+            adapter = await repository.adapter(name)
+            return repository.alias_record(adapter, await repository.alias(adapter, alias), alias)
+
+    async def list_owned(
+        self, tenant: TenantId | None, *, limit: int, cursor: str | None, digests: Sequence[Digest] | None
+    ) -> Page[OwnedVersion]:
+        """Versions with their owners, in a fixed order: `tenant`'s, or with None everyone's; with `digests`, those alone."""
+        return await list_owned(self._database, tenant, limit=limit, cursor=cursor, digests=digests)
+
+    async def list_audit(
+        self, tenant: TenantId | None, *, limit: int = 50, cursor: str | None = None
+    ) -> Page[AuditEntry]:
+        """What was done to `tenant`'s things, newest first; with None, to anyone's."""
+        return await list_audit(self._database, tenant, limit=limit, cursor=cursor)
+
+    # --- changing ---
+
+    async def set_alias(
+        self,
+        tenant: TenantId,
+        name: str,
+        alias: str,
+        version: int,
+        *,
+        actor: str,
+        condition: Precondition = NO_CONDITION,
+    ) -> tuple[AliasRecord, bool]:
+        """`alias` names `version`, if `condition` holds of what it named; and whether the alias is new.
+
+        Raises:
+            InvalidRequest: the alias's name can't be one, or there are `LIMITS.max_aliases_per_adapter`.
+            AdapterNotFound, VersionNotFound
+            PreconditionFailed: the condition doesn't hold; nothing was changed.
+        """
+        check_alias_name(alias)
+        now = self._clock()
+        async with self._database.write() as session:
+            repository = AdapterRepository(session, tenant)
+            adapter = await repository.adapter(name, is_locking=True)
+            found = await repository.alias(adapter, alias)
+            _check_condition(condition, found, f"{name}@{alias}")
+            await repository.version(adapter, version)
+            if found is None and await repository.num_aliases(adapter) >= LIMITS.max_aliases_per_adapter:
+                raise InvalidRequest(
+                    f"The adapter has {LIMITS.max_aliases_per_adapter} aliases, the most it may have.", param="alias"
+                )
+            is_new = found is None
+            row = await point_alias(session, repository, adapter, alias, version, actor=actor, now=now)
+            record = repository.alias_record(adapter, row, alias)
+        faults.hit("registry.after_alias_commit")
+        self._forget(tenant, name)
+        return record, is_new
+
+    async def delete_alias(
+        self, tenant: TenantId, name: str, alias: str, *, actor: str, condition: Precondition = NO_CONDITION
+    ) -> None:
+        """The alias is gone, if `condition` holds of it.
+
+        Raises:
+            AdapterNotFound, AliasNotFound, PreconditionFailed
+        """
+        now = self._clock()
+        async with self._database.write() as session:
+            repository = AdapterRepository(session, tenant)
+            adapter = await repository.adapter(name, is_locking=True)
+            row = await repository.alias(adapter, alias)
+            record = repository.alias_record(adapter, row, alias)
+            _check_condition(condition, row, f"{name}@{alias}")
+            if row is not None:
+                await repository.remove_alias(adapter, row, now)
+            record_change(
+                session, repository, "alias.delete", f"{name}@{alias}", actor=actor, now=now, version=record.version
+            )
+        self._forget(tenant, name)
+
+    async def delete(self, tenant: TenantId, name: str, *, actor: str) -> None:
+        """The name resolves no more, nor does any version of it; requests that run go on. The rows stay as tombstones.
+
+        Raises:
+            AdapterNotFound
+        """
+        now = self._clock()
+        async with self._database.write() as session:
+            repository = AdapterRepository(session, tenant)
+            adapter = await repository.adapter(name, is_locking=True)
+            await repository.delete_adapter(adapter, now)
+            record_change(session, repository, "adapter.delete", name, actor=actor, now=now)
+        self._forget(tenant, name)
+
+    async def delete_version(self, tenant: TenantId, name: str, number: int, *, actor: str) -> None:
+        """The version resolves no more; requests that run go on. Its number is never given again.
+
+        Raises:
+            AdapterNotFound, VersionNotFound
+            Conflict: aliases name it; the message says which.
+        """
+        now = self._clock()
+        async with self._database.write() as session:
+            repository = AdapterRepository(session, tenant)
+            adapter = await repository.adapter(name, is_locking=True)
+            row = await repository.version(adapter, number)
+            record = await repository.version_record(adapter, row)
+            if record.aliases:
+                raise Conflict(
+                    f"{name}@{number} can't be deleted: the aliases {', '.join(record.aliases)} name it.",
+                    hint="Move them to another version first, or delete the adapter.",
+                )
+            repository.touch(adapter, now)
+            row.deleted_at = now
+            record_change(
+                session, repository, "version.delete", f"{name}@{number}", actor=actor, now=now, digest=row.digest
+            )
+        self._forget(tenant, name)
+
+
+def _check_condition(condition: Precondition, found: Alias | None, shown: str) -> None:
+    """Raises:
+    PreconditionFailed: `found` isn't what the caller said it must be.
+    """
+    if condition.is_absent and found is not None:
+        raise PreconditionFailed(f"{shown} exists; the request said that it must not (If-None-Match).")
+    if found is None:
+        if condition.is_present or condition.revisions is not None:
+            raise PreconditionFailed(f"{shown} doesn't exist; the request said that it must (If-Match).")
+        return
+    if condition.revisions is not None and found.revision not in condition.revisions:
+        raise PreconditionFailed(
+            f"{shown} has changed: it names version {found.version} now.", hint="Read it again and decide anew."
+        )

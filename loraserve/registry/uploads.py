@@ -1,0 +1,228 @@
+"""The way in: from staged bytes to a version that resolves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from adapters_store.base import BlobStore, StagedBlob
+from loraserve import faults
+from loraserve.db.idempotency import Once
+from loraserve.db.session import Clock, Database
+from loraserve.errors import Overloaded, QuotaExceeded
+from loraserve.limits import LIMITS
+from loraserve.registry.changes import point_alias, record_change
+from loraserve.registry.inspection import Inspected, inspect_upload
+from loraserve.registry.model_name import LIVE, check_adapter_name
+from loraserve.registry.records import Published, VersionRecord
+from loraserve.registry.repository import AdapterRepository
+from loraserve.types import BaseSpec, Digest, TenantId
+
+READY = "ready"
+CHECKED = "checked"
+"""The state of a dry run's result."""
+MAX_INSPECTIONS = 2
+"""Uploads that are checked at the same time: each holds a thread, and its bytes in memory."""
+
+
+class Uploads:
+    """Publishes versions: blobs first (bytes, fsync, rename, fsync of the folder), then the database's commit, then the answer.
+
+    Args:
+        base: the resident base model; may raise `EngineUnavailable` while there is none.
+        on_change: told whose name it was after a publish is durable.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        store: BlobStore,
+        base: Callable[[], BaseSpec],
+        on_change: Callable[[TenantId, str], None],
+        *,
+        clock: Clock,
+    ) -> None:
+        self._database = database
+        self._store = store
+        self._base = base
+        self._on_change = on_change
+        self._clock = clock
+        self._inspections = asyncio.Semaphore(MAX_INSPECTIONS)
+        self._num_uploads = 0
+
+    def check_name(self, name: str) -> str:
+        """`name` if an adapter may be called so; before a byte of its upload is read.
+
+        Raises:
+            InvalidRequest
+        """
+        return check_adapter_name(name, self._base().id)
+
+    async def stage(self) -> StagedBlob:
+        """A place for an upload's weights; `publish` takes it, or the caller discards it (`release`).
+
+        Raises:
+            Overloaded: `LIMITS.max_concurrent_uploads` are under way.
+            StorageFull: no room.
+        """
+        if self._num_uploads >= LIMITS.max_concurrent_uploads:
+            raise Overloaded(f"{self._num_uploads} uploads are under way, the most at a time.", retry_after_s=5)
+        self._num_uploads += 1
+        try:
+            return await asyncio.to_thread(self._store.stage)
+        except BaseException:
+            self._num_uploads -= 1
+            raise
+
+    async def release(self, staged: StagedBlob) -> None:
+        """Ends what `stage` began: what isn't committed is removed."""
+        self._num_uploads -= 1
+        await asyncio.to_thread(staged.discard)
+
+    async def publish(
+        self,
+        tenant: TenantId,
+        name: str,
+        config: bytes,
+        weights: StagedBlob,
+        *,
+        actor: str,
+        is_promoting: bool = True,
+        is_dry_run: bool = False,
+        once: Once[Published] | None = None,
+    ) -> Published:
+        """The version that holds these files; durable, checked against the base, and named `LIVE` if `is_promoting`.
+
+        The same bytes again give the version that has them (and `LIVE` moves to it). A dry run checks the same things and leaves
+        nothing behind. `weights` stays the caller's to `release`.
+
+        Raises:
+            AdapterRejected: the files can't be served; it lists every reason.
+            InvalidRequest: the name can't be an adapter's.
+            QuotaExceeded: the tenant may not hold another adapter or as many bytes.
+            StorageFull, StorageError: the bytes can't be kept.
+            Replay: `once` was used before.
+        """
+        self.check_name(name)
+        if once is not None:
+            async with self._database.read() as session:
+                await once.check(session)
+        base = self._base()
+        async with self._inspections:
+            inspected = await asyncio.to_thread(_inspect, config, weights, base)
+        size_bytes = len(config) + weights.num_bytes
+        async with self._database.read() as session:
+            repository = AdapterRepository(session, tenant)
+            known = await repository.version_of_digest(name, inspected.digest)
+            if is_dry_run:
+                if known is not None:
+                    return Published(await repository.version_record(*known), is_new=False)
+                return Published(self._preview(tenant, name, inspected, size_bytes), is_new=True)
+        if known is None:
+            config_blob, weights_blob = await asyncio.to_thread(self._commit, config, weights)
+        else:
+            config_blob, weights_blob = Digest(known[1].config_blob), Digest(known[1].weights_blob)
+        now = self._clock()
+        async with self._database.write() as session:
+            if once is not None:
+                await once.begin(session)
+            repository = AdapterRepository(session, tenant)
+            limits = (await repository.lock_tenant()).limits
+            adapter, is_new_adapter = await repository.adapter_to_publish(name, now)
+            found = await repository.version_of_digest(name, inspected.digest)
+            if found is None:
+                await _check_quota(repository, limits, is_new_adapter=is_new_adapter, size_bytes=size_bytes)
+                version = repository.add_version(
+                    adapter,
+                    now,
+                    actor,
+                    digest=inspected.digest,
+                    config_blob=config_blob,
+                    weights_blob=weights_blob,
+                    base_digest=base.digest,
+                    size_bytes=size_bytes,
+                    rank=inspected.rank,
+                    target_modules=list(inspected.target_modules),
+                    dtype=inspected.dtype,
+                    state=READY,
+                    checks=list(inspected.checks),
+                )
+                repository.touch(adapter, now)
+                record_change(
+                    session,
+                    repository,
+                    "version.publish",
+                    f"{name}@{version.number}",
+                    actor=actor,
+                    now=now,
+                    digest=version.digest,
+                    size_bytes=size_bytes,
+                )
+            else:
+                version = found[1]
+            if is_promoting:
+                await point_alias(session, repository, adapter, LIVE, version.number, actor=actor, now=now)
+            await session.flush()
+            published = Published(await repository.version_record(adapter, version), is_new=found is None)
+            if once is not None:
+                await once.finish(session, published)
+            faults.hit("registry.before_commit")
+        faults.hit("registry.after_commit")
+        self._on_change(tenant, name)
+        return published
+
+    def _commit(self, config: bytes, weights: StagedBlob) -> tuple[Digest, Digest]:
+        staged_config = self._store.stage()
+        try:
+            staged_config.write(config)
+            config_blob = staged_config.commit()
+        except BaseException:
+            staged_config.discard()
+            raise
+        return config_blob, weights.commit()
+
+    def _preview(self, tenant: TenantId, name: str, inspected: Inspected, size_bytes: int) -> VersionRecord:
+        return VersionRecord(
+            tenant=tenant,
+            name=name,
+            version=None,
+            digest=inspected.digest,
+            config_blob=Digest(""),
+            weights_blob=Digest(""),
+            state=CHECKED,
+            size_bytes=size_bytes,
+            rank=inspected.rank,
+            target_modules=inspected.target_modules,
+            dtype=inspected.dtype,
+            aliases=(),
+            created_at=self._clock(),
+            checks=inspected.checks,
+            revision=0,
+        )
+
+
+def _inspect(config: bytes, weights: StagedBlob, base: BaseSpec) -> Inspected:
+    return inspect_upload(config, weights.read(), base)
+
+
+async def _check_quota(
+    repository: AdapterRepository, limits: dict[str, int | None], *, is_new_adapter: bool, size_bytes: int
+) -> None:
+    """Return if the tenant, whose row is locked, may hold this too. The adapter's own row is counted already."""
+    max_adapters = min(
+        LIMITS.max_adapters_per_tenant, _or_none(limits.get("max_adapters"), LIMITS.max_adapters_per_tenant)
+    )
+    if is_new_adapter and (found := await repository.num_adapters()) > max_adapters:
+        raise QuotaExceeded(
+            f"The tenant has {found - 1} adapters; it may have {max_adapters}.", hint="Delete one, or ask for more."
+        )
+    max_bytes = limits.get("max_stored_bytes")
+    if max_bytes is not None and (stored := await repository.stored_bytes()) + size_bytes > max_bytes:
+        raise QuotaExceeded(
+            f"The tenant stores {stored} bytes and may store {max_bytes}; this version has {size_bytes}.",
+            hint="Delete versions, or ask for more.",
+        )
+
+
+def _or_none(value: int | None, default: int) -> int:
+    return default if value is None else value

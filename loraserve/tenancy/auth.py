@@ -1,0 +1,223 @@
+"""Who is calling: from a bearer secret to a `Caller`."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from loraserve.db import audit
+from loraserve.db.lookup import LookupCache
+from loraserve.db.models import ApiKey, ServerSecret, Tenant
+from loraserve.db.names import is_name
+from loraserve.db.session import Clock, Database, utc_now
+from loraserve.errors import AuthenticationError, ConfigError, TenantNotFound
+from loraserve.limits import LIMITS
+from loraserve.tenancy.keys import ADMIN_SCOPES, Keys, hash_secret, insert_key, is_usable, is_well_formed
+from loraserve.tenancy.tenants import (
+    DEFAULT_TENANT,
+    TenantLimits,
+    Tenants,
+    find_tenant,
+    insert_tenant,
+    tenant_not_found,
+)
+from loraserve.types import TenantId
+
+ADMIN_KEY_ID = "admin"
+"""The key id of LORASERVE_ADMIN_KEY in audit rows."""
+MIN_ADMIN_KEY_LENGTH = 32
+PEPPER = "api_key_pepper"
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who calls, for which tenant, and what the key allows.
+
+    An admin key that names no tenant acts for `DEFAULT_TENANT`, and sees across tenants where a call can (`sees_all`).
+    """
+
+    tenant: TenantId
+    tenant_name: str
+    key_id: str
+    scopes: frozenset[str]
+    is_admin: bool = False
+    has_named_tenant: bool = False
+    """An admin that acts for a tenant it named."""
+
+    @property
+    def sees_all(self) -> bool:
+        return self.is_admin and not self.has_named_tenant
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What the database says of one hash."""
+
+    caller: Caller
+    secret_hash: str
+    expires_at: datetime | None
+
+
+class Authenticator:
+    """Turns secrets into callers, from a cache at most `LIMITS.auth_cache_s` old, so that a revocation elsewhere takes effect
+    within that time; a revocation in this process takes effect at once. While the database is away, keys that were in use go on
+    for `LIMITS.outage_grace_s`.
+
+    `keys` and `tenants` are the services on the same database; use these, because what they revoke is forgotten here.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        *,
+        admin_key: str | None = None,
+        clock: Clock = utc_now,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            admin_key: taken as an admin key as long as this process runs.
+
+        Raises:
+            ConfigError: `admin_key` is shorter than `MIN_ADMIN_KEY_LENGTH`.
+        """
+        if admin_key is not None and len(admin_key) < MIN_ADMIN_KEY_LENGTH:
+            raise ConfigError(
+                f"LORASERVE_ADMIN_KEY has {len(admin_key)} characters; it needs {MIN_ADMIN_KEY_LENGTH} or more.",
+                hint="Make one with: openssl rand -hex 32",
+            )
+        self._database = database
+        self._admin_key = None if admin_key is None else admin_key.encode()
+        self._clock = clock
+        self._pepper: bytes | None = None
+        self._default: TenantId | None = None
+        self._callers: LookupCache[str, _Known] = LookupCache(ttl_s=LIMITS.auth_cache_s, clock=monotonic)
+        self._tenants: LookupCache[str, TenantId] = LookupCache(ttl_s=LIMITS.auth_cache_s, clock=monotonic)
+        self.keys = Keys(database, self._get_pepper, self._forget_key, clock=clock)
+        self.tenants = Tenants(database, self._forget_tenant, clock=clock)
+
+    async def open(self) -> str | None:
+        """Make what a server needs and a new database lacks: the pepper, the default tenant, an admin key.
+
+        Returns:
+            The secret of the admin key, if one was made: print it, it can't be read again. None when LORASERVE_ADMIN_KEY is set
+            or a working admin key exists.
+        """
+        now = self._clock()
+        async with self._database.write() as session:
+            self._pepper = await _read_or_make_pepper(session, now)
+            try:
+                self._default = TenantId((await find_tenant(session, DEFAULT_TENANT)).id)
+            except TenantNotFound:
+                made = await insert_tenant(session, DEFAULT_TENANT, TenantLimits(), actor=audit.SERVER, now=now)
+                self._default = made.id
+            if self._admin_key is not None:
+                return None
+            admins = select(ApiKey.id).where(ApiKey.tenant_id.is_(None), *is_usable(now)).limit(1)
+            if await session.scalar(admins) is not None:
+                return None
+            key = insert_key(
+                session, tenant=None, name="first admin key", scopes=ADMIN_SCOPES, pepper=self._get_pepper(), now=now
+            )
+            audit.record(session, "key.create", key.record.id, actor=audit.SERVER, tenant=None, at=now)
+        return key.secret
+
+    async def authenticate(self, secret: str) -> Caller:
+        """Whose secret this is.
+
+        Raises:
+            AuthenticationError: nobody's, or it is revoked, expired, or of a deleted tenant. One text for all.
+            DatabaseUnavailable: the key isn't known here and can't be looked up.
+        """
+        # Both sides as bytes: text outside ASCII can't be compared in constant time.
+        given = secret.encode("utf-8", "surrogatepass")
+        if self._admin_key is not None and hmac.compare_digest(given, self._admin_key):
+            return self._admin(ADMIN_KEY_ID)
+        if not is_well_formed(secret):
+            raise _bad_key()
+        secret_hash = hash_secret(secret, self._get_pepper())
+        known = await self._callers.get(secret_hash, lambda: self._find(secret_hash))
+        if not hmac.compare_digest(known.secret_hash, secret_hash):
+            raise _bad_key()
+        if known.expires_at is not None and known.expires_at <= self._clock():
+            raise _bad_key()
+        return known.caller
+
+    async def act_for(self, caller: Caller, tenant_name: str) -> Caller:
+        """The caller as it acts for the tenant that the header ``X-Tenant`` or the path ``/t/{tenant}`` names.
+
+        Raises:
+            TenantNotFound: there is no such tenant, or a tenant's own key names another one: the two read the same.
+        """
+        if not caller.is_admin:
+            if tenant_name != caller.tenant_name:
+                raise tenant_not_found()
+            return caller
+        if not is_name(tenant_name):
+            raise tenant_not_found()
+        tenant = await self._tenants.get(tenant_name, lambda: self._find_tenant(tenant_name))
+        return replace(caller, tenant=tenant, tenant_name=tenant_name, has_named_tenant=True)
+
+    def _admin(self, key_id: str) -> Caller:
+        if self._default is None:
+            raise RuntimeError("Authenticator.open() must be awaited first")
+        return Caller(
+            tenant=self._default, tenant_name=DEFAULT_TENANT, key_id=key_id, scopes=ADMIN_SCOPES, is_admin=True
+        )
+
+    async def _find(self, secret_hash: str) -> _Known:
+        query = (
+            select(ApiKey, Tenant.name)
+            .outerjoin(Tenant, Tenant.id == ApiKey.tenant_id)
+            .where(ApiKey.secret_hash == secret_hash, Tenant.deleted_at.is_(None), *is_usable(self._clock()))
+        )
+        async with self._database.read() as session:
+            found = (await session.execute(query)).one_or_none()
+        if found is None:
+            raise _bad_key()
+        key, tenant_name = found
+        if key.tenant_id is None:
+            caller = self._admin(key.id)
+        else:
+            caller = Caller(TenantId(key.tenant_id), tenant_name, key.id, frozenset(key.scopes))
+        return _Known(caller, key.secret_hash, key.expires_at)
+
+    async def _find_tenant(self, name: str) -> TenantId:
+        async with self._database.read() as session:
+            return TenantId((await find_tenant(session, name)).id)
+
+    def _get_pepper(self) -> bytes:
+        if self._pepper is None:
+            raise RuntimeError("Authenticator.open() must be awaited first")
+        return self._pepper
+
+    def _forget_key(self, secret_hash: str) -> None:
+        self._callers.forget(lambda key: key == secret_hash)
+
+    def _forget_tenant(self, _tenant: TenantId) -> None:
+        # Which hashes are the tenant's isn't kept; a tenant is deleted rarely enough to ask for all of them again.
+        self._callers.forget(lambda _: True)
+        self._tenants.forget(lambda _: True)
+
+
+def _bad_key() -> AuthenticationError:
+    return AuthenticationError(
+        "The API key is not valid.", hint="Send a working one as: Authorization: Bearer sk-lora-…"
+    )
+
+
+async def _read_or_make_pepper(session: AsyncSession, now: datetime) -> bytes:
+    """The pepper that every process on this database uses."""
+    insert: Any = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
+    values = {"name": PEPPER, "value": secrets.token_bytes(32), "created_at": now}
+    await session.execute(insert(ServerSecret).values(**values).on_conflict_do_nothing())
+    return (await session.scalars(select(ServerSecret.value).where(ServerSecret.name == PEPPER))).one()

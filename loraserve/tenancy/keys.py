@@ -1,0 +1,253 @@
+"""API keys: made, shown once, hashed, listed, revoked.
+
+A secret is ``sk-lora-`` + 256 random bits in base 62 + a six-letter checksum. The checksum lets us refuse typing errors and
+made-up keys without asking the database; it proves nothing. What is stored is HMAC-SHA256 under the server's pepper.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from sqlalchemy import ColumnElement, func, or_, select
+from sqlalchemy.ext.asyncio import AsyncSession
+from ulid import ULID
+
+from loraserve.db import audit
+from loraserve.db.idempotency import Once
+from loraserve.db.models import KEY_NAME_LENGTH, ApiKey, Tenant
+from loraserve.db.paging import Page, check_limit, decode_cursor, make_page
+from loraserve.db.session import Clock, Database, utc_now
+from loraserve.errors import InvalidRequest, KeyNotFound, QuotaExceeded
+from loraserve.limits import LIMITS
+from loraserve.types import TenantId
+
+PREFIX = "sk-lora-"
+ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+RANDOM_LENGTH = 43
+"""Letters of base 62 that 256 bits need."""
+CHECKSUM_LENGTH = 6
+SHOWN_LENGTH = len(PREFIX) + 4
+
+TENANT_SCOPES = frozenset({"inference", "adapters:read", "adapters:write"})
+ADMIN_SCOPES = TENANT_SCOPES | {"admin"}
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRecord:
+    """A key as anyone may see it: without its secret."""
+
+    id: str
+    tenant: TenantId | None
+    name: str
+    scopes: tuple[str, ...]
+    prefix: str
+    created_at: datetime
+    expires_at: datetime | None
+    revoked_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class NewKey:
+    record: KeyRecord
+    secret: str = field(repr=False)
+    """Known to nobody afterwards."""
+
+
+def make_secret(random_bytes: Callable[[int], bytes] = secrets.token_bytes) -> str:
+    body = _base62(int.from_bytes(random_bytes(32), "big"), RANDOM_LENGTH)
+    return f"{PREFIX}{body}{_checksum(body)}"
+
+
+def is_well_formed(secret: str) -> bool:
+    """Whether `secret` could be one that `make_secret` made."""
+    body, checksum = secret[len(PREFIX) : -CHECKSUM_LENGTH], secret[-CHECKSUM_LENGTH:]
+    return (
+        secret.startswith(PREFIX)
+        and len(body) == RANDOM_LENGTH
+        and set(body) <= set(ALPHABET)
+        and hmac.compare_digest(checksum.encode(), _checksum(body).encode())
+    )
+
+
+def hash_secret(secret: str, pepper: bytes) -> str:
+    return hmac.new(pepper, secret.encode(), hashlib.sha256).hexdigest()
+
+
+def _base62(number: int, length: int) -> str:
+    letters = []
+    for _ in range(length):
+        number, digit = divmod(number, 62)
+        letters.append(ALPHABET[digit])
+    return "".join(reversed(letters))
+
+
+def _checksum(body: str) -> str:
+    return _base62(zlib.crc32(body.encode()), CHECKSUM_LENGTH)
+
+
+def check_scopes(scopes: Iterable[str]) -> tuple[str, ...]:
+    """The scopes in a fixed order, each once.
+
+    Raises:
+        InvalidRequest: none, or one that a tenant's key can't have.
+    """
+    wanted = set(scopes)
+    if not wanted or not wanted <= TENANT_SCOPES:
+        raise InvalidRequest(
+            "scopes should be one or more of " + ", ".join(sorted(TENANT_SCOPES)) + ".", param="scopes"
+        )
+    return tuple(sorted(wanted))
+
+
+def insert_key(
+    session: AsyncSession,
+    *,
+    tenant: TenantId | None,
+    name: str,
+    scopes: Iterable[str],
+    pepper: bytes,
+    now: datetime,
+    expires_at: datetime | None = None,
+) -> NewKey:
+    """A new key in the session's transaction."""
+    secret = make_secret()
+    row = ApiKey(
+        id=str(ULID.from_datetime(now)),
+        tenant_id=tenant,
+        name=name,
+        scopes=sorted(scopes),
+        prefix=secret[:SHOWN_LENGTH],
+        secret_hash=hash_secret(secret, pepper),
+        created_at=now,
+        expires_at=expires_at,
+        revoked_at=None,
+    )
+    session.add(row)
+    return NewKey(_to_record(row), secret)
+
+
+def is_usable(now: datetime) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
+    """Conditions on `ApiKey` rows that work now."""
+    return (ApiKey.revoked_at.is_(None), or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > now))
+
+
+class Keys:
+    """The keys of tenants.
+
+    Args:
+        on_revoke: told the hash of each revoked key after it is durable, so that this process stops taking it at once.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        pepper: Callable[[], bytes],
+        on_revoke: Callable[[str], None],
+        *,
+        clock: Clock = utc_now,
+    ) -> None:
+        self._database = database
+        self._pepper = pepper
+        self._on_revoke = on_revoke
+        self._clock = clock
+
+    async def create(
+        self,
+        tenant: TenantId,
+        *,
+        name: str,
+        actor: str,
+        scopes: Iterable[str] = TENANT_SCOPES,
+        expires_at: datetime | None = None,
+        once: Once[NewKey] | None = None,
+    ) -> NewKey:
+        """A new key of `tenant`; its secret is in the result and nowhere else.
+
+        Raises:
+            InvalidRequest: a scope, name or expiry that can't be.
+            QuotaExceeded: the tenant has `LIMITS.max_keys_per_tenant` working keys.
+            Replay: `once` was used before.
+        """
+        checked = check_scopes(scopes)
+        now = self._clock()
+        if not 1 <= len(name) <= KEY_NAME_LENGTH or not name.isprintable():
+            raise InvalidRequest(f"name should be 1 to {KEY_NAME_LENGTH} printable characters.", param="name")
+        if expires_at is not None and expires_at <= now:
+            raise InvalidRequest("expires_at is in the past.", param="expires_at")
+        async with self._database.write() as session:
+            if once is not None:
+                await once.begin(session)
+            # The tenant's row lock makes the count below hold until the commit.
+            await session.scalar(select(Tenant.id).where(Tenant.id == tenant).with_for_update())
+            mine = select(func.count()).select_from(ApiKey).where(ApiKey.tenant_id == tenant, *is_usable(now))
+            if (await session.scalar(mine) or 0) >= LIMITS.max_keys_per_tenant:
+                raise QuotaExceeded(
+                    f"The tenant has {LIMITS.max_keys_per_tenant} keys, the most it may have.", hint="Revoke one first."
+                )
+            made = insert_key(
+                session, tenant=tenant, name=name, scopes=checked, pepper=self._pepper(), now=now, expires_at=expires_at
+            )
+            audit.record(
+                session,
+                "key.create",
+                made.record.id,
+                actor=actor,
+                tenant=tenant,
+                at=now,
+                detail={"name": name, "scopes": list(checked)},
+            )
+            await session.flush()
+            if once is not None:
+                await once.finish(session, made)
+        return made
+
+    async def list(self, tenant: TenantId, *, limit: int = 50, cursor: str | None = None) -> Page[KeyRecord]:
+        """The tenant's keys in the order they were made, the revoked too."""
+        after = decode_cursor(cursor)
+        query = select(ApiKey).where(ApiKey.tenant_id == tenant).order_by(ApiKey.id).limit(check_limit(limit) + 1)
+        if after is not None:
+            query = query.where(ApiKey.id > after)
+        async with self._database.read() as session:
+            rows = (await session.scalars(query)).all()
+        return make_page(rows, limit, lambda row: row.id, _to_record)
+
+    async def revoke(self, tenant: TenantId, key_id: str, *, actor: str) -> None:
+        """The key works no more: at once in this process, within `LIMITS.auth_cache_s` in others. Twice is as good as once.
+
+        Raises:
+            KeyNotFound: `tenant` has no such key.
+        """
+        now = self._clock()
+        absent = KeyNotFound("There is no such key.", hint="See: loraserve key list")
+        if not (key_id.isascii() and key_id.isalnum()):
+            raise absent
+        async with self._database.write() as session:
+            query = select(ApiKey).where(ApiKey.tenant_id == tenant, ApiKey.id == key_id).with_for_update()
+            row = (await session.scalars(query)).one_or_none()
+            if row is None:
+                raise absent
+            if row.revoked_at is None:
+                row.revoked_at = now
+                audit.record(
+                    session, "key.revoke", row.id, actor=actor, tenant=tenant, at=now, detail={"name": row.name}
+                )
+        self._on_revoke(row.secret_hash)
+
+
+def _to_record(row: ApiKey) -> KeyRecord:
+    return KeyRecord(
+        id=row.id,
+        tenant=None if row.tenant_id is None else TenantId(row.tenant_id),
+        name=row.name,
+        scopes=tuple(row.scopes),
+        prefix=row.prefix,
+        created_at=row.created_at,
+        expires_at=row.expires_at,
+        revoked_at=row.revoked_at,
+    )

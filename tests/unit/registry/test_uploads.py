@@ -1,0 +1,217 @@
+"""Publishing: checked, durable, numbered, once."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+import pytest
+
+from adapters_store import LocalStore
+from loraserve import faults
+from loraserve.db.idempotency import Once, Replay, StoredResponse
+from loraserve.db.session import Database
+from loraserve.errors import (
+    AdapterBaseMismatch,
+    AdapterNotFinite,
+    AdapterNotFound,
+    IdempotencyKeyReused,
+    InvalidRequest,
+    Overloaded,
+    QuotaExceeded,
+    StorageFull,
+    TenantNotFound,
+)
+from loraserve.limits import LIMITS
+from loraserve.registry.model_name import parse_model
+from loraserve.registry.records import Published
+from loraserve.registry.service import Registry
+from loraserve.tenancy.auth import Authenticator
+from loraserve.tenancy.tenants import TenantLimits
+from loraserve.types import TenantId
+
+SQL = parse_model("sql", "base")
+
+
+def once_for(key: str = "k", fingerprint: str = "f") -> Once[Published]:
+    return Once("owner", key, fingerprint, lambda result: StoredResponse(201, {}, str(result.version.version).encode()))
+
+
+async def test_a_version_says_what_was_published_and_live_names_it(
+    publish: Any, registry: Registry, store: LocalStore, acme: TenantId, make_upload: Any
+) -> None:
+    config, weights = make_upload(rank=3)
+    published = await publish(rank=3)
+    version = published.version
+    assert published.is_new
+    assert (version.name, version.version, version.state, version.rank) == ("sql", 1, "ready", 3)
+    assert version.target_modules == ("q_proj", "v_proj")
+    assert version.aliases == ("live",)
+    assert version.size_bytes == len(config) + len(weights)
+    assert [check["name"] for check in version.checks] == ["format", "base", "finite"]
+    assert bytes(store.read(version.config_blob)) == config
+    assert bytes(store.read(version.weights_blob)) == weights
+    assert await registry.resolve(acme, SQL) == version.ref
+    assert await registry.get_version(acme, "sql", 1) == version
+
+
+async def test_versions_are_numbered_from_one_and_live_moves(publish: Any, registry: Registry, acme: TenantId) -> None:
+    numbers = [(await publish(seed=seed)).version.version for seed in range(3)]
+    assert numbers == [1, 2, 3]
+    assert (await registry.resolve(acme, SQL)).version == 3
+    assert (await registry.resolve(acme, parse_model("sql@1", "base"))).version == 1
+
+
+async def test_without_promotion_live_stays(publish: Any, registry: Registry, acme: TenantId) -> None:
+    await publish(seed=1)
+    published = await publish(seed=2, is_promoting=False)
+    assert published.version.aliases == ()
+    assert (await registry.resolve(acme, SQL)).version == 1
+
+
+async def test_the_same_bytes_again_are_the_version_that_has_them(
+    publish: Any, registry: Registry, acme: TenantId
+) -> None:
+    first = await publish(seed=1)
+    await publish(seed=2)
+    again = await publish(seed=1)
+    assert not again.is_new
+    assert again.version.version == first.version.version
+    assert (await registry.resolve(acme, SQL)).version == 1
+    assert (await registry.get(acme, "sql")).num_versions == 2
+
+
+async def test_the_same_bytes_under_another_name_or_tenant_are_versions_of_their_own(
+    publish: Any, registry: Registry, acme: TenantId, globex: TenantId
+) -> None:
+    first = await publish("sql")
+    for published in (await publish("other"), await publish("sql", tenant=globex)):
+        assert published.is_new
+        assert published.version.version == 1
+        assert published.version.digest == first.version.digest
+
+
+async def test_uploads_of_the_same_bytes_at_once_make_one_version(
+    publish: Any, registry: Registry, acme: TenantId
+) -> None:
+    results = await asyncio.gather(*(publish(seed=7) for _ in range(4)))
+    assert sorted(result.is_new for result in results) == [False, False, False, True]
+    assert (await registry.get(acme, "sql")).num_versions == 1
+
+
+async def test_uploads_of_other_bytes_at_once_get_a_number_each(publish: Any) -> None:
+    results = await asyncio.gather(*(publish(seed=seed) for seed in range(6)))
+    assert sorted(result.version.version for result in results) == [1, 2, 3, 4, 5, 6]
+
+
+async def test_a_dry_run_checks_and_leaves_nothing(
+    publish: Any, registry: Registry, store: LocalStore, acme: TenantId
+) -> None:
+    published = await publish(is_dry_run=True)
+    assert (published.is_new, published.version.version, published.version.state) == (True, None, "checked")
+    assert list(store.iter_digests()) == []
+    with pytest.raises(AdapterNotFound):
+        await registry.get(acme, "sql")
+    with pytest.raises(AdapterNotFinite):
+        await publish(is_dry_run=True, fill=math.nan)
+
+
+async def test_a_dry_run_of_known_bytes_names_their_version(publish: Any) -> None:
+    await publish()
+    published = await publish(is_dry_run=True)
+    assert (published.is_new, published.version.version) == (False, 1)
+
+
+@pytest.mark.parametrize(
+    ("how", "error"), [({"fill": math.inf}, AdapterNotFinite), ({"hidden_size": 16}, AdapterBaseMismatch)]
+)
+async def test_what_cannot_be_served_leaves_nothing(
+    publish: Any, registry: Registry, store: LocalStore, acme: TenantId, how: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        await publish(**how)
+    assert list(store.iter_digests()) == []
+    assert (await registry.list(acme)).items == ()
+
+
+@pytest.mark.parametrize("name", ["SQL", "a" * 64, "", "sql@1", "../../etc"])
+async def test_a_name_outside_the_pattern_is_refused(publish: Any, name: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        await publish(name)
+    assert caught.value.param == "name"
+
+
+async def test_more_uploads_than_the_bound_are_told_to_wait(registry: Registry) -> None:
+    staged = [await registry.uploads.stage() for _ in range(LIMITS.max_concurrent_uploads)]
+    with pytest.raises(Overloaded):
+        await registry.uploads.stage()
+    for blob in staged:
+        await registry.uploads.release(blob)
+    await registry.uploads.release(await registry.uploads.stage())
+
+
+async def test_a_full_disk_refuses_and_the_next_upload_works(
+    publish: Any, registry: Registry, store: LocalStore, acme: TenantId
+) -> None:
+    with faults.arm("blob.fsync", "ENOSPC"), pytest.raises(StorageFull):
+        await publish()
+    assert (await registry.list(acme)).items == ()
+    assert (await publish()).version.version == 1
+
+
+async def test_a_failure_before_the_commit_leaves_no_row(publish: Any, registry: Registry, acme: TenantId) -> None:
+    with faults.arm("registry.before_commit", "EIO"), pytest.raises(Exception, match="can't be reached"):
+        await publish()
+    assert (await registry.list(acme)).items == ()
+    assert (await publish()).version.version == 1
+
+
+async def test_quotas_count_what_is_there(publish: Any, database: Database, registry: Registry) -> None:
+    authenticator = Authenticator(database, admin_key="a" * 32)
+    await authenticator.open()
+    size = (await publish("probe", is_dry_run=True)).version.size_bytes
+    limits = TenantLimits(max_adapters=2, max_stored_bytes=size * 3 + 64)
+    small = (await authenticator.tenants.create("small", actor="test", limits=limits)).id
+    await publish("a", tenant=small)
+    await publish("b", tenant=small)
+    with pytest.raises(QuotaExceeded, match="2 adapters"):
+        await publish("c", tenant=small)
+    await publish("a", seed=1, tenant=small)
+    with pytest.raises(QuotaExceeded, match="bytes"):
+        await publish("a", seed=2, tenant=small)
+    await registry.delete(small, "b", actor="test")
+    await publish("c", tenant=small)
+
+
+async def test_a_deleted_tenant_publishes_nothing(publish: Any, database: Database, globex: TenantId) -> None:
+    authenticator = Authenticator(database, admin_key="a" * 32)
+    await authenticator.open()
+    await authenticator.tenants.delete("globex", actor="test")
+    with pytest.raises(TenantNotFound):
+        await publish(tenant=globex)
+
+
+async def test_the_same_idempotency_key_gives_the_first_answer(
+    publish: Any, registry: Registry, acme: TenantId
+) -> None:
+    await publish(seed=1, once=once_for())
+    with pytest.raises(Replay) as caught:
+        await publish(seed=1, once=once_for())
+    assert caught.value.response == StoredResponse(201, {}, b"1")
+    with pytest.raises(IdempotencyKeyReused):
+        await publish(seed=2, once=once_for(fingerprint="other"))
+
+
+async def test_the_same_idempotency_key_at_once_does_the_work_once(
+    publish: Any, registry: Registry, acme: TenantId
+) -> None:
+    results = await asyncio.gather(*(publish(seed=1, once=once_for()) for _ in range(4)), return_exceptions=True)
+    assert sum(isinstance(result, Published) for result in results) == 1
+    assert sum(isinstance(result, Replay) and result.response.body == b"1" for result in results) == 3
+
+
+async def test_an_idempotency_key_is_free_again_after_a_failure(publish: Any) -> None:
+    with faults.arm("registry.before_commit", "EIO"), pytest.raises(Exception, match="can't be reached"):
+        await publish(once=once_for())
+    assert (await publish(once=once_for())).version.version == 1
