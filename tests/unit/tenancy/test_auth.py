@@ -1,0 +1,201 @@
+"""From a secret to a caller: revoked, expired and foreign ones are refused alike."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from loraserve.db.session import Database
+from loraserve.errors import AlreadyExists, AuthenticationError, ConfigError, Conflict, InvalidRequest, TenantNotFound
+from loraserve.tenancy.auth import Authenticator
+from loraserve.tenancy.keys import make_secret
+from loraserve.tenancy.tenants import TenantLimits
+
+
+async def test_a_key_is_its_tenants(authenticator: Authenticator) -> None:
+    acme = await authenticator.tenants.create("acme", actor="test")
+    key = await authenticator.keys.create(acme.id, name="ci", actor="test", scopes=["inference"])
+    caller = await authenticator.authenticate(key.secret)
+    assert (caller.tenant, caller.tenant_name, caller.key_id) == (acme.id, "acme", key.record.id)
+    assert caller.scopes == {"inference"}
+    assert not caller.is_admin
+    assert not caller.sees_all
+
+
+async def test_the_first_start_makes_an_admin_key_and_the_second_does_not(database: Database) -> None:
+    secret = await Authenticator(database).open()
+    assert secret is not None
+    second = Authenticator(database)
+    assert await second.open() is None
+    caller = await second.authenticate(secret)
+    assert caller.is_admin
+    assert caller.sees_all
+    assert caller.tenant_name == "default"
+
+
+async def test_no_admin_key_is_made_while_one_is_set(database: Database) -> None:
+    assert await Authenticator(database, admin_key="a" * 32).open() is None
+    assert await Authenticator(database).open() is not None
+
+
+async def test_the_set_admin_key_works_while_it_is_set(database: Database, authenticator: Authenticator) -> None:
+    caller = await authenticator.authenticate("an admin key of enough characters")
+    assert (caller.is_admin, caller.key_id) == (True, "admin")
+    other = Authenticator(database)
+    await other.open()
+    with pytest.raises(AuthenticationError):
+        await other.authenticate("an admin key of enough characters")
+
+
+def test_a_short_admin_key_is_refused_without_repeating_it() -> None:
+    with pytest.raises(ConfigError, match="31 characters") as caught:
+        Authenticator(None, admin_key="s" * 31)  # type: ignore[arg-type]
+    assert "sss" not in str(caught.value)
+
+
+async def test_every_bad_key_is_refused_with_one_text(authenticator: Authenticator) -> None:
+    acme = await authenticator.tenants.create("acme", actor="test")
+    revoked = await authenticator.keys.create(acme.id, name="x", actor="test")
+    await authenticator.authenticate(revoked.secret)
+    await authenticator.keys.revoke(acme.id, revoked.record.id, actor="test")
+    texts = set()
+    for secret in (
+        revoked.secret,
+        make_secret(),
+        "",
+        "sk-lora-x",
+        "an admin key of enough character",
+        "ü" * 40,
+        "\udc80",
+    ):
+        with pytest.raises(AuthenticationError) as caught:
+            await authenticator.authenticate(secret)
+        texts.add(str(caught.value))
+    assert len(texts) == 1
+
+
+async def test_a_key_expires(database: Database) -> None:
+    now = datetime(2026, 11, 21, tzinfo=UTC)
+    authenticator = Authenticator(database, admin_key="a" * 32, clock=lambda: now)
+    await authenticator.open()
+    acme = await authenticator.tenants.create("acme", actor="test")
+    expires_at = now + timedelta(hours=1)
+    key = await authenticator.keys.create(acme.id, name="x", actor="test", expires_at=expires_at)
+    await authenticator.authenticate(key.secret)
+    now = expires_at
+    with pytest.raises(AuthenticationError):
+        await authenticator.authenticate(key.secret)
+    with pytest.raises(InvalidRequest):
+        await authenticator.keys.create(acme.id, name="x", actor="test", expires_at=now)
+
+
+async def test_a_revocation_elsewhere_takes_effect_within_five_seconds(
+    database: Database, authenticator: Authenticator
+) -> None:
+    now = 100.0
+    other = Authenticator(database, admin_key="a" * 32, monotonic=lambda: now)
+    await other.open()
+    acme = await authenticator.tenants.create("acme", actor="test")
+    key = await authenticator.keys.create(acme.id, name="x", actor="test")
+    await other.authenticate(key.secret)
+    await authenticator.keys.revoke(acme.id, key.record.id, actor="test")
+    now = 105.01
+    with pytest.raises(AuthenticationError):
+        await other.authenticate(key.secret)
+
+
+async def test_known_keys_go_on_for_a_minute_while_the_database_is_away(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    authenticator = Authenticator(database, admin_key="a" * 32, monotonic=lambda: now)
+    await authenticator.open()
+    acme = await authenticator.tenants.create("acme", actor="test")
+    known, unknown = [await authenticator.keys.create(acme.id, name="x", actor="test") for _ in range(2)]
+    await authenticator.authenticate(known.secret)
+
+    def refuse() -> Any:
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(database, "_readers", refuse)
+    now = 160.0
+    assert (await authenticator.authenticate(known.secret)).tenant == acme.id
+    with pytest.raises(Exception, match="can't be reached"):
+        await authenticator.authenticate(unknown.secret)
+    now = 166.0
+    with pytest.raises(Exception, match="can't be reached"):
+        await authenticator.authenticate(known.secret)
+    monkeypatch.undo()
+    now = 170.0
+    await authenticator.authenticate(known.secret)
+
+
+async def test_an_admin_acts_for_a_tenant_that_it_names(authenticator: Authenticator) -> None:
+    acme = await authenticator.tenants.create("acme", actor="test")
+    admin = await authenticator.authenticate("an admin key of enough characters")
+    acting = await authenticator.act_for(admin, "acme")
+    assert (acting.tenant, acting.tenant_name, acting.is_admin, acting.sees_all) == (acme.id, "acme", True, False)
+    for name in ("nobody", "ACME", "", "a" * 100, "\0"):
+        with pytest.raises(TenantNotFound):
+            await authenticator.act_for(admin, name)
+
+
+async def test_a_tenants_key_acts_for_its_own_tenant_alone(authenticator: Authenticator) -> None:
+    acme = await authenticator.tenants.create("acme", actor="test")
+    await authenticator.tenants.create("globex", actor="test")
+    key = await authenticator.keys.create(acme.id, name="x", actor="test")
+    caller = await authenticator.authenticate(key.secret)
+    assert await authenticator.act_for(caller, "acme") is caller
+    texts = set()
+    for name in ("globex", "absent"):
+        with pytest.raises(TenantNotFound) as caught:
+            await authenticator.act_for(caller, name)
+        texts.add(str(caught.value))
+    assert len(texts) == 1
+
+
+async def test_a_deleted_tenants_keys_and_name_work_no_more_at_once(authenticator: Authenticator) -> None:
+    acme = await authenticator.tenants.create("acme", actor="test")
+    key = await authenticator.keys.create(acme.id, name="x", actor="test")
+    admin = await authenticator.authenticate("an admin key of enough characters")
+    await authenticator.authenticate(key.secret)
+    await authenticator.act_for(admin, "acme")
+    await authenticator.tenants.delete("acme", actor="test")
+    with pytest.raises(AuthenticationError):
+        await authenticator.authenticate(key.secret)
+    with pytest.raises(TenantNotFound):
+        await authenticator.act_for(admin, "acme")
+
+
+async def test_a_name_used_again_is_another_tenant(authenticator: Authenticator) -> None:
+    first = await authenticator.tenants.create("acme", actor="test")
+    with pytest.raises(AlreadyExists):
+        await authenticator.tenants.create("acme", actor="test")
+    key = await authenticator.keys.create(first.id, name="x", actor="test")
+    await authenticator.tenants.delete("acme", actor="test")
+    second = await authenticator.tenants.create("acme", actor="test", limits=TenantLimits(max_adapters=3))
+    assert second.id != first.id
+    assert (await authenticator.tenants.get("acme")).limits.max_adapters == 3
+    with pytest.raises(AuthenticationError):
+        await authenticator.authenticate(key.secret)
+
+
+async def test_the_default_tenant_stays(authenticator: Authenticator) -> None:
+    with pytest.raises(Conflict):
+        await authenticator.tenants.delete("default", actor="test")
+
+
+async def test_tenants_are_listed_by_name_over_pages(authenticator: Authenticator) -> None:
+    for name in ("b", "a"):
+        await authenticator.tenants.create(name, actor="test")
+    first = await authenticator.tenants.list(limit=2)
+    second = await authenticator.tenants.list(limit=2, cursor=first.next_cursor)
+    assert [tenant.name for tenant in first.items + second.items] == ["a", "b", "default"]
+
+
+@pytest.mark.parametrize("limits", [{"max_adapters": -1}, {"max_stored_bytes": 1 << 62}])
+def test_impossible_limits_are_refused(limits: dict[str, int]) -> None:
+    with pytest.raises(InvalidRequest, match="limits"):
+        TenantLimits(**limits)

@@ -1,0 +1,101 @@
+"""Secrets: random, checked, hashed, shown once."""
+
+from __future__ import annotations
+
+import pytest
+from sqlalchemy import select
+
+from loraserve.db.models import ApiKey
+from loraserve.db.session import Database
+from loraserve.errors import InvalidRequest, KeyNotFound, QuotaExceeded
+from loraserve.limits import LIMITS
+from loraserve.tenancy import keys
+from loraserve.tenancy.auth import Authenticator
+from loraserve.tenancy.keys import hash_secret, is_well_formed, make_secret
+
+
+def test_a_secret_holds_256_bits_and_a_checksum() -> None:
+    secret = make_secret()
+    assert secret.startswith("sk-lora-")
+    assert len(secret) == len("sk-lora-") + 43 + 6
+    assert is_well_formed(secret)
+    assert make_secret(lambda n: b"\xff" * n) != make_secret(lambda n: b"\xfe" + b"\xff" * (n - 1))
+    assert len({make_secret() for _ in range(100)}) == 100
+
+
+def test_any_changed_letter_is_noticed() -> None:
+    secret = make_secret(lambda n: bytes(range(n)))
+    for place in range(len(secret)):
+        other = "A" if secret[place] != "A" else "B"
+        assert not is_well_formed(secret[:place] + other + secret[place + 1 :])
+    for wrong in ("", "sk-lora-", secret[:-1], secret + "0", "é" * 57, secret.replace("sk", "\udc80k")):
+        assert not is_well_formed(wrong)
+
+
+def test_the_hash_needs_the_pepper() -> None:
+    assert hash_secret("a", b"1") != hash_secret("a", b"2")
+
+
+async def test_only_the_hash_is_stored_and_the_repr_is_masked(database: Database, authenticator: Authenticator) -> None:
+    acme = (await authenticator.tenants.create("acme", actor="test")).id
+    made = await authenticator.keys.create(acme, name="ci", actor="test")
+    assert made.secret not in repr(made)
+    async with database.read() as session:
+        row = (await session.scalars(select(ApiKey))).one()
+    stored = repr({column.name: getattr(row, column.name) for column in ApiKey.__table__.columns})
+    assert made.secret[:12] in stored
+    assert made.secret[:13] not in stored
+
+
+async def test_a_tenants_keys_are_listed_with_the_revoked_and_without_anothers(authenticator: Authenticator) -> None:
+    acme = (await authenticator.tenants.create("acme", actor="test")).id
+    globex = (await authenticator.tenants.create("globex", actor="test")).id
+    made = [
+        await authenticator.keys.create(acme, name=f"key {n}", actor="test", scopes=["inference"]) for n in range(3)
+    ]
+    await authenticator.keys.revoke(acme, made[1].record.id, actor="test")
+    first = await authenticator.keys.list(acme, limit=2)
+    second = await authenticator.keys.list(acme, limit=2, cursor=first.next_cursor)
+    found = {record.id: record for record in first.items + second.items}
+    assert set(found) == {key.record.id for key in made}
+    assert [found[key.record.id].revoked_at is not None for key in made] == [False, True, False]
+    assert (await authenticator.keys.list(globex)).items == ()
+
+
+async def test_another_tenants_key_cannot_be_revoked_and_reads_as_absent(authenticator: Authenticator) -> None:
+    acme = (await authenticator.tenants.create("acme", actor="test")).id
+    globex = (await authenticator.tenants.create("globex", actor="test")).id
+    made = await authenticator.keys.create(acme, name="ci", actor="test")
+    texts = set()
+    for key_id in (made.record.id, "01J00000000000000000000000", "no\0thing", ""):
+        with pytest.raises(KeyNotFound) as caught:
+            await authenticator.keys.revoke(globex, key_id, actor="test")
+        texts.add(str(caught.value))
+    assert len(texts) == 1
+    await authenticator.authenticate(made.secret)
+
+
+async def test_scopes_that_a_tenant_cannot_have_are_refused(authenticator: Authenticator) -> None:
+    acme = (await authenticator.tenants.create("acme", actor="test")).id
+    for scopes in (["admin"], [], ["inference", "nonsense"]):
+        with pytest.raises(InvalidRequest) as caught:
+            await authenticator.keys.create(acme, name="x", actor="test", scopes=scopes)
+        assert caught.value.param == "scopes"
+    for name in ("", "a\nb", "x" * 129):
+        with pytest.raises(InvalidRequest):
+            await authenticator.keys.create(acme, name=name, actor="test")
+
+
+async def test_a_tenant_has_a_bounded_number_of_working_keys(
+    authenticator: Authenticator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dataclasses import replace
+
+    monkeypatch.setattr(keys, "LIMITS", replace(LIMITS, max_keys_per_tenant=2))
+    acme = (await authenticator.tenants.create("acme", actor="test")).id
+    first = await authenticator.keys.create(acme, name="1", actor="test")
+    await authenticator.keys.create(acme, name="2", actor="test")
+    with pytest.raises(QuotaExceeded):
+        await authenticator.keys.create(acme, name="3", actor="test")
+    await authenticator.keys.revoke(acme, first.record.id, actor="test")
+    await authenticator.keys.create(acme, name="3", actor="test")
