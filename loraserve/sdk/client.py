@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +16,15 @@ from loraserve.sdk.completions import AsyncCompletions, Completions
 from loraserve.sdk.config import DEFAULT_TIMEOUT_S, ClientConfig
 from loraserve.sdk.keys import AsyncKeys, Keys
 from loraserve.sdk.models import AsyncModels, Models
-from loraserve.sdk.resources import Base, Limits, Residency
+from loraserve.sdk.paging import all_rows, all_rows_async
+from loraserve.sdk.resources import AdapterResidency, Base, Limits
 from loraserve.sdk.tenants import AsyncTenants, Tenants
 from loraserve.sdk.transport import AsyncTransport, Transport
 
 if TYPE_CHECKING:
     import openai
 
-_RESIDENCY: Call[Residency] = Call("GET", "/api/v1/residency", read_into(Residency))
+_RESIDENCY = "/api/v1/residency"
 _BASE: Call[Base] = Call("GET", "/api/v1/base", read_into(Base))
 _LIMITS: Call[Limits] = Call("GET", "/api/v1/limits", read_into(Limits))
 _METRICS: Call[str] = Call("GET", "/metrics", lambda _answer, body: body.decode("utf-8", "replace"))
@@ -67,9 +69,9 @@ class Client:
         """The server's root."""
         return self._config.url
 
-    def residency(self) -> Residency:
-        """Where each adapter's weights are now: device, host or disk."""
-        return self._transport.send(_RESIDENCY)
+    def residency(self) -> Iterator[AdapterResidency]:
+        """Where each version's weights are now: device, host or disk. Pages are asked for as they're needed."""
+        return all_rows(self._transport, _RESIDENCY, AdapterResidency)
 
     def base(self) -> Base:
         """The resident base model."""
@@ -133,9 +135,9 @@ class AsyncClient:
         """The server's root."""
         return self._config.url
 
-    async def residency(self) -> Residency:
+    def residency(self) -> AsyncIterator[AdapterResidency]:
         """As `Client.residency`."""
-        return await self._transport.send(_RESIDENCY)
+        return all_rows_async(self._transport, _RESIDENCY, AdapterResidency)
 
     async def base(self) -> Base:
         """As `Client.base`."""

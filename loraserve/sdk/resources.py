@@ -102,10 +102,6 @@ class AdapterResidency(Result):
     last_used_s: float | None = None
 
 
-class Residency(Result):
-    data: list[AdapterResidency]
-
-
 class Base(Result):
     """The resident base model."""
 

@@ -175,7 +175,7 @@ def error_from_failure(failure: httpx2.TransportError, url: str) -> errors.Clien
     if isinstance(failure, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.ProxyError):
         return errors.ConnectionFailed(
             f"No server answers at {url} ({reason}).",
-            hint="Start one with: loraserve demo, or: loraserve serve --model DIR. Or point LORASERVE_URL at one that runs.",
+            hint="Start one (loraserve serve), or point LORASERVE_URL at one that runs.",
         )
     if isinstance(failure, httpx2.TimeoutException):
         return errors.ClientTimeout(

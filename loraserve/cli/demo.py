@@ -1,0 +1,64 @@
+"""``loraserve demo``: the bundled base and its adapters, shown; and their training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from loraserve.cli.options import FormatOption, reporting
+from loraserve.cli.output import Format
+from loraserve.errors import ConfigError
+
+app = typer.Typer(help="The bundled base and adapters, served and shown.", invoke_without_command=True)
+
+
+@app.callback()
+def demo(
+    context: typer.Context,
+    once: Annotated[
+        bool, typer.Option("--once", help="A scripted tour: exit 0 only if every answer is right.")
+    ] = False,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="The port to listen at; 0: any free one.")] = None,
+) -> None:
+    """Serve the bundled base, push its seven adapters, and show one prompt answered by all of them."""
+    if context.invoked_subcommand is not None:
+        return
+    with reporting(Format.HUMAN):
+        from loraserve.demo.tour import run_tour
+
+        code = run_tour(once=once, port=port)
+    raise typer.Exit(code)
+
+
+@app.command()
+def train(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Where to write the pack; one that is there is replaced.")
+    ],
+    seed: Annotated[
+        int | None, typer.Option(help="The same seed gives the same pack (default: the shipped one's)")
+    ] = None,
+    format: FormatOption = None,
+) -> None:
+    """Train the bundled base and adapters again, in some minutes on one core. Exit 0 only if every adapter is good enough to ship."""
+    with reporting(format) as output:
+        try:
+            from loraserve.demo.trainer import DEFAULT_SEED
+            from loraserve.demo.trainer import train as train_pack
+        except ImportError as error:
+            raise ConfigError(
+                f"The trainer needs {error.name}, which isn't installed.",
+                hint='Install it: pip install "loraserve[demo-train]"',
+            ) from error
+
+        with output.stages() as progress:
+            card = train_pack(directory, DEFAULT_SEED if seed is None else seed, progress)
+        output.records(
+            [{"style": score.style, "exact": score.exact, "exact_int8": score.exact_int8} for score in card.scores],
+            name="style",
+        )
+        output.note(f"The pack and its card are in {directory}.")
+    if not all(score.is_good for score in card.scores):
+        raise typer.Exit(1)

@@ -1,0 +1,61 @@
+"""``loraserve key``: a tenant's API keys. Takes an admin key."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from loraserve.cli.options import FormatOption, TenantOption, UrlOption, connected
+from loraserve.cli.output import Column
+
+app = typer.Typer(help="A tenant's API keys (takes an admin key).", no_args_is_help=True)
+
+COLUMNS = (
+    Column("ID", "id"),
+    Column("NAME", "name"),
+    Column("SCOPES", "scopes"),
+    Column("STARTS WITH", "prefix"),
+    Column("CREATED", "created_at"),
+    Column("EXPIRES", "expires_at"),
+    Column("REVOKED", "revoked_at"),
+)
+NEW_COLUMNS = (Column("id", "id"), Column("name", "name"), Column("scopes", "scopes"), Column("key", "key"))
+
+
+@app.command()
+def create(
+    tenant: TenantOption,
+    name: Annotated[str, typer.Option(help="For people, to tell keys apart.")] = "cli",
+    scope: Annotated[
+        list[str] | None,
+        typer.Option(help="inference, adapters:read or adapters:write; may be repeated (default: all)"),
+    ] = None,
+    url: UrlOption = None,
+    format: FormatOption = None,
+) -> None:
+    """A new key. Its secret is shown this once; with --format quiet it's all that is printed."""
+    with connected(format, url) as (output, client):
+        output.one(client.keys.create(tenant, name=name, scopes=scope or None), NEW_COLUMNS, name="key")
+        output.note("The key is shown this once. Use it: export LORASERVE_API_KEY=…")
+
+
+@app.command("list")
+def list_(tenant: TenantOption, url: UrlOption = None, format: FormatOption = None) -> None:
+    """The tenant's keys, without their secrets; the revoked too."""
+    with connected(format, url) as (output, client):
+        empty = f"No keys yet. Make one: loraserve key create --tenant {tenant}"
+        output.rows(client.keys.list(tenant), COLUMNS, name="id", empty=empty)
+
+
+@app.command()
+def revoke(
+    key_id: Annotated[str, typer.Argument(metavar="ID", help="The key's id, as `key list` shows it.")],
+    tenant: TenantOption,
+    url: UrlOption = None,
+    format: FormatOption = None,
+) -> None:
+    """The key works no more."""
+    with connected(format, url) as (output, client):
+        client.keys.revoke(tenant, key_id)
+        output.note(f"Revoked {key_id}.")

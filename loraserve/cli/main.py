@@ -1,0 +1,59 @@
+"""``loraserve``: puts the nouns together."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from loraserve.cli import adapter, db, demo, key, ps, run, serve, tenant
+from loraserve.cli.options import FormatOption, choose_format
+from loraserve.cli.output import Output
+
+app = typer.Typer(
+    name="loraserve",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        from loraserve import __version__
+
+        Output.plain(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    format: FormatOption = None,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Thousands of LoRA adapters on one resident base model.
+
+    Data goes to stdout, words to stderr. LORASERVE_URL and LORASERVE_API_KEY say which server and who.
+    """
+    choose_format(format)
+
+
+app.command("serve")(serve.serve)
+app.add_typer(demo.app, name="demo")
+app.add_typer(adapter.app, name="adapter")
+app.add_typer(tenant.app, name="tenant")
+app.add_typer(key.app, name="key")
+app.command("ps")(ps.ps)
+app.command("run")(run.run)
+app.add_typer(db.app, name="db")
+
+
+def main() -> None:
+    """Run the command line and exit: 0 fine, 1 failed, 2 wrong usage or configuration, 130 interrupted."""
+    app(prog_name="loraserve")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""The only place that prints. Data goes to stdout, words to stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, TextIO
+
+from loraserve import errors
+from loraserve.cli.next_steps import next_step
+
+if TYPE_CHECKING:
+    from loraserve.sdk import Progress
+    from loraserve.sdk.call import Result
+
+# A terminal obeys these; a model's text or another's name shouldn't command it.
+_CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}")
+
+
+class Format(StrEnum):
+    HUMAN = "human"
+    JSON = "json"
+    QUIET = "quiet"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of a table: its title, and the attribute that it shows or a function of the row."""
+
+    title: str
+    value: str | Callable[[Any], object]
+
+    def of(self, row: object) -> str:
+        return _shown(getattr(row, self.value) if isinstance(self.value, str) else self.value(row))
+
+
+class Output:
+    """Says things in one of the three formats: tables for people, JSON for programs, bare names for shell variables."""
+
+    def __init__(self, format: Format) -> None:
+        self.format = format
+
+    def rows(self, rows: Iterable[Result], columns: Iterable[Column], *, name: str, empty: str) -> None:
+        """A list: a table, a JSON array, or one `name` (an attribute) per line. `empty` is said when there is none."""
+        match self.format:
+            case Format.JSON:
+                self.json([row.model_dump(mode="json") for row in rows])
+            case Format.QUIET:
+                for row in rows:
+                    _print(_shown(getattr(row, name)))
+            case Format.HUMAN:
+                shown, columns = list(rows), list(columns)
+                if shown:
+                    _table(
+                        [column.title for column in columns], [[column.of(row) for column in columns] for row in shown]
+                    )
+                else:
+                    self.note(empty)
+
+    def one(self, row: Result, columns: Iterable[Column], *, name: str) -> None:
+        """One thing: title and value per line, a JSON object, or its `name` (an attribute)."""
+        match self.format:
+            case Format.JSON:
+                self.json(row.model_dump(mode="json"))
+            case Format.QUIET:
+                _print(_shown(getattr(row, name)))
+            case Format.HUMAN:
+                _pairs([(column.title, column.of(row)) for column in columns])
+
+    def records(self, records: list[dict[str, object]], *, name: str) -> None:
+        """A list of plain records with the same keys: a table, a JSON array, or one `name` (a key) per line."""
+        match self.format:
+            case Format.JSON:
+                self.json(records)
+            case Format.QUIET:
+                for record in records:
+                    _print(_shown(record[name]))
+            case Format.HUMAN:
+                _table(
+                    [key.upper() for key in records[0]],
+                    [[_shown(value) for value in record.values()] for record in records],
+                )
+
+    def pairs(self, pairs: Mapping[str, object]) -> None:
+        """For people: title and value per line."""
+        _pairs([(title, _shown(value)) for title, value in pairs.items()])
+
+    def json(self, value: object, *, is_line: bool = False) -> None:
+        """JSON on stdout; with `is_line` on one line, for things that come one after another."""
+        _print(json.dumps(value, ensure_ascii=False, indent=None if is_line else 2))
+
+    def line(self, text: str) -> None:
+        """A line of data."""
+        _print(_safe(text, sys.stdout))
+
+    def text(self, text: str) -> None:
+        """Data without a line's end, shown at once: a streamed token."""
+        sys.stdout.write(_safe(text, sys.stdout))
+        sys.stdout.flush()
+
+    def note(self, text: str) -> None:
+        """Words for people; not when quiet."""
+        if self.format is not Format.QUIET:
+            _print(_safe(text, sys.stderr), file=sys.stderr)
+
+    def fail(self, error: errors.LoraserveError) -> None:
+        """What was found, what was expected and what to do next: words, or one JSON object, on stderr."""
+        problems = list(error.problems) if isinstance(error, errors.AdapterRejected) else []
+        step = next_step(error)
+        if self.format is Format.JSON:
+            body = {
+                "code": error.code,
+                "message": error.message,
+                "hint": error.hint,
+                "problems": problems,
+                "status_code": error.status_code,
+                "request_id": error.request_id,
+                "next": step,
+            }
+            _print(json.dumps({"error": body}, ensure_ascii=False), file=sys.stderr)
+            return
+        lines = [f"error: {error.message}"]
+        if problems != [error.message]:
+            lines += [f"  - {problem}" for problem in problems if problem not in error.message]
+        if error.hint:
+            lines.append(f"  {error.hint}")
+        if step and step not in str(error):
+            lines.append(f"next: {step}")
+        if error.request_id:
+            lines.append(f"request: {error.request_id}")
+        _print(_safe("\n".join(lines), sys.stderr), file=sys.stderr)
+
+    @contextmanager
+    def progress(self, title: str) -> Iterator[Callable[[Progress], None] | None]:
+        """A bar on stderr while the block runs; nothing (None) where no person looks at stderr."""
+        if self.format is not Format.HUMAN or not sys.stderr.isatty():
+            yield None
+            return
+        from rich import progress as bars
+        from rich.console import Console
+
+        parts = (
+            bars.TextColumn("{task.description}"),
+            bars.BarColumn(),
+            bars.DownloadColumn(),
+            bars.TransferSpeedColumn(),
+        )
+        with bars.Progress(*parts, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(title, total=None)
+            yield lambda progress: bar.update(task, completed=progress.sent_bytes, total=progress.total_bytes)
+
+    @contextmanager
+    def stages(self) -> Iterator[Callable[[str, int, int], None]]:
+        """A function to tell (stage, steps done, steps in all): a bar per stage on a terminal, else a line as each is done."""
+        if self.format is not Format.HUMAN or not sys.stderr.isatty():
+            yield lambda stage, done, total: self.note(f"{stage}: done") if done == total else None
+            return
+        from rich import progress as bars
+        from rich.console import Console
+
+        with bars.Progress(console=Console(stderr=True)) as bar:
+            tasks: dict[str, bars.TaskID] = {}
+
+            def tell(stage: str, done: int, total: int) -> None:
+                if stage not in tasks:
+                    tasks[stage] = bar.add_task(stage)
+                bar.update(tasks[stage], completed=done, total=total)
+
+            yield tell
+
+    @contextmanager
+    def screen(self) -> Iterator[Callable[[], None]]:
+        """A function to call before each redraw of something that is watched: it clears a terminal, and leaves a pipe alone."""
+
+        def clear() -> None:
+            if self.format is Format.HUMAN and sys.stdout.isatty():
+                sys.stdout.write("\x1b[H\x1b[2J")
+
+        yield clear
+
+    @staticmethod
+    def plain(text: str) -> None:
+        """A line of data, whatever the format."""
+        _print(text)
+
+
+def _shown(value: object) -> str:
+    """A cell's text: a dash for nothing, local time, lists with commas."""
+    match value:
+        case None | "" | [] | {}:
+            return "-"
+        case bool():
+            return "yes" if value else "no"
+        case datetime():
+            return value.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+        case list() | tuple():
+            return ", ".join(str(item) for item in value)
+        case dict():
+            return ", ".join(f"{key}={item}" for key, item in value.items())
+        case _:
+            return str(value)
+
+
+def size(num_bytes: int) -> str:
+    """Bytes for people: ``1.5 MiB``."""
+    value, unit = float(num_bytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{num_bytes} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def _safe(text: str, file: TextIO) -> str:
+    return text.translate(_CONTROLS) if file.isatty() else text
+
+
+def _print(text: str, *, file: TextIO | None = None) -> None:
+    print(text, file=file or sys.stdout)
+
+
+def _pairs(pairs: list[tuple[str, str]]) -> None:
+    width = max(len(title) for title, _ in pairs)
+    for title, value in pairs:
+        _print(_safe(f"{title:<{width}}  {value}", sys.stdout))
+
+
+def _table(titles: list[str], rows: list[list[str]]) -> None:
+    """Aligned columns. A terminal gets them as wide as it is, a pipe as wide as they are."""
+    if not sys.stdout.isatty():
+        widths = [max(len(cell) for cell in cells) for cells in zip(titles, *rows, strict=True)]
+        for row in (titles, *rows):
+            _print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in titles:
+        table.add_column(title, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(_safe(cell, sys.stdout)) for cell in row))
+    Console().print(table)

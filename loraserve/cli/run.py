@@ -1,0 +1,100 @@
+"""``loraserve run``: ask a model something, and see the answer as it comes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from loraserve.cli.options import ActForOption, FormatOption, UrlOption, connected
+from loraserve.cli.output import Format
+
+if TYPE_CHECKING:
+    from loraserve.sdk import Client
+    from loraserve.sdk.fields import SamplingFields
+    from loraserve.sdk.types import ChatCompletion, Completion
+
+DEFAULT_MAX_TOKENS = 128
+
+
+def run(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="NAME, NAME@ALIAS, NAME@VERSION, or the base's id.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The prompt; - reads it from stdin.")],
+    is_chat: Annotated[
+        bool, typer.Option("--chat/--raw", help="Put the prompt into the model's chat template, or send it as it is.")
+    ] = True,
+    system: Annotated[str | None, typer.Option(help="A system message before the prompt.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens to generate.")] = DEFAULT_MAX_TOKENS,
+    temperature: Annotated[float, typer.Option(min=0, help="0: the likeliest token each time.")] = 0.0,
+    top_p: Annotated[float | None, typer.Option(min=0, max=1)] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
+    url: UrlOption = None,
+    tenant: ActForOption = None,
+    format: FormatOption = None,
+) -> None:
+    """Send a prompt and print the answer as it comes; with --format json, the whole answer at the end."""
+    if system is not None and not is_chat:
+        raise typer.BadParameter("--system needs a chat template: leave out --raw.")
+    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+    fields = _fields(max_tokens, temperature, top_p, seed, stop)
+    with connected(format, url, tenant) as (output, client):
+        if output.format is Format.JSON:
+            whole = _ask_chat(client, model, text, system, fields) if is_chat else _ask_raw(client, model, text, fields)
+            output.json(whole.model_dump(mode="json"))
+            return
+        pieces = (
+            _stream_chat(client, model, text, system, fields) if is_chat else _stream_raw(client, model, text, fields)
+        )
+        has_text = False
+        try:
+            for piece in pieces:
+                output.text(piece)
+                has_text = has_text or bool(piece)
+        finally:
+            # What comes next, an error too, begins on a line of its own.
+            if has_text:
+                output.text("\n")
+
+
+def _fields(
+    max_tokens: int, temperature: float, top_p: float | None, seed: int | None, stop: list[str] | None
+) -> SamplingFields:
+    fields: SamplingFields = {"max_tokens": max_tokens, "temperature": temperature}
+    if top_p is not None:
+        fields["top_p"] = top_p
+    if seed is not None:
+        fields["seed"] = seed
+    if stop:
+        fields["stop"] = stop
+    return fields
+
+
+def _messages(prompt: str, system: str | None) -> list[dict[str, str]]:
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return [*first, {"role": "user", "content": prompt}]
+
+
+def _ask_chat(client: Client, model: str, prompt: str, system: str | None, fields: SamplingFields) -> ChatCompletion:
+    return client.chat.completions.create(model=model, messages=_messages(prompt, system), **fields)
+
+
+def _ask_raw(client: Client, model: str, prompt: str, fields: SamplingFields) -> Completion:
+    return client.completions.create(model=model, prompt=prompt, **fields)
+
+
+def _stream_chat(client: Client, model: str, prompt: str, system: str | None, fields: SamplingFields) -> Iterator[str]:
+    messages = _messages(prompt, system)
+    with client.chat.completions.create(model=model, messages=messages, stream=True, **fields) as stream:
+        for chunk in stream:
+            for choice in chunk.choices:
+                yield choice.delta.content or ""
+
+
+def _stream_raw(client: Client, model: str, prompt: str, fields: SamplingFields) -> Iterator[str]:
+    with client.completions.create(model=model, prompt=prompt, stream=True, **fields) as stream:
+        for chunk in stream:
+            for choice in chunk.choices:
+                yield choice.text
