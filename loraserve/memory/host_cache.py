@@ -1,0 +1,125 @@
+"""Packed adapters in host memory, within a budget of bytes: what was evicted from the device, or waits to go there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cachetools import LRUCache
+
+from loraserve.types import Digest
+from loraserve_kernels.layout import PackedAdapter
+
+
+@dataclass(frozen=True, slots=True)
+class HostEntry:
+    packed: PackedAdapter
+    last_used_s: float
+    """The clock at its last use, carried over from the device."""
+
+
+class _Evictable(LRUCache[Digest, HostEntry]):
+    """cachetools' LRU by bytes, counting what it evicts."""
+
+    num_evictions = 0
+
+    def popitem(self) -> tuple[Digest, HostEntry]:
+        self.num_evictions += 1
+        return super().popitem()
+
+
+class HostCache:
+    """Adapters by digest: the least recently used goes first, what is held never.
+
+    Invariants (`check`):
+        num_bytes == bytes of the evictable + bytes of the held <= budget_bytes; no digest is in both.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self._evictable = _Evictable(maxsize=budget_bytes, getsizeof=_size)
+        self._held: dict[Digest, HostEntry] = {}
+        self._held_bytes = 0
+
+    def __contains__(self, digest: object) -> bool:
+        return digest in self._held or digest in self._evictable
+
+    def __len__(self) -> int:
+        return len(self._held) + len(self._evictable)
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self._evictable.currsize) + self._held_bytes
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    @property
+    def num_evictions(self) -> int:
+        return self._evictable.num_evictions
+
+    def can_put(self, num_bytes: int) -> bool:
+        """Whether that many bytes fit once everything that isn't held has been evicted."""
+        return self._held_bytes + num_bytes <= self.budget_bytes
+
+    def put(self, digest: Digest, packed: PackedAdapter, last_used_s: float, *, hold: bool = False) -> bool:
+        """The adapter is in the cache, held if asked; the least recently used were evicted to make room.
+
+        False, and nothing has changed, if it can't fit beside what is held.
+        """
+        if not self.can_put(packed.num_bytes):
+            return False
+        self.take(digest)
+        while self.num_bytes + packed.num_bytes > self.budget_bytes:
+            self._evictable.popitem()
+        entry = HostEntry(packed, last_used_s)
+        if hold:
+            self._held[digest] = entry
+            self._held_bytes += packed.num_bytes
+        else:
+            self._evictable[digest] = entry
+        return True
+
+    def take(self, digest: Digest) -> HostEntry | None:
+        """The adapter, which is no longer in the cache; None if it wasn't."""
+        entry = self._held.pop(digest, None)
+        if entry is not None:
+            self._held_bytes -= entry.packed.num_bytes
+            return entry
+        taken: HostEntry | None = self._evictable.pop(digest, None)
+        return taken
+
+    def hold(self, digest: Digest) -> None:
+        """If the adapter is in the cache, it isn't evicted until `unhold`."""
+        entry: HostEntry | None = self._evictable.pop(digest, None)
+        if entry is not None:
+            self._held[digest] = entry
+            self._held_bytes += entry.packed.num_bytes
+
+    def unhold(self, digest: Digest) -> None:
+        """If the adapter is in the cache, it may be evicted; it counts as the most recently used."""
+        entry = self._held.pop(digest, None)
+        if entry is not None:
+            self._held_bytes -= entry.packed.num_bytes
+            self._evictable[digest] = entry
+
+    def items(self) -> Iterator[tuple[Digest, HostEntry]]:
+        yield from self._held.items()
+        yield from self._evictable.items()
+
+    def check(self) -> list[str]:
+        """Every broken invariant, in words; empty when all hold."""
+        problems: list[str] = []
+        total = sum(entry.packed.num_bytes for _, entry in self.items())
+        if total != self.num_bytes:
+            problems.append(f"host cache: adapters of {total} bytes are counted as {self.num_bytes}")
+        if self.num_bytes > self.budget_bytes:
+            problems.append(f"host cache: {self.num_bytes} bytes are over the budget of {self.budget_bytes}")
+        if self._held.keys() & set(self._evictable):
+            problems.append("host cache: an adapter is held and evictable")
+        return problems
+
+
+def _size(entry: HostEntry) -> int:
+    return entry.packed.num_bytes

@@ -1,0 +1,406 @@
+"""Brings adapters from disk to host memory to the device, and says where each is. The step's thread asks; workers do the work.
+
+Reading, verifying, compiling and packing run on worker threads. Everything else here runs on the step's thread, costs microseconds, and
+needs no lock: a worker gets an `AdapterRef` and hands back a result through a queue, nothing more.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import StrEnum
+from queue import Empty, SimpleQueue
+
+import torch
+from cachetools import LRUCache
+
+from adapters_store import BlobStore
+from loraserve.errors import AdapterUnavailable, LoraserveError
+from loraserve.memory.adapter_pool import AdapterPool, Pin
+from loraserve.memory.host_cache import HostCache
+from loraserve.memory.load import load_adapter
+from loraserve.types import AdapterRef, AdapterResidency, BaseSpec, Digest, Tier
+from loraserve_kernels.layout import PackedAdapter
+
+logger = logging.getLogger("loraserve.memory")
+
+INTEREST_S = 5.0
+"""A waiting adapter that nobody has asked for in this time leaves the line."""
+PATIENCE_S = 1.0
+"""While the first in line has waited less than this for space, later ones that fit may pass it; then room is made for it."""
+RETRY_S = 1.0
+MAX_RETRY_S = 60.0
+"""A failed load isn't tried again for this long; doubled with every failure in a row, up to the second."""
+
+_MAX_REMEMBERED = 65_536
+
+
+class Residency(StrEnum):
+    """What `Pager.request` answers."""
+
+    RESIDENT = "resident"
+    LOADING = "loading"
+    WAITING_FOR_SPACE = "waiting_for_space"
+    """Loaded, or known in size; everything on the device is in use."""
+    FAILED = "failed"
+    """`Pager.error` says why."""
+
+
+@dataclass(slots=True)
+class _Wait:
+    ref: AdapterRef
+    since_s: float
+    asked_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    error: LoraserveError
+    retry_at_s: float
+    num_failures: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    ref: AdapterRef
+    outcome: PackedAdapter | LoraserveError
+    elapsed_s: float
+
+
+class Pager:
+    """Owns residency: which adapter is in which tier, who waits, who is pinned.
+
+    An adapter is in one tier at a time. On a CPU the device is host memory: moving between the tiers moves no bytes, and the two budgets
+    add up. Loaded adapters that wait for the device are held in the host cache; where that has no room they are dropped and read again
+    when their turn comes. At most `num_threads` adapters are in memory beside the two budgets, those that workers are making.
+
+    Invariants (`check`):
+        No adapter is in both tiers; what the host holds is in the line; at most `num_threads` loads are in flight.
+    """
+
+    def __init__(
+        self,
+        store: BlobStore,
+        base: BaseSpec,
+        pool: AdapterPool,
+        host_cache: HostCache,
+        num_threads: int,
+        *,
+        dtype: torch.dtype | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            store: where the blobs are; it stays the caller's to close.
+            num_threads: worker threads, and loads in flight.
+            dtype: what adapters are packed in; None: each as it is stored.
+            clock: monotonic seconds.
+        """
+        self._store = store
+        self._base = base
+        self._pool = pool
+        self._host = host_cache
+        self._num_threads = num_threads
+        self._dtype = dtype
+        self._clock = clock
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="adapter-loader")
+        self._results: SimpleQueue[_Loaded] = SimpleQueue()
+        # in the order they came: the line for the device
+        self._waiting: OrderedDict[Digest, _Wait] = OrderedDict()
+        self._loading: set[Digest] = set()
+        self._failures: LRUCache[Digest, _Failure] = LRUCache(_MAX_REMEMBERED)
+        # packed bytes of everything ever loaded: says whether a load has a chance of a place
+        self._sizes: LRUCache[Digest, int] = LRUCache(_MAX_REMEMBERED)
+        self._operator_pins: set[Digest] = set()
+        # residents that take no new requests, so that the first in line gets their place
+        self._draining: set[Digest] = set()
+        # somebody has waited long enough: nobody passes
+        self._is_line_closed = False
+        # admitted since the last poll: their requests get one chance to pin them
+        self._fresh: set[Digest] = set()
+        self._num_loads = 0
+        self._num_load_failures = 0
+        self._load_s = 0.0
+
+    @property
+    def num_loading(self) -> int:
+        """Loads in flight."""
+        return len(self._loading)
+
+    def request(self, ref: AdapterRef) -> Residency:
+        """Ask for an adapter on the device; starts whatever is needed. Never blocks; ask again whenever you like.
+
+        RESIDENT holds until the next `poll`: pin at once. Whoever still waits asks again within `INTEREST_S`, or else the adapter leaves
+        the line (and `poll` says so).
+        """
+        digest, now = ref.digest, self._clock()
+        if digest in self._pool and digest not in self._draining:
+            self._waiting.pop(digest, None)
+            self._pool.touch(digest, now)
+            return Residency.RESIDENT
+        failure = self._failures.get(digest)
+        if failure is not None and now < failure.retry_at_s:
+            return Residency.FAILED
+        wait = self._waiting.get(digest)
+        if wait is None:
+            wait = self._waiting[digest] = _Wait(ref, now, now)
+            self._host.hold(digest)
+            # a hit in the host cache costs no step, unless it would pass somebody who has waited long enough
+            if digest in self._host and not self._is_line_closed and self._place(digest, {}, now):
+                return Residency.RESIDENT
+            self._start_load(wait)
+        wait.asked_s = now
+        size = self._sizes.get(digest)
+        if size is None or digest in self._loading or self._pool.can_admit(size, self._fresh):
+            return Residency.LOADING
+        return Residency.WAITING_FOR_SPACE
+
+    def poll(self) -> list[Digest]:
+        """Take finished loads in, give the line what place there is; returns the digests that became resident, failed or left the line.
+
+        Called by the step's thread once a step. Costs no more than a look at each waiting adapter.
+        """
+        now = self._clock()
+        self._fresh.clear()
+        changed: list[Digest] = []
+        landed = self._take_results(now, changed)
+        for digest, wait in list(self._waiting.items()):
+            if now - wait.asked_s > INTEREST_S and digest not in self._operator_pins:
+                self._leave_line(digest)
+                changed.append(digest)
+        changed += self._serve_line(landed, now)
+        for digest, packed in landed.items():
+            self._host.put(digest, packed, now, hold=digest in self._waiting)
+        if len(self._loading) < self._num_threads:
+            for wait in self._waiting.values():
+                self._start_load(wait)
+        return changed
+
+    def pin(self, digest: Digest) -> Pin:
+        """A pin on an adapter that `request` has just called RESIDENT.
+
+        Raises:
+            InvariantViolation: it isn't resident.
+        """
+        return self._pool.pin(digest, self._clock())
+
+    def packed(self, digest: Digest) -> PackedAdapter:
+        """The weights of a resident adapter.
+
+        Raises:
+            InvariantViolation: it isn't resident.
+        """
+        return self._pool.packed(digest)
+
+    def error(self, digest: Digest) -> LoraserveError | None:
+        """Why the adapter's last load failed: `AdapterCorrupt`, `AdapterTooLarge` or `AdapterUnavailable`. None if it didn't."""
+        failure = self._failures.get(digest)
+        return failure.error if failure is not None else None
+
+    def set_operator_pin(self, ref: AdapterRef, is_pinned: bool) -> None:
+        """The adapter is brought to the device and never evicted from it, or may be evicted again."""
+        digest = ref.digest
+        self._pool.set_operator_pin(digest, is_pinned)
+        if is_pinned:
+            self._operator_pins.add(digest)
+            self._draining.discard(digest)
+            self.request(ref)
+        else:
+            self._operator_pins.discard(digest)
+
+    def residency(self) -> list[AdapterResidency]:
+        """Where each adapter is that is in memory or on its way."""
+        now = self._clock()
+        rows = [
+            self._row(digest, Tier.DEVICE, now - r.last_used_s, device_bytes=r.packed.num_bytes, num_pins=r.num_pins)
+            for digest, r in self._pool.items()
+        ]
+        rows += [
+            self._row(digest, Tier.HOST, now - entry.last_used_s, host_bytes=entry.packed.num_bytes)
+            for digest, entry in self._host.items()
+        ]
+        for digest, wait in self._waiting.items():
+            if digest not in self._pool and digest not in self._host:
+                tier = Tier.LOADING if digest in self._loading else Tier.DISK
+                rows.append(self._row(digest, tier, now - wait.asked_s))
+        return rows
+
+    def stats(self) -> dict[str, int | float]:
+        """The adapters' part of EngineStats, by its names."""
+        return {
+            "device_adapters": len(self._pool),
+            "device_adapter_bytes": self._pool.num_bytes,
+            "device_adapter_budget_bytes": self._pool.budget_bytes,
+            "host_adapters": len(self._host),
+            "host_adapter_bytes": self._host.num_bytes,
+            "host_adapter_budget_bytes": self._host.budget_bytes,
+            "num_pins": self._pool.num_pins,
+            "adapter_loads": self._num_loads,
+            "adapter_load_failures": self._num_load_failures,
+            "adapter_load_s": self._load_s,
+            "device_evictions": self._pool.num_evictions,
+            "host_evictions": self._host.num_evictions,
+        }
+
+    def check(self) -> list[str]:
+        """Every broken invariant, in words; empty when all hold."""
+        problems = [*self._pool.check(), *self._host.check()]
+        in_host = {digest for digest, _ in self._host.items()}
+        if any(digest in self._pool for digest in in_host):
+            problems.append("pager: an adapter is on the device and in the host cache")
+        num_waiting_in_host = sum(digest in in_host for digest in self._waiting)
+        if num_waiting_in_host != self._host.num_held:
+            problems.append(f"pager: {self._host.num_held} adapters are held for {num_waiting_in_host} that wait")
+        if len(self._loading) > self._num_threads:
+            problems.append(f"pager: {len(self._loading)} loads are in flight on {self._num_threads} threads")
+        if any(digest in self._pool and digest not in self._draining for digest in self._waiting):
+            problems.append("pager: an adapter waits that is on the device")
+        if any(digest not in self._pool for digest in self._draining):
+            problems.append("pager: an adapter that isn't on the device is drained from it")
+        return problems
+
+    def close(self) -> None:
+        """Loads in flight have ended, their results dropped; the worker threads are gone."""
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def _start_load(self, wait: _Wait) -> None:
+        digest = wait.ref.digest
+        if digest in self._loading or digest in self._pool or digest in self._host:
+            return
+        if len(self._loading) >= self._num_threads:
+            return
+        size = self._sizes.get(digest)
+        # Of known size and without a place: it would only be dropped again.
+        if size is not None and not self._pool.can_admit(size, self._fresh) and not self._host.can_put(size):
+            return
+        self._loading.add(digest)
+        self._executor.submit(self._load, wait.ref)
+
+    def _load(self, ref: AdapterRef) -> None:
+        """On a worker thread."""
+        started = time.perf_counter()
+        outcome: PackedAdapter | LoraserveError
+        try:
+            outcome = load_adapter(self._store, ref, self._base, self._dtype, self._pool.budget_bytes)
+        except LoraserveError as error:
+            outcome = error
+        except Exception as error:
+            logger.exception("loading adapter %s failed", ref.digest)
+            outcome = AdapterUnavailable(f"The adapter can't be loaded: {type(error).__name__}.")
+        self._results.put(_Loaded(ref, outcome, time.perf_counter() - started))
+
+    def _take_results(self, now: float, changed: list[Digest]) -> dict[Digest, PackedAdapter]:
+        """Finished loads that are good; failures are noted, and those adapters leave the line."""
+        landed: dict[Digest, PackedAdapter] = {}
+        while True:
+            try:
+                result = self._results.get_nowait()
+            except Empty:
+                return landed
+            digest = result.ref.digest
+            self._loading.discard(digest)
+            self._load_s += result.elapsed_s
+            if isinstance(result.outcome, LoraserveError):
+                self._num_load_failures += 1
+                self._note_failure(digest, result.outcome, now)
+                changed.append(digest)
+                continue
+            self._num_loads += 1
+            self._failures.pop(digest, None)
+            self._sizes[digest] = result.outcome.num_bytes
+            landed[digest] = result.outcome
+
+    def _note_failure(self, digest: Digest, error: LoraserveError, now: float) -> None:
+        before = self._failures.get(digest)
+        num_failures = 1 + (before.num_failures if before is not None else 0)
+        delay = min(RETRY_S * 2 ** min(num_failures - 1, 16), MAX_RETRY_S)
+        self._failures[digest] = _Failure(error, now + delay, num_failures)
+        self._leave_line(digest)
+
+    def _leave_line(self, digest: Digest) -> None:
+        self._waiting.pop(digest, None)
+        self._host.unhold(digest)
+
+    def _serve_line(self, landed: dict[Digest, PackedAdapter], now: float) -> list[Digest]:
+        """Give places in order of arrival; returns who got one.
+
+        Whoever fits may pass the first in line until its patience is over. From then on nobody does, and residents that cover its bytes
+        are drained: they take no new requests and go when their last pin does. So a large adapter isn't starved by many small ones, nor
+        a cold one by those that are always in use.
+        """
+        placed: list[Digest] = []
+        self._is_line_closed = False
+        is_first = True
+        for digest, wait in list(self._waiting.items()):
+            size = self._sizes.get(digest)
+            # still to be read for the first time, or waiting for its own drain to end
+            if size is None or digest in self._pool:
+                continue
+            if self._place(digest, landed, now):
+                placed.append(digest)
+                continue
+            # what operators have pinned no patience frees, and nobody is held up for it
+            can_ever = size + self._pool.operator_bytes <= self._pool.budget_bytes
+            if is_first and can_ever and now - wait.since_s > PATIENCE_S:
+                self._is_line_closed = True
+                self._drain_for(size)
+                return placed
+            is_first = is_first and not can_ever
+        placed += [digest for digest in self._draining if self._waiting.pop(digest, None) is not None]
+        self._draining.clear()
+        return placed
+
+    def _place(self, digest: Digest, landed: dict[Digest, PackedAdapter], now: float) -> bool:
+        """Whether a waiting adapter that is in memory could be admitted. What it evicts goes to the host cache."""
+        size = self._sizes[digest]
+        if not self._pool.can_admit(size, self._fresh):
+            return False
+        packed = landed.pop(digest, None)
+        if packed is None:
+            entry = self._host.take(digest)
+            if entry is None:
+                return False
+            packed = entry.packed
+        is_operator_pinned = digest in self._operator_pins
+        evicted = self._pool.admit(digest, packed, now, is_operator_pinned=is_operator_pinned, keep=self._fresh)
+        self._waiting.pop(digest)
+        self._fresh.add(digest)
+        for other, resident in evicted:
+            self._draining.discard(other)
+            self._host.put(other, resident.packed, resident.last_used_s, hold=other in self._waiting)
+        return True
+
+    def _drain_for(self, num_bytes: int) -> None:
+        """Residents that are drained suffice, once idle, for that many bytes; the least recently used are chosen first."""
+        covered = self._pool.budget_bytes - self._pool.num_bytes
+        covered += sum(r.packed.num_bytes for d, r in self._pool.items() if d in self._draining)
+        for digest, resident in self._pool.items():
+            if covered >= num_bytes:
+                return
+            if not resident.is_operator_pinned and digest not in self._draining:
+                self._draining.add(digest)
+                covered += resident.packed.num_bytes
+
+    def _row(
+        self,
+        digest: Digest,
+        tier: Tier,
+        last_used_s: float,
+        *,
+        device_bytes: int = 0,
+        host_bytes: int = 0,
+        num_pins: int = 0,
+    ) -> AdapterResidency:
+        return AdapterResidency(
+            digest=digest,
+            tier=tier,
+            device_bytes=device_bytes,
+            host_bytes=host_bytes,
+            num_pins=num_pins,
+            is_pinned=digest in self._operator_pins,
+            last_used_s=last_used_s,
+        )

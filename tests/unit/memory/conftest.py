@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from adapters_store import LocalStore
+from loraserve.memory.pager import Pager
+from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
+from loraserve_kernels.layout import PackedAdapter
+
+MODULES = {"q_proj": (32, 32), "v_proj": (16, 32), "down_proj": (32, 48)}
+BASE = BaseSpec(
+    id="tiny",
+    digest=Digest("0" * 64),
+    architecture="LlamaForCausalLM",
+    num_layers=2,
+    hidden_size=32,
+    vocab_size=64,
+    max_model_len=128,
+    modules=MODULES,
+    module_paths={"q_proj": "self_attn.q_proj", "v_proj": "self_attn.v_proj", "down_proj": "mlp.down_proj"},
+    layers_path="model.layers",
+    eos_token_ids=(0,),
+    dtype="float32",
+    quantization="none",
+)
+
+RANK_BYTES = 2 * (32 + 32) * 4
+"""Bytes that one rank of q_proj takes in both layers, in float32."""
+
+
+class Clock:
+    """Stands still unless told to go on."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def advance(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def publish(
+    store: LocalStore, *, rank: int = 4, seed: int = 0, dtype: torch.dtype = torch.float32, **config: Any
+) -> AdapterRef:
+    """An adapter on q_proj in both layers, in the store as an upload leaves it."""
+    generator = torch.Generator().manual_seed(seed)
+    out_features, in_features = MODULES["q_proj"]
+    tensors = {}
+    for layer in range(2):
+        prefix = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, in_features, generator=generator).to(dtype)
+        tensors[f"{prefix}.lora_B.weight"] = torch.randn(out_features, rank, generator=generator).to(dtype)
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": ["q_proj"], **config}
+    blobs = []
+    for data in (json.dumps(settings).encode(), save(tensors)):
+        with store.stage() as staged:
+            staged.write(data)
+            blobs.append(staged.commit())
+    return AdapterRef(
+        tenant=TenantId("t"),
+        name=f"adapter-{seed}",
+        version=1,
+        digest=Digest(hashlib.sha256("".join(blobs).encode()).hexdigest()),
+        config_blob=blobs[0],
+        weights_blob=blobs[1],
+    )
+
+
+def settle(pager: Pager, timeout_s: float = 10.0) -> list[Digest]:
+    """Poll until no load is in flight; everything that changed meanwhile."""
+    deadline = time.monotonic() + timeout_s
+    changed = pager.poll()
+    while pager.num_loading:
+        assert time.monotonic() < deadline, "a load hangs"
+        time.sleep(0.0005)
+        changed += pager.poll()
+    return changed
+
+
+def make_packed(rank: int = 4) -> PackedAdapter:
+    from loraserve_kernels.layout import LoraModule, pack_adapter
+
+    out_features, in_features = MODULES["q_proj"]
+    modules = [
+        LoraModule(layer, "q_proj", torch.ones(rank, in_features), torch.ones(out_features, rank), 1.0)
+        for layer in (0, 1)
+    ]
+    return pack_adapter(modules, num_layers=2, module_shapes=MODULES, dtype=torch.float32)
+
+
+def make_digest(name: object) -> Digest:
+    return Digest(hashlib.sha256(str(name).encode()).hexdigest())
+
+
+def damage(store: LocalStore, digest: Digest) -> bytes:
+    """Flip a bit of a blob; returns its right bytes."""
+    path = store.root / digest[:2] / digest[2:4] / digest
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    return data
+
+
+def restore(store: LocalStore, data: bytes) -> None:
+    with store.stage() as staged:
+        staged.write(data)
+        staged.commit()
+
+
+class Builders:
+    """What the tests of this folder make things with."""
+
+    base = BASE
+    rank_bytes = RANK_BYTES
+    publish = staticmethod(publish)
+    settle = staticmethod(settle)
+    packed = staticmethod(make_packed)
+    digest = staticmethod(make_digest)
+    damage = staticmethod(damage)
+    restore = staticmethod(restore)
+    Clock = Clock
+
+
+@pytest.fixture(scope="session")
+def make() -> type[Builders]:
+    return Builders
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[LocalStore]:
+    opened = LocalStore(tmp_path / "store")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def make_pager(store: LocalStore, clock: Clock) -> Iterator[Callable[..., Pager]]:
+    from loraserve.memory.adapter_pool import AdapterPool
+    from loraserve.memory.host_cache import HostCache
+
+    made: list[Pager] = []
+
+    def run(*, device_ranks: float = 100, host_ranks: float = 100, num_threads: int = 2, **options: Any) -> Pager:
+        """Budgets in ranks of `publish`'s adapters."""
+        pager = Pager(
+            store,
+            BASE,
+            AdapterPool(int(device_ranks * RANK_BYTES)),
+            HostCache(int(host_ranks * RANK_BYTES)),
+            num_threads,
+            clock=clock,
+            **options,
+        )
+        made.append(pager)
+        return pager
+
+    yield run
+    for pager in made:
+        pager.close()
+        assert pager.check() == []

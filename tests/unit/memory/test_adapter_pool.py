@@ -1,0 +1,82 @@
+"""The pool stays within its bytes, evicts the idle in order of use, and never what is pinned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from loraserve.errors import InvariantViolation
+from loraserve.memory.adapter_pool import AdapterPool
+
+
+@pytest.fixture
+def pool(make: Any) -> AdapterPool:
+    pool = AdapterPool(8 * make.rank_bytes)
+    pool.admit(make.digest("a"), make.packed(4), 0.0)
+    pool.admit(make.digest("b"), make.packed(4), 0.0)
+    return pool
+
+
+def test_the_least_recently_used_idle_adapter_makes_room(pool: AdapterPool, make: Any) -> None:
+    pool.touch(make.digest("a"), 1.0)
+    evicted = pool.admit(make.digest("c"), make.packed(4), 2.0)
+    assert [digest for digest, _ in evicted] == [make.digest("b")]
+    assert pool.check() == []
+
+
+def test_a_pinned_adapter_stays_until_its_last_pin_is_released(pool: AdapterPool, make: Any) -> None:
+    a, b = make.digest("a"), make.digest("b")
+    first, second, other = pool.pin(a, 0.0), pool.pin(a, 0.0), pool.pin(b, 0.0)
+    assert not pool.can_admit(1)
+    first.release()
+    assert not pool.can_admit(1)
+    second.release()
+    assert pool.can_admit(4 * make.rank_bytes)
+    assert [d for d, _ in pool.admit(make.digest("c"), make.packed(4), 0.0)] == [a]
+    other.release()
+    assert pool.num_pins == 0
+    assert pool.check() == []
+
+
+def test_a_pin_can_be_released_only_once(pool: AdapterPool, make: Any) -> None:
+    pin = pool.pin(make.digest("a"), 0.0)
+    kept = pool.pin(make.digest("a"), 0.0)
+    pin.release()
+    assert pin.is_released
+    with pytest.raises(InvariantViolation, match="released twice"):
+        pin.release()
+    assert pool.num_pins == 1
+    assert not kept.is_released
+    assert pool.check() == []
+
+
+def test_what_an_operator_pinned_is_never_evicted(pool: AdapterPool, make: Any) -> None:
+    pool.set_operator_pin(make.digest("a"), True)
+    assert [d for d, _ in pool.admit(make.digest("c"), make.packed(4), 0.0)] == [make.digest("b")]
+    assert not pool.can_admit(8 * make.rank_bytes)
+    pool.set_operator_pin(make.digest("a"), False)
+    assert pool.can_admit(8 * make.rank_bytes)
+    assert pool.check() == []
+
+
+def test_what_is_to_be_kept_is_not_evicted(pool: AdapterPool, make: Any) -> None:
+    a, b = make.digest("a"), make.digest("b")
+    assert not pool.can_admit(1, {a, b})
+    assert [d for d, _ in pool.admit(make.digest("c"), make.packed(4), 0.0, keep={a})] == [b]
+
+
+def test_admitting_without_room_is_our_own_bug(pool: AdapterPool, make: Any) -> None:
+    pins = [pool.pin(make.digest(name), 0.0) for name in "ab"]
+    with pytest.raises(InvariantViolation):
+        pool.admit(make.digest("c"), make.packed(1), 0.0)
+    with pytest.raises(InvariantViolation):
+        pool.pin(make.digest("absent"), 0.0)
+    assert pool.check() == []
+    assert len(pins) == pool.num_pins
+
+
+def test_check_sees_a_lost_pin(pool: AdapterPool, make: Any) -> None:
+    pool.pin(make.digest("a"), 0.0)
+    pool.num_pins -= 1
+    assert pool.check() == ["adapter pool: 1 pins are counted as 0"]

@@ -1,0 +1,408 @@
+"""Adapters come to the device without holding anybody up, wait for space in order, and fail with their reason."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from adapters_store import LocalStore
+from loraserve import faults
+from loraserve.errors import AdapterCorrupt, AdapterTooLarge, AdapterUnavailable, InvariantViolation
+from loraserve.memory.pager import INTEREST_S, MAX_RETRY_S, PATIENCE_S, RETRY_S, Pager, Residency
+from loraserve.types import Tier
+
+MakePager = Callable[..., Pager]
+
+
+def test_an_adapter_is_loaded_once_and_becomes_resident(make: Any, store: LocalStore, make_pager: MakePager) -> None:
+    pager, ref = make_pager(), make.publish(store)
+    assert pager.request(ref) is Residency.LOADING
+    assert pager.request(ref) is Residency.LOADING
+    assert pager.num_loading == 1
+    assert make.settle(pager) == [ref.digest]
+    assert pager.request(ref) is Residency.RESIDENT
+    stats = pager.stats()
+    assert stats["adapter_loads"] == 1
+    assert stats["device_adapter_bytes"] == 4 * make.rank_bytes
+    assert stats["adapter_load_s"] > 0
+
+
+def test_the_packed_weights_are_those_of_the_file(make: Any, store: LocalStore, make_pager: MakePager) -> None:
+    pager, ref = make_pager(), make.publish(store, rank=3, seed=7)
+    pager.request(ref)
+    make.settle(pager)
+    packed = pager.packed(ref.digest)
+    generator = torch.Generator().manual_seed(7)
+    for layer in range(2):
+        assert torch.equal(packed.lora_a(layer, "q_proj"), torch.randn(3, 32, generator=generator))
+        assert torch.equal(packed.lora_b(layer, "q_proj"), torch.randn(32, 3, generator=generator).T)
+    assert packed.scalings[0, 0] == 2.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_weights_keep_their_stored_dtype(
+    make: Any, store: LocalStore, make_pager: MakePager, dtype: torch.dtype
+) -> None:
+    pager, ref = make_pager(), make.publish(store, dtype=dtype)
+    pager.request(ref)
+    make.settle(pager)
+    assert pager.packed(ref.digest).data.dtype == dtype
+
+
+def test_a_dtype_can_be_asked_for(make: Any, store: LocalStore, make_pager: MakePager) -> None:
+    pager, ref = make_pager(dtype=torch.float32), make.publish(store, dtype=torch.bfloat16)
+    pager.request(ref)
+    make.settle(pager)
+    assert pager.packed(ref.digest).data.dtype == torch.float32
+
+
+def test_neither_request_nor_poll_waits_for_a_load(make: Any, store: LocalStore, make_pager: MakePager) -> None:
+    pager, ref = make_pager(), make.publish(store)
+    gate = threading.Event()
+    with faults.arm("pager.load", lambda: gate.wait(10) and None):
+        started = time.perf_counter()
+        assert pager.request(ref) is Residency.LOADING
+        assert pager.poll() == []
+        assert time.perf_counter() - started < 0.2
+        assert pager.num_loading == 1
+        gate.set()
+        assert make.settle(pager) == [ref.digest]
+
+
+def test_loads_in_flight_are_bounded_and_start_in_order(make: Any, store: LocalStore, make_pager: MakePager) -> None:
+    pager = make_pager(num_threads=2)
+    refs = [make.publish(store, seed=seed) for seed in range(5)]
+    gate = threading.Event()
+    with faults.arm("pager.load", lambda: gate.wait(10) and None):
+        for ref in refs:
+            assert pager.request(ref) is Residency.LOADING
+        assert pager.num_loading == 2
+        gate.set()
+        make.settle(pager)
+    assert all(pager.request(ref) is Residency.RESIDENT for ref in refs)
+
+
+def test_an_evicted_adapter_comes_back_from_the_host_at_once_and_without_a_copy(
+    make: Any, store: LocalStore, make_pager: MakePager
+) -> None:
+    pager = make_pager(device_ranks=4)
+    a, b = (make.publish(store, seed=seed) for seed in range(2))
+    pager.request(a)
+    make.settle(pager)
+    packed = pager.packed(a.digest)
+    pager.request(b)
+    make.settle(pager)
+    assert {row.digest: row.tier for row in pager.residency()} == {b.digest: Tier.DEVICE, a.digest: Tier.HOST}
+    pager.poll()
+    assert pager.request(a) is Residency.RESIDENT
+    assert pager.packed(a.digest) is packed
+    assert pager.stats()["adapter_loads"] == 2
+    assert pager.stats()["device_evictions"] == 2
+
+
+def test_an_adapter_evicted_from_both_tiers_is_read_again(make: Any, store: LocalStore, make_pager: MakePager) -> None:
+    pager = make_pager(device_ranks=4, host_ranks=0)
+    a, b = (make.publish(store, seed=seed) for seed in range(2))
+    for ref in (a, b, a):
+        pager.request(ref)
+        make.settle(pager)
+        assert pager.request(ref) is Residency.RESIDENT
+    assert pager.stats()["adapter_loads"] == 3
+
+
+def test_a_pinned_adapter_is_not_evicted_and_the_next_waits_until_the_release(
+    make: Any, store: LocalStore, make_pager: MakePager
+) -> None:
+    pager = make_pager(device_ranks=4)
+    a, b = (make.publish(store, seed=seed) for seed in range(2))
+    pager.request(a)
+    make.settle(pager)
+    pin = pager.pin(a.digest)
+    pager.request(b)
+    assert make.settle(pager) == []
+    assert pager.request(b) is Residency.WAITING_FOR_SPACE
+    assert pager.stats()["num_pins"] == 1
+    pin.release()
+    assert pager.poll() == [b.digest]
+    assert pager.request(b) is Residency.RESIDENT
+    assert pager.stats()["adapter_loads"] == 2
+
+
+def test_waiting_without_room_in_the_host_reads_again_only_when_there_is_space(
+    make: Any, store: LocalStore, make_pager: MakePager
+) -> None:
+    pager = make_pager(device_ranks=4, host_ranks=0)
+    a, b = (make.publish(store, seed=seed) for seed in range(2))
+    pager.request(a)
+    make.settle(pager)
+    pin = pager.pin(a.digest)
+    pager.request(b)
+    for _ in range(5):
+        make.settle(pager)
+        assert pager.request(b) is Residency.WAITING_FOR_SPACE
+    assert pager.stats()["adapter_loads"] == 2
+    pin.release()
+    pager.poll()
+    assert make.settle(pager) == [b.digest]
+
+
+def test_an_adapter_just_admitted_is_not_evicted_before_it_can_be_pinned(
+    make: Any, store: LocalStore, make_pager: MakePager
+) -> None:
+    pager = make_pager(device_ranks=4)
+    a, b = (make.publish(store, seed=seed) for seed in range(2))
+    pager.request(a)
+    pager.request(b)
+    while pager.stats()["adapter_loads"] < 2:
+        time.sleep(0.001)
+        changed = pager.poll()
+        if changed:
+            assert len(changed) == 1
+            pager.pin(changed[0])
+    assert pager.stats()["device_adapters"] == 1
+
+
+def test_a_small_adapter_may_pass_a_large_one_for_a_while_only(
+    make: Any, store: LocalStore, make_pager: MakePager, clock: Any
+) -> None:
+    pager = make_pager(device_ranks=8)
+    running, large, small, late = (make.publish(store, rank=rank, seed=rank) for rank in (4, 8, 2, 1))
+    pager.request(running)
+    make.settle(pager)
+    pin = pager.pin(running.digest)
+    pager.request(large)
+    make.settle(pager)
+    pager.request(small)
+    assert make.settle(pager) == [small.digest]
+    clock.advance(PATIENCE_S + 0.1)
+    assert pager.request(large) is Residency.WAITING_FOR_SPACE
+    pager.request(late)
+    assert make.settle(pager) == []
+    # there is room for it, and somebody is before it
+    assert pager.request(late) is not Residency.RESIDENT
+    pin.release()
+    assert pager.poll() == [large.digest]
+
+
+def test_an_adapter_always_in_use_gives_way_to_one_that_has_waited(
+    make: Any, store: LocalStore, make_pager: MakePager, clock: Any
+) -> None:
+    pager = make_pager(device_ranks=4)
+    busy, cold = (make.publish(store, seed=seed) for seed in range(2))
+    pager.request(busy)
+    make.settle(pager)
+    pins = [pager.pin(busy.digest)]
+    pager.request(cold)
+    make.settle(pager)
+    # requests for the busy one overlap without end
+    num_steps = 0
+    while pager.request(cold) is not Residency.RESIDENT:
+        num_steps += 1
+        assert num_steps < 20
+        clock.advance(0.2)
+        pager.poll()
+        if pager.request(busy) is Residency.RESIDENT:
+            pins.append(pager.pin(busy.digest))
+        pins.pop(0).release()
+        assert pager.check() == []
+    assert num_steps * 0.2 > PATIENCE_S
+    assert pins == []
+    # and the busy one is next in line
+    pager.request(busy)
+    assert pager.poll() == [busy.digest]
+
+
+def test_a_drain_ends_when_nobody_waits_any_more(
+    make: Any, store: LocalStore, make_pager: MakePager, clock: Any
+) -> None:
+    pager = make_pager(device_ranks=4)
+    busy, cold = (make.publish(store, seed=seed) for seed in range(2))
+    pager.request(busy)
+    make.settle(pager)
+    pin = pager.pin(busy.digest)
+    pager.request(cold)
+    make.settle(pager)
+    clock.advance(PATIENCE_S + 0.1)
+    pager.poll()
+    assert pager.request(busy) is Residency.WAITING_FOR_SPACE
+    clock.advance(INTEREST_S)
+    assert pager.request(busy) is Residency.WAITING_FOR_SPACE
+    clock.advance(0.1)
+    assert set(pager.poll()) == {cold.digest, busy.digest}
+    assert pager.request(busy) is Residency.RESIDENT
+    pin.release()
+
+
+def test_an_adapter_that_nobody_asks_for_any_more_leaves_the_line(
+    make: Any, store: LocalStore, make_pager: MakePager, clock: Any
+) -> None:
+    pager = make_pager(device_ranks=4)
+    a, b = (make.publish(store, seed=seed) for seed in range(2))
+    pager.request(a)
+    make.settle(pager)
+    pin = pager.pin(a.digest)
+    pager.request(b)
+    make.settle(pager)
+    clock.advance(INTEREST_S + 0.1)
+    assert pager.poll() == [b.digest]
+    pin.release()
+    assert pager.poll() == []
+    assert {row.digest: row.tier for row in pager.residency()} == {a.digest: Tier.DEVICE, b.digest: Tier.HOST}
+
+
+@pytest.mark.parametrize("blob", ["config_blob", "weights_blob"])
+@pytest.mark.parametrize("fault", ["damaged", "deleted"])
+def test_damaged_or_deleted_bytes_fail_the_adapter_and_nobody_else(
+    make: Any, store: LocalStore, make_pager: MakePager, blob: str, fault: str
+) -> None:
+    pager = make_pager()
+    bad, good = make.publish(store, seed=1, rank=3), make.publish(store, seed=2, rank=4)
+    digest = getattr(bad, blob)
+    if fault == "damaged":
+        make.damage(store, digest)
+    else:
+        store.delete(digest)
+    pager.request(bad)
+    pager.request(good)
+    make.settle(pager)
+    assert pager.request(bad) is Residency.FAILED
+    error = pager.error(bad.digest)
+    assert isinstance(error, AdapterCorrupt)
+    assert bad.name not in str(error)
+    assert pager.request(good) is Residency.RESIDENT
+    assert pager.error(good.digest) is None
+    assert pager.stats()["adapter_load_failures"] == 1
+
+
+def test_a_failed_load_is_tried_again_after_a_while_and_may_then_succeed(
+    make: Any, store: LocalStore, make_pager: MakePager, clock: Any
+) -> None:
+    pager, ref = make_pager(), make.publish(store)
+    right = make.damage(store, ref.weights_blob)
+    wait_s = RETRY_S
+    for num_failures in range(1, 10):
+        pager.request(ref)
+        make.settle(pager)
+        assert pager.request(ref) is Residency.FAILED
+        assert pager.stats()["adapter_load_failures"] == num_failures
+        clock.advance(wait_s - 0.01)
+        assert pager.request(ref) is Residency.FAILED
+        clock.advance(0.02)
+        wait_s = min(2 * wait_s, MAX_RETRY_S)
+    make.restore(store, right)
+    assert pager.request(ref) is Residency.LOADING
+    make.settle(pager)
+    assert pager.request(ref) is Residency.RESIDENT
+    assert pager.error(ref.digest) is None
+
+
+def test_an_adapter_larger_than_the_device_is_told_so(make: Any, store: LocalStore, make_pager: MakePager) -> None:
+    pager, ref = make_pager(device_ranks=3.9), make.publish(store)
+    pager.request(ref)
+    make.settle(pager)
+    assert pager.request(ref) is Residency.FAILED
+    error = pager.error(ref.digest)
+    assert isinstance(error, AdapterTooLarge)
+    assert "2,048 bytes; the memory for adapters has 1,996" in str(error)
+
+
+def test_an_adapter_that_does_not_fit_the_base_is_unavailable(
+    make: Any, store: LocalStore, make_pager: MakePager
+) -> None:
+    pager, ref = make_pager(), make.publish(store, use_dora=True)
+    pager.request(ref)
+    make.settle(pager)
+    error = pager.error(ref.digest)
+    assert type(error) is AdapterUnavailable
+    assert "use_dora" in str(error)
+
+
+@pytest.mark.parametrize("fault", ["EIO", "unexpected"])
+def test_any_other_failure_is_unavailable_too(make: Any, store: LocalStore, make_pager: MakePager, fault: str) -> None:
+    pager, ref = make_pager(), make.publish(store)
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    with faults.arm("pager.load", fail if fault == "unexpected" else fault):
+        pager.request(ref)
+        make.settle(pager)
+    assert pager.request(ref) is Residency.FAILED
+    assert type(pager.error(ref.digest)) is AdapterUnavailable
+
+
+def test_an_operators_pin_brings_an_adapter_and_keeps_it(
+    make: Any, store: LocalStore, make_pager: MakePager, clock: Any
+) -> None:
+    pager = make_pager(device_ranks=4)
+    kept, other = (make.publish(store, seed=seed) for seed in range(2))
+    pager.set_operator_pin(kept, True)
+    make.settle(pager)
+    assert [(row.tier, row.is_pinned) for row in pager.residency()] == [(Tier.DEVICE, True)]
+    for _ in range(4):
+        pager.request(other)
+        make.settle(pager)
+        clock.advance(PATIENCE_S)
+    assert pager.request(other) is Residency.WAITING_FOR_SPACE
+    # what waits for an operator closes the line to nobody
+    assert pager.request(kept) is Residency.RESIDENT
+    pager.set_operator_pin(kept, False)
+    assert pager.poll() == [other.digest]
+
+
+def test_an_operators_pin_waits_for_space_without_being_asked_for_again(
+    make: Any, store: LocalStore, make_pager: MakePager, clock: Any
+) -> None:
+    pager = make_pager(device_ranks=4)
+    a, b = (make.publish(store, seed=seed) for seed in range(2))
+    pager.request(a)
+    make.settle(pager)
+    pin = pager.pin(a.digest)
+    pager.set_operator_pin(b, True)
+    make.settle(pager)
+    clock.advance(10 * INTEREST_S)
+    assert pager.poll() == []
+    pin.release()
+    assert pager.poll() == [b.digest]
+
+
+def test_only_a_resident_adapter_can_be_pinned(make: Any, store: LocalStore, make_pager: MakePager) -> None:
+    pager, ref = make_pager(), make.publish(store)
+    with pytest.raises(InvariantViolation, match="isn't resident"):
+        pager.pin(ref.digest)
+
+
+def test_residency_shows_every_tier(make: Any, store: LocalStore, make_pager: MakePager, clock: Any) -> None:
+    pager = make_pager(device_ranks=4, host_ranks=4)
+    a, b, c = (make.publish(store, seed=seed) for seed in range(3))
+    for ref in (a, b):
+        pager.request(ref)
+        make.settle(pager)
+    pin = pager.pin(b.digest)
+    clock.advance(2.0)
+    gate = threading.Event()
+    with faults.arm("pager.load", lambda: gate.wait(10) and None):
+        pager.request(c)
+        rows = {row.digest: row for row in pager.residency()}
+        gate.set()
+        make.settle(pager)
+    size = 4 * make.rank_bytes
+    assert [(rows[r.digest].tier, rows[r.digest].device_bytes, rows[r.digest].host_bytes) for r in (a, b, c)] == [
+        (Tier.HOST, 0, size),
+        (Tier.DEVICE, size, 0),
+        (Tier.LOADING, 0, 0),
+    ]
+    assert rows[b.digest].num_pins == 1
+    assert rows[b.digest].last_used_s == 2.0
+    pin.release()
+
+
+def test_stats_have_the_engines_names(make_pager: MakePager) -> None:
+    from loraserve.types import EngineStats
+
+    assert set(make_pager().stats()) <= set(EngineStats.__struct_fields__)
