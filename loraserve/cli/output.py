@@ -191,9 +191,9 @@ class Output:
 
 def _shown(value: object) -> str:
     """A cell's text: a dash for nothing, local time, lists with commas."""
+    if value is None or value in ("", [], (), {}):
+        return "-"
     match value:
-        case None | "" | [] | {}:
-            return "-"
         case bool():
             return "yes" if value else "no"
         case datetime():

@@ -1,0 +1,159 @@
+"""The command line as people run it: a process of its own, and a real server with the bundled pack behind it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loraserve import Client
+from loraserve.demo.pack import adapter_dirs, base_dir
+
+ADMIN_KEY = "admin-key-of-the-command-line-tests"
+START_S, STOP_S = 60.0, 20.0
+
+
+@dataclass(frozen=True)
+class Done:
+    """A finished command."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.stdout)
+
+
+Run = Callable[..., Done]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """This process's variables without loraserve's own, and then `variables`."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("LORASERVE_")}
+    return kept | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "COLUMNS": "200", "NO_COLOR": "1"} | variables
+
+
+@pytest.fixture
+def run_cli(tmp_path: Path) -> Run:
+    """Runs ``loraserve ARGUMENTS`` in an empty directory and waits for its end; `variables` are added to the environment."""
+
+    def run(*arguments: str | Path, stdin: str = "", **variables: str) -> Done:
+        command = [sys.executable, "-m", "loraserve.cli.main", *map(str, arguments)]
+        done = subprocess.run(
+            command, input=stdin, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment(**variables)
+        )
+        return Done(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+@dataclass(frozen=True)
+class RealServer:
+    url: str
+    process: subprocess.Popen[bytes]
+
+    @property
+    def variables(self) -> dict[str, str]:
+        return {"LORASERVE_URL": self.url, "LORASERVE_API_KEY": ADMIN_KEY}
+
+
+def start_server(port: int, data_dir: Path, log: Path) -> subprocess.Popen[bytes]:
+    arguments = [
+        "--model",
+        base_dir(),
+        "--port",
+        port,
+        "--data-dir",
+        data_dir,
+        "--memory-budget",
+        "64MiB",
+        "--host-cache",
+        "64MiB",
+    ]
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "loraserve.cli.main", "serve", *map(str, arguments), "--num-threads", "1"],
+            stdout=file,
+            stderr=file,
+            cwd=data_dir.parent,
+            env=environment(LORASERVE_ADMIN_KEY=ADMIN_KEY),
+        )
+
+
+def wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    import httpx2
+
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        assert process.poll() is None, f"the server ended with {process.returncode}:\n{log.read_text()}"
+        try:
+            if httpx2.get(f"{url}/readyz", timeout=5).status_code == 200:
+                return
+        except httpx2.TransportError:
+            pass
+        time.sleep(0.05)
+    raise AssertionError(f"the server wasn't ready in {START_S} s:\n{log.read_text()}")
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="session")
+def real_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    """A server on the bundled base, with no adapters but those that tests push (each test under its own names)."""
+    root = tmp_path_factory.mktemp("server")
+    log, port = root / "log", free_port()
+    process = start_server(port, root / "data", log)
+    server = RealServer(f"http://127.0.0.1:{port}", process)
+    try:
+        wait_until_ready(server.url, process, log)
+        yield server
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_S)
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def loraserve(run_cli: Run, real_server: RealServer) -> Run:
+    """As `run_cli`, for the real server with its admin key."""
+
+    def run(*arguments: str | Path, stdin: str = "", **variables: str) -> Done:
+        return run_cli(*arguments, stdin=stdin, **(real_server.variables | variables))
+
+    return run
+
+
+@pytest.fixture
+def client(real_server: RealServer) -> Iterator[Client]:
+    with Client(real_server.url, api_key=ADMIN_KEY) as client:
+        yield client
+
+
+@pytest.fixture
+def sql_dir() -> Path:
+    """The bundled adapter that answers in SQL."""
+    return adapter_dirs()["sql"]
+
+
+@pytest.fixture
+def pirate_dir() -> Path:
+    return adapter_dirs()["pirate"]

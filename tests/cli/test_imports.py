@@ -1,0 +1,50 @@
+"""What starts with a light step stays light."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+HEAVY = (
+    "torch",
+    "numpy",
+    "numba",
+    "transformers",
+    "fastapi",
+    "uvicorn",
+    "sqlalchemy",
+    "alembic",
+    "zmq",
+    "loraserve.api",
+)
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["loraserve", "loraserve.errors", "loraserve.sdk", "loraserve.cli.main", "loraserve.cli.serve", "loraserve.cli.db"],
+)
+def test_import_loads_nothing_heavy(module: str) -> None:
+    code = f"import sys, {module}; print([name for name in {HEAVY!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_client_is_reached_from_the_package_without_anything_heavy() -> None:
+    code = f"import sys; from loraserve import AsyncClient, Client; print([n for n in {HEAVY!r} if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_help_answers_at_once(run_cli: Callable[..., Any]) -> None:
+    def once() -> float:
+        start = time.perf_counter()
+        assert run_cli("--help").code == 0
+        return time.perf_counter() - start
+
+    # The best of a few: the machine may be busy, the program isn't allowed to be.
+    assert min(once() for _ in range(4)) < 0.5

@@ -1,0 +1,137 @@
+"""Exit codes and words of commands that get no further than this machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loraserve.cli.next_steps import next_step
+from loraserve.cli.output import Format, Output
+from loraserve.errors import AdapterBaseMismatch, LoraserveError, VersionNotFound
+from loraserve.settings import Settings
+
+Run = Callable[..., Any]
+NOBODY = {"LORASERVE_URL": "http://127.0.0.1:9", "LORASERVE_API_KEY": "sk-lora-test"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["frobnicate"],
+        ["adapter", "push", "DIR"],
+        ["adapter", "show", "sql@latest"],
+        ["adapter", "alias", "sql", "live", "0"],
+        ["adapter", "list", "--format", "xml"],
+        ["key", "list"],
+        ["run", "sql", "hello", "--raw", "--system", "x"],
+        ["run", "sql", "hello", "--max-tokens", "0"],
+    ],
+)
+def test_wrong_usage_exits_2_with_words_on_stderr(run_cli: Run, arguments: list[str]) -> None:
+    done = run_cli(*arguments, **NOBODY)
+    assert done.code == 2
+    assert done.stdout == ""
+    assert done.stderr != ""
+
+
+def test_missing_key_exits_2_and_names_the_variable(run_cli: Run) -> None:
+    done = run_cli("adapter", "list")
+    assert done.code == 2
+    assert "LORASERVE_API_KEY" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["adapter", "list"], ["ps"], ["run", "sql", "hello"], ["tenant", "list"]])
+def test_no_server_exits_1_with_found_expected_and_next(run_cli: Run, arguments: list[str]) -> None:
+    done = run_cli(*arguments, **NOBODY)
+    assert done.code == 1
+    assert done.stdout == ""
+    assert "error: No server answers at http://127.0.0.1:9" in done.stderr
+    assert "point LORASERVE_URL at one that runs" in done.stderr
+    assert "next: loraserve serve" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [["adapter", "list", "--format", "json"], ["--format", "json", "adapter", "list"]]
+)
+def test_failure_is_json_too_where_json_was_asked_for(run_cli: Run, arguments: list[str]) -> None:
+    done = run_cli(*arguments, **NOBODY)
+    assert done.code == 1
+    assert json.loads(done.stderr)["error"]["code"] == "connection_failed"
+
+
+def test_push_of_no_adapter_says_what_is_there(run_cli: Run, tmp_path: Path) -> None:
+    directory = tmp_path / "somewhere"
+    directory.mkdir()
+    (directory / "notes.txt").write_text("x")
+    done = run_cli("adapter", "push", directory, "--name", "sql", **NOBODY)
+    assert done.code == 1
+    assert "it holds notes.txt" in done.stderr
+    assert "Expected a directory with adapter_config.json" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], "--model is needed"),
+        (["--model", "x", "--quantize", "int3"], "--quantize"),
+        (["--model", "x", "--memory-budget", "much"], "--memory-budget: should be a size"),
+        (["--model", "x", "--port", "123456"], "--port"),
+    ],
+)
+def test_serve_refuses_a_bad_flag_by_name(run_cli: Run, flags: list[str], words: str) -> None:
+    done = run_cli("serve", *flags)
+    assert done.code == 2
+    assert words in done.stderr
+
+
+def test_serve_refuses_an_unknown_variable_by_name(run_cli: Run) -> None:
+    done = run_cli("serve", "--model", "x", LORASERVE_MEMORY_BUGDET="1GiB")
+    assert done.code == 2
+    assert "LORASERVE_MEMORY_BUGDET" in done.stderr
+
+
+def test_every_setting_but_the_secret_is_a_flag(run_cli: Run) -> None:
+    shown = run_cli("serve", "--help").stdout
+    flags = {f"--{name.replace('_', '-')}" for name in Settings.model_fields}
+    assert {flag for flag in flags if f"{flag} " not in shown} == {"--admin-key"}
+
+
+def test_version_is_data(run_cli: Run) -> None:
+    done = run_cli("--version")
+    assert (done.code, done.stderr) == (0, "")
+    assert done.stdout.strip().count(".") == 2
+
+
+def test_db_commands_make_and_check_the_tables(run_cli: Run, tmp_path: Path) -> None:
+    where = ("--data-dir", tmp_path / "data")
+    assert run_cli("db", "current", *where).stdout == "none\n"
+    behind = run_cli("db", "check", *where)
+    assert behind.code == 2
+    assert "loraserve db upgrade" in behind.stderr
+    upgraded = run_cli("db", "upgrade", *where, "--format", "json")
+    assert upgraded.code == 0
+    assert upgraded.json["is_current"] is True
+    assert run_cli("db", "check", *where).code == 0
+    assert run_cli("db", "current", *where).stdout == f"{upgraded.json['head']}\n"
+
+
+def test_next_step_belongs_to_the_narrowest_class() -> None:
+    assert next_step(VersionNotFound("no")) == "loraserve adapter versions NAME"
+    assert next_step(LoraserveError("no")) is None
+
+
+def test_every_reason_of_a_rejected_adapter_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    error = AdapterBaseMismatch("sql has 2 problems.", problems=["layer 9 isn't there", "q_proj is 3x4"])
+    error.request_id = "req-1"
+    Output(Format.HUMAN).fail(error)
+    assert capsys.readouterr().err.splitlines() == [
+        "error: sql has 2 problems.",
+        "  - layer 9 isn't there",
+        "  - q_proj is 3x4",
+        "next: loraserve adapter push DIR --name NAME --dry-run",
+        "request: req-1",
+    ]
