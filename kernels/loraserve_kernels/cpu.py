@@ -1,32 +1,122 @@
-"""LoRA on the CPU."""
+"""LoRA on the CPU: one compiled launch for all segments of a step where numba is installed, PyTorch segment by segment otherwise."""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
 
+from loraserve_kernels import threads
 from loraserve_kernels.layout import MODULE_INDEX, SITES
 from loraserve_kernels.plan import LoraPlan
 
+HAS_NUMBA: bool = importlib.util.find_spec("numba") is not None
+
+_MIN_PARALLEL_BYTES = 128 << 10
+"""A launch with less work than reading so many bytes isn't worth waking a second thread for."""
+
+
+def apply_lora(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: int) -> None:
+    """`launch.apply_lora` by the fastest way that this machine has. Tensors are taken as checked."""
+    if HAS_NUMBA:
+        _apply_lora_numba(x, y, plan, site, layer)
+    else:
+        apply_lora_torch(x, y, plan, site, layer)
+
 
 def apply_lora_torch(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: int) -> None:
-    """`launch.apply_lora` in PyTorch, segment by segment: what serves where numba isn't installed."""
+    """`launch.apply_lora` in PyTorch, segment by segment."""
+    first = MODULE_INDEX[SITES[site][0]]
     for segment in plan.segments:
         adapter, rows = segment.adapter, slice(segment.row_start, segment.row_end)
-        first = MODULE_INDEX[SITES[site][0]]
         site_a = adapter.site_a(layer, site)
         if not site_a.shape[0]:
             continue
         shrunk = x[rows] @ site_a.to(x.dtype).T
         rank_start = column = 0
-        for index in range(first, first + len(SITES[site])):
+        for index, module in enumerate(SITES[site], first):
             rank, width = int(adapter.ranks[layer, index]), adapter.out_features[index]
             if rank:
-                b = adapter.lora_b(layer, SITES[site][index - first]).to(x.dtype)
-                y[rows, column : column + width].addmm_(
-                    shrunk[:, rank_start : rank_start + rank], b, alpha=float(adapter.scalings[layer, index])
-                )
+                b = adapter.lora_b(layer, module).to(x.dtype)
+                scaling = float(adapter.scalings[layer, index])
+                y[rows, column : column + width].addmm_(shrunk[:, rank_start : rank_start + rank], b, alpha=scaling)
             rank_start, column = rank_start + rank, column + width
 
 
-def warm_up() -> None:
-    """Compile what would otherwise be compiled in the first step."""
+def warm_up(dtype: torch.dtype) -> None:
+    """Compile the kernel for adapters of `dtype`, or read it from numba's cache."""
+    if HAS_NUMBA:
+        _kernel(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernel:
+    call: Callable[[int], None]
+    address: int
+    handle: Any
+    """Keeps the machine code alive."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """What stays the same over the layers of a step: the argument block, filled but for pointers and layer, and the scratch memory it points to."""
+
+    args: npt.NDArray[np.int64]
+    address: int
+    scratch: npt.NDArray[np.float32]
+    first: int
+    num_modules: int
+    num_threads: int
+
+
+@functools.cache
+def _kernel(dtype: torch.dtype) -> _Kernel:
+    from loraserve_kernels import cpu_lora
+
+    compiled = {
+        torch.float32: cpu_lora.compiled_float32,
+        torch.bfloat16: cpu_lora.compiled_bfloat16,
+        torch.float16: cpu_lora.compiled_float16,
+    }
+    handle = compiled[dtype]()
+    return _Kernel(handle.ctypes, handle.address, handle)
+
+
+def _make_launch(plan: LoraPlan, site: str) -> _Launch:
+    from loraserve_kernels import cpu_lora as words
+
+    modules = SITES[site]
+    first, adapter = MODULE_INDEX[modules[0]], plan.segments[0].adapter
+    site_ranks = [s.adapter.ranks[:, first : first + len(modules)].sum(1).max(initial=0) for s in plan.segments]
+    scratch = np.empty((plan.num_tokens, max(1, int(max(site_ranks)))), dtype=np.float32)
+    args = np.zeros(words.NUM_WORDS, dtype=np.int64)
+    args[words.SEGMENTS], args[words.NUM_SEGMENTS] = plan.table.ctypes.data, len(plan.segments)
+    args[words.IN_FEATURES], args[words.NUM_SLICES] = adapter.in_features[first], len(modules)
+    args[words.WIDTHS : words.WIDTHS + len(modules)] = adapter.out_features[first : first + len(modules)]
+    args[words.SCRATCH], args[words.SCRATCH_STRIDE] = scratch.ctypes.data, scratch.shape[1]
+    work = sum(
+        # a row beyond the first costs arithmetic, about a quarter of what reading the weights did
+        s.adapter.num_bytes // (s.adapter.num_layers * len(SITES)) * (3 + s.row_end - s.row_start) // 4
+        for s in plan.segments
+    )
+    num_threads = threads.num_threads() if work >= _MIN_PARALLEL_BYTES else 1
+    return _Launch(args, args.ctypes.data, scratch, first, adapter.ranks.shape[1], num_threads)
+
+
+def _apply_lora_numba(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: int) -> None:
+    launch = plan.launches.get(site)
+    if not isinstance(launch, _Launch):
+        launch = plan.launches[site] = _make_launch(plan, site)
+    args, kernel = launch.args, _kernel(plan.dtype)
+    # CLAIMED … Y_STRIDE, and TABLE_INDEX
+    args[0] = args[8] = 0
+    args[16:20] = (x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0))
+    args[23] = layer * launch.num_modules + launch.first
+    threads.run(kernel.call, kernel.address, launch.address, launch.num_threads)

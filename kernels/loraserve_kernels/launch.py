@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from loraserve_kernels import cpu
+from loraserve_kernels import attention, cpu
 from loraserve_kernels.errors import ShapeMismatch
 from loraserve_kernels.layout import MODULE_INDEX, SITES
 from loraserve_kernels.plan import LoraPlan
@@ -31,9 +32,18 @@ def apply_lora(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: int) -> N
             f"x is {tuple(x.shape)} and y is {tuple(y.shape)}; site {site} of this plan takes "
             f"({plan.num_tokens}, {in_features}) and ({plan.num_tokens}, {out_features})"
         )
-    cpu.apply_lora_torch(x, y, plan, site, layer)
+    if x.dtype != torch.float32 or y.dtype != torch.float32 or x.stride(1) != 1 or y.stride(1) != 1:
+        raise ShapeMismatch(f"x is {x.dtype} and y is {y.dtype}; both must be float32 and contiguous in the last dim")
+    if not 0 <= layer < adapter.num_layers:
+        raise ShapeMismatch(f"layer {layer}; the adapters of this plan have layers 0 to {adapter.num_layers - 1}")
+    cpu.apply_lora(x, y, plan, site, layer)
 
 
-def warm_up() -> None:
-    """After the call, no step waits for a compiler. Seconds on a machine's first run, well under one later: the engine calls it at its start."""
-    cpu.warm_up()
+def warm_up(adapter_dtype: torch.dtype) -> None:
+    """After the call, no step waits for a compiler. Some seconds on a machine's first run, well under one later: the engine calls it at its start.
+
+    Args:
+        adapter_dtype: what adapters are stored in.
+    """
+    cpu.warm_up(adapter_dtype)
+    attention.warm_up()

@@ -8,7 +8,7 @@ Each of these two regions starts at a multiple of `ALIGN_ELEMENTS`; the gaps are
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -66,6 +66,7 @@ class PackedAdapter:
         a_offsets: [num_layers, 7] int64, in elements of `data`: where A [r, in] starts.
         b_offsets: [num_layers, 7] int64: where B [r, out] starts.
         in_features, out_features: 7 numbers each.
+        addresses: where data, ranks, scalings, a_offsets and b_offsets lie, for kernels that address memory by number.
     """
 
     data: Tensor
@@ -75,6 +76,12 @@ class PackedAdapter:
     b_offsets: npt.NDArray[np.int64]
     in_features: tuple[int, ...]
     out_features: tuple[int, ...]
+    addresses: tuple[int, int, int, int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        tables = (self.ranks, self.scalings, self.a_offsets, self.b_offsets)
+        addresses = (self.data.data_ptr(), *(table.ctypes.data for table in tables))
+        object.__setattr__(self, "addresses", addresses)
 
     @property
     def num_bytes(self) -> int:

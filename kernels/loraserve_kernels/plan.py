@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
 
 from loraserve_kernels.errors import InvalidPlan
 from loraserve_kernels.layout import PackedAdapter
@@ -18,35 +22,60 @@ class Segment:
     row_end: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LoraPlan:
     """The step's segments, in row order and disjoint. A row in no segment is a base row: no kernel touches it.
 
-    The plan holds its adapters: their memory lives at least as long as the plan.
+    The plan holds its adapters: their memory lives at least as long as the plan. It also holds the launches' scratch memory, so one plan serves one
+    thread at a time.
+
+    Attributes:
+        segments: at least one.
+        num_tokens: rows of the step.
+        dtype: what all of the adapters are stored in.
+        table: [num_segments, 8] int64, what kernels read of a segment: row_start, row_end, the adapter's five addresses, 0.
+        launches: site → the memory that a launch of this plan at that site needs; filled by the launch.
     """
 
     segments: tuple[Segment, ...]
     num_tokens: int
+    dtype: torch.dtype
+    table: npt.NDArray[np.int64]
+    launches: dict[str, object] = field(default_factory=dict)
 
 
 def make_plan(segments: Sequence[tuple[PackedAdapter, int, int]], num_tokens: int) -> LoraPlan | None:
     """Make the plan of a step, or None when every row is the base's, so that a base-only step launches no LoRA kernel.
 
     Args:
-        segments: (adapter, row_start, row_end), in row order, disjoint, none empty. Neighbouring segments of one adapter are joined.
+        segments: (adapter, row_start, row_end), in row order, disjoint, none empty. Neighbouring segments of one adapter are joined. All adapters are of one
+            base and one dtype.
         num_tokens: rows of the step.
 
     Raises:
-        InvalidPlan: segments overlap, are out of order, are empty or go past num_tokens.
+        InvalidPlan: segments overlap, are out of order, are empty or go past num_tokens; adapters differ in dtype or base.
     """
     joined: list[Segment] = []
     end = 0
     for adapter, row_start, row_end in segments:
         if not end <= row_start < row_end <= num_tokens:
             raise InvalidPlan(f"rows {row_start}:{row_end} come after row {end} of a step of {num_tokens} rows")
+        first = segments[0][0]
+        if adapter.data.dtype != first.data.dtype or _base(adapter) != _base(first):
+            raise InvalidPlan(
+                f"the adapter of rows {row_start}:{row_end} is {adapter.data.dtype} for {_base(adapter)}; "
+                f"the step's first is {first.data.dtype} for {_base(first)}: one plan takes adapters of one dtype and one base"
+            )
         if joined and joined[-1].adapter is adapter and joined[-1].row_end == row_start:
             joined[-1] = Segment(adapter, joined[-1].row_start, row_end)
         else:
             joined.append(Segment(adapter, row_start, row_end))
         end = row_end
-    return LoraPlan(tuple(joined), num_tokens) if joined else None
+    if not joined:
+        return None
+    table = np.array([(s.row_start, s.row_end, *s.adapter.addresses, 0) for s in joined], dtype=np.int64)
+    return LoraPlan(tuple(joined), num_tokens, joined[0].adapter.data.dtype, table)
+
+
+def _base(adapter: PackedAdapter) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    return adapter.num_layers, adapter.in_features, adapter.out_features

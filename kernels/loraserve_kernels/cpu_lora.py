@@ -1,0 +1,287 @@
+"""LoRA for all segments of a step in one launch, compiled by numba.
+
+Two phases, shared out among the threads in small tasks by one atomic counter. Shrink: ``scratch[t, r] = A[r] · x[t]`` for the ranks of all the site's slices,
+a task being some ranks for some rows. Expand: ``y[t, n] += Σ_r scaling · scratch[t, r] · B[r, n]``, a task being some columns for some rows. Weights are read in the
+dtype that they're stored in, once per 32 rows, and widened in registers; sums are float32.
+
+A row's result is the same bits whatever shares its batch, prompts cut into chunks or not: each dot product is one vector accumulator over k in ascending order, each output adds its ranks
+in ascending order, and neither depends on the number of rows, segments or threads.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numba
+import numpy as np
+from numba import types
+
+from loraserve_kernels.simd import (
+    BF16,
+    F16,
+    F32,
+    LANES,
+    STAMP,
+    fetch_add,
+    fma,
+    fma_one,
+    load,
+    load_int,
+    load_int32,
+    load_one,
+    pause,
+    prefetch,
+    splat,
+    store,
+    store_one,
+    sum_lanes,
+)
+
+# The argument block, in int64 words. The two counters are on cache lines of their own.
+CLAIMED, FINISHED, X, X_STRIDE, Y, Y_STRIDE, SEGMENTS, NUM_SEGMENTS = 0, 8, 16, 17, 18, 19, 20, 21
+IN_FEATURES, TABLE_INDEX, NUM_SLICES, WIDTHS, SCRATCH, SCRATCH_STRIDE, NUM_WORDS = 22, 23, 24, 25, 28, 29, 32
+
+# A segment's row of the segment table, in int64 words.
+ROW_START, ROW_END, DATA, RANKS, SCALINGS, A_OFFSETS, B_OFFSETS, SEGMENT_WORDS = 0, 1, 2, 3, 4, 5, 6, 8
+
+ROW_BLOCK = 32
+RANK_BLOCK = 16
+COLUMN_BLOCK = 2048
+WORD = 8
+F32_BYTES = 4
+
+
+@numba.njit(inline="never")
+def _shrink(x, x_stride, num_rows, data, a, num_ranks, width, scratch, scratch_stride, kind):  # type: ignore[no-untyped-def]
+    """Write the dot products of `num_rows` rows of x with `num_ranks` rows of A. Four ranks at a time, and two rows where there are two."""
+    whole = width // LANES * LANES
+    rank = 0
+    while rank < num_ranks:
+        tile = min(4, num_ranks - rank)
+        # a tile of fewer than four ranks repeats its last: the sums are computed and not stored
+        a0 = a + rank * width
+        a1 = a + min(rank + 1, num_ranks - 1) * width
+        a2 = a + min(rank + 2, num_ranks - 1) * width
+        a3 = a + min(rank + 3, num_ranks - 1) * width
+        row = 0
+        while row < num_rows:
+            pair = min(2, num_rows - row)
+            x0 = x + row * x_stride * F32_BYTES
+            x1 = x + (row + pair - 1) * x_stride * F32_BYTES
+            zero = splat(np.float32(0))
+            s00, s01, s02, s03 = zero, zero, zero, zero
+            s10, s11, s12, s13 = zero, zero, zero, zero
+            if pair == 2:
+                for k in range(0, whole, LANES):
+                    v0, v1 = load(x0, k, F32), load(x1, k, F32)
+                    w0, w1 = load(data, a0 + k, kind), load(data, a1 + k, kind)
+                    w2, w3 = load(data, a2 + k, kind), load(data, a3 + k, kind)
+                    s00, s01, s02, s03 = fma(w0, v0, s00), fma(w1, v0, s01), fma(w2, v0, s02), fma(w3, v0, s03)
+                    s10, s11, s12, s13 = fma(w0, v1, s10), fma(w1, v1, s11), fma(w2, v1, s12), fma(w3, v1, s13)
+            else:
+                for k in range(0, whole, LANES):
+                    v0 = load(x0, k, F32)
+                    prefetch(data, a0 + 4 * width + k, kind)
+                    prefetch(data, a1 + 4 * width + k, kind)
+                    prefetch(data, a2 + 4 * width + k, kind)
+                    prefetch(data, a3 + 4 * width + k, kind)
+                    s00, s01 = fma(load(data, a0 + k, kind), v0, s00), fma(load(data, a1 + k, kind), v0, s01)
+                    s02, s03 = fma(load(data, a2 + k, kind), v0, s02), fma(load(data, a3 + k, kind), v0, s03)
+            for i in range(pair):
+                xi = x0 if i == 0 else x1
+                out = (row + i) * scratch_stride + rank
+                d0, d1 = sum_lanes(s00 if i == 0 else s10), sum_lanes(s01 if i == 0 else s11)
+                d2, d3 = sum_lanes(s02 if i == 0 else s12), sum_lanes(s03 if i == 0 else s13)
+                for k in range(whole, width):
+                    v = load_one(xi, k, F32)
+                    d0, d1 = fma_one(load_one(data, a0 + k, kind), v, d0), fma_one(load_one(data, a1 + k, kind), v, d1)
+                    d2, d3 = fma_one(load_one(data, a2 + k, kind), v, d2), fma_one(load_one(data, a3 + k, kind), v, d3)
+                store_one(scratch, out, d0)
+                if tile > 1:
+                    store_one(scratch, out + 1, d1)
+                if tile > 2:
+                    store_one(scratch, out + 2, d2)
+                if tile > 3:
+                    store_one(scratch, out + 3, d3)
+            row += pair
+        rank += 4
+
+
+@numba.njit(inline="never")
+def _expand(y, y_stride, num_rows, scratch, scratch_stride, scaling, data, b, b_stride, num_ranks, width, kind):  # type: ignore[no-untyped-def]
+    """Add ``Σ_r scaling · scratch[row, r] · B[r, n]`` to `width` columns of `num_rows` rows of y, ranks in ascending order. Four ranks at a time."""
+    whole = width // LANES * LANES
+    rank = 0
+    while rank < num_ranks:
+        tile = 4 if rank + 4 <= num_ranks else 1
+        b0 = b + rank * b_stride
+        b1, b2, b3 = b0 + b_stride, b0 + 2 * b_stride, b0 + 3 * b_stride
+        row = 0
+        while row < num_rows:
+            pair = 2 if tile == 4 and row + 2 <= num_rows else 1
+            y0 = y + row * y_stride * F32_BYTES
+            y1 = y0 + y_stride * F32_BYTES
+            at = row * scratch_stride + rank
+            if tile == 1:
+                f0 = load_one(scratch, at, F32) * scaling
+                t0 = splat(f0)
+                for n in range(0, whole, LANES):
+                    store(y0, n, fma(load(data, b0 + n, kind), t0, load(y0, n, F32)))
+                for n in range(whole, width):
+                    store_one(y0, n, fma_one(load_one(data, b0 + n, kind), f0, load_one(y0, n, F32)))
+            else:
+                f0 = load_one(scratch, at, F32) * scaling
+                f1 = load_one(scratch, at + 1, F32) * scaling
+                f2 = load_one(scratch, at + 2, F32) * scaling
+                f3 = load_one(scratch, at + 3, F32) * scaling
+                t0, t1, t2, t3 = splat(f0), splat(f1), splat(f2), splat(f3)
+                if pair == 1:
+                    for n in range(0, whole, LANES):
+                        prefetch(data, b0 + 4 * b_stride + n, kind)
+                        prefetch(data, b1 + 4 * b_stride + n, kind)
+                        prefetch(data, b2 + 4 * b_stride + n, kind)
+                        prefetch(data, b3 + 4 * b_stride + n, kind)
+                        v = fma(load(data, b0 + n, kind), t0, load(y0, n, F32))
+                        v = fma(load(data, b1 + n, kind), t1, v)
+                        v = fma(load(data, b2 + n, kind), t2, v)
+                        store(y0, n, fma(load(data, b3 + n, kind), t3, v))
+                else:
+                    at += scratch_stride
+                    u0 = splat(load_one(scratch, at, F32) * scaling)
+                    u1 = splat(load_one(scratch, at + 1, F32) * scaling)
+                    u2 = splat(load_one(scratch, at + 2, F32) * scaling)
+                    u3 = splat(load_one(scratch, at + 3, F32) * scaling)
+                    for n in range(0, whole, LANES):
+                        w = load(data, b0 + n, kind)
+                        v = fma(w, t0, load(y0, n, F32))
+                        u = fma(w, u0, load(y1, n, F32))
+                        w = load(data, b1 + n, kind)
+                        v = fma(w, t1, v)
+                        u = fma(w, u1, u)
+                        w = load(data, b2 + n, kind)
+                        v = fma(w, t2, v)
+                        u = fma(w, u2, u)
+                        w = load(data, b3 + n, kind)
+                        store(y0, n, fma(w, t3, v))
+                        store(y1, n, fma(w, u3, u))
+                for i in range(pair):
+                    yi = y0 if i == 0 else y1
+                    for r in range(4):
+                        f = load_one(scratch, (row + i) * scratch_stride + rank + r, F32) * scaling
+                        for n in range(whole, width):
+                            store_one(
+                                yi, n, fma_one(load_one(data, b0 + r * b_stride + n, kind), f, load_one(yi, n, F32))
+                            )
+            row += pair
+        rank += tile
+
+
+@numba.njit
+def _apply(args, kind):  # type: ignore[no-untyped-def]
+    """One thread's part of ``y += scaling · (x A^T) B``: it claims tasks until none is left."""
+    x, x_stride = load_int(args, X), load_int(args, X_STRIDE)
+    y, y_stride = load_int(args, Y), load_int(args, Y_STRIDE)
+    scratch, scratch_stride = load_int(args, SCRATCH), load_int(args, SCRATCH_STRIDE)
+    segments, num_segments = load_int(args, SEGMENTS), load_int(args, NUM_SEGMENTS)
+    in_features, table = load_int(args, IN_FEATURES), load_int(args, TABLE_INDEX)
+    num_slices = load_int(args, NUM_SLICES)
+    finished = args + FINISHED * WORD
+    claimed, task = fetch_add(args, 1), 0
+    for s in range(num_segments):
+        segment = segments + s * SEGMENT_WORDS * WORD
+        row_end, data = load_int(segment, ROW_END), load_int(segment, DATA)
+        num_ranks = 0
+        for i in range(num_slices):
+            num_ranks += load_int32(load_int(segment, RANKS), table + i)
+        a = load_int(load_int(segment, A_OFFSETS), table)
+        for row in range(load_int(segment, ROW_START), row_end, ROW_BLOCK):
+            for rank in range(0, num_ranks, RANK_BLOCK):
+                if task == claimed:
+                    _shrink(
+                        x + row * x_stride * F32_BYTES,
+                        x_stride,
+                        min(ROW_BLOCK, row_end - row),
+                        data,
+                        a + rank * in_features,
+                        min(RANK_BLOCK, num_ranks - rank),
+                        in_features,
+                        scratch + (row * scratch_stride + rank) * F32_BYTES,
+                        scratch_stride,
+                        kind,
+                    )
+                    fetch_add(finished, 1)
+                    claimed = fetch_add(args, 1)
+                task += 1
+    # expand reads what any thread has shrunk. No shrink task waits for another, so this ends whatever the number of threads.
+    while fetch_add(finished, 0) < task:
+        pause()
+    for s in range(num_segments):
+        segment = segments + s * SEGMENT_WORDS * WORD
+        row_end, data = load_int(segment, ROW_END), load_int(segment, DATA)
+        for row in range(load_int(segment, ROW_START), row_end, ROW_BLOCK):
+            column_start, rank_start = 0, 0
+            for i in range(num_slices):
+                width = load_int(args, WIDTHS + i)
+                num_ranks = load_int32(load_int(segment, RANKS), table + i)
+                if num_ranks > 0:
+                    for column in range(0, width, COLUMN_BLOCK):
+                        if task == claimed:
+                            _expand(
+                                y + (row * y_stride + column_start + column) * F32_BYTES,
+                                y_stride,
+                                min(ROW_BLOCK, row_end - row),
+                                scratch + (row * scratch_stride + rank_start) * F32_BYTES,
+                                scratch_stride,
+                                load_one(load_int(segment, SCALINGS), table + i, F32),
+                                data,
+                                load_int(load_int(segment, B_OFFSETS), table + i) + column,
+                                width,
+                                num_ranks,
+                                min(COLUMN_BLOCK, width - column),
+                                kind,
+                            )
+                            claimed = fetch_add(args, 1)
+                        task += 1
+                column_start += width
+                rank_start += num_ranks
+
+
+# One entry for each element type, each with a name of its own: numba resolves machine code from its cache by name, and two closures of one name would
+# answer for each other. Each closes over the stamp (see `simd.STAMP`).
+
+
+@functools.cache
+def compiled_float32() -> Any:
+    """The kernel for adapters stored in float32, compiled or read from numba's cache."""
+    stamp = STAMP
+
+    def lora_float32(args):  # type: ignore[no-untyped-def]
+        if stamp != 0:
+            _apply(args, F32)
+
+    return numba.cfunc(types.void(types.intp), cache=True)(lora_float32)
+
+
+@functools.cache
+def compiled_bfloat16() -> Any:
+    """The kernel for adapters stored in bfloat16, compiled or read from numba's cache."""
+    stamp = STAMP
+
+    def lora_bfloat16(args):  # type: ignore[no-untyped-def]
+        if stamp != 0:
+            _apply(args, BF16)
+
+    return numba.cfunc(types.void(types.intp), cache=True)(lora_bfloat16)
+
+
+@functools.cache
+def compiled_float16() -> Any:
+    """The kernel for adapters stored in float16, compiled or read from numba's cache."""
+    stamp = STAMP
+
+    def lora_float16(args):  # type: ignore[no-untyped-def]
+        if stamp != 0:
+            _apply(args, F16)
+
+    return numba.cfunc(types.void(types.intp), cache=True)(lora_float16)

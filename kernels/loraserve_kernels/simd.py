@@ -1,0 +1,377 @@
+"""Vectors for numba: a type of `LANES` float32 and the few operations that the kernels are written with.
+
+numba vectorises loops when it can prove that it may; a float32 sum it may not reorder. Kernels that state their vectors get the same machine code on every
+compiler version, and the same order of additions whatever the number of rows, which is what makes a row's result independent of its batch.
+
+Memory is addressed by integers (`Tensor.data_ptr()`): a kernel checks nothing, its caller everything.
+"""
+
+# numba has no types
+# mypy: disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import llvmlite.binding
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.datamodel.models import PrimitiveModel
+from numba.extending import intrinsic, register_model
+
+STAMP: int = zlib.crc32(Path(__file__).read_bytes())
+"""Changes with this file. numba's cache notices a change of the file that a kernel is written in, not of those that it imports: every compiled entry
+closes over the stamp, which makes it part of the cache's key."""
+
+LANES: int = 16 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 8
+"""float32 lanes of a vector: one register of the machine."""
+
+_FLOAT = ir.FloatType()
+_VECTOR = ir.VectorType(_FLOAT, LANES)
+_I8, _I16, _I32, _I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+
+
+class VectorType(types.Type):  # type: ignore[misc]
+    """`LANES` float32 in a register. Exists inside kernels only: no boxing to Python."""
+
+    def __init__(self) -> None:
+        super().__init__(name=f"vector[float32, {LANES}]")
+
+
+vector = VectorType()
+
+
+@register_model(VectorType)
+class VectorModel(PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, fe_type: Any) -> None:
+        super().__init__(manager, fe_type, _VECTOR)
+
+
+# What an element in memory is, passed to loads as a value whose numba type says it. int8 is widened to float32 like the others.
+F32, BF16, F16, I8 = np.float32(0), np.uint16(0), np.int16(0), np.int8(0)
+_ELEMENT: dict[Any, ir.Type] = {types.float32: _FLOAT, types.uint16: _I16, types.int16: _I16, types.int8: _I8}
+
+
+def _pointer(builder: Any, address: Any, index: Any, element: ir.Type) -> Any:
+    return builder.gep(builder.inttoptr(address, element.as_pointer()), [index])
+
+
+def _widen(builder: Any, raw: Any, kind: Any, shape: Any) -> Any:
+    """`raw` as float32; `shape` makes an element's type into a scalar's or a vector's."""
+    if kind == types.uint16:
+        bits = builder.shl(builder.zext(raw, shape(_I32)), ir.Constant(shape(_I32), _fill(16, shape)))
+        return builder.bitcast(bits, shape(_FLOAT))
+    if kind == types.int16:
+        return builder.fpext(builder.bitcast(raw, shape(ir.HalfType())), shape(_FLOAT))
+    if kind == types.int8:
+        return builder.sitofp(raw, shape(_FLOAT))
+    return raw
+
+
+def _scalar(element: ir.Type) -> ir.Type:
+    return element
+
+
+def _wide(element: ir.Type) -> ir.Type:
+    return ir.VectorType(element, LANES)
+
+
+def _fill(number: int, shape: Any) -> Any:
+    return number if shape is _scalar else [number] * LANES
+
+
+@intrinsic
+def load(typingctx: Any, address: Any, index: Any, kind: Any) -> Any:
+    """The vector of elements ``index`` to ``index + LANES - 1`` of the array at `address`, widened to float32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        element = _ELEMENT[signature.args[2]]
+        pointer = _pointer(builder, args[0], args[1], element)
+        pointer = builder.bitcast(pointer, _wide(element).as_pointer())
+        raw = builder.load(pointer, align=element.width // 8 if element is not _FLOAT else 4)
+        return _widen(builder, raw, signature.args[2], _wide)
+
+    return vector(types.intp, types.intp, kind), codegen
+
+
+@intrinsic
+def load_one(typingctx: Any, address: Any, index: Any, kind: Any) -> Any:
+    """Element `index` of the array at `address`, widened to float32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        element = _ELEMENT[signature.args[2]]
+        return _widen(builder, builder.load(_pointer(builder, args[0], args[1], element)), signature.args[2], _scalar)
+
+    return types.float32(types.intp, types.intp, kind), codegen
+
+
+@intrinsic
+def store(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
+    """Write a vector to elements ``index`` to ``index + LANES - 1`` of the float32 array at `address`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _pointer(builder, args[0], args[1], _FLOAT)
+        builder.store(args[2], builder.bitcast(pointer, _VECTOR.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, vector), codegen
+
+
+@intrinsic
+def store_one(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
+    """Write a float32 to element `index` of the array at `address`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(args[2], _pointer(builder, args[0], args[1], _FLOAT))
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.float32), codegen
+
+
+@intrinsic
+def load_int(typingctx: Any, address: Any, index: Any) -> Any:
+    """Element `index` of the int64 array at `address`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(_pointer(builder, args[0], args[1], _I64))
+
+    return types.int64(types.intp, types.intp), codegen
+
+
+@intrinsic
+def load_int32(typingctx: Any, address: Any, index: Any) -> Any:
+    """Element `index` of the int32 array at `address`, as int64."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.sext(builder.load(_pointer(builder, args[0], args[1], _I32)), _I64)
+
+    return types.int64(types.intp, types.intp), codegen
+
+
+@intrinsic
+def splat(typingctx: Any, value: Any) -> Any:
+    """A vector with `value` in every lane."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        undefined = ir.Constant(_VECTOR, ir.Undefined)
+        first = builder.insert_element(undefined, args[0], ir.Constant(_I32, 0))
+        return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES))
+
+    return vector(types.float32), codegen
+
+
+@intrinsic
+def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+    """``a · b + c`` by lane, rounded once where the machine can (every one with AVX2 does)."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fmuladd.v{LANES}f32"
+        )
+        return builder.call(function, args)
+
+    return vector(vector, vector, vector), codegen
+
+
+@intrinsic
+def fma_one(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+    """``a · b + c`` of float32, rounded as `fma` rounds."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(_FLOAT, [_FLOAT] * 3), "llvm.fmuladd.f32"
+        )
+        return builder.call(function, args)
+
+    return types.float32(types.float32, types.float32, types.float32), codegen
+
+
+@intrinsic
+def sum_lanes(typingctx: Any, value: Any) -> Any:
+    """The sum of the lanes, halves first: always in the same order."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value, width = args[0], LANES
+        while width > 1:
+            width //= 2
+            low, high = (
+                builder.shuffle_vector(
+                    value, value, ir.Constant(ir.VectorType(_I32, width), list(range(at, at + width)))
+                )
+                for at in (0, width)
+            )
+            value = builder.fadd(low, high)
+        return builder.extract_element(value, ir.Constant(_I32, 0))
+
+    return types.float32(vector), codegen
+
+
+@intrinsic
+def fetch_add(typingctx: Any, address: Any, amount: Any) -> Any:
+    """Add to the int64 at `address` and return what it was before, atomically among threads; a full fence."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], _I64.as_pointer())
+        return builder.atomic_rmw("add", pointer, args[1], "seq_cst")
+
+    return types.int64(types.intp, types.int64), codegen
+
+
+@intrinsic
+def pause(typingctx: Any) -> Any:
+    """Tell the core that it spins."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if llvmlite.binding.get_default_triple().startswith(("x86_64", "i686")):
+            function = cgutils.get_or_insert_function(
+                builder.module, ir.FunctionType(ir.VoidType(), []), "llvm.x86.sse2.pause"
+            )
+            builder.call(function, [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def prefetch(typingctx: Any, address: Any, index: Any, kind: Any) -> Any:
+    """Ask for the cache line of element `index` of the array at `address`; any address is allowed, mapped or not."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _pointer(builder, args[0], args[1], _ELEMENT[signature.args[2]])
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(ir.VoidType(), [ir.PointerType(), _I32, _I32, _I32]), "llvm.prefetch.p0"
+        )
+        builder.call(function, [pointer, *(ir.Constant(_I32, number) for number in (0, 3, 1))])
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, kind), codegen
+
+
+@intrinsic
+def add(typingctx: Any, a: Any, b: Any) -> Any:
+    """``a + b`` by lane."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fadd(args[0], args[1])
+
+    return vector(vector, vector), codegen
+
+
+@intrinsic
+def max_lanes(typingctx: Any, value: Any) -> Any:
+    """The largest lane; NaN lanes may be passed over."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value, width = args[0], LANES
+        while width > 1:
+            width //= 2
+            low, high = (
+                builder.shuffle_vector(
+                    value, value, ir.Constant(ir.VectorType(_I32, width), list(range(at, at + width)))
+                )
+                for at in (0, width)
+            )
+            value = builder.select(builder.fcmp_ordered(">", low, high), low, high)
+        return builder.extract_element(value, ir.Constant(_I32, 0))
+
+    return types.float32(vector), codegen
+
+
+@intrinsic
+def exp(typingctx: Any, value: Any) -> Any:
+    """e to each lane within 2 units in the last place; 0 below -87.3, infinity above 88.37, NaN for NaN."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def const(number: float) -> Any:
+            return ir.Constant(_VECTOR, [number] * LANES)
+
+        def call(name: str, *operands: Any) -> Any:
+            function_type = ir.FunctionType(_VECTOR, [_VECTOR] * len(operands))
+            return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), operands)
+
+        x = args[0]
+        # e^x = 2^n · e^r with n = round(x / ln 2) and |r| ≤ ln 2 / 2; ln 2 in two parts, so that r keeps its bits
+        n = call(f"llvm.rint.v{LANES}f32", builder.fmul(x, const(1.44269504088896341)))
+        r = call(f"llvm.fmuladd.v{LANES}f32", n, const(-0.693359375), x)
+        r = call(f"llvm.fmuladd.v{LANES}f32", n, const(2.12194440e-4), r)
+        p = const(1.9875691500e-4)
+        for coefficient in (
+            1.3981999507e-3,
+            8.3334519073e-3,
+            4.1665795894e-2,
+            1.6666665459e-1,
+            5.0000001201e-1,
+            1.0,
+            1.0,
+        ):
+            p = call(f"llvm.fmuladd.v{LANES}f32", p, r, const(coefficient))
+        low, high = builder.fcmp_ordered("<", x, const(-87.3)), builder.fcmp_ordered(">", x, const(88.37))
+        # out of range or NaN: any exponent will do, the result is replaced or NaN already
+        inside = builder.fcmp_ordered("ord", x, x)
+        inside = builder.and_(inside, builder.not_(builder.or_(low, high)))
+        integers = ir.VectorType(_I32, LANES)
+        exponent = builder.fptosi(builder.select(inside, n, const(0.0)), integers)
+        exponent = builder.shl(
+            builder.add(exponent, ir.Constant(integers, [127] * LANES)), ir.Constant(integers, [23] * LANES)
+        )
+        result = builder.fmul(p, builder.bitcast(exponent, _VECTOR))
+        result = builder.select(low, const(0.0), result)
+        return builder.select(high, const(float("inf")), result)
+
+    return vector(vector), codegen
+
+
+@intrinsic
+def dot_rows(typingctx: Any, x: Any, rows: Any, stride: Any, width: Any) -> Any:
+    """A vector whose lane j is the dot product of `x` with row j of the `LANES` rows at `rows`.
+
+    Each product is summed by lanes, then over the lanes in the order of `sum_lanes`: a row's result doesn't depend on the other rows.
+
+    Args:
+        x: address of `width` float32.
+        rows: address of the first row, float32.
+        stride: elements from one row to the next.
+        width: a multiple of `LANES`.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, rows, stride, width = args
+        zero = ir.Constant(_VECTOR, [0.0] * LANES)
+        sums = [cgutils.alloca_once_value(builder, zero) for _ in range(LANES)]
+        fmuladd = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fmuladd.v{LANES}f32"
+        )
+
+        def vector_at(address: Any, index: Any) -> Any:
+            pointer = builder.bitcast(_pointer(builder, address, index, _FLOAT), _VECTOR.as_pointer())
+            return builder.load(pointer, align=4)
+
+        step = ir.Constant(_I64, LANES)
+        with cgutils.for_range_slice(builder, ir.Constant(_I64, 0), width, step, _I64, inc=True) as (k, _):
+            xk = vector_at(x, k)
+            for j, total in enumerate(sums):
+                at = builder.add(builder.mul(stride, ir.Constant(_I64, j)), k)
+                builder.store(builder.call(fmuladd, [vector_at(rows, at), xk, builder.load(total)]), total)
+        # halves first: after each round, `parts[i]` holds partial sums of twice as many rows in half as many lanes each
+        parts, span = [builder.load(total) for total in sums], LANES
+        while len(parts) > 1:
+            half, span = len(parts) // 2, span // 2
+            joined = []
+            for i in range(half):
+                first, second = parts[i], parts[i + half]
+                lanes = range(LANES)
+                low = [lane if lane // span % 2 == 0 else LANES + lane - span for lane in lanes]
+                high = [lane + span if lane // span % 2 == 0 else LANES + lane for lane in lanes]
+                picked = [
+                    builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(_I32, LANES), order))
+                    for order in (low, high)
+                ]
+                joined.append(builder.fadd(*picked))
+            parts = joined
+        return parts[0]
+
+    return vector(types.intp, types.intp, types.intp, types.intp), codegen

@@ -1,0 +1,55 @@
+"""Runs a compiled kernel on PyTorch's own threads.
+
+numba's parallel layers would bring a second pool that fights torch's for the cores, need a library that may be missing, or (workqueue) end the process
+when two threads launch at once. A kernel here is a C function that any number of threads enter and that shares its work out by an atomic counter; it's right
+with one thread. The threads are OpenMP's, the same ones that torch's operators have just used, so none is woken that isn't warm.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+_RUNTIME = re.compile(r"\s(/\S*lib(?:gomp|iomp5|omp)[^/\s]*\.so[^/\s]*)$")
+
+
+@functools.cache
+def _gomp_parallel() -> Callable[[int, int, int, int], None] | None:
+    """GOMP_parallel of the OpenMP runtime that torch has loaded (GNU's, or Intel's or LLVM's, which offer it too); None where there's none."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    paths = {match[1] for line in lines if (match := _RUNTIME.search(line))}
+    # torch's own first: another package may have brought a second runtime
+    for path in sorted(paths, key=lambda path: "/torch" not in path):
+        function = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
+        if function is not None:
+            function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+            function.restype = None
+            return function  # type: ignore[no-any-return]
+    return None
+
+
+def run(kernel: Callable[[int], None], address: int, args: int, num_threads: int) -> None:
+    """Have up to `num_threads` threads, the caller among them, enter a kernel; return when all have left it. The GIL is released meanwhile.
+
+    Args:
+        kernel: the kernel as ctypes calls it.
+        address: its address.
+        args: what every thread is given.
+    """
+    if num_threads > 1 and (parallel := _gomp_parallel()) is not None:
+        parallel(address, args, num_threads, 0)
+    else:
+        kernel(args)
+
+
+def num_threads() -> int:
+    """The threads that torch's operators use."""
+    return torch.get_num_threads()

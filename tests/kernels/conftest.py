@@ -1,0 +1,99 @@
+"""Builders of adapters and of paged caches for the kernels' tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from loraserve_kernels.attention import AttentionPlan, make_attention_plan
+from loraserve_kernels.layout import MODULES, LoraModule, PackedAdapter, pack_adapter
+
+NUM_LAYERS = 2
+# odd widths: neither vectors nor blocks fit them
+SHAPES: dict[str, tuple[int, int]] = {
+    "q_proj": (72, 40),
+    "k_proj": (24, 40),
+    "v_proj": (24, 40),
+    "o_proj": (40, 72),
+    "gate_proj": (2100, 40),
+    "up_proj": (2100, 40),
+    "down_proj": (40, 2100),
+}
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def make_modules(
+    ranks: int | Mapping[str, int], *, layers: Sequence[int] = range(NUM_LAYERS), scaling: float = 0.5
+) -> list[LoraModule]:
+    """Random modules; `ranks` is one rank for all seven, or a rank for each module that the adapter has."""
+    by_module = dict.fromkeys(MODULES, ranks) if isinstance(ranks, int) else ranks
+    return [
+        LoraModule(
+            layer,
+            module,
+            torch.randn(rank, SHAPES[module][1]) / SHAPES[module][1] ** 0.5,
+            torch.randn(SHAPES[module][0], rank) / rank**0.5,
+            scaling + 0.25 * layer + 0.125 * MODULES.index(module),
+        )
+        for layer in layers
+        for module, rank in by_module.items()
+    ]
+
+
+def make_adapter(
+    ranks: int | Mapping[str, int], *, dtype: torch.dtype = torch.float32, layers: Sequence[int] = range(NUM_LAYERS)
+) -> PackedAdapter:
+    return pack_adapter(make_modules(ranks, layers=layers), num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=dtype)
+
+
+@dataclass
+class Paged:
+    """A random cache in shuffled blocks. Every slot that no sequence uses is NaN."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    query_starts: list[int]
+    context_lens: list[int]
+    block_tables: Tensor
+
+    @property
+    def plan(self) -> AttentionPlan:
+        return make_attention_plan(self.query_starts, self.context_lens, self.block_tables, self.k_cache.shape[2])
+
+
+def make_paged(
+    num_rows: Sequence[int],
+    context_lens: Sequence[int],
+    *,
+    num_heads: int = 6,
+    num_kv_heads: int = 2,
+    head_dim: int = 32,
+    block_size: int = 16,
+) -> Paged:
+    counts = [-(-context // block_size) for context in context_lens]
+    num_blocks = sum(counts) + 3
+    order = torch.randperm(num_blocks).int()
+    k = torch.full((num_blocks, num_kv_heads, block_size, head_dim), float("nan"))
+    v = k.clone()
+    tables = torch.zeros(len(counts), max(counts), dtype=torch.int32)
+    used = 0
+    for i, (count, context) in enumerate(zip(counts, context_lens, strict=True)):
+        tables[i, :count] = order[used : used + count]
+        used += count
+        for position in range(context):
+            for cache in (k, v):
+                cache[tables[i, position // block_size], :, position % block_size] = torch.randn(num_kv_heads, head_dim)
+    starts = [0]
+    for rows in num_rows:
+        starts.append(starts[-1] + rows)
+    q = torch.randn(starts[-1], num_heads, head_dim)
+    return Paged(q, k, v, starts, list(context_lens), tables)

@@ -1,0 +1,121 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from loraserve_kernels import attention, reference
+from loraserve_kernels.attention import make_attention_plan, paged_attention, store_kv
+from loraserve_kernels.cpu import HAS_NUMBA
+from loraserve_kernels.errors import InvalidPlan, ShapeMismatch
+
+from .conftest import Paged, make_paged
+
+PATHS = [
+    pytest.param(attention.attend_torch, id="torch"),
+    pytest.param(paged_attention, id="numba", marks=pytest.mark.skipif(not HAS_NUMBA, reason="needs numba")),
+]
+# float32 against float64, outputs below about 3
+TOLERANCE = 5e-6
+
+
+def attend(paged: Paged, path: Callable[..., Any] = paged_attention, **kwargs: Any) -> Tensor:
+    out = torch.full_like(paged.q, float("nan"))
+    path(paged.q, paged.k_cache, paged.v_cache, paged.plan, out, scale=0.2, **kwargs)
+    return out
+
+
+def expected(paged: Paged, **kwargs: Any) -> Tensor:
+    return reference.paged_attention(
+        paged.q.double(),
+        paged.k_cache.double(),
+        paged.v_cache.double(),
+        paged.query_starts,
+        paged.context_lens,
+        paged.block_tables,
+        scale=0.2,
+        **kwargs,
+    )
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("window", [None, 1, 5, 16, 40])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"), [(6, 2, 32), (4, 4, 64), (8, 1, 80), (2, 1, 128), (2, 2, 12)]
+)
+def test_decode_rows_and_chunks_equal_the_reference(
+    path: Callable[..., Any], window: int | None, num_heads: int, num_kv_heads: int, head_dim: int
+) -> None:
+    paged = make_paged(
+        [1, 7, 1, 33, 9, 2],
+        [1, 7, 63, 50, 200, 17],
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+    )
+    assert (attend(paged, path, sliding_window=window) - expected(paged, sliding_window=window)).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_views_of_wider_tensors_are_read_and_written(path: Callable[..., Any]) -> None:
+    paged = make_paged([3, 1], [20, 9])
+    wide = torch.full((4, 11, 32), float("nan"))
+    wide[:, 2:8] = paged.q
+    out = torch.full((4, 9, 32), float("nan"))
+    path(wide[:, 2:8], paged.k_cache, paged.v_cache, paged.plan, out[:, 1:7], scale=0.2)
+    assert (out[:, 1:7] - expected(paged)).abs().max() < TOLERANCE
+    assert out[:, [0, 7, 8]].isnan().all()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_nan_in_one_sequence_stays_there(path: Callable[..., Any]) -> None:
+    paged = make_paged([2, 1, 1], [30, 40, 20])
+    paged.k_cache[paged.block_tables[1, 0]] = float("nan")
+    out = attend(paged, path)
+    assert out[2].isnan().all()
+    assert out[[0, 1, 3]].isfinite().all()
+
+
+@pytest.mark.skipif(not HAS_NUMBA, reason="needs numba")
+@pytest.mark.parametrize("window", [None, 19])
+def test_a_rows_bits_dont_depend_on_its_batch_or_chunk(window: int | None) -> None:
+    paged = make_paged([50, 1], [70, 100])
+    together = attend(paged, sliding_window=window)
+    for num_rows, position in ((1, 69), (1, 20), (3, 40), (13, 64)):
+        last = position - 20
+        alone = Paged(
+            paged.q[last - num_rows + 1 : last + 1],
+            paged.k_cache,
+            paged.v_cache,
+            [0, num_rows],
+            [position + 1],
+            paged.block_tables[:1],
+        )
+        assert torch.equal(attend(alone, sliding_window=window), together[last - num_rows + 1 : last + 1])
+
+
+def test_keys_and_values_go_to_their_slots_and_nowhere_else() -> None:
+    k, v = torch.randn(3, 2, 16), torch.randn(3, 2, 16)
+    k_cache, v_cache = torch.zeros(4, 2, 16, 16), torch.zeros(4, 2, 16, 16)
+    store_kv(k, v, k_cache, v_cache, torch.tensor([5, 16 + 15, 48]))
+    for cache, rows in ((k_cache, k), (v_cache, v)):
+        assert torch.equal(cache[0, :, 5], rows[0])
+        assert torch.equal(cache[1, :, 15], rows[1])
+        assert torch.equal(cache[3, :, 0], rows[2])
+        assert cache.count_nonzero() == rows.count_nonzero()
+
+
+def test_a_step_that_cant_be_is_refused() -> None:
+    tables = torch.zeros(1, 2, dtype=torch.int32)
+    for starts, contexts in (([0, 0], [3]), ([0, 4], [3]), ([0, 1], [33]), ([0, 1, 2], [3])):
+        with pytest.raises(InvalidPlan):
+            make_attention_plan(starts, contexts, tables, 16)
+    with pytest.raises(InvalidPlan, match="int32"):
+        make_attention_plan([0, 1], [3], tables.long(), 16)
+
+
+def test_tensors_that_dont_fit_the_plan_are_refused() -> None:
+    paged = make_paged([2], [9])
+    with pytest.raises(ShapeMismatch, match="this plan takes 2 rows and blocks of 16"):
+        paged_attention(paged.q[:1], paged.k_cache, paged.v_cache, paged.plan, paged.q[:1], scale=1.0)

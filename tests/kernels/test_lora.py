@@ -1,0 +1,173 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from loraserve_kernels import cpu, launch, reference
+from loraserve_kernels.errors import ShapeMismatch
+from loraserve_kernels.layout import SITES, PackedAdapter
+from loraserve_kernels.plan import LoraPlan, make_plan
+
+from .conftest import SHAPES, make_adapter
+
+Apply = Callable[[Tensor, Tensor, LoraPlan, str, int], None]
+
+PATHS = [
+    pytest.param(cpu.apply_lora_torch, id="torch"),
+    pytest.param(launch.apply_lora, id="numba", marks=pytest.mark.skipif(not cpu.HAS_NUMBA, reason="needs numba")),
+]
+# float32 sums of up to 2100 products, next to outputs of about 1
+TOLERANCE = 2e-6
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+MODULES_OF_MIXED_RANK = {"q_proj": 1, "v_proj": 12, "gate_proj": 64, "up_proj": 8, "down_proj": 5}
+
+
+def make_step(adapters: list[PackedAdapter | None], rows: list[int]) -> LoraPlan:
+    segments, start = [], 0
+    for adapter, count in zip(adapters, rows, strict=True):
+        if adapter is not None:
+            segments.append((adapter, start, start + count))
+        start += count
+    plan = make_plan(segments, start)
+    assert plan is not None
+    return plan
+
+
+def make_io(num_tokens: int, site: str) -> tuple[Tensor, Tensor]:
+    modules = SITES[site]
+    return torch.randn(num_tokens, SHAPES[modules[0]][1]), torch.randn(num_tokens, sum(SHAPES[m][0] for m in modules))
+
+
+def assert_equals_reference(apply: Apply, plan: LoraPlan, site: str, layer: int) -> None:
+    x, y = make_io(plan.num_tokens, site)
+    expected = y.double()
+    reference.apply_lora(x.double(), expected, plan, site, layer)
+    apply(x, y, plan, site, layer)
+    assert (y - expected).abs().max() / expected.abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("apply", PATHS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize("num_tokens", [1, 63, 200])
+def test_mixed_ranks_equal_the_reference(apply: Apply, dtype: torch.dtype, site: str, num_tokens: int) -> None:
+    ranks = [1, 64, MODULES_OF_MIXED_RANK, 8, 12]
+    adapters = [make_adapter(rank, dtype=dtype) for rank in ranks]
+    if num_tokens == 1:
+        plan = make_step([adapters[2]], [1])
+    else:
+        # one row, two rows, an odd number of rows; base rows between and at the end
+        rows = [1, 2, 5, 3, 1, 1, num_tokens - 13]
+        plan = make_step([adapters[0], None, adapters[1], adapters[2], adapters[3], None, adapters[4]], rows)
+    assert_equals_reference(apply, plan, site, 1)
+
+
+@pytest.mark.parametrize("apply", PATHS)
+def test_rank_512_equals_the_reference(apply: Apply) -> None:
+    assert_equals_reference(apply, make_step([make_adapter({"k_proj": 512, "q_proj": 3}), None], [3, 1]), "qkv", 0)
+
+
+@pytest.mark.parametrize("apply", PATHS)
+@pytest.mark.parametrize("site", SITES)
+def test_base_rows_keep_every_bit(apply: Apply, site: str) -> None:
+    plan = make_step([None, make_adapter(8), None], [2, 4, 3])
+    x, y = make_io(9, site)
+    # a base row's input must not even be read
+    x[:2] = x[6:] = float("nan")
+    before = y.clone()
+    apply(x, y, plan, site, 0)
+    assert torch.equal(y[:2], before[:2])
+    assert torch.equal(y[6:], before[6:])
+    assert not torch.equal(y[2:6], before[2:6])
+
+
+@pytest.mark.parametrize("apply", PATHS)
+def test_a_module_that_the_adapter_lacks_keeps_its_columns(apply: Apply) -> None:
+    plan = make_step([make_adapter({"q_proj": 4, "v_proj": 4})], [3])
+    x, y = make_io(3, "qkv")
+    before = y.clone()
+    apply(x, y, plan, "qkv", 0)
+    assert torch.equal(y[:, 72:96], before[:, 72:96])
+    assert not torch.equal(y[:, :72], before[:, :72])
+    assert not torch.equal(y[:, 96:], before[:, 96:])
+
+
+@pytest.mark.parametrize("apply", PATHS)
+def test_a_layer_that_the_adapter_lacks_changes_nothing(apply: Apply) -> None:
+    plan = make_step([make_adapter(4, layers=[1])], [3])
+    x, y = make_io(3, "down")
+    before = y.clone()
+    apply(x, y, plan, "down", 0)
+    assert torch.equal(y, before)
+
+
+@pytest.mark.parametrize("apply", PATHS)
+def test_one_adapters_nan_stays_in_its_rows(apply: Apply) -> None:
+    good, bad = make_adapter(8), make_adapter(8)
+    bad.data.fill_(float("nan"))
+    plan = make_step([good, bad, good], [2, 1, 2])
+    x, y = make_io(5, "o")
+    apply(x, y, plan, "o", 0)
+    assert y[2].isnan().all()
+    assert y[[0, 1, 3, 4]].isfinite().all()
+
+
+@pytest.mark.parametrize("apply", PATHS)
+def test_rows_of_wider_tensors_are_read_and_written_in_place(apply: Apply) -> None:
+    plan = make_step([make_adapter(8)], [4])
+    x, y = make_io(4, "o")
+    wide_x, wide_y = torch.full((4, 100), float("nan")), torch.full((4, 90), float("nan"))
+    wide_x[:, 20:92], wide_y[:, 10:50] = x, y
+    apply(x, y, plan, "o", 1)
+    apply(wide_x[:, 20:92], wide_y[:, 10:50], plan, "o", 1)
+    assert torch.allclose(wide_y[:, 10:50], y, atol=1e-5)
+    assert wide_y[:, :10].isnan().all()
+    assert wide_y[:, 50:].isnan().all()
+
+
+@pytest.mark.skipif(not cpu.HAS_NUMBA, reason="needs numba")
+@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_rows_bits_dont_depend_on_its_batch(site: str, dtype: torch.dtype) -> None:
+    adapter, other = make_adapter(MODULES_OF_MIXED_RANK, dtype=dtype), make_adapter(64, dtype=dtype)
+    x, y = make_io(70, site)
+    together = y.clone()
+    launch.apply_lora(x, together, make_step([other, adapter, None, other], [3, 60, 2, 5]), site, 1)
+    for row in (3, 4, 34, 35, 62):
+        alone = y[row : row + 1].clone()
+        launch.apply_lora(x[row : row + 1], alone, make_step([adapter], [1]), site, 1)
+        assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.skipif(not cpu.HAS_NUMBA, reason="needs numba")
+def test_a_rows_bits_dont_depend_on_the_number_of_threads() -> None:
+    plan = make_step([make_adapter(64), make_adapter(12)], [40, 30])
+    x, y = make_io(70, "gate_up")
+    results, before = [], torch.get_num_threads()
+    try:
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            out = y.clone()
+            # threads are counted when a plan is first launched
+            launch.apply_lora(
+                x, out, make_plan([(s.adapter, s.row_start, s.row_end) for s in plan.segments], 70), "gate_up", 0
+            )
+            results.append(out)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_tensors_that_dont_fit_the_plan_are_refused() -> None:
+    plan = make_step([make_adapter(8)], [4])
+    x, y = make_io(4, "qkv")
+    with pytest.raises(ShapeMismatch, match="site qkv of this plan takes"):
+        launch.apply_lora(x[:3], y[:3], plan, "qkv", 0)
+    with pytest.raises(ShapeMismatch, match="site o of this plan takes"):
+        launch.apply_lora(x, y, plan, "o", 0)
+    with pytest.raises(ShapeMismatch, match="must be float32"):
+        launch.apply_lora(x.double(), y, plan, "qkv", 0)
+    with pytest.raises(ShapeMismatch, match="layers 0 to 1"):
+        launch.apply_lora(x, y, plan, "qkv", 2)
