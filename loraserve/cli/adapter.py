@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from loraserve.cli.options import ActForOption, FormatOption, UrlOption, connected, split_version
 from loraserve.cli.output import Column, size
 
+if TYPE_CHECKING:
+    from loraserve.sdk import Client
+
 app = typer.Typer(help="Push, see, name and delete adapters.", no_args_is_help=True)
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The adapter's name.")]
 
+TargetArgument = Annotated[str, typer.Argument(metavar="NAME[@VERSION]", help="The adapter, or one version of it.")]
+
 ADAPTER_COLUMNS = (
     Column("NAME", "name"),
     Column("ALIASES", "aliases"),
+    Column("VERSIONS", "num_versions"),
     Column("LATEST", "latest_version"),
     Column("UPDATED", "updated_at"),
 )
@@ -39,6 +45,11 @@ VERSION_DETAILS = (
     Column("modules", "target_modules"),
     Column("digest", "digest"),
     Column("created", "created_at"),
+)
+ACTION_COLUMNS = (
+    Column("model", lambda action: f"{action.name}@{action.version}"),
+    Column("action", "action"),
+    Column("done", "is_done"),
 )
 
 
@@ -81,7 +92,7 @@ def list_(url: UrlOption = None, tenant: ActForOption = None, format: FormatOpti
 
 @app.command()
 def show(
-    target: Annotated[str, typer.Argument(metavar="NAME[@VERSION]", help="The adapter, or one version of it.")],
+    target: TargetArgument,
     url: UrlOption = None,
     tenant: ActForOption = None,
     format: FormatOption = None,
@@ -123,7 +134,7 @@ def alias(
 
 @app.command()
 def delete(
-    target: Annotated[str, typer.Argument(metavar="NAME[@VERSION]", help="The adapter, or one version of it.")],
+    target: TargetArgument,
     url: UrlOption = None,
     tenant: ActForOption = None,
     format: FormatOption = None,
@@ -133,3 +144,36 @@ def delete(
     with connected(format, url, tenant) as (output, client):
         client.adapters.delete(name, version)
         output.note(f"Deleted {target}.")
+
+
+def _target(client: Client, target: str) -> tuple[str, int]:
+    """The name and the version that ``NAME[@VERSION]`` means: the live one where none is named."""
+    name, version = split_version(target)
+    return name, client.adapters.alias(name, "live").version if version is None else version
+
+
+@app.command()
+def warm(
+    target: TargetArgument, url: UrlOption = None, tenant: ActForOption = None, format: FormatOption = None
+) -> None:
+    """Bring the weights into memory before the first request asks for them."""
+    with connected(format, url, tenant) as (output, client):
+        output.one(client.adapters.warm(*_target(client, target)), ACTION_COLUMNS, name="name")
+
+
+@app.command()
+def pin(
+    target: TargetArgument, url: UrlOption = None, tenant: ActForOption = None, format: FormatOption = None
+) -> None:
+    """Keep the weights in memory until they're unpinned (takes an admin key)."""
+    with connected(format, url, tenant) as (output, client):
+        output.one(client.adapters.pin(*_target(client, target)), ACTION_COLUMNS, name="name")
+
+
+@app.command()
+def unpin(
+    target: TargetArgument, url: UrlOption = None, tenant: ActForOption = None, format: FormatOption = None
+) -> None:
+    """Let the weights go when their room is needed (takes an admin key)."""
+    with connected(format, url, tenant) as (output, client):
+        output.one(client.adapters.unpin(*_target(client, target)), ACTION_COLUMNS, name="name")

@@ -10,7 +10,7 @@ import anyio.to_thread
 
 from loraserve.sdk.call import Call, encode, idempotency_key, read_into, read_nothing, segment
 from loraserve.sdk.paging import all_rows, all_rows_async
-from loraserve.sdk.resources import Adapter, Alias, Version
+from loraserve.sdk.resources import Action, Adapter, Alias, Version
 from loraserve.sdk.transport import AsyncTransport, Transport
 from loraserve.sdk.upload import Progress, Upload
 
@@ -23,6 +23,14 @@ def _path(name: str, version: int | None = None) -> str:
     return path if version is None else f"{path}/versions/{version}"
 
 
+def _alias_path(name: str, alias: str) -> str:
+    return f"{_path(name)}/aliases/{segment(alias, 'alias')}"
+
+
+def _condition(if_match: str | None) -> dict[str, str]:
+    return {} if if_match is None else {"If-Match": if_match}
+
+
 def _push(name: str, upload: Upload, promote: bool, dry_run: bool) -> Call[Version]:
     params = {} if promote else {"promote": "false"}
     if dry_run:
@@ -32,13 +40,16 @@ def _push(name: str, upload: Upload, promote: bool, dry_run: bool) -> Call[Versi
 
 
 def _set_alias(name: str, alias: str, version: int, if_match: str | None) -> Call[Alias]:
-    headers = {} if if_match is None else {"If-Match": if_match}
-    path = f"{_path(name)}/aliases/{segment(alias, 'alias')}"
-    return Call("PUT", path, read_into(Alias), headers=headers, body=encode({"version": version}))
+    body = encode({"version": version})
+    return Call("PUT", _alias_path(name, alias), read_into(Alias), headers=_condition(if_match), body=body)
 
 
-def _delete_alias(name: str, alias: str) -> Call[None]:
-    return Call("DELETE", f"{_path(name)}/aliases/{segment(alias, 'alias')}", read_nothing)
+def _alias(name: str, alias: str) -> Call[Alias]:
+    return Call("GET", _alias_path(name, alias), read_into(Alias))
+
+
+def _delete_alias(name: str, alias: str, if_match: str | None) -> Call[None]:
+    return Call("DELETE", _alias_path(name, alias), read_nothing, headers=_condition(if_match))
 
 
 def _get(name: str) -> Call[Adapter]:
@@ -53,8 +64,8 @@ def _delete(name: str, version: int | None) -> Call[None]:
     return Call("DELETE", _path(name, version), read_nothing)
 
 
-def _act(name: str, version: int, action: str) -> Call[None]:
-    return Call("POST", f"{_path(name, version)}/{action}", read_nothing, headers=idempotency_key())
+def _act(name: str, version: int, action: str) -> Call[Action]:
+    return Call("POST", f"{_path(name, version)}/{action}", read_into(Action), headers=idempotency_key())
 
 
 class Adapters:
@@ -121,21 +132,25 @@ class Adapters:
         """
         return self._transport.send(_set_alias(name, alias, version, if_match))
 
-    def delete_alias(self, name: str, alias: str) -> None:
-        """Raises AliasNotFound where there is none."""
-        self._transport.send(_delete_alias(name, alias))
+    def alias(self, name: str, alias: str) -> Alias:
+        """The alias, with its `etag`. Raises AliasNotFound where there is none."""
+        return self._transport.send(_alias(name, alias))
 
-    def warm(self, name: str, version: int) -> None:
-        """Start to load the version's weights, so that its first request needn't wait."""
-        self._transport.send(_act(name, version, "warm"))
+    def delete_alias(self, name: str, alias: str, *, if_match: str | None = None) -> None:
+        """The alias is gone; the version that it named stays. `if_match` as for `set_alias`."""
+        self._transport.send(_delete_alias(name, alias, if_match))
 
-    def pin(self, name: str, version: int) -> None:
-        """Keep the version's weights in memory until `unpin`."""
-        self._transport.send(_act(name, version, "pin"))
+    def warm(self, name: str, version: int) -> Action:
+        """Bring the version's weights into memory, so that its first request needn't wait."""
+        return self._transport.send(_act(name, version, "warm"))
 
-    def unpin(self, name: str, version: int) -> None:
+    def pin(self, name: str, version: int) -> Action:
+        """Keep the version's weights in memory until `unpin`. Takes an admin key: it's memory that others lack."""
+        return self._transport.send(_act(name, version, "pin"))
+
+    def unpin(self, name: str, version: int) -> Action:
         """Let the version's weights go when their room is needed."""
-        self._transport.send(_act(name, version, "unpin"))
+        return self._transport.send(_act(name, version, "unpin"))
 
 
 class AsyncAdapters:
@@ -180,14 +195,17 @@ class AsyncAdapters:
     async def set_alias(self, name: str, alias: str, version: int, *, if_match: str | None = None) -> Alias:
         return await self._transport.send(_set_alias(name, alias, version, if_match))
 
-    async def delete_alias(self, name: str, alias: str) -> None:
-        await self._transport.send(_delete_alias(name, alias))
+    async def alias(self, name: str, alias: str) -> Alias:
+        return await self._transport.send(_alias(name, alias))
 
-    async def warm(self, name: str, version: int) -> None:
-        await self._transport.send(_act(name, version, "warm"))
+    async def delete_alias(self, name: str, alias: str, *, if_match: str | None = None) -> None:
+        await self._transport.send(_delete_alias(name, alias, if_match))
 
-    async def pin(self, name: str, version: int) -> None:
-        await self._transport.send(_act(name, version, "pin"))
+    async def warm(self, name: str, version: int) -> Action:
+        return await self._transport.send(_act(name, version, "warm"))
 
-    async def unpin(self, name: str, version: int) -> None:
-        await self._transport.send(_act(name, version, "unpin"))
+    async def pin(self, name: str, version: int) -> Action:
+        return await self._transport.send(_act(name, version, "pin"))
+
+    async def unpin(self, name: str, version: int) -> Action:
+        return await self._transport.send(_act(name, version, "unpin"))

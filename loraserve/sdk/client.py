@@ -17,14 +17,14 @@ from loraserve.sdk.config import DEFAULT_TIMEOUT_S, ClientConfig
 from loraserve.sdk.keys import AsyncKeys, Keys
 from loraserve.sdk.models import AsyncModels, Models
 from loraserve.sdk.paging import all_rows, all_rows_async
-from loraserve.sdk.resources import AdapterResidency, Base, Limits
+from loraserve.sdk.resources import AdapterResidency, AuditEntry, Base, Limits
 from loraserve.sdk.tenants import AsyncTenants, Tenants
 from loraserve.sdk.transport import AsyncTransport, Transport
 
 if TYPE_CHECKING:
     import openai
 
-_RESIDENCY = "/api/v1/residency"
+_RESIDENCY, _AUDIT = "/api/v1/residency", "/api/v1/audit"
 _BASE: Call[Base] = Call("GET", "/api/v1/base", read_into(Base))
 _LIMITS: Call[Limits] = Call("GET", "/api/v1/limits", read_into(Limits))
 _METRICS: Call[str] = Call("GET", "/metrics", lambda _answer, body: body.decode("utf-8", "replace"))
@@ -69,9 +69,13 @@ class Client:
         """The server's root."""
         return self._config.url
 
-    def residency(self) -> Iterator[AdapterResidency]:
-        """Where each version's weights are now: device, host or disk. Pages are asked for as they're needed."""
-        return all_rows(self._transport, _RESIDENCY, AdapterResidency)
+    def residency(self, *, resident: bool = False) -> Iterator[AdapterResidency]:
+        """Where each version's weights are now: device, host or disk; with `resident`, those alone that are in some memory."""
+        return all_rows(self._transport, _RESIDENCY, AdapterResidency, _resident(resident))
+
+    def audit(self) -> Iterator[AuditEntry]:
+        """Who did what, newest first."""
+        return all_rows(self._transport, _AUDIT, AuditEntry)
 
     def base(self) -> Base:
         """The resident base model."""
@@ -135,9 +139,13 @@ class AsyncClient:
         """The server's root."""
         return self._config.url
 
-    def residency(self) -> AsyncIterator[AdapterResidency]:
+    def residency(self, *, resident: bool = False) -> AsyncIterator[AdapterResidency]:
         """As `Client.residency`."""
-        return all_rows_async(self._transport, _RESIDENCY, AdapterResidency)
+        return all_rows_async(self._transport, _RESIDENCY, AdapterResidency, _resident(resident))
+
+    def audit(self) -> AsyncIterator[AuditEntry]:
+        """As `Client.audit`."""
+        return all_rows_async(self._transport, _AUDIT, AuditEntry)
 
     async def base(self) -> Base:
         """As `Client.base`."""
@@ -168,6 +176,10 @@ class AsyncClient:
 
     def __repr__(self) -> str:
         return f"AsyncClient({self.url!r}, tenant={self._config.tenant!r})"
+
+
+def _resident(is_wanted: bool) -> dict[str, str]:
+    return {"resident": "true"} if is_wanted else {}
 
 
 def _import_openai() -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
+from datetime import datetime
 
 from loraserve.sdk.call import Call, encode, idempotency_key, read_into, read_nothing, segment
 from loraserve.sdk.paging import all_rows, all_rows_async
@@ -14,8 +15,13 @@ def _root(tenant: str) -> str:
     return f"/api/v1/tenants/{segment(tenant, 'tenant')}/keys"
 
 
-def _create(tenant: str, name: str, scopes: Sequence[str] | None) -> Call[NewKey]:
-    body = {"name": name} if scopes is None else {"name": name, "scopes": list(scopes)}
+def _create(tenant: str, name: str, scopes: Sequence[str] | None, expires_at: datetime | None) -> Call[NewKey]:
+    body: dict[str, object] = {"name": name}
+    if scopes is not None:
+        body["scopes"] = list(scopes)
+    if expires_at is not None:
+        # A naive instant is this machine's.
+        body["expires_at"] = expires_at.astimezone().isoformat()
     return Call("POST", _root(tenant), read_into(NewKey), headers=idempotency_key(), body=encode(body))
 
 
@@ -27,14 +33,17 @@ class Keys:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
-    def create(self, tenant: str, *, name: str, scopes: Sequence[str] | None = None) -> NewKey:
+    def create(
+        self, tenant: str, *, name: str, scopes: Sequence[str] | None = None, expires_at: datetime | None = None
+    ) -> NewKey:
         """A new key of the tenant; `key` is its secret, shown this once.
 
         Args:
             name: for people, to tell keys apart.
             scopes: of ``inference``, ``adapters:read``, ``adapters:write``; None: all three.
+            expires_at: when it stops working by itself; None: never.
         """
-        return self._transport.send(_create(tenant, name, scopes))
+        return self._transport.send(_create(tenant, name, scopes, expires_at))
 
     def list(self, tenant: str) -> Iterator[Key]:
         """The tenant's keys, oldest first, the revoked too."""
@@ -51,8 +60,10 @@ class AsyncKeys:
     def __init__(self, transport: AsyncTransport) -> None:
         self._transport = transport
 
-    async def create(self, tenant: str, *, name: str, scopes: Sequence[str] | None = None) -> NewKey:
-        return await self._transport.send(_create(tenant, name, scopes))
+    async def create(
+        self, tenant: str, *, name: str, scopes: Sequence[str] | None = None, expires_at: datetime | None = None
+    ) -> NewKey:
+        return await self._transport.send(_create(tenant, name, scopes, expires_at))
 
     def list(self, tenant: str) -> AsyncIterator[Key]:
         return all_rows_async(self._transport, _root(tenant), Key)

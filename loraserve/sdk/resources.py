@@ -26,14 +26,16 @@ class Version(Result):
     version: int | None = None
     digest: str
     """SHA-256 over the canonical config and tensors: the version's identity."""
-    state: str = "checked"
+    state: str
     size_bytes: int
     rank: int
     """The highest of its modules."""
     target_modules: list[str]
-    aliases: list[str] = Field(default_factory=list)
-    created_at: datetime | None = None
-    checks: list[Any] = Field(default_factory=list)
+    dtype: str | None = None
+    aliases: list[str]
+    created_at: datetime
+    checks: list[dict[str, Any]] = Field(default_factory=list)
+    """What was checked before it was taken, and what was found."""
 
     @property
     def model(self) -> str:
@@ -44,25 +46,41 @@ class Version(Result):
 class Alias(Result):
     """A name that points to a version: `live` is what the adapter's bare name means."""
 
+    name: str
+    """The adapter's."""
     alias: str
     version: int
-    name: str | None = None
+    updated_at: datetime
 
 
 class Adapter(Result):
     name: str
-    aliases: dict[str, int] = Field(default_factory=dict)
+    aliases: dict[str, int]
     """Alias → version."""
-    latest_version: int | None = None
-    created_at: datetime | None = None
-    updated_at: datetime | None = None
+    num_versions: int
+    latest_version: int | None
+    created_at: datetime
+    updated_at: datetime
+
+
+class Action(Result):
+    """What `warm`, `pin` or `unpin` did."""
+
+    name: str
+    version: int
+    digest: str
+    action: str
+    is_done: bool
+    """False: begun, and still under way when the server stopped waiting."""
 
 
 class Tenant(Result):
+    id: str
+    """Never given twice, unlike the name."""
     name: str
-    id: str | None = None
-    limits: dict[str, Any] = Field(default_factory=dict)
-    created_at: datetime | None = None
+    limits: dict[str, int | None] = Field(default_factory=dict)
+    """What it may hold; None: only the server's own bounds."""
+    created_at: datetime
 
 
 class Key(Result):
@@ -71,9 +89,9 @@ class Key(Result):
     id: str
     name: str
     scopes: list[str]
-    prefix: str | None = None
+    prefix: str
     """The secret's first characters, to tell keys apart."""
-    created_at: datetime | None = None
+    created_at: datetime
     expires_at: datetime | None = None
     revoked_at: datetime | None = None
 
@@ -87,32 +105,54 @@ class NewKey(Key):
 class AdapterResidency(Result):
     """Where one version's weights are now."""
 
-    name: str | None = None
-    version: int | None = None
-    tenant: str | None = None
+    tenant: str
+    """The name of the tenant whose it is."""
+    name: str
+    version: int
     digest: str
+    size_bytes: int
     tier: str
     """device, host, disk, or loading."""
-    device_bytes: int = 0
-    host_bytes: int = 0
-    num_pins: int = 0
-    """Running sequences that hold it."""
-    is_pinned: bool = False
+    device_bytes: int
+    host_bytes: int
+    num_pins: int | None
+    """Running sequences that hold it; None for a tenant's key."""
+    is_pinned: bool
     """Pinned by an operator: never evicted."""
-    last_used_s: float | None = None
+    last_used_s: float | None
+    """Seconds since its last use."""
 
 
 class Base(Result):
-    """The resident base model."""
+    """The resident base model, with the shapes that an adapter must have."""
 
     id: str
     digest: str
     architecture: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
     max_model_len: int
-    dtype: str | None = None
-    quantization: str | None = None
-    size_bytes: int | None = None
+    modules: dict[str, tuple[int, int]]
+    """Linear → (out_features, in_features)."""
+    dtype: str
+    quantization: str
+    num_parameters: int
+    size_bytes: int
 
 
 class Limits(Result):
     """Every bound of the server, by name: read them as attributes, or all with `model_dump`."""
+
+
+class AuditEntry(Result):
+    """Something that was done."""
+
+    id: int
+    at: datetime
+    tenant: str | None
+    actor: str
+    """The key's id, or the server's own doing."""
+    action: str
+    target: str
+    detail: dict[str, Any] = Field(default_factory=dict)

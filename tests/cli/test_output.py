@@ -9,12 +9,16 @@ from loraserve.cli.output import Column, Format, Output, size
 from loraserve.cli.ps import parse_metrics, summary
 from loraserve.sdk.resources import Adapter
 
-ROWS = [
-    Adapter(
-        name="sql", aliases={"live": 2, "canary": 3}, latest_version=3, created_at=datetime(2026, 1, 1, tzinfo=UTC)
-    ),
-    Adapter(name="a-longer-name"),
-]
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def make_adapter(name: str, aliases: dict[str, int], latest: int | None) -> Adapter:
+    return Adapter(
+        name=name, aliases=aliases, num_versions=latest or 0, latest_version=latest, created_at=NOW, updated_at=NOW
+    )
+
+
+ROWS = [make_adapter("sql", {"live": 2, "canary": 3}, 3), make_adapter("a-longer-name", {}, None)]
 COLUMNS = (Column("NAME", "name"), Column("ALIASES", "aliases"), Column("LATEST", "latest_version"))
 
 

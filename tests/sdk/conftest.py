@@ -34,6 +34,16 @@ VERSION = {
     "created_at": "2026-01-02T03:04:05Z",
     "checks": [],
 }
+ALIAS = {"name": "sql", "alias": "live", "version": 1, "updated_at": "2026-01-02T03:04:05Z"}
+ADAPTER = {
+    "name": "sql",
+    "aliases": {"live": 1},
+    "num_versions": 1,
+    "latest_version": 1,
+    "created_at": "2026-01-02T03:04:05Z",
+    "updated_at": "2026-01-02T03:04:05Z",
+}
+TENANT = {"id": "01J", "name": "acme", "limits": {"max_adapters": None}, "created_at": "2026-01-02T03:04:05Z"}
 COMPLETION = {
     "id": "cmpl-1",
     "object": "text_completion",
@@ -78,6 +88,15 @@ class Server:
 
     def answer_with_version(self, **fields: object) -> None:
         self.answer(VERSION | fields, 201)
+
+    def answer_with_alias(self, status: int = 200, etag: str = '"r1"', **fields: object) -> None:
+        self.answer(ALIAS | fields, status, etag=etag)
+
+    def answer_with_adapters(self, *names: str, next_cursor: str | None = None) -> None:
+        self.answer({"data": [ADAPTER | {"name": name} for name in names], "next_cursor": next_cursor})
+
+    def answer_with_tenant(self) -> None:
+        self.answer(TENANT, 201)
 
     def refuse(self, status: int, code: str, message: str = "No.", **headers: str) -> None:
         """With OpenAI's envelope."""

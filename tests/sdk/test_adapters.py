@@ -79,7 +79,7 @@ def test_dry_run_and_no_promote_are_said_in_the_query(server: Any, client: Clien
 
 def test_push_points_an_alias_at_the_new_version(server: Any, client: Client, peft_dir: Path) -> None:
     server.answer_with_version(version=4)
-    server.answer({"alias": "canary", "version": 4})
+    server.answer_with_alias(alias="canary", version=4)
     server.answer_with_version(version=4, aliases=["canary", "live"])
     assert client.adapters.push(peft_dir, name="sql", alias="canary").aliases == ["canary", "live"]
     assert (server.asked[1].method, server.asked[1].path) == ("PUT", "/api/v1/adapters/sql/aliases/canary")
@@ -119,23 +119,23 @@ def test_file_that_shrinks_on_the_way_is_no_silent_half(server: Any, client: Cli
 
 
 def test_list_follows_the_cursor_and_asks_only_when_needed(server: Any, client: Client) -> None:
-    server.answer({"data": [{"name": "a"}, {"name": "b"}], "next_cursor": "after b/="})
+    server.answer_with_adapters("a", "b", next_cursor="after b/=")
     rows = client.adapters.list()
     assert [next(rows).name, next(rows).name] == ["a", "b"]
     assert len(server.asked) == 1
-    server.answer({"data": [{"name": "c"}], "next_cursor": None})
+    server.answer_with_adapters("c")
     assert [row.name for row in rows] == ["c"]
     assert server.asked[1].query["cursor"] == "after b/="
 
 
 async def test_async_list_follows_the_cursor(server: Any, async_client: AsyncClient) -> None:
-    server.answer({"data": [{"name": "a"}], "next_cursor": "x"})
-    server.answer({"data": [{"name": "b"}], "next_cursor": None})
+    server.answer_with_adapters("a", next_cursor="x")
+    server.answer_with_adapters("b")
     assert [row.name async for row in async_client.adapters.list()] == ["a", "b"]
 
 
 def test_alias_is_moved_only_from_the_state_that_was_seen(server: Any, client: Client) -> None:
-    server.answer({"alias": "live", "version": 2}, etag='"7"')
+    server.answer_with_alias(version=2, etag='"7"')
     server.refuse(412, "precondition_failed", "It moved.")
     moved = client.adapters.set_alias("sql", "live", 2, if_match='"6"')
     assert server.asked[0].headers["if-match"] == '"6"'
@@ -146,8 +146,8 @@ def test_alias_is_moved_only_from_the_state_that_was_seen(server: Any, client: C
 
 @pytest.mark.parametrize("action", ["warm", "pin", "unpin"])
 def test_weights_are_kept_or_dropped_by_version(server: Any, client: Client, action: str) -> None:
-    server.answer({}, 202)
-    getattr(client.adapters, action)("sql", 3)
+    server.answer({"name": "sql", "version": 3, "digest": "ab", "action": action, "is_done": False}, 202)
+    assert getattr(client.adapters, action)("sql", 3).is_done is False
     assert (server.asked[0].method, server.asked[0].path) == ("POST", f"/api/v1/adapters/sql/versions/3/{action}")
 
 
@@ -160,8 +160,15 @@ def test_delete_takes_the_adapter_or_one_version(server: Any, client: Client) ->
 
 
 def test_new_key_is_shown_by_its_field_and_by_nothing_else(server: Any, client: Client) -> None:
-    server.answer({"id": "1", "key": "sk-lora-secret", "name": "ci", "scopes": ["inference"]}, 201)
+    made = {
+        "id": "1",
+        "name": "ci",
+        "scopes": ["inference"],
+        "prefix": "sk-lora-s",
+        "created_at": "2026-01-02T03:04:05Z",
+    }
+    server.answer(made | {"key": "sk-lora-secret"}, 201)
     key = client.keys.create("acme", name="ci", scopes=["inference"])
     assert key.key == "sk-lora-secret"
-    assert "secret" not in repr(key)
+    assert "sk-lora-secret" not in repr(key)
     assert server.asked[0].path == "/api/v1/tenants/acme/keys"

@@ -101,11 +101,11 @@ def test_no_server_is_tried_again_and_then_said_so(unused_tcp_port: int, waits: 
 
 def test_creation_that_is_sent_twice_carries_one_idempotency_key(server: Any, client: Client) -> None:
     server.refuse(503, "overloaded", retry_after_ms="1")
-    server.answer({"name": "acme", "id": "1"}, 201)
+    server.answer_with_tenant()
     client.tenants.create("acme")
     first, second = (asked.headers["idempotency-key"] for asked in server.asked)
     assert first == second
-    server.answer({"name": "acme", "id": "1"}, 201)
+    server.answer_with_tenant()
     client.tenants.create("acme")
     assert server.asked[2].headers["idempotency-key"] != first
 
