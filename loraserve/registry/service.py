@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from adapters_store.base import BlobStore
 from loraserve import faults
+from loraserve.db import audit
+from loraserve.db.idempotency import Once
 from loraserve.db.lookup import LookupCache
 from loraserve.db.models import Alias
 from loraserve.db.paging import Page, check_limit, decode_cursor, decode_number_cursor, make_page
@@ -29,6 +32,8 @@ from loraserve.registry.repository import AdapterRepository
 from loraserve.registry.residency import OwnedVersion, list_owned
 from loraserve.registry.uploads import Uploads
 from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
+
+T = TypeVar("T")
 
 
 class Registry:
@@ -156,6 +161,33 @@ class Registry:
     ) -> Page[AuditEntry]:
         """What was done to `tenant`'s things, newest first; with None, to anyone's."""
         return await list_audit(self._database, tenant, limit=limit, cursor=cursor)
+
+    # --- what the engine does at someone's request ---
+
+    async def check_once(self, once: Once[T] | None) -> None:
+        """Return if the work is still to be done.
+
+        Raises:
+            Replay, IdempotencyKeyReused
+        """
+        if once is not None:
+            async with self._database.read() as session:
+                await once.check(session)
+
+    async def record_action(
+        self, tenant: TenantId, action: str, target: str, *, actor: str, once: Once[T] | None, result: T
+    ) -> None:
+        """An audit row for what was done outside the database, and its answer under the request's `Idempotency-Key`.
+
+        Raises:
+            Replay: the same request did it at the same time.
+        """
+        async with self._database.write() as session:
+            if once is not None:
+                await once.begin(session)
+            audit.record(session, action, target, actor=actor, tenant=tenant, at=self._clock())
+            if once is not None:
+                await once.finish(session, result)
 
     # --- changing ---
 

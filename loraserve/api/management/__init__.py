@@ -1,0 +1,13 @@
+"""The management routes: /api/v1."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from loraserve.api.management import adapters, aliases, residency, server, tenants
+
+router = APIRouter(prefix="/api/v1")
+for part in (adapters, aliases, residency, tenants, server):
+    router.include_router(part.router)
+
+__all__ = ["router"]

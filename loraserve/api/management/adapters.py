@@ -1,0 +1,182 @@
+"""Adapters, their versions, and the memory that a version is in."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from loraserve.api import scopes
+from loraserve.api.management.answers import ROOT, answer, answer_once, content_etag, created, encode
+from loraserve.api.management.multipart import multipart_boundary, read_upload
+from loraserve.api.management.resources import AdapterResource, Resource, VersionResource, page_of
+from loraserve.api.services import services_of
+from loraserve.errors import InvalidRequest
+from loraserve.registry.records import Published, VersionRecord
+from loraserve.tenancy.auth import Caller
+from loraserve.tenancy.idempotency import Once, StoredResponse
+
+router = APIRouter(prefix="/adapters")
+
+_reader = scopes.require(scopes.ADAPTERS_READ)
+_writer = scopes.require(scopes.ADAPTERS_WRITE)
+_admin = scopes.require(scopes.ADMIN)
+
+WARM_WAIT_S = 30.0
+"""How long a call waits for the weights; the load goes on after it."""
+
+
+class ActionResource(Resource):
+    """What a call on a version's residency did."""
+
+    name: str
+    version: int
+    digest: str
+    action: str
+    is_done: bool
+    """False: begun, and still under way when the call stopped waiting."""
+
+
+@router.post("/{name}/versions", status_code=201, response_model=VersionResource)
+async def publish_version(
+    name: str, request: Request, dry_run: bool = False, promote: bool = True, caller: Caller = Depends(_writer)
+) -> Response:
+    """Publish the uploaded files. 201 with a new version, 200 with the one that has these bytes or with a dry run's findings."""
+    services = services_of(request)
+    services.check_open()
+    # A misspelt ?dry-run=true would otherwise publish.
+    if unknown := set(request.query_params) - {"dry_run", "promote"}:
+        plain = sorted(unknown)[0] if len(unknown) == 1 and sorted(unknown)[0].isidentifier() else None
+        raise InvalidRequest(
+            "The query has a parameter that isn't known here.", param=plain, hint="Known: dry_run, promote."
+        )
+    uploads = services.registry.uploads
+    uploads.check_name(name)
+    boundary = multipart_boundary(request)
+    staged = await uploads.stage()
+    try:
+        config = await read_upload(request, boundary, staged)
+        content = hashlib.sha256(config).digest() + staged.digest.encode()
+
+        async def work(once: Once[Published] | None) -> Published:
+            return await uploads.publish(
+                caller.tenant,
+                name,
+                config,
+                staged,
+                actor=caller.key_id,
+                is_promoting=promote,
+                is_dry_run=dry_run,
+                once=once,
+            )
+
+        return await answer_once(request, caller, content, work, _published)
+    finally:
+        await uploads.release(staged)
+
+
+def _published(published: Published) -> StoredResponse:
+    version = published.version
+    resource = VersionResource.of(version)
+    if version.version is None:
+        body = encode(resource)
+        return StoredResponse(200, {"ETag": content_etag(body)}, body)
+    location = f"{ROOT}/adapters/{version.name}/versions/{version.version}"
+    return created(resource, location, status=201 if published.is_new else 200)
+
+
+@router.get("", response_model=None)
+async def list_adapters(
+    request: Request, limit: int = 50, cursor: str | None = None, caller: Caller = Depends(_reader)
+) -> Response:
+    """The tenant's adapters by name."""
+    page = await services_of(request).registry.list(caller.tenant, limit=limit, cursor=cursor)
+    return answer(request, page_of(page.items, page.next_cursor, AdapterResource.of))
+
+
+@router.get("/{name}", response_model=AdapterResource)
+async def get_adapter(name: str, request: Request, caller: Caller = Depends(_reader)) -> Response:
+    return answer(request, AdapterResource.of(await services_of(request).registry.get(caller.tenant, name)))
+
+
+@router.delete("/{name}", status_code=204)
+async def delete_adapter(name: str, request: Request, caller: Caller = Depends(_writer)) -> Response:
+    """The name resolves no more; requests that run finish on the version they began with."""
+    await services_of(request).registry.delete(caller.tenant, name, actor=caller.key_id)
+    return Response(status_code=204)
+
+
+@router.get("/{name}/versions", response_model=None)
+async def list_versions(
+    name: str, request: Request, limit: int = 50, cursor: str | None = None, caller: Caller = Depends(_reader)
+) -> Response:
+    """The adapter's versions, newest first."""
+    page = await services_of(request).registry.list_versions(caller.tenant, name, limit=limit, cursor=cursor)
+    return answer(request, page_of(page.items, page.next_cursor, VersionResource.of))
+
+
+@router.get("/{name}/versions/{number}", response_model=VersionResource)
+async def get_version(name: str, number: int, request: Request, caller: Caller = Depends(_reader)) -> Response:
+    version = await services_of(request).registry.get_version(caller.tenant, name, number)
+    return answer(request, VersionResource.of(version))
+
+
+@router.delete("/{name}/versions/{number}", status_code=204)
+async def delete_version(name: str, number: int, request: Request, caller: Caller = Depends(_writer)) -> Response:
+    """The version resolves no more; 409 while an alias names it."""
+    await services_of(request).registry.delete_version(caller.tenant, name, number, actor=caller.key_id)
+    return Response(status_code=204)
+
+
+@router.post("/{name}/versions/{number}/warm", response_model=ActionResource)
+async def warm_version(name: str, number: int, request: Request, caller: Caller = Depends(_writer)) -> Response:
+    """Bring the weights to the device before the first request asks for them."""
+    return await _act(name, number, request, caller, "warm")
+
+
+@router.post("/{name}/versions/{number}/pin", response_model=ActionResource)
+async def pin_version(name: str, number: int, request: Request, caller: Caller = Depends(_admin)) -> Response:
+    """Keep the weights on the device until they are unpinned. Takes memory from every tenant, so it needs an admin key."""
+    return await _act(name, number, request, caller, "pin")
+
+
+@router.post("/{name}/versions/{number}/unpin", response_model=ActionResource)
+async def unpin_version(name: str, number: int, request: Request, caller: Caller = Depends(_admin)) -> Response:
+    """Let the weights be evicted again when they are idle."""
+    return await _act(name, number, request, caller, "unpin")
+
+
+async def _act(name: str, number: int, request: Request, caller: Caller, action: str) -> Response:
+    services = services_of(request)
+    services.check_open()
+    registry, engine = services.registry, services.engine
+    version = await registry.get_version(caller.tenant, name, number)
+    steps = {"warm": engine.warm, "pin": engine.pin, "unpin": engine.unpin}
+
+    async def work(once: Once[bool] | None) -> bool:
+        await registry.check_once(once)
+        registry.last_used.touch(caller.tenant, version.digest)
+        is_done = await _within(WARM_WAIT_S, steps[action](version.ref))
+        await registry.record_action(
+            caller.tenant, f"version.{action}", f"{name}@{number}", actor=caller.key_id, once=once, result=is_done
+        )
+        return is_done
+
+    return await answer_once(request, caller, b"", work, lambda is_done: _acted(version, number, action, is_done))
+
+
+async def _within(seconds: float, step: Awaitable[None]) -> bool:
+    try:
+        async with asyncio.timeout(seconds):
+            await step
+    except TimeoutError:
+        return False
+    return True
+
+
+def _acted(version: VersionRecord, number: int, action: str, is_done: bool) -> StoredResponse:
+    resource = ActionResource(name=version.name, version=number, digest=version.digest, action=action, is_done=is_done)
+    return StoredResponse(200 if is_done else 202, {}, encode(resource))

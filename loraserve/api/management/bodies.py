@@ -1,0 +1,63 @@
+"""What management routes take as JSON. Unknown fields are refused: a misspelt one must not be ignored."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from fastapi import Request
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
+
+from loraserve.api.json_body import json_object
+from loraserve.errors import InvalidRequest
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True)
+
+
+Model = TypeVar("Model", bound=Body)
+
+
+class AliasChange(Body):
+    version: int
+
+
+class LimitsBody(Body):
+    max_adapters: int | None = None
+    max_stored_bytes: int | None = None
+
+
+class TenantCreate(Body):
+    name: str
+    limits: LimitsBody = LimitsBody()
+
+
+class KeyCreate(Body):
+    name: str = "key"
+    scopes: list[str] | None = Field(default=None, max_length=16)
+    # JSON has no instants: text is taken, in ISO 8601 with an offset.
+    expires_at: AwareDatetime | None = Field(default=None, strict=False)
+
+
+async def read_body(request: Request, model: type[Model]) -> Model:
+    """The request's JSON as `model`.
+
+    Raises:
+        InvalidRequest: it isn't strict JSON, a field is missing, wrong or unknown; `param` names it and nothing is repeated.
+    """
+    value = await json_object(request)
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise _refusal(error, model) from None
+
+
+def _refusal(error: ValidationError, model: type[Body]) -> InvalidRequest:
+    first = error.errors(include_input=False, include_url=False, include_context=False)[0]
+    if first["type"] == "extra_forbidden":
+        known = ", ".join(model.model_fields)
+        return InvalidRequest("The body has a field that isn't known here.", hint=f"Known fields: {known}.")
+    param = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "missing":
+        return InvalidRequest(f"{param} is missing.", param=param)
+    return InvalidRequest(f"{param}: {first['msg'].removeprefix('Value error, ')}.", param=param)

@@ -1,0 +1,83 @@
+"""Where each version's weights are now: on the device, in host memory, on their way, or on disk alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from loraserve.api import scopes
+from loraserve.api.management.answers import answer
+from loraserve.api.management.resources import ResidencyResource, page_of
+from loraserve.api.services import services_of
+from loraserve.tenancy.auth import Caller
+from loraserve.types import AdapterResidency, Digest, Tier
+
+if TYPE_CHECKING:
+    from loraserve.registry.last_used import LastUsed
+    from loraserve.registry.residency import OwnedVersion
+
+router = APIRouter()
+
+_reader = scopes.require(scopes.ADAPTERS_READ)
+
+
+@router.get("/residency", response_model=None)
+async def get_residency(
+    request: Request,
+    limit: int = 50,
+    cursor: str | None = None,
+    resident: bool = False,
+    caller: Caller = Depends(_reader),
+) -> Response:
+    """The caller's versions, an admin's view of everyone's; with ``?resident=true`` those alone that are in some memory.
+
+    Weights are shared between tenants that hold the same bytes. A tenant's key is told of memory only what its own use brought
+    there, so that nobody learns what others hold.
+    """
+    services = services_of(request)
+    by_digest = {one.digest: one for one in await services.engine.residency()}
+    registry = services.registry
+    tenant = None if caller.sees_all else caller.tenant
+    if not caller.is_admin:
+        used = registry.last_used
+        by_digest = {
+            digest: one for digest, one in by_digest.items() if used.seconds_since(caller.tenant, digest) is not None
+        }
+    page = await registry.list_owned(
+        tenant, limit=limit, cursor=cursor, digests=sorted(by_digest) if resident else None
+    )
+    view = _operators_view if caller.is_admin else _tenants_view
+
+    def convert(owned: OwnedVersion) -> ResidencyResource:
+        return view(owned, by_digest, registry.last_used)
+
+    return answer(request, page_of(page.items, page.next_cursor, convert))
+
+
+def _operators_view(
+    owned: OwnedVersion, by_digest: Mapping[Digest, AdapterResidency], _: LastUsed
+) -> ResidencyResource:
+    one = by_digest.get(owned.digest)
+    return ResidencyResource(
+        tenant=owned.tenant_name,
+        name=owned.name,
+        version=owned.version,
+        digest=owned.digest,
+        size_bytes=owned.size_bytes,
+        tier=Tier.DISK if one is None else one.tier,
+        device_bytes=0 if one is None else one.device_bytes,
+        host_bytes=0 if one is None else one.host_bytes,
+        num_pins=0 if one is None else one.num_pins,
+        is_pinned=one is not None and one.is_pinned,
+        last_used_s=None if one is None else one.last_used_s,
+    )
+
+
+def _tenants_view(
+    owned: OwnedVersion, by_digest: Mapping[Digest, AdapterResidency], last_used: LastUsed
+) -> ResidencyResource:
+    seconds = last_used.seconds_since(owned.tenant, owned.digest)
+    return _operators_view(owned, by_digest, last_used).model_copy(update={"num_pins": None, "last_used_s": seconds})

@@ -1,0 +1,171 @@
+"""What management routes answer: each resource as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+from loraserve.types import Tier
+
+if TYPE_CHECKING:
+    from loraserve.registry.audit import AuditEntry
+    from loraserve.registry.records import AdapterRecord, AliasRecord, VersionRecord
+    from loraserve.tenancy.keys import KeyRecord
+    from loraserve.tenancy.tenants import TenantRecord
+
+R = TypeVar("R", bound="Resource")
+T = TypeVar("T")
+
+
+class Resource(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class PageResource(Resource, Generic[R]):
+    data: list[R]
+    next_cursor: str | None
+    """Pass it as ``cursor`` for the next page; null: this is the last."""
+
+
+class VersionResource(Resource):
+    name: str
+    version: int | None
+    """null: a dry run of bytes that aren't published."""
+    digest: str
+    state: str
+    size_bytes: int
+    rank: int
+    target_modules: list[str]
+    dtype: str
+    aliases: list[str]
+    created_at: datetime
+    checks: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, record: VersionRecord) -> VersionResource:
+        return cls(
+            name=record.name,
+            version=record.version,
+            digest=record.digest,
+            state=record.state,
+            size_bytes=record.size_bytes,
+            rank=record.rank,
+            target_modules=list(record.target_modules),
+            dtype=record.dtype,
+            aliases=list(record.aliases),
+            created_at=record.created_at,
+            checks=[dict(check) for check in record.checks],
+        )
+
+
+class AdapterResource(Resource):
+    name: str
+    aliases: dict[str, int]
+    num_versions: int
+    latest_version: int | None
+    created_at: datetime
+    updated_at: datetime
+
+    @classmethod
+    def of(cls, record: AdapterRecord) -> AdapterResource:
+        return cls(
+            name=record.name,
+            aliases=dict(record.aliases),
+            num_versions=record.num_versions,
+            latest_version=record.latest_version,
+            created_at=record.created_at,
+            updated_at=record.updated_at,
+        )
+
+
+class AliasResource(Resource):
+    name: str
+    alias: str
+    version: int
+    updated_at: datetime
+
+    @classmethod
+    def of(cls, record: AliasRecord) -> AliasResource:
+        return cls(name=record.adapter, alias=record.name, version=record.version, updated_at=record.updated_at)
+
+
+class ResidencyResource(Resource):
+    tenant: str
+    name: str
+    version: int
+    digest: str
+    size_bytes: int
+    tier: Tier
+    device_bytes: int
+    host_bytes: int
+    num_pins: int | None
+    """Running sequences that hold it; null for a tenant's key: others may hold the same bytes."""
+    is_pinned: bool
+    last_used_s: float | None
+    """Seconds since its last use, a tenant's own; null: not used since the server started."""
+
+
+class TenantResource(Resource):
+    id: str
+    name: str
+    limits: dict[str, int | None]
+    created_at: datetime
+
+    @classmethod
+    def of(cls, record: TenantRecord) -> TenantResource:
+        limits = {
+            "max_adapters": record.limits.max_adapters,
+            "max_stored_bytes": record.limits.max_stored_bytes,
+        }
+        return cls(id=record.id, name=record.name, limits=limits, created_at=record.created_at)
+
+
+class KeyResource(Resource):
+    id: str
+    name: str
+    scopes: list[str]
+    prefix: str
+    created_at: datetime
+    expires_at: datetime | None
+    revoked_at: datetime | None
+
+    @classmethod
+    def of(cls, record: KeyRecord) -> KeyResource:
+        return cls(
+            id=record.id,
+            name=record.name,
+            scopes=list(record.scopes),
+            prefix=record.prefix,
+            created_at=record.created_at,
+            expires_at=record.expires_at,
+            revoked_at=record.revoked_at,
+        )
+
+
+class AuditResource(Resource):
+    id: int
+    at: datetime
+    tenant: str | None
+    actor: str
+    action: str
+    target: str
+    detail: dict[str, Any]
+
+    @classmethod
+    def of(cls, entry: AuditEntry) -> AuditResource:
+        return cls(
+            id=entry.id,
+            at=entry.at,
+            tenant=entry.tenant,
+            actor=entry.actor,
+            action=entry.action,
+            target=entry.target,
+            detail=dict(entry.detail),
+        )
+
+
+def page_of(items: tuple[T, ...], next_cursor: str | None, convert: Callable[[T], R]) -> PageResource[R]:
+    return PageResource(data=[convert(item) for item in items], next_cursor=next_cursor)

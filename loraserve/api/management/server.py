@@ -1,0 +1,82 @@
+"""What the server is: its base model, its bounds, and what was done on it."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Depends, Request
+from pydantic import ConfigDict
+from starlette.responses import Response
+
+from loraserve.api import scopes
+from loraserve.api.management.answers import answer
+from loraserve.api.management.resources import AuditResource, Resource, page_of
+from loraserve.api.services import services_of
+from loraserve.tenancy.auth import Caller
+
+router = APIRouter()
+
+_reader = scopes.require(scopes.ADAPTERS_READ)
+
+
+class BaseResource(Resource):
+    id: str
+    digest: str
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_model_len: int
+    modules: dict[str, tuple[int, int]]
+    """Linear → (out_features, in_features): what an adapter's tensors must fit."""
+    module_paths: dict[str, str]
+    layers_path: str
+    dtype: str
+    quantization: str
+    num_parameters: int
+    size_bytes: int
+
+
+class LimitsResource(Resource):
+    """One field per bound, named as in `loraserve.limits`."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+
+@router.get("/base", response_model=BaseResource)
+async def get_base(request: Request, caller: Caller = Depends(_reader)) -> Response:
+    """The resident base model, with the shapes that an adapter must have."""
+    base = services_of(request).engine.base
+    return answer(
+        request,
+        BaseResource(
+            id=base.id,
+            digest=base.digest,
+            architecture=base.architecture,
+            num_layers=base.num_layers,
+            hidden_size=base.hidden_size,
+            vocab_size=base.vocab_size,
+            max_model_len=base.max_model_len,
+            modules=dict(base.modules),
+            module_paths=dict(base.module_paths),
+            layers_path=base.layers_path,
+            dtype=base.dtype,
+            quantization=base.quantization,
+            num_parameters=base.num_parameters,
+            size_bytes=base.size_bytes,
+        ),
+    )
+
+
+@router.get("/limits", response_model=None)
+async def get_limits(request: Request, caller: Caller = Depends(_reader)) -> Response:
+    """Every bound of this server."""
+    return answer(request, LimitsResource.model_validate(services_of(request).limits.as_dict()))
+
+
+@router.get("/audit", response_model=None)
+async def list_audit(
+    request: Request, limit: int = 50, cursor: str | None = None, caller: Caller = Depends(_reader)
+) -> Response:
+    """Who did what to the tenant's things, newest first; for an admin key that names no tenant, to anyone's."""
+    tenant = None if caller.sees_all else caller.tenant
+    page = await services_of(request).registry.list_audit(tenant, limit=limit, cursor=cursor)
+    return answer(request, page_of(page.items, page.next_cursor, AuditResource.of))

@@ -1,0 +1,122 @@
+"""Tenants and their keys. For admins."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from loraserve.api import scopes
+from loraserve.api.management.answers import ROOT, answer, answer_once, content_etag, created, encode
+from loraserve.api.management.bodies import KeyCreate, TenantCreate, read_body
+from loraserve.api.management.resources import KeyResource, TenantResource, page_of
+from loraserve.api.services import services_of
+from loraserve.errors import Conflict
+from loraserve.tenancy.auth import Caller
+from loraserve.tenancy.idempotency import Once, StoredResponse
+from loraserve.tenancy.keys import TENANT_SCOPES, NewKey
+from loraserve.tenancy.tenants import TenantLimits, TenantRecord
+
+router = APIRouter(prefix="/tenants")
+
+_admin = scopes.require(scopes.ADMIN)
+
+
+class NewKeyResource(KeyResource):
+    key: str
+    """The secret. It is in this answer and nowhere else."""
+
+
+@router.post("", status_code=201, response_model=TenantResource)
+async def create_tenant(request: Request, caller: Caller = Depends(_admin)) -> Response:
+    body = await read_body(request, TenantCreate)
+    limits = TenantLimits(body.limits.max_adapters, body.limits.max_stored_bytes)
+    tenants = services_of(request).authenticator.tenants
+
+    async def work(once: Once[TenantRecord] | None) -> TenantRecord:
+        return await tenants.create(body.name, actor=caller.key_id, limits=limits, once=once)
+
+    def render(record: TenantRecord) -> StoredResponse:
+        return created(TenantResource.of(record), f"{ROOT}/tenants/{record.name}")
+
+    return await answer_once(request, caller, await request.body(), work, render)
+
+
+@router.get("", response_model=None)
+async def list_tenants(
+    request: Request, limit: int = 50, cursor: str | None = None, caller: Caller = Depends(_admin)
+) -> Response:
+    """Every tenant by name."""
+    page = await services_of(request).authenticator.tenants.list(limit=limit, cursor=cursor)
+    return answer(request, page_of(page.items, page.next_cursor, TenantResource.of))
+
+
+@router.get("/{tenant}", response_model=TenantResource)
+async def get_tenant(tenant: str, request: Request, caller: Caller = Depends(_admin)) -> Response:
+    return answer(request, TenantResource.of(await services_of(request).authenticator.tenants.get(tenant)))
+
+
+@router.delete("/{tenant}", status_code=204)
+async def delete_tenant(tenant: str, request: Request, caller: Caller = Depends(_admin)) -> Response:
+    """The tenant's keys and models work no more. The name is free again, for another tenant."""
+    await services_of(request).authenticator.tenants.delete(tenant, actor=caller.key_id)
+    return Response(status_code=204)
+
+
+@router.post("/{tenant}/keys", status_code=201, response_model=NewKeyResource)
+async def create_key(tenant: str, request: Request, caller: Caller = Depends(_admin)) -> Response:
+    """A new key with all of a tenant's scopes, or those named. The secret is in this answer and nowhere else."""
+    body = await read_body(request, KeyCreate)
+    authenticator = services_of(request).authenticator
+    owner = await authenticator.tenants.get(tenant)
+    made: list[NewKey] = []
+
+    async def work(once: Once[NewKey] | None) -> NewKey:
+        key = await authenticator.keys.create(
+            owner.id,
+            name=body.name,
+            actor=caller.key_id,
+            scopes=TENANT_SCOPES if body.scopes is None else body.scopes,
+            expires_at=body.expires_at,
+            once=once,
+        )
+        made.append(key)
+        return key
+
+    def without_secret(key: NewKey) -> StoredResponse:
+        return StoredResponse(201, {"X-Key-Id": key.record.id}, b"")
+
+    replayed = await answer_once(request, caller, await request.body(), work, without_secret)
+    if not made:
+        raise Conflict(
+            f"The key {replayed.headers['x-key-id']} was made by the first request with this Idempotency-Key; its secret was"
+            " shown then and isn't kept.",
+            hint="If it was lost, revoke that key and make another with a new Idempotency-Key.",
+        )
+    resource = NewKeyResource(**KeyResource.of(made[0].record).model_dump(), key=made[0].secret)
+    content = encode(resource)
+    headers = {
+        "ETag": content_etag(encode(KeyResource.of(made[0].record))),
+        "Location": f"{ROOT}/tenants/{owner.name}/keys/{resource.id}",
+        "Cache-Control": "no-store",
+    }
+    return Response(content, 201, headers, media_type="application/json")
+
+
+@router.get("/{tenant}/keys", response_model=None)
+async def list_keys(
+    tenant: str, request: Request, limit: int = 50, cursor: str | None = None, caller: Caller = Depends(_admin)
+) -> Response:
+    """The tenant's keys in the order they were made, the revoked too; never a secret."""
+    authenticator = services_of(request).authenticator
+    owner = await authenticator.tenants.get(tenant)
+    page = await authenticator.keys.list(owner.id, limit=limit, cursor=cursor)
+    return answer(request, page_of(page.items, page.next_cursor, KeyResource.of))
+
+
+@router.delete("/{tenant}/keys/{key_id}", status_code=204)
+async def revoke_key(tenant: str, key_id: str, request: Request, caller: Caller = Depends(_admin)) -> Response:
+    """The key works no more: at once here, within seconds in other processes."""
+    authenticator = services_of(request).authenticator
+    owner = await authenticator.tenants.get(tenant)
+    await authenticator.keys.revoke(owner.id, key_id, actor=caller.key_id)
+    return Response(status_code=204)

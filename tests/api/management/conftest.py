@@ -1,0 +1,160 @@
+"""The management routes over the real application, registry, store and keys; only the engine is a stand-in."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from fastapi import FastAPI
+
+from adapters_store import LocalStore
+from loraserve.api.app import create_app
+from loraserve.api.services import Services
+from loraserve.db.session import Database
+from loraserve.registry.service import Registry
+from loraserve.settings import Settings
+from loraserve.tenancy.auth import Authenticator
+from loraserve.types import AdapterRef, AdapterResidency, BaseSpec, Digest, EngineStats, Tier
+
+ADMIN_KEY = "an admin key of enough characters"
+
+
+@dataclass
+class FakeEngine:
+    """Holds what it is told to hold, by digest, as the engine does."""
+
+    base: BaseSpec
+    resident: dict[Digest, AdapterResidency] = field(default_factory=dict)
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    stats: EngineStats = field(default_factory=EngineStats)
+    is_ready: bool = True
+    is_live: bool = True
+    num_restarts: int = 0
+
+    async def warm(self, ref: AdapterRef) -> None:
+        await self.gate.wait()
+        self._put(ref, is_pinned=False)
+
+    async def pin(self, ref: AdapterRef) -> None:
+        self._put(ref, is_pinned=True)
+
+    async def unpin(self, ref: AdapterRef) -> None:
+        self._put(ref, is_pinned=False)
+
+    async def residency(self) -> tuple[AdapterResidency, ...]:
+        return tuple(self.resident.values())
+
+    def _put(self, ref: AdapterRef, *, is_pinned: bool) -> None:
+        self.resident[ref.digest] = AdapterResidency(
+            digest=ref.digest,
+            tier=Tier.DEVICE,
+            device_bytes=96,
+            host_bytes=0,
+            num_pins=0,
+            is_pinned=is_pinned,
+            last_used_s=0.5,
+        )
+
+
+@pytest.fixture
+def engine(small_base: BaseSpec) -> FakeEngine:
+    engine = FakeEngine(small_base)
+    engine.gate.set()
+    return engine
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "blobs")
+
+
+@pytest.fixture
+async def services(engine: FakeEngine, store: LocalStore, database_url: str, tmp_path: Path) -> AsyncIterator[Services]:
+    database = Database(database_url)
+    authenticator = Authenticator(database, admin_key=ADMIN_KEY)
+    await authenticator.open()
+    yield Services(
+        settings=Settings(model="tiny", data_dir=tmp_path),
+        engine=engine,  # type: ignore[arg-type]
+        registry=Registry(database, store, lambda: engine.base),
+        authenticator=authenticator,
+        store=store,
+        tokenizer=None,  # type: ignore[arg-type]
+        chat_template=None,  # type: ignore[arg-type]
+    )
+    await database.dispose()
+
+
+@pytest.fixture
+def app(services: Services) -> FastAPI:
+    return create_app(services)
+
+
+@pytest.fixture
+async def connect(app: FastAPI) -> AsyncIterator[Callable[[str], httpx2.AsyncClient]]:
+    """A function that makes a client with a key."""
+    clients: list[httpx2.AsyncClient] = []
+
+    def make(key: str) -> httpx2.AsyncClient:
+        client = httpx2.AsyncClient(
+            transport=httpx2.ASGITransport(app=app),
+            base_url="http://loraserve/api/v1",
+            headers={"Authorization": f"Bearer {key}"},
+        )
+        clients.append(client)
+        return client
+
+    yield make
+    for client in clients:
+        await client.aclose()
+
+
+@pytest.fixture
+def admin(connect: Callable[[str], httpx2.AsyncClient]) -> httpx2.AsyncClient:
+    return connect(ADMIN_KEY)
+
+
+@pytest.fixture
+async def acme(admin: httpx2.AsyncClient, connect: Callable[[str], httpx2.AsyncClient]) -> httpx2.AsyncClient:
+    return connect(await make_key(admin, "acme"))
+
+
+@pytest.fixture
+async def globex(admin: httpx2.AsyncClient, connect: Callable[[str], httpx2.AsyncClient]) -> httpx2.AsyncClient:
+    return connect(await make_key(admin, "globex"))
+
+
+async def make_key(admin: httpx2.AsyncClient, tenant: str, **how: Any) -> str:
+    assert (await admin.post("/tenants", json={"name": tenant})).status_code == 201
+    made = await admin.post(f"/tenants/{tenant}/keys", json={"name": "test", **how})
+    assert made.status_code == 201
+    key: str = made.json()["key"]
+    return key
+
+
+Push = Callable[..., Awaitable[httpx2.Response]]
+
+
+@pytest.fixture
+def push(make_upload: Callable[..., tuple[bytes, bytes]]) -> Push:
+    """A function that uploads the adapter of a seed."""
+
+    async def run(
+        client: httpx2.AsyncClient,
+        name: str = "sql",
+        seed: int = 0,
+        *,
+        params: dict[str, str] | None = None,
+        headers: dict[str, str] | None = None,
+        **how: Any,
+    ) -> httpx2.Response:
+        config, weights = make_upload(seed, **how)
+        files = {"config": ("adapter_config.json", config), "weights": ("adapter_model.safetensors", weights)}
+        return await client.post(f"/adapters/{name}/versions", files=files, params=params, headers=headers)
+
+    return run

@@ -1,0 +1,147 @@
+"""Tenants and keys over HTTP: for admins alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx2
+import pytest
+
+from loraserve.api.services import Services
+
+Connect = Callable[[str], httpx2.AsyncClient]
+
+
+async def test_a_tenant_is_made_read_listed_and_deleted(admin: httpx2.AsyncClient) -> None:
+    made = await admin.post("/tenants", json={"name": "acme", "limits": {"max_adapters": 3}})
+    assert made.status_code == 201
+    assert made.headers["location"] == "/api/v1/tenants/acme"
+    assert made.json()["limits"] == {"max_adapters": 3, "max_stored_bytes": None}
+    assert (await admin.get("/tenants/acme")).json() == made.json()
+    assert [one["name"] for one in (await admin.get("/tenants")).json()["data"]] == ["acme", "default"]
+    assert (await admin.post("/tenants", json={"name": "acme"})).status_code == 409
+    assert (await admin.delete("/tenants/acme")).status_code == 204
+    assert (await admin.get("/tenants/acme")).status_code == 404
+    assert (await admin.delete("/tenants/default")).status_code == 409
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"name": "ACME"}, "name"),
+        ({"name": 1}, "name"),
+        ({}, "name"),
+        ({"name": "a", "limits": {"max_adapters": -1}}, "limits.max_adapters"),
+        ({"name": "a", "limits": {"max_adapters": "3"}}, "limits.max_adapters"),
+        ({"name": "a", "limits": {"max_adpaters": 3}}, None),
+    ],
+)
+async def test_a_bad_tenant_is_a_400_that_names_the_field(
+    admin: httpx2.AsyncClient, body: dict[str, Any], field: str | None
+) -> None:
+    response = await admin.post("/tenants", json=body)
+    assert (response.status_code, response.json()["errors"][0]["field"]) == (400, field)
+
+
+async def test_a_keys_secret_is_shown_once(admin: httpx2.AsyncClient, connect: Connect) -> None:
+    await admin.post("/tenants", json={"name": "acme"})
+    made = await admin.post("/tenants/acme/keys", json={"name": "ci", "scopes": ["adapters:read"]})
+    assert made.status_code == 201
+    key = made.json()
+    assert (key["name"], key["scopes"]) == ("ci", ["adapters:read"])
+    assert key["key"].startswith("sk-lora-")
+    assert made.headers["cache-control"] == "no-store"
+    assert (await connect(key["key"]).get("/adapters")).status_code == 200
+    listed = (await admin.get("/tenants/acme/keys")).json()["data"]
+    assert listed == [{name: value for name, value in key.items() if name != "key"}]
+
+
+async def test_a_retried_key_request_makes_one_key_and_shows_no_secret_twice(admin: httpx2.AsyncClient) -> None:
+    await admin.post("/tenants", json={"name": "acme"})
+    headers = {"Idempotency-Key": "k"}
+    first = await admin.post("/tenants/acme/keys", json={"name": "ci"}, headers=headers)
+    again = await admin.post("/tenants/acme/keys", json={"name": "ci"}, headers=headers)
+    assert again.status_code == 409
+    assert first.json()["id"] in again.json()["detail"]
+    assert first.json()["key"] not in again.text
+    assert len((await admin.get("/tenants/acme/keys")).json()["data"]) == 1
+
+
+async def test_a_retried_tenant_is_made_once(admin: httpx2.AsyncClient) -> None:
+    headers = {"Idempotency-Key": "k"}
+    first = await admin.post("/tenants", json={"name": "acme"}, headers=headers)
+    again = await admin.post("/tenants", json={"name": "acme"}, headers=headers)
+    assert (again.status_code, again.content) == (201, first.content)
+    assert (await admin.post("/tenants", json={"name": "b"}, headers=headers)).status_code == 422
+
+
+async def test_a_revoked_key_works_no_more_at_once(admin: httpx2.AsyncClient, connect: Connect) -> None:
+    await admin.post("/tenants", json={"name": "acme"})
+    key = (await admin.post("/tenants/acme/keys", json={})).json()
+    client = connect(key["key"])
+    assert (await client.get("/adapters")).status_code == 200
+    assert (await admin.delete(f"/tenants/acme/keys/{key['id']}")).status_code == 204
+    assert (await client.get("/adapters")).status_code == 401
+    assert (await admin.delete(f"/tenants/acme/keys/{key['id']}")).status_code == 204
+
+
+async def test_a_deleted_tenants_keys_work_no_more_at_once(acme: httpx2.AsyncClient, admin: httpx2.AsyncClient) -> None:
+    assert (await acme.get("/adapters")).status_code == 200
+    await admin.delete("/tenants/acme")
+    assert (await acme.get("/adapters")).status_code == 401
+
+
+async def test_a_key_of_one_tenant_is_not_found_under_another(
+    acme: httpx2.AsyncClient, globex: httpx2.AsyncClient, admin: httpx2.AsyncClient
+) -> None:
+    key = (await admin.get("/tenants/acme/keys")).json()["data"][0]
+    headers = {"x-request-id": "the-same"}
+    foreign = await admin.delete(f"/tenants/globex/keys/{key['id']}", headers=headers)
+    absent = await admin.delete("/tenants/globex/keys/01J00000000000000000000000", headers=headers)
+    assert foreign.status_code == 404
+    assert foreign.content == absent.content
+    assert (await acme.get("/adapters")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"scopes": ["admin"]}, "scopes"),
+        ({"scopes": []}, "scopes"),
+        ({"name": ""}, "name"),
+        ({"expires_at": "2020-01-01T00:00:00Z"}, "expires_at"),
+        ({"expires_at": "2099-01-01T00:00:00"}, "expires_at"),
+        ({"expires_at": "soon"}, "expires_at"),
+    ],
+)
+async def test_a_bad_key_is_a_400_that_names_the_field(
+    admin: httpx2.AsyncClient, body: dict[str, Any], field: str
+) -> None:
+    response = await admin.post("/tenants/default/keys", json=body)
+    assert (response.status_code, response.json()["errors"][0]["field"]) == (400, field)
+
+
+@pytest.mark.parametrize("path", ["/tenants", "/tenants/acme", "/tenants/globex", "/tenants/acme/keys"])
+async def test_a_tenants_key_is_no_admin(acme: httpx2.AsyncClient, globex: httpx2.AsyncClient, path: str) -> None:
+    assert (await acme.get(path)).status_code == 403
+
+
+async def test_a_tenants_key_cannot_name_another_tenant(acme: httpx2.AsyncClient, globex: httpx2.AsyncClient) -> None:
+    headers = {"x-request-id": "the-same"}
+    foreign = await acme.get("/adapters", headers={"X-Tenant": "globex", **headers})
+    absent = await acme.get("/adapters", headers={"X-Tenant": "nobody", **headers})
+    assert (foreign.status_code, foreign.content) == (404, absent.content)
+    assert (await acme.get("/adapters", headers={"X-Tenant": "acme"})).status_code == 200
+
+
+async def test_a_database_that_is_away_is_a_503_that_says_when_to_come_back(
+    admin: httpx2.AsyncClient, services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> Any:
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(services.authenticator.tenants._database, "_writers", refuse)
+    response = await admin.post("/tenants", json={"name": "acme"})
+    assert (response.status_code, response.json()["code"]) == (503, "database_unavailable")
+    assert response.headers["retry-after"]
