@@ -8,12 +8,12 @@ from itertools import groupby
 
 import numpy as np
 import torch
-from loraserve_kernels.layout import PackedAdapter
-from loraserve_kernels.plan import LoraPlan, make_plan
 
 from loraserve.engine.scheduler import ScheduledRequest
 from loraserve.model.inputs import ModelInputs
 from loraserve.types import Digest
+from loraserve_kernels.layout import PackedAdapter
+from loraserve_kernels.plan import LoraPlan, make_plan
 
 
 @dataclass(frozen=True, slots=True)

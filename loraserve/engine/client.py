@@ -156,6 +156,7 @@ class EngineClient:
             LoraserveError: why it can't be.
         """
         await self._launch()
+        self._is_up = True
         self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
 
     async def stop(self, grace_s: float = 0.0) -> None:

@@ -6,6 +6,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 from loraserve.config import EngineConfig
 from loraserve.engine.batch import Batch, build_batch
@@ -160,5 +161,5 @@ class Engine:
             generation_tokens=self._generation_tokens,
             step_s=self._step_s,
             invariant_violations=self._invariant_violations,
-            **self.pager.stats(),
+            **cast("dict[str, Any]", self.pager.stats()),
         )

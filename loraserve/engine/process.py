@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import zmq
@@ -77,12 +78,15 @@ class EngineProcess:
         self._reader = asyncio.create_task(self._read(), name="engine-reader")
         exited = asyncio.create_task(self._process.wait())
         try:
-            await asyncio.wait({self._ready, exited}, return_when=asyncio.FIRST_COMPLETED)
+            pending: set[asyncio.Future[Any]] = {self._ready, exited}
+            await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             if not self._ready.done():
                 # Its last words may still be in the socket.
                 await asyncio.wait({self._ready}, timeout=0.5)
             if not self._ready.done():
-                raise EngineUnavailable(f"The engine process ended with code {exited.result()} before the base was loaded.")
+                raise EngineUnavailable(
+                    f"The engine process ended with code {exited.result()} before the base was loaded."
+                )
             return self._ready.result()
         finally:
             exited.cancel()

@@ -43,6 +43,7 @@ class Sampler:
     def __init__(self, eos_token_ids: Sequence[int]) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
 
+    @torch.inference_mode()
     def sample(self, logits: Tensor, batch: Batch) -> list[StepResult]:
         """Return one result per entry of the batch, in its order.
 
@@ -158,12 +159,12 @@ def _apply_penalties(row: Tensor, request: Request) -> None:
     """Penalise in place: repetition over prompt and output, presence and frequency over the output alone."""
     params = request.params
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor(request.token_ids, dtype=torch.int64).unique()
+        seen: Tensor = torch.unique(torch.tensor(request.token_ids, dtype=torch.int64))
         logits = row[seen]
         row[seen] = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
     if (params.presence_penalty or params.frequency_penalty) and request.num_output_tokens:
         output = torch.tensor(request.token_ids[request.num_prompt_tokens :], dtype=torch.int64)
-        ids, counts = output.unique(return_counts=True)
+        ids, counts = torch.unique(output, return_counts=True)
         row[ids] -= params.frequency_penalty * counts + params.presence_penalty
 
 

@@ -10,7 +10,7 @@ from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Protocol
+from typing import Any, Protocol
 
 from loraserve.engine.request import Pin, Request, Status
 from loraserve.errors import AdapterNumerics, EngineError, LoraserveError
@@ -294,7 +294,7 @@ class Scheduler:
             return FinishReason.LENGTH, None
         return None, None
 
-    def _first_token_facts(self, request: Request) -> dict[str, float | int]:
+    def _first_token_facts(self, request: Request) -> dict[str, Any]:
         now = self._clock()
         started = now if request.first_scheduled_s is None else request.first_scheduled_s
         return {

@@ -18,8 +18,8 @@ from pathlib import Path
 import msgspec
 import torch
 import zmq
-from adapters_store import open_store
 
+from adapters_store import open_store
 from loraserve import faults
 from loraserve.config import EngineConfig
 from loraserve.engine import messages as m
@@ -30,7 +30,7 @@ from loraserve.memory.adapter_pool import AdapterPool
 from loraserve.memory.host_cache import HostCache
 from loraserve.memory.pager import Pager, Residency
 from loraserve.model.loader import load_model
-from loraserve.types import AdapterRef, Digest
+from loraserve.types import AdapterRef
 
 logger = logging.getLogger("loraserve.engine")
 
@@ -41,7 +41,9 @@ _LOADING_POLL_MS = 1
 class Worker:
     """Moves messages between the sockets and the engine."""
 
-    def __init__(self, config: EngineConfig, engine: Engine, inputs: zmq.Socket[bytes], outputs: zmq.Socket[bytes]) -> None:
+    def __init__(
+        self, config: EngineConfig, engine: Engine, inputs: zmq.Socket[bytes], outputs: zmq.Socket[bytes]
+    ) -> None:
         self._config = config
         self._engine = engine
         self._inputs = inputs
@@ -56,6 +58,7 @@ class Worker:
         while not self._is_stopping:
             self._receive()
             if self._engine.has_requests:
+                faults.hit("engine.before_step")
                 outputs = self._engine.step()
                 if outputs:
                     self._send(m.StepOutputs(outputs=tuple(outputs)))
@@ -165,7 +168,9 @@ def build_engine(config: EngineConfig) -> tuple[Engine, Runner]:
 
 def main() -> int:
     logging.basicConfig(
-        stream=sys.stderr, level=os.environ.get("LORASERVE_LOG_LEVEL", "INFO").upper(), format="%(levelname)s %(name)s: %(message)s"
+        stream=sys.stderr,
+        level=os.environ.get("LORASERVE_LOG_LEVEL", "INFO").upper(),
+        format="%(levelname)s %(name)s: %(message)s",
     )
     # Ctrl-C goes to the whole process group; the server decides when the engine stops.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

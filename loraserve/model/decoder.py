@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from loraserve_kernels.attention import AttentionPlan, make_attention_plan, paged_attention, store_kv
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -15,6 +14,7 @@ from loraserve.model.lora import lora_linear
 from loraserve.model.quantize import Linear
 from loraserve.model.rotary import rotate
 from loraserve.types import BaseSpec
+from loraserve_kernels.attention import AttentionPlan, make_attention_plan, paged_attention, store_kv
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from loraserve_kernels.plan import LoraPlan
     from torch import Tensor
+
+    from loraserve_kernels.plan import LoraPlan
 
 
 @dataclass(frozen=True, slots=True)

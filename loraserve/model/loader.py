@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from loraserve_kernels.layout import SITES
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -19,6 +18,7 @@ from loraserve.model.config import LAYERS_PATH, MODULE_PATHS, ModelConfig, read_
 from loraserve.model.decoder import Decoder, DecoderLayer
 from loraserve.model.quantize import Linear, LinearBuilder, TiedLinear
 from loraserve.types import BaseSpec, Digest
+from loraserve_kernels.layout import SITES
 
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias")
 """Buffers that old checkpoints carry and that are computed here."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from loraserve_kernels.launch import apply_lora
-from loraserve_kernels.plan import LoraPlan
 from torch import Tensor
 
 from loraserve.model.quantize import Linear
+from loraserve_kernels.launch import apply_lora
+from loraserve_kernels.plan import LoraPlan
 
 
 def lora_linear(linear: Linear, x: Tensor, plan: LoraPlan | None, site: str, layer: int) -> Tensor:

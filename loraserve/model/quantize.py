@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from loraserve_kernels.gemm import Int8Weight, int8_linear, quantize_int8
 from torch import Tensor
 from torch.nn import functional as F
 
 from loraserve.errors import ConfigError
+from loraserve_kernels.gemm import Int8Weight, int8_linear, quantize_int8
 
 QUANTIZATIONS = ("none", "int8")
 

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import msgspec
 import pytest
+import tokenizers
+import torch
 
+from adapters_store import open_store
+from loraserve.config import EngineConfig
 from loraserve.engine.request import Request
 from loraserve.engine.scheduler import ScheduledRequest, Scheduler, StepResult
 from loraserve.errors import AdapterCorrupt, LoraserveError
+from loraserve.limits import MIB
 from loraserve.memory.kv_cache import KVCache, prefix_root
 from loraserve.memory.pager import Residency
 from loraserve.types import AdapterRef, Digest, RequestId, SamplingParams, TenantId, TokenOutput
+
+ADAPTERS = {
+    "r1": {"r": 1, "lora_alpha": 4, "target_modules": ["q_proj"]},
+    "r8": {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]},
+    "rs": {"r": 6, "lora_alpha": 4, "use_rslora": True, "target_modules": ["down_proj", "v_proj"], "layers_to_transform": [1]},
+    "mixed": {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["gate_proj", "up_proj", "o_proj"],
+        "rank_pattern": {"gate_proj": 12},
+        "alpha_pattern": {"o_proj": 20},
+    },
+}  # fmt: skip
 
 EOS = 7
 _numbers = itertools.count()
@@ -83,7 +104,9 @@ class Adapters:
 class Harness:
     """A scheduler, and steps in which every sampled token is 1 (or what `tokens` says)."""
 
-    def __init__(self, num_blocks: int = 64, block_size: int = 4, max_num_seqs: int = 8, token_budget: int = 32) -> None:
+    def __init__(
+        self, num_blocks: int = 64, block_size: int = 4, max_num_seqs: int = 8, token_budget: int = 32
+    ) -> None:
         self.kv = KVCache(num_blocks, block_size)
         self.adapters = Adapters()
         self.now = 0.0
@@ -127,3 +150,98 @@ class Harness:
 @pytest.fixture
 def harness() -> Harness:
     return Harness()
+
+
+def write_tokenizer(model_dir: Path) -> None:
+    """A byte-level tokenizer of 256 bytes and 64 merges."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([Path(__file__).read_text()], trainer)
+    tokenizer.save(str(model_dir / "tokenizer.json"))
+
+
+@dataclass
+class World:
+    """A base on disk, its adapters in a store, and what transformers and PEFT say."""
+
+    model_dir: Path
+    store_url: str
+    refs: dict[str, AdapterRef]
+    model: torch.nn.Module
+
+    def config(self, **changes: object) -> EngineConfig:
+        config = EngineConfig(
+            model_dir=str(self.model_dir),
+            model_id="tiny",
+            store_url=self.store_url,
+            memory_budget_bytes=8 * MIB,
+            host_cache_bytes=8 * MIB,
+            max_num_batched_tokens=64,
+        )
+        return msgspec.structs.replace(config, **changes)
+
+    def expected(self, adapter: str | None, prompt: list[int], count: int) -> list[int]:
+        with torch.inference_mode():
+            if adapter is None:
+                with self.model.disable_adapter():
+                    return self._greedy(prompt, count)
+            self.model.set_adapter(adapter)
+            return self._greedy(prompt, count)
+
+    def _greedy(self, prompt: list[int], count: int) -> list[int]:
+        ids = list(prompt)
+        for _ in range(count):
+            ids.append(int(self.model(torch.tensor([ids])).logits[0, -1].argmax()))
+        return ids[len(prompt) :]
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    import peft
+    import transformers
+
+    transformers.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    root = tmp_path_factory.mktemp("engine")
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=320,
+        max_position_embeddings=256,
+        eos_token_id=None,
+        initializer_range=0.3,
+    )
+    base = transformers.LlamaForCausalLM(config).eval()
+    base.save_pretrained(root / "base")
+    write_tokenizer(root / "base")
+    store_url = f"file://{root}/blobs"
+    store = open_store(store_url)
+    model: peft.PeftModel | None = None
+    refs = {}
+    for name, options in ADAPTERS.items():
+        lora = peft.LoraConfig(task_type="CAUSAL_LM", **options)
+        if model is None:
+            model = peft.get_peft_model(base, lora, adapter_name=name)
+        else:
+            model.add_adapter(name, lora)
+        for key, parameter in model.named_parameters():
+            if f".{name}." in key:
+                torch.nn.init.normal_(parameter.data, std=0.2)
+        model.save_pretrained(str(root / "adapters"), selected_adapters=[name])
+        blobs = []
+        for file in ("adapter_config.json", "adapter_model.safetensors"):
+            with store.stage() as staged:
+                staged.write((root / "adapters" / name / file).read_bytes())
+                blobs.append(staged.commit())
+        digest = Digest(hashlib.sha256("".join(blobs).encode()).hexdigest())
+        refs[name] = AdapterRef(
+            tenant=TenantId("t"), name=name, version=1, digest=digest, config_blob=blobs[0], weights_blob=blobs[1]
+        )
+    assert model is not None
+    return World(root / "base", store_url, refs, model.eval())

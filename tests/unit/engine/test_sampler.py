@@ -17,7 +17,8 @@ def shares(logits: list[float], params: SamplingParams, count: int = 4000) -> di
 
 def test_uniform_numbers_fill_the_unit_interval_evenly():
     numbers = torch.tensor([uniform(seed, position) for seed in range(40) for position in range(100)])
-    assert 0 <= numbers.min() and numbers.max() < 1
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
     counts = torch.histc(numbers, bins=20, min=0, max=1)
     assert (counts - 200).abs().max() < 60
     # neighbours don't follow each other
@@ -37,7 +38,9 @@ def test_draws_follow_the_softmax():
 def test_temperature_sharpens():
     logits = torch.tensor([0.5, 0.3, 0.2]).log().tolist()
     expected = torch.tensor([0.25, 0.09, 0.04]) / 0.38
-    assert shares(logits, SamplingParams(temperature=0.5)) == pytest.approx(dict(enumerate(expected.tolist())), abs=0.03)
+    assert shares(logits, SamplingParams(temperature=0.5)) == pytest.approx(
+        dict(enumerate(expected.tolist())), abs=0.03
+    )
 
 
 @pytest.mark.parametrize(

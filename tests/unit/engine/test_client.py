@@ -1,0 +1,212 @@
+"""The engine in its own process: what the server sees of it, and what it doesn't see of its deaths."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+from contextlib import aclosing, asynccontextmanager
+
+import pytest
+
+from loraserve.engine.client import EngineClient
+from loraserve.engine.messages import GenerateRequest
+from loraserve.errors import AdapterCorrupt, ConfigError, EngineCrashed, ModelError, Overloaded
+from loraserve.text.tokenizer import Tokenizer
+from loraserve.types import FinishReason, RequestId, SamplingParams, TenantId, Tier
+
+from .conftest import ADAPTERS, World, make_ref
+
+_ids = itertools.count()
+NAMES = [None, *ADAPTERS]
+
+
+@asynccontextmanager
+async def running(world: World, environment: dict[str, str] | None = None, **changes: object):
+    client = EngineClient(world.config(**changes), Tokenizer(world.model_dir), max_queued_requests=100)
+    before = dict(os.environ)
+    os.environ.update({"OMP_NUM_THREADS": "1", **(environment or {})})
+    try:
+        await client.start()
+    finally:
+        for name in environment or {}:
+            os.environ.pop(name)
+        os.environ.update(before)
+    try:
+        yield client
+    finally:
+        await client.stop()
+
+
+def make(world: World, prompt: list[int], adapter: str | None = None, *, stop: tuple[str, ...] = (), **params: object):
+    return GenerateRequest(
+        request_id=RequestId(f"c{next(_ids)}"),
+        tenant=TenantId("t"),
+        adapter=None if adapter is None else world.refs[adapter],
+        prompt_token_ids=tuple(prompt),
+        params=SamplingParams(**{"max_tokens": 16, "temperature": 0.0, **params}),  # type: ignore[arg-type]
+        stop=stop,
+    )
+
+
+async def collect(client: EngineClient, request: GenerateRequest, on_chunk=None):
+    text, tokens, last = "", [], None
+    async with aclosing(client.generate(request)) as chunks:
+        async for chunk in chunks:
+            text += chunk.text
+            tokens += chunk.token_ids
+            last = chunk
+            if on_chunk is not None:
+                on_chunk(chunk)
+    return text, tokens, last
+
+
+async def until(condition, timeout: float = 10.0):
+    async with asyncio.timeout(timeout):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+def prompt(n: int) -> list[int]:
+    return [(n * 37 + i * 11) % 320 for i in range(5 + n % 20)]
+
+
+async def test_requests_are_answered_together_and_leave_nothing(world):
+    async with running(world) as client:
+        tokenizer = Tokenizer(world.model_dir)
+        requests = [make(world, prompt(n), NAMES[n % len(NAMES)]) for n in range(10)]
+        answers = await asyncio.gather(*(collect(client, request) for request in requests))
+        for n, (text, tokens, last) in enumerate(answers):
+            assert tokens == world.expected(NAMES[n % len(NAMES)], prompt(n), 16)
+            stream = tokenizer.decode_stream(prompt_token_ids=prompt(n))
+            assert text == stream.push(tokens) + stream.finish()
+            assert last.finish_reason is FinishReason.LENGTH
+        assert client.num_live_requests == 0
+        await until(lambda: client.stats.num_steps > 0)
+        await until(lambda: client.stats.num_kv_blocks_used == client.stats.num_pins == client.stats.num_running == 0)
+
+
+async def test_a_stop_string_ends_the_text_and_the_request(world):
+    async with running(world) as client:
+        whole, tokens, _ = await collect(client, make(world, prompt(1), max_tokens=60))
+        stop = whole[10:12]
+        text, taken, last = await collect(client, make(world, prompt(1), stop=(stop,), max_tokens=60))
+        assert text == whole[: whole.index(stop)]
+        assert taken == tokens[: len(taken)]
+        assert (last.finish_reason, last.stop_reason) == (FinishReason.STOP, stop)
+        await until(lambda: client.stats.num_running == 0 and client.num_live_requests == 0)
+
+
+async def test_a_reader_that_leaves_frees_its_request(world):
+    async with running(world) as client:
+        async with aclosing(client.generate(make(world, prompt(2), "r8", max_tokens=200, ignore_eos=True))) as chunks:
+            await anext(chunks)
+        assert client.num_live_requests == 0
+        await until(lambda: client.stats.num_steps > 0 and client.stats.num_running == 0)
+        assert client.stats.num_kv_blocks_used == client.stats.num_pins == 0
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 7}])
+async def test_a_killed_engine_changes_no_text(world, params):
+    requests = [(prompt(n), NAMES[n % len(NAMES)]) for n in range(8)]
+    async with running(world) as client:
+        wanted = [await collect(client, make(world, p, name, max_tokens=120, **params)) for p, name in requests]
+        first_pid = client.pid
+        seen = itertools.count()
+
+        def kill_once(_chunk):
+            if next(seen) == 100:
+                os.kill(client.pid, signal.SIGKILL)
+
+        got = await asyncio.gather(
+            *(collect(client, make(world, p, name, max_tokens=120, **params), kill_once) for p, name in requests)
+        )
+        assert [(text, tokens) for text, tokens, _ in got] == [(text, tokens) for text, tokens, _ in wanted]
+        assert client.num_restarts == 1
+        assert client.pid != first_pid
+        await until(lambda: client.is_ready)
+
+
+async def test_a_request_that_only_was_near_gets_its_whole_answer(world):
+    # each engine dies when it has sent outputs for the 30th time: whoever is alive then is suspected, nobody is guilty
+    async with running(world, {"LORASERVE_FAULTS": "engine.after_outputs=kill@30"}) as client:
+        answer = await collect(client, make(world, prompt(3), max_tokens=45))
+        assert answer[1] == world.expected(None, prompt(3), 45)
+        assert client.num_restarts >= 1
+
+
+async def test_a_request_in_flight_at_two_deaths_in_a_row_is_failed(world):
+    environment = {"LORASERVE_FAULTS": "engine.before_step=kill@4"}
+    async with running(world, environment, heartbeat_s=0.05) as client:
+        # every engine dies at its fourth step with work; one that never gets a token through is guilty
+        os.environ["LORASERVE_FAULTS"] = "engine.before_step=kill"
+        try:
+            with pytest.raises(EngineCrashed):
+                await collect(client, make(world, prompt(4), max_tokens=50))
+        finally:
+            del os.environ["LORASERVE_FAULTS"]
+        _text, tokens, _ = await collect(client, make(world, prompt(5)))
+        assert tokens == world.expected(None, prompt(5), 16)
+
+
+async def test_a_full_queue_refuses_and_says_so(world):
+    async with running(world, max_num_seqs=1, max_num_batched_tokens=16) as client:
+        client._max_live = 2
+        first = client.generate(make(world, prompt(6), max_tokens=200, ignore_eos=True))
+        second = client.generate(make(world, prompt(7), max_tokens=200, ignore_eos=True))
+        async with aclosing(first), aclosing(second):
+            await anext(first)
+            waiting = asyncio.create_task(anext(second))
+            await asyncio.sleep(0)
+            with pytest.raises(Overloaded):
+                await collect(client, make(world, prompt(8)))
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def test_an_adapter_whose_bytes_are_gone_fails_its_request_alone(world):
+    async with running(world) as client:
+        gone = make(world, prompt(9))
+        gone = GenerateRequest(
+            request_id=gone.request_id,
+            tenant=gone.tenant,
+            adapter=make_ref("gone"),
+            prompt_token_ids=gone.prompt_token_ids,
+            params=gone.params,
+        )
+        results = await asyncio.gather(
+            collect(client, gone), collect(client, make(world, prompt(9))), return_exceptions=True
+        )
+        assert isinstance(results[0], AdapterCorrupt)
+        assert results[1][1] == world.expected(None, prompt(9), 16)
+
+
+async def test_a_warmed_adapter_is_resident_and_a_pin_survives_a_restart(world):
+    async with running(world) as client:
+        await client.warm(world.refs["r8"])
+        await client.pin(world.refs["r1"])
+        rows = {row.digest: row for row in await client.residency()}
+        assert rows[world.refs["r8"].digest].tier is Tier.DEVICE
+        assert rows[world.refs["r1"].digest].is_pinned
+        os.kill(client.pid, signal.SIGKILL)
+        await until(lambda: client.num_restarts == 1 and client.is_ready)
+        for _ in range(100):
+            rows = {row.digest: row for row in await client.residency()}
+            row = rows.get(world.refs["r1"].digest)
+            if row is not None and row.tier is Tier.DEVICE:
+                break
+            await asyncio.sleep(0.02)
+        assert row is not None
+        assert row.is_pinned
+        with pytest.raises(AdapterCorrupt):
+            await client.warm(make_ref("gone"))
+
+
+async def test_a_base_that_cannot_be_loaded_says_why(world, tmp_path):
+    with pytest.raises(ModelError, match=r"config\.json is missing"):
+        async with running(world, model_dir=str(tmp_path)):
+            pass
+    with pytest.raises(ConfigError, match="memory budget"):
+        async with running(world, memory_budget_bytes=1000):
+            pass
