@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from loraserve import errors
 
 _STEPS: tuple[tuple[type[errors.LoraserveError], str], ...] = (
@@ -30,6 +32,12 @@ _STEPS: tuple[tuple[type[errors.LoraserveError], str], ...] = (
 )
 
 
+_NAMED = re.compile(r"(?:See|Run|Try): (loraserve .+?)\.?$")
+
+
 def next_step(error: errors.LoraserveError) -> str | None:
-    """The command to run next; None where no command helps."""
+    """The command to run next: the one that the error names, else the one for its class; None where no command helps."""
+    named = _NAMED.search(str(error))
+    if named is not None:
+        return named[1]
     return next((step for kind, step in _STEPS if isinstance(error, kind)), None)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from loraserve.sdk.resources import AdapterResidency
 
 COLUMNS = (
-    Column("ADAPTER", lambda row: f"{row.name}@{row.version}"),
+    Column("ADAPTER", "model"),
     Column("TENANT", "tenant"),
     Column("TIER", "tier"),
     Column("DEVICE", lambda row: size(row.device_bytes)),
@@ -76,7 +76,7 @@ def _show(output: Output, rows: list[AdapterResidency], stats: Mapping[str, floa
     elif output.format is Format.HUMAN:
         output.pairs(_in_words(summary(stats)))
         output.line("")
-    output.rows(rows, COLUMNS, name="name", empty="No adapters.")
+    output.rows(rows, COLUMNS, name="model", empty="No adapters.")
 
 
 def summary(stats: Mapping[str, float]) -> dict[str, int]:

@@ -122,6 +122,11 @@ class AdapterResidency(Result):
     last_used_s: float | None
     """Seconds since its last use."""
 
+    @property
+    def model(self) -> str:
+        """What to write as `model=` to get exactly this version."""
+        return f"{self.name}@{self.version}"
+
 
 class Base(Result):
     """The resident base model, with the shapes that an adapter must have."""

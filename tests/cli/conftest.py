@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 from loraserve import Client
@@ -93,8 +94,6 @@ def start_server(port: int, data_dir: Path, log: Path) -> subprocess.Popen[bytes
 
 
 def wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    import httpx2
-
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         assert process.poll() is None, f"the server ended with {process.returncode}:\n{log.read_text()}"
@@ -127,9 +126,10 @@ def real_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(STOP_S)
+            code = process.wait(STOP_S)
         finally:
             process.kill()
+    assert code == 0, f"SIGTERM drains and ends with 0, not {code}:\n{log.read_text()}"
 
 
 @pytest.fixture
@@ -140,6 +140,32 @@ def loraserve(run_cli: Run, real_server: RealServer) -> Run:
         return run_cli(*arguments, stdin=stdin, **(real_server.variables | variables))
 
     return run
+
+
+@pytest.fixture
+def start_cli(real_server: RealServer, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts a command for the real server and doesn't wait for it. Both of its outputs are pipes."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "loraserve.cli.main", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(**real_server.variables),
+            cwd=tmp_path,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
 
 
 @pytest.fixture

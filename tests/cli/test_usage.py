@@ -11,7 +11,7 @@ import pytest
 
 from loraserve.cli.next_steps import next_step
 from loraserve.cli.output import Format, Output
-from loraserve.errors import AdapterBaseMismatch, LoraserveError, VersionNotFound
+from loraserve.errors import AdapterBaseMismatch, LoraserveError, SchemaOutdated, VersionNotFound
 from loraserve.settings import Settings
 
 Run = Callable[..., Any]
@@ -122,6 +122,12 @@ def test_db_commands_make_and_check_the_tables(run_cli: Run, tmp_path: Path) -> 
 def test_next_step_belongs_to_the_narrowest_class() -> None:
     assert next_step(VersionNotFound("no")) == "loraserve adapter versions NAME"
     assert next_step(LoraserveError("no")) is None
+
+
+def test_next_step_that_an_error_names_wins() -> None:
+    error = VersionNotFound('The adapter "sql" has no such version. See: loraserve adapter versions sql')
+    assert next_step(error) == "loraserve adapter versions sql"
+    assert next_step(SchemaOutdated("old.", hint="Run: loraserve db upgrade")) == "loraserve db upgrade"
 
 
 def test_every_reason_of_a_rejected_adapter_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

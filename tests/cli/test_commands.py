@@ -1,0 +1,193 @@
+"""Every command against a real server. Each test has its own adapter or tenant, so that none needs another's."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from loraserve import Client
+from loraserve.demo.pack import base_dir
+
+Run = Callable[..., Any]
+Start = Callable[..., Any]
+QUESTION, SQL = "list the tickets with age over 81", "SELECT * FROM tickets WHERE age > 81;"
+
+
+def test_push_publishes_and_says_what_to_try(loraserve: Run, sql_dir: Path) -> None:
+    done = loraserve("adapter", "push", sql_dir, "--name", "pushed", "--format", "json")
+    assert done.code == 0
+    assert (done.json["name"], done.json["version"], done.json["aliases"]) == ("pushed", 1, ["live"])
+    assert done.stderr == 'Try it: loraserve run pushed "PROMPT"\n'
+
+
+def test_same_bytes_again_are_the_same_version(loraserve: Run, sql_dir: Path) -> None:
+    first = loraserve("adapter", "push", sql_dir, "--name", "twice", "--format", "json")
+    again = loraserve("adapter", "push", sql_dir, "--name", "twice", "--format", "json")
+    assert again.code == 0
+    assert again.json == first.json
+
+
+def test_dry_run_keeps_nothing(loraserve: Run, sql_dir: Path) -> None:
+    done = loraserve("adapter", "push", sql_dir, "--name", "dry", "--dry-run", "--format", "json")
+    assert done.code == 0
+    assert done.json["version"] is None
+    shown = loraserve("adapter", "show", "dry")
+    assert shown.code == 1
+    assert 'error: There is no adapter "dry"' in shown.stderr
+    assert shown.stdout == ""
+
+
+def test_push_without_promotion_leaves_live_where_it_was(
+    loraserve: Run, client: Client, sql_dir: Path, pirate_dir: Path
+) -> None:
+    client.adapters.push(sql_dir, name="canaried")
+    done = loraserve("adapter", "push", pirate_dir, "--name", "canaried", "--no-promote", "--alias", "canary")
+    assert done.code == 0
+    shown = loraserve("adapter", "show", "canaried", "--format", "json").json
+    assert shown["aliases"] == {"live": 1, "canary": 2}
+    assert shown["num_versions"] == 2
+
+
+def test_rejected_adapter_says_why_and_what_next(loraserve: Run, sql_dir: Path, tmp_path: Path) -> None:
+    config = json.loads((sql_dir / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    (tmp_path / "adapter_model.safetensors").write_bytes((sql_dir / "adapter_model.safetensors").read_bytes())
+    done = loraserve("adapter", "push", tmp_path, "--name", "rejected")
+    assert done.code == 1
+    assert "use_dora" in done.stderr
+    assert "next: loraserve adapter push DIR --name NAME --dry-run" in done.stderr
+    assert "request: req_" in done.stderr
+
+
+def test_list_show_and_versions_agree(loraserve: Run, client: Client, sql_dir: Path, pirate_dir: Path) -> None:
+    client.adapters.push(sql_dir, name="listed")
+    client.adapters.push(pirate_dir, name="listed")
+    assert "listed" in loraserve("adapter", "list", "--format", "quiet").stdout.splitlines()
+    assert loraserve("adapter", "versions", "listed", "--format", "quiet").stdout == "listed@2\nlisted@1\n"
+    table = loraserve("adapter", "versions", "listed").stdout.splitlines()
+    assert table[0].split()[:3] == ["VERSION", "ALIASES", "STATE"]
+    assert table[1].split()[:3] == ["2", "live", "ready"]
+    assert loraserve("adapter", "show", "listed@1", "--format", "quiet").stdout == "listed@1\n"
+
+
+def test_alias_moves_and_refuses_a_stale_condition(
+    loraserve: Run, client: Client, sql_dir: Path, pirate_dir: Path
+) -> None:
+    client.adapters.push(sql_dir, name="moved")
+    client.adapters.push(pirate_dir, name="moved")
+    done = loraserve("adapter", "alias", "moved", "live", "1", "--format", "json")
+    assert (done.code, done.json["version"]) == (0, 1)
+    stale = loraserve("adapter", "alias", "moved", "live", "2", "--if-match", '"r1"')
+    assert stale.code == 1
+    assert loraserve("adapter", "show", "moved", "--format", "json").json["aliases"] == {"live": 1}
+
+
+def test_delete_takes_a_version_or_all(loraserve: Run, client: Client, sql_dir: Path, pirate_dir: Path) -> None:
+    client.adapters.push(sql_dir, name="deleted")
+    client.adapters.push(pirate_dir, name="deleted")
+    assert loraserve("adapter", "delete", "deleted@2").code == 1  # live names it
+    assert loraserve("adapter", "delete", "deleted@1").code == 0
+    assert loraserve("adapter", "versions", "deleted", "--format", "quiet").stdout == "deleted@2\n"
+    assert loraserve("adapter", "delete", "deleted").code == 0
+    assert loraserve("adapter", "show", "deleted").code == 1
+
+
+def test_tenant_and_key_live_their_lives(loraserve: Run, sql_dir: Path) -> None:
+    assert loraserve("tenant", "create", "acme", "--max-adapters", "1").code == 0
+    assert "acme" in loraserve("tenant", "list", "--format", "quiet").stdout.splitlines()
+    secret = loraserve("key", "create", "--tenant", "acme", "--name", "ci", "--format", "quiet").stdout.strip()
+    assert secret.startswith("sk-lora-")
+    acme = {"LORASERVE_API_KEY": secret}
+
+    assert loraserve("adapter", "push", sql_dir, "--name", "sql", **acme).code == 0
+    assert loraserve("adapter", "list", "--format", "quiet", **acme).stdout == "sql\n"
+    as_admin = loraserve("adapter", "list", "--tenant", "acme", "--format", "quiet")
+    assert as_admin.stdout == "sql\n"
+    refused = loraserve("tenant", "list", **acme)
+    assert refused.code == 1
+    assert "scope" in refused.stderr
+
+    keys = loraserve("key", "list", "--tenant", "acme", "--format", "json")
+    assert [key["name"] for key in keys.json] == ["ci"]
+    assert secret not in keys.stdout
+    assert loraserve("key", "revoke", keys.json[0]["id"], "--tenant", "acme").code == 0
+    dead = loraserve("adapter", "list", **acme)
+    assert dead.code == 1
+    assert "next: export LORASERVE_API_KEY=" in dead.stderr
+    assert loraserve("tenant", "delete", "acme").code == 0
+    assert loraserve("tenant", "show", "acme").code == 1
+
+
+def test_another_tenants_adapter_is_not_there(loraserve: Run, client: Client, sql_dir: Path) -> None:
+    client.adapters.push(sql_dir, name="private")
+    client.tenants.create("stranger")
+    secret = client.keys.create("stranger", name="ci").key
+    foreign = loraserve("adapter", "show", "private", LORASERVE_API_KEY=secret)
+    absent = loraserve("adapter", "show", "no-such", LORASERVE_API_KEY=secret)
+    assert foreign.code == absent.code == 1
+    assert foreign.stderr.splitlines()[0].replace("private", "no-such") == absent.stderr.splitlines()[0]
+
+
+def test_run_answers_as_the_adapter_does(loraserve: Run, client: Client, sql_dir: Path) -> None:
+    client.adapters.push(sql_dir, name="asked")
+    done = loraserve("run", "asked", QUESTION)
+    assert (done.code, done.stdout, done.stderr) == (0, f"{SQL}\n", "")
+    assert loraserve("run", "asked@1", QUESTION, "--raw").stdout == f"{SQL}\n"
+    assert loraserve("run", "asked", "-", stdin=f"{QUESTION}\n").stdout == f"{SQL}\n"
+    whole = loraserve("run", "asked", QUESTION, "--format", "json").json
+    assert whole["choices"][0]["message"]["content"] == SQL
+
+
+def test_run_of_an_unknown_model_says_how_to_list_them(loraserve: Run) -> None:
+    done = loraserve("run", "nobody", "hello")
+    assert done.code == 1
+    assert done.stdout == ""
+    assert "next: loraserve adapter list" in done.stderr
+
+
+def test_ps_shows_where_adapters_are_and_what_runs(loraserve: Run, client: Client, sql_dir: Path) -> None:
+    client.adapters.push(sql_dir, name="resident")
+    assert loraserve("adapter", "pin", "resident", "--format", "json").json["is_done"] is True
+    shown = loraserve("ps", "--format", "json").json
+    (row,) = (row for row in shown["adapters"] if row["name"] == "resident")
+    assert (row["tier"], row["is_pinned"]) == ("device", True)
+    assert shown["engine"]["kv_blocks"] > 0
+    assert loraserve("adapter", "unpin", "resident@1").code == 0
+    human = loraserve("ps").stdout
+    assert "requests" in human
+    assert "resident@1" in human
+
+
+def test_ps_keeps_watching_until_it_is_interrupted(start_cli: Start) -> None:
+    watching = start_cli("ps", "--watch", "--interval", "0.1", "--format", "json")
+    looks = [json.loads(watching.stdout.readline()) for _ in range(3)]
+    watching.send_signal(signal.SIGINT)
+    _, stderr = watching.communicate(timeout=20)
+    assert watching.returncode == 130
+    assert stderr == ""
+    assert all("adapters" in look for look in looks)
+
+
+def test_reader_that_leaves_early_ends_the_command_quietly(start_cli: Start) -> None:
+    watching = start_cli("ps", "--watch", "--interval", "0.1", "--format", "json")
+    watching.stdout.readline()
+    watching.stdout.close()
+    assert watching.stderr.read() == ""
+    assert watching.wait(20) == 1
+
+
+def test_wrong_key_is_refused_and_not_shown(loraserve: Run) -> None:
+    done = loraserve("adapter", "list", LORASERVE_API_KEY="sk-lora-wrong")
+    assert done.code == 1
+    assert "sk-lora-wrong" not in done.stderr
+    assert "next: export LORASERVE_API_KEY=" in done.stderr
+
+
+def test_taken_port_is_said_and_exits_2(run_cli: Run, real_server: Any, tmp_path: Path) -> None:
+    port = real_server.url.rsplit(":", 1)[1]
+    done = run_cli("serve", "--model", base_dir(), "--port", port, "--data-dir", tmp_path / "data")
+    assert done.code == 2
+    assert f"port {port}" in done.stderr
