@@ -31,6 +31,8 @@ from loraserve.memory.host_cache import HostCache
 from loraserve.memory.pager import Pager, Residency
 from loraserve.model.loader import load_model
 from loraserve.types import AdapterRef
+from loraserve_kernels.launch import warm_up
+from loraserve_kernels.layout import DTYPES
 
 logger = logging.getLogger("loraserve.engine")
 
@@ -156,6 +158,8 @@ def build_engine(config: EngineConfig) -> tuple[Engine, Runner]:
         max_model_len=config.max_model_len,
     )
     runner = Runner(decoder, config)
+    for adapter_dtype in DTYPES:
+        warm_up(adapter_dtype)  # no step shall wait for a compiler
     pager = Pager(
         store=open_store(config.store_url),
         base=decoder.spec,
