@@ -34,8 +34,7 @@ def create_app(services: Services) -> FastAPI:
     app.include_router(metrics.router)
     for prefix in ("", "/t/{tenant}"):
         app.include_router(openai.router, prefix=prefix)
-    if hasattr(management, "router"):
-        app.include_router(management.router)
+    app.include_router(management.router)
     scopes.audit(app)
     app.add_middleware(Guard, metrics=services.metrics, limits=services.limits)
     return app

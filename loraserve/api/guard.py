@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import time
@@ -16,12 +17,14 @@ from ulid import ULID
 from loraserve.api.counters import Metrics
 from loraserve.api.errors import MANAGEMENT_PREFIX, error_response, unforeseen
 from loraserve.errors import HeadersTooLarge, LoraserveError, PayloadTooLarge, RequestTimeout
-from loraserve.limits import LIMITS, Limits
+from loraserve.limits import LIMITS, MIB, Limits
 
 access_log = structlog.stdlib.get_logger("loraserve.access")
 logger = logging.getLogger(__name__)
 
 _CLIENT_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+_LINGER_S = 1.0
+_LINGER_BYTES = 16 * MIB
 _UPLOAD_PATHS = (f"{MANAGEMENT_PREFIX}/adapters/", f"{MANAGEMENT_PREFIX}/uploads")
 
 
@@ -167,10 +170,30 @@ class _Exchange:
 
     async def _answer(self, error: LoraserveError) -> None:
         self._is_refused = True
-        # What is left of the body is not read: the connection can't be used again.
-        headers = {} if self._has_whole_body else {"connection": "close"}
+        headers = {}
+        if not self._has_whole_body and not await self._discard_body():
+            # the rest would be taken for the next request
+            headers["connection"] = "close"
         response = error_response(error, path=self._scope["path"], request_id=self.request_id, headers=headers)
         await response(self._scope, self._receive, self.send)
+
+    async def _discard_body(self) -> bool:
+        """Read on for a moment, keeping nothing: a client that still sends when the connection closes never sees the answer.
+
+        Returns:
+            Whether the body came to its end.
+        """
+        if any(name == b"expect" for name, _ in self._scope["headers"]):
+            return False  # reading would ask for the body
+        num_bytes = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_S):
+                while num_bytes < _LINGER_BYTES:
+                    message = await self._receive()
+                    num_bytes += len(message.get("body", b""))
+                    if not message.get("more_body", False):
+                        return bool(message["type"] == "http.request")
+        return False
 
 
 class _AnswerBroken(Exception):

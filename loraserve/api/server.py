@@ -1,0 +1,210 @@
+"""`serve`: from settings to a server that answers, and back down without losing a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+from collections.abc import Generator
+from dataclasses import dataclass, field
+
+import structlog
+import uvicorn
+import uvloop
+
+from adapters_store import open_store
+from loraserve.api.app import create_app
+from loraserve.api.connection import BoundedConnection
+from loraserve.api.logs import configure_logging
+from loraserve.api.services import Services
+from loraserve.db import migrate
+from loraserve.db.session import Database
+from loraserve.engine.client import EngineClient
+from loraserve.errors import ConfigError
+from loraserve.model.source import resolve_model_dir
+from loraserve.registry.service import Registry
+from loraserve.settings import Settings
+from loraserve.tenancy.auth import Authenticator
+from loraserve.text.chat_template import ChatTemplate
+from loraserve.text.tokenizer import Tokenizer
+
+logger = structlog.stdlib.get_logger("loraserve.server")
+
+EXIT_OK, EXIT_INTERRUPTED = 0, 130
+
+_NOTICE_S = 0.5
+"""Between "not ready" and refusing work: load balancers look away first."""
+_CLOSE_S = 5
+"""For connections to end once their requests have."""
+
+
+def serve(settings: Settings) -> int:
+    """Serve until SIGTERM or SIGINT, and return the exit code: 0 after a drain, 130 after an interrupt.
+
+    The socket listens at once; /readyz says 503 until the base is loaded. An empty registry is migrated; one that is behind is refused.
+
+    Raises:
+        ConfigError: the settings can't work: the model isn't there, the port is taken, the registry needs an upgrade.
+        ModelError, EngineError: the base can't be loaded.
+    """
+    configure_logging(settings.log_level)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(settings))
+
+
+async def _serve(settings: Settings) -> int:
+    listener = _listen(settings)
+    with listener:
+        services, database = await _make_services(settings)
+        try:
+            return await _Lifetime(services, listener, settings.grace_s).run()
+        finally:
+            await services.engine.stop()
+            await database.dispose()
+
+
+def _listen(settings: Settings) -> socket.socket:
+    """Raises:
+    ConfigError: the address can't be listened on.
+    """
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((settings.host, settings.port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"Can't listen on {settings.host} port {settings.port}: {error.strerror or error}.",
+            hint="Choose another with --host or --port.",
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+async def _make_services(settings: Settings) -> tuple[Services, Database]:
+    model_dir = await asyncio.to_thread(resolve_model_dir, settings.model)
+    config = settings.engine_config(model_dir)
+    tokenizer = Tokenizer(model_dir)
+    chat_template = ChatTemplate(model_dir, tokenizer)
+    try:
+        settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--data-dir {settings.data_dir} can't be made: {error.strerror or error}.") from error
+    store = open_store(settings.resolved_store_url)
+    if await migrate.upgrade_if_empty(settings.resolved_database_url):
+        logger.info("registry created")
+    await migrate.check(settings.resolved_database_url)
+    database = Database(settings.resolved_database_url)
+    admin_key = settings.admin_key.get_secret_value() if settings.admin_key else None
+    authenticator = Authenticator(database, admin_key=admin_key)
+    made = await authenticator.open()
+    if made is not None:
+        _show_admin_key(made)
+    engine = EngineClient(config, tokenizer)
+    services = Services(
+        settings=settings,
+        engine=engine,
+        registry=Registry(database, store, lambda: engine.base),
+        authenticator=authenticator,
+        store=store,
+        tokenizer=tokenizer,
+        chat_template=chat_template,
+    )
+    return services, database
+
+
+def _show_admin_key(secret: str) -> None:
+    """The one time that a made key is seen: on stderr, past the logs, which are kept."""
+    sys.stderr.write(f"\nAdmin key (shown this once; set LORASERVE_ADMIN_KEY to use your own):\n  {secret}\n\n")
+    sys.stderr.flush()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: they would end the process by the signal, where a drain ends with 0."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+@dataclass(slots=True)
+class _Lifetime:
+    """One run of the server, from the first accepted connection to the last closed."""
+
+    services: Services
+    listener: socket.socket
+    grace_s: float
+    _signals: asyncio.Queue[signal.Signals] = field(default_factory=asyncio.Queue)
+
+    async def run(self) -> int:
+        """Raises:
+        LoraserveError: the engine can't be started.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signals.put_nowait, number)
+        server = _Server(
+            uvicorn.Config(
+                create_app(self.services),
+                http=BoundedConnection,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_graceful_shutdown=_CLOSE_S,
+            )
+        )
+        serving = asyncio.create_task(server.serve(sockets=[self.listener]), name="http")
+        starting = asyncio.create_task(self._start_engine(), name="engine-start")
+        signalled = asyncio.create_task(self._signals.get(), name="signal")
+        try:
+            done, _ = await asyncio.wait({serving, starting, signalled}, return_when=asyncio.FIRST_COMPLETED)
+            if starting in done:
+                await starting
+                done, _ = await asyncio.wait({serving, signalled}, return_when=asyncio.FIRST_COMPLETED)
+            if signalled not in done:
+                return EXIT_OK  # uvicorn ended by itself; it said why
+            number = signalled.result()
+            starting.cancel()
+            await self._drain(number)
+            return EXIT_INTERRUPTED if number is signal.SIGINT else EXIT_OK
+        finally:
+            self.services.is_draining = self.services.is_closed = True
+            starting.cancel()
+            signalled.cancel()
+            server.should_exit = True
+            await asyncio.gather(serving, starting, signalled, return_exceptions=True)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    async def _start_engine(self) -> None:
+        host, port, *_ = self.listener.getsockname()
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        logger.info("listening", url=url)
+        await self.services.engine.start()
+        base = self.services.engine.base
+        logger.info("ready", url=url, base=base.id, max_model_len=base.max_model_len)
+
+    async def _drain(self, number: signal.Signals) -> None:
+        """Not ready; then no new work; then what runs has the grace period. A second signal ends the waiting."""
+        logger.info("draining", signal=number.name, grace_s=self.grace_s)
+        draining = asyncio.create_task(self._drain_slowly(number is not signal.SIGINT))
+        hurry = asyncio.create_task(self._signals.get())
+        await asyncio.wait({draining, hurry}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (draining, hurry):
+            task.cancel()
+        await asyncio.gather(draining, hurry, return_exceptions=True)
+        await self.services.engine.stop()
+        logger.info("drained")
+
+    async def _drain_slowly(self, has_notice: bool) -> None:
+        self.services.is_draining = True
+        if has_notice:
+            await asyncio.sleep(min(_NOTICE_S, self.grace_s))
+        self.services.is_closed = True
+        await self.services.engine.stop(self.grace_s)

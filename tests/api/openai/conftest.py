@@ -1,0 +1,261 @@
+"""The inference routes over a real HTTP server, a real registry and a real tokenizer; only the engine is a stand-in."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import msgspec
+import pytest
+import uvicorn
+from tokenizers import Tokenizer as HFTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+from adapters_store import LocalStore
+from loraserve.api.app import create_app
+from loraserve.api.connection import BoundedConnection
+from loraserve.api.services import Services
+from loraserve.db.session import Database
+from loraserve.engine.messages import GenerateRequest
+from loraserve.engine.output import Chunk, OutputProcessor
+from loraserve.errors import Overloaded
+from loraserve.limits import LIMITS, Limits
+from loraserve.registry.service import Registry
+from loraserve.settings import Settings
+from loraserve.tenancy.auth import Authenticator, Caller
+from loraserve.text.chat_template import ChatTemplate
+from loraserve.text.tokenizer import Tokenizer
+from loraserve.types import BaseSpec, EngineStats, FinishReason, TokenLogprobs, TokenOutput
+
+ADMIN_KEY = "admin-key-of-the-tests-" + "x" * 20
+EOS = "<|eos|>"
+
+CHAT_TEMPLATE = """{%- for message in messages -%}
+{%- if message.role == "assistant" and loop.first -%}{{ raise_exception("the assistant can't begin") }}{%- endif -%}
+<|{{ message.role }}|>{{ message.content }}
+{% endfor -%}
+{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"""
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the text half of a model: bytes as tokens, and a chat template."""
+    path = tmp_path_factory.mktemp("model")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = HFTokenizer(models.BPE(vocab={char: id_ for id_, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([EOS, "<|user|>", "<|assistant|>", "<|system|>"])
+    # known to the tokenizer, unknown to the model
+    tokenizer.add_tokens(["<|late|>"])
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return path
+
+
+@dataclass
+class FakeEngine:
+    """Answers with ``{model} says {seed}: …`` in the real tokenizer's tokens, one per step; and remembers who was there."""
+
+    base: BaseSpec
+    tokenizer: Tokenizer
+    script: str = ""
+    step_s: float = 0.0
+    fail_after: int | None = None
+    failure: Exception = field(default_factory=lambda: Overloaded("The queue is full.", retry_after_s=0.05))
+    seen: list[GenerateRequest] = field(default_factory=list)
+    live: set[str] = field(default_factory=set)
+    num_aborted: int = 0
+    is_ready: bool = True
+    is_live: bool = True
+    num_restarts: int = 0
+    stats: EngineStats = field(default_factory=EngineStats)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        self.seen.append(request)
+        self.live.add(request.request_id)
+        is_over = False
+        try:
+            processor = OutputProcessor(request, self.tokenizer)
+            async for output in self._steps(request):
+                chunk = processor.push(output)
+                is_over = chunk.finish_reason is not None
+                yield chunk
+                if is_over:
+                    return
+        finally:
+            self.live.discard(request.request_id)
+            self.num_aborted += not is_over
+
+    async def _steps(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
+        model = request.adapter.name if request.adapter else "base"
+        text = self.script or f"{model} says {request.params.seed % 1000}: the quick brown fox jumps over the lazy dog"
+        eos = self.base.eos_token_ids[0]
+        token_ids = [*self.tokenizer.encode(text, add_special_tokens=False), eos]
+        for step, token_id in enumerate(token_ids):
+            await asyncio.sleep(self.step_s)
+            if step == self.fail_after:
+                raise self.failure
+            is_first, is_last = step == 0, step + 1 == request.params.max_tokens
+            reason = FinishReason.STOP if token_id == eos else FinishReason.LENGTH if is_last else None
+            yield TokenOutput(
+                request_id=request.request_id,
+                token_ids=(token_id,),
+                logprobs=None
+                if request.params.logprobs is None
+                else (self._logprobs(token_id, request.params.logprobs),),
+                prompt_logprobs=self._prompt_logprobs(request) if is_first else None,
+                finish_reason=reason,
+                num_cached_tokens=16 if is_first else 0,
+                queue_s=0.001 if is_first else 0.0,
+                adapter_s=0.002 if is_first else 0.0,
+                prefill_s=0.003 if is_first else 0.0,
+            )
+            if reason is not None:
+                return
+
+    def _prompt_logprobs(self, request: GenerateRequest) -> tuple[TokenLogprobs | None, ...] | None:
+        num = request.params.prompt_logprobs
+        if num is None:
+            return None
+        return (None, *(self._logprobs(token_id, num) for token_id in request.prompt_token_ids[1:]))
+
+    def _logprobs(self, token_id: int, num: int) -> TokenLogprobs:
+        top = tuple(((token_id + 1 + i) % 200, -0.25 - i) for i in range(num))
+        return TokenLogprobs(token_id=token_id, logprob=-0.5 if token_id % 2 else float("-inf"), top=top)
+
+
+@pytest.fixture
+def base(small_base: BaseSpec, model_dir: Path) -> BaseSpec:
+    tokenizer = Tokenizer(model_dir)
+    eos = tokenizer.token_to_id(EOS)
+    assert eos is not None
+    return msgspec.structs.replace(
+        small_base, vocab_size=tokenizer.vocab_size - 1, max_model_len=256, eos_token_ids=(eos,)
+    )
+
+
+@pytest.fixture
+def engine(base: BaseSpec, model_dir: Path) -> FakeEngine:
+    return FakeEngine(base, Tokenizer(model_dir))
+
+
+@pytest.fixture
+def limits() -> Limits:
+    return LIMITS
+
+
+@pytest.fixture
+async def services(
+    engine: FakeEngine, base: BaseSpec, model_dir: Path, migrated_sqlite: Path, tmp_path: Path, limits: Limits
+) -> AsyncIterator[Services]:
+    shutil.copyfile(migrated_sqlite, tmp_path / "registry.db")
+    database = Database(f"sqlite:///{tmp_path / 'registry.db'}")
+    store = LocalStore(tmp_path / "blobs")
+    authenticator = Authenticator(database, admin_key=ADMIN_KEY)
+    await authenticator.open()
+    yield Services(
+        settings=Settings(model=str(model_dir), data_dir=tmp_path),
+        engine=engine,  # type: ignore[arg-type]
+        registry=Registry(database, store, lambda: base),
+        authenticator=authenticator,
+        store=store,
+        tokenizer=engine.tokenizer,
+        chat_template=ChatTemplate(model_dir, engine.tokenizer),
+        limits=limits,
+    )
+    await database.dispose()
+
+
+@pytest.fixture
+async def url(services: Services) -> AsyncIterator[str]:
+    """A real server in this event loop."""
+    config = uvicorn.Config(
+        create_app(services),
+        http=BoundedConnection,
+        port=0,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        ws="none",
+    )
+    server = uvicorn.Server(config)
+    server.capture_signals = _no_signals  # type: ignore[method-assign]
+    task = asyncio.create_task(server.serve())
+    while not server.started:  # noqa: ASYNC110 (uvicorn has a flag, not an event)
+        await asyncio.sleep(0.005)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    yield f"http://127.0.0.1:{port}"
+    server.should_exit = True
+    server.force_exit = True
+    await task
+
+
+class _no_signals:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@dataclass
+class Tenant:
+    caller: Caller
+    key: str
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.key}"}
+
+
+@pytest.fixture
+async def make_tenant(services: Services) -> Callable[[str], Awaitable[Tenant]]:
+    async def make(name: str) -> Tenant:
+        record = await services.authenticator.tenants.create(name, actor="test")
+        made = await services.authenticator.keys.create(record.id, name="test", actor="test")
+        return Tenant(await services.authenticator.authenticate(made.secret), made.secret)
+
+    return make
+
+
+@pytest.fixture
+async def acme(make_tenant: Callable[[str], Awaitable[Tenant]]) -> Tenant:
+    return await make_tenant("acme")
+
+
+@pytest.fixture
+def publish(services: Services, acme: Tenant, make_upload: Callable[..., tuple[bytes, bytes]]) -> Callable[..., Any]:
+    """Publishes an adapter for acme (or another), as an upload would."""
+
+    async def run(name: str = "sql", seed: int = 0, tenant: Tenant | None = None) -> int:
+        config, weights = make_upload(seed)
+        uploads = services.registry.uploads
+        staged = await uploads.stage()
+        try:
+            staged.write(weights)
+            owner = (tenant or acme).caller.tenant
+            published = await uploads.publish(owner, name, config, staged, actor="test")
+        finally:
+            await uploads.release(staged)
+        assert published.version.version is not None
+        return published.version.version
+
+    return run
+
+
+@pytest.fixture
+async def client(url: str, acme: Tenant, publish: Callable[..., Any]) -> AsyncIterator[httpx2.AsyncClient]:
+    """acme's client; acme has the adapter ``sql`` at version 1."""
+    await publish("sql")
+    async with httpx2.AsyncClient(base_url=url, headers=acme.headers, timeout=10) as client:
+        yield client
+
+
+@pytest.fixture
+def no_leaks(engine: FakeEngine) -> Iterator[None]:
+    yield
+    assert not engine.live

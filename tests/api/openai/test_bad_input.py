@@ -1,0 +1,254 @@
+"""Every bad body is a clear 4xx that names the field, never a 5xx, never an echo, and reaches no engine."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx2
+import pytest
+
+MARK = "SECRETMARKER"
+MESSAGE = {"role": "user", "content": "hi"}
+
+
+def completion(**fields: Any) -> tuple[str, bytes]:
+    return "/v1/completions", json.dumps({"model": "sql", "prompt": "x", **fields}).encode()
+
+
+def chat(**fields: Any) -> tuple[str, bytes]:
+    return "/v1/chat/completions", json.dumps({"model": "sql", "messages": [MESSAGE], **fields}).encode()
+
+
+def raw(body: bytes, path: str = "/v1/completions") -> tuple[str, bytes]:
+    return path, body
+
+
+# (what, (path, body), status, param, code)
+CASES: list[tuple[str, tuple[str, bytes], int, str | None, str]] = [
+    # JSON
+    ("empty body", raw(b""), 400, None, "invalid_value"),
+    ("not json", raw(b'{"model": SECRETMARKER'), 400, None, "invalid_value"),
+    ("an array", raw(b'["SECRETMARKER"]'), 400, None, "invalid_value"),
+    ("NaN", raw(b'{"model": "sql", "prompt": "x", "temperature": NaN}'), 400, None, "invalid_value"),
+    ("Infinity", raw(b'{"model": "sql", "prompt": "x", "temperature": -Infinity}'), 400, None, "invalid_value"),
+    ("1e400", raw(b'{"model": "sql", "prompt": "x", "temperature": 1e400}'), 400, None, "invalid_value"),
+    ("an endless integer", raw(b'{"model": "sql", "prompt": [' + b"9" * 6000 + b"]}"), 400, None, "invalid_value"),
+    ("duplicate keys", raw(b'{"model": "sql", "model": "SECRETMARKER"}'), 400, None, "invalid_value"),
+    ("a lone surrogate", raw(b'{"model": "sql", "prompt": "SECRETMARKER\\ud800"}'), 400, None, "invalid_value"),
+    ("a lone surrogate in a key", raw(b'{"model": "sql", "prompt": "x", "\\udc00": 1}'), 400, None, "invalid_value"),
+    ("not UTF-8", raw(b'{"model": "sql", "prompt": "\xff\xfe"}'), 400, None, "invalid_value"),
+    ("too deep", raw(b'{"model": "sql", "prompt": ' + b"[" * 50 + b"]" * 50 + b"}"), 400, None, "invalid_value"),
+    ("far too deep", raw(b"[" * 500_000), 400, None, "invalid_value"),
+    ("2 MiB and more", raw(b'{"prompt": "' + b"x" * (2 << 20) + b'"}'), 413, None, "payload_too_large"),
+    # model
+    ("no model", raw(b'{"prompt": "x"}'), 400, "model", "invalid_value"),
+    ("model null", completion(model=None), 400, "model", "invalid_value"),
+    ("model a number", completion(model=3), 400, "model", "invalid_value"),
+    ("model empty", completion(model=""), 400, "model", "invalid_value"),
+    ("model absent", completion(model="nobody"), 404, None, "model_not_found"),
+    ("version absent", completion(model="sql@9"), 404, None, "model_not_found"),
+    ("version huge", completion(model="sql@" + "9" * 30), 404, None, "model_not_found"),
+    ("alias absent", completion(model="sql@canary"), 404, None, "model_not_found"),
+    ("model with a path", completion(model="../../SECRETMARKER"), 404, None, "model_not_found"),
+    ("model with a NUL", completion(model="sql\0SECRETMARKER"), 404, None, "model_not_found"),
+    # prompt
+    ("no prompt", raw(b'{"model": "sql"}'), 400, "prompt", "invalid_value"),
+    ("prompt empty", completion(prompt=""), 400, "prompt", "invalid_value"),
+    ("prompt no list", completion(prompt=[]), 400, "prompt", "invalid_value"),
+    ("prompt an object", completion(prompt={"a": MARK}), 400, "prompt", "invalid_value"),
+    ("prompt mixed", completion(prompt=[MARK, 3]), 400, "prompt", "invalid_value"),
+    ("prompt of floats", completion(prompt=[1.5]), 400, "prompt", "invalid_value"),
+    ("prompt of booleans", completion(prompt=[True]), 400, "prompt", "invalid_value"),
+    ("an empty prompt among others", completion(prompt=["a", ""]), 400, "prompt.1", "invalid_value"),
+    ("token id negative", completion(prompt=[1, -1]), 400, "prompt.1", "invalid_value"),
+    ("token id at the width", completion(prompt=[[1], [2, 260]]), 400, "prompt.1.1", "invalid_value"),
+    ("token id huge", completion(prompt=[10**30]), 400, "prompt.0", "invalid_value"),
+    (
+        "a token that the tokenizer has and the model lacks",
+        completion(prompt="a<|late|>"),
+        400,
+        "prompt.1",
+        "invalid_value",
+    ),
+    ("too many prompts", completion(prompt=["x"] * 129), 400, "prompt", "invalid_value"),
+    ("too many choices", completion(prompt=["x"] * 100, n=2), 400, "n", "invalid_value"),
+    ("over 1 MiB of text", completion(prompt="x" * ((1 << 20) + 1)), 413, "prompt", "payload_too_large"),
+    ("over the context", completion(prompt="x" * 300), 400, "prompt", "context_length_exceeded"),
+    ("as long as the context", completion(prompt="x" * 256), 400, "prompt", "context_length_exceeded"),
+    ("over the context with max_tokens", completion(max_tokens=256), 400, "prompt", "context_length_exceeded"),
+    (
+        "scoring over the context",
+        completion(prompt="x" * 257, max_tokens=0, echo=True),
+        400,
+        "prompt",
+        "context_length_exceeded",
+    ),
+    # numbers and their ranges
+    ("max_tokens negative", completion(max_tokens=-1), 400, "max_tokens", "invalid_value"),
+    ("max_tokens 0 without echo", completion(max_tokens=0), 400, "max_tokens", "invalid_value"),
+    ("max_tokens a string", completion(max_tokens=MARK), 400, "max_tokens", "invalid_value"),
+    ("max_tokens a float", completion(max_tokens=1.5), 400, "max_tokens", "invalid_value"),
+    ("max_tokens a boolean", completion(max_tokens=True), 400, "max_tokens", "invalid_value"),
+    ("min_tokens above", completion(max_tokens=2, min_tokens=3), 400, "min_tokens", "invalid_value"),
+    ("temperature negative", completion(temperature=-0.1), 400, "temperature", "invalid_value"),
+    ("temperature a string", completion(temperature="1"), 400, "temperature", "invalid_value"),
+    ("top_p over 1", completion(top_p=1.01), 400, "top_p", "invalid_value"),
+    ("top_k below -1", completion(top_k=-2), 400, "top_k", "invalid_value"),
+    ("min_p over 1", completion(min_p=2), 400, "min_p", "invalid_value"),
+    ("repetition_penalty 0", completion(repetition_penalty=0), 400, "repetition_penalty", "invalid_value"),
+    ("presence_penalty 3", completion(presence_penalty=3), 400, "presence_penalty", "invalid_value"),
+    ("frequency_penalty -3", completion(frequency_penalty=-3), 400, "frequency_penalty", "invalid_value"),
+    ("n 0", completion(n=0), 400, "n", "invalid_value"),
+    ("n 17", completion(n=17), 400, "n", "invalid_value"),
+    ("seed past int64", completion(seed=1 << 63), 400, "seed", "invalid_value"),
+    ("logprobs 21", completion(logprobs=21), 400, "logprobs", "invalid_value"),
+    ("logprobs a boolean", completion(logprobs=True), 400, "logprobs", "invalid_value"),
+    ("stream a string", completion(stream="yes"), 400, "stream", "invalid_value"),
+    ("stream_options a list", completion(stream=True, stream_options=[1]), 400, "stream_options", "invalid_value"),
+    (
+        "include_usage a string",
+        completion(stream=True, stream_options={"include_usage": MARK}),
+        400,
+        "stream_options.include_usage",
+        "invalid_value",
+    ),
+    ("best_of", completion(best_of=3), 400, "best_of", "unsupported_parameter"),
+    # lists
+    ("stop a number", completion(stop=3), 400, "stop", "invalid_value"),
+    ("stop empty", completion(stop=["a", ""]), 400, "stop.1", "invalid_value"),
+    ("stop too many", completion(stop=["a"] * 9), 400, "stop", "invalid_value"),
+    ("stop too long", completion(stop="x" * 513), 400, "stop.0", "invalid_value"),
+    ("stop_token_ids past the width", completion(stop_token_ids=[1, 999]), 400, "stop_token_ids.1", "invalid_value"),
+    ("stop_token_ids of strings", completion(stop_token_ids=[MARK]), 400, "stop_token_ids.0", "invalid_value"),
+    ("stop_token_ids too many", completion(stop_token_ids=[1] * 65), 400, "stop_token_ids", "invalid_value"),
+    ("logit_bias a list", completion(logit_bias=[1]), 400, "logit_bias", "invalid_value"),
+    ("logit_bias of words", completion(logit_bias={MARK: 1}), 400, "logit_bias", "invalid_value"),
+    ("logit_bias past the width", completion(logit_bias={"260": 1}), 400, "logit_bias", "invalid_value"),
+    ("logit_bias of odd digits", completion(logit_bias={"²": 1}), 400, "logit_bias", "invalid_value"),
+    ("logit_bias 101", completion(logit_bias={"1": 101}), 400, "logit_bias", "invalid_value"),
+    ("logit_bias true", completion(logit_bias={"1": True}), 400, "logit_bias", "invalid_value"),
+    ("logit_bias too many", completion(logit_bias={str(i): 1 for i in range(301)}), 400, "logit_bias", "invalid_value"),
+    ("priority before everyone", completion(priority=-1), 403, None, "permission_denied"),
+    # what isn't implemented
+    *(
+        (name, completion(**{name: value}), 400, name, "unsupported_parameter")
+        for name, value in {
+            "suffix": MARK,
+            "tools": [{"type": "function"}],
+            "response_format": {"type": "json_object"},
+            "structured_outputs": {"regex": MARK},
+            "guided_json": {"a": MARK},
+            "guided_choice": [MARK],
+            "bad_words": [MARK],
+            "allowed_token_ids": [1],
+            "truncate_prompt_tokens": 3,
+            "prompt_logprobs": 1,
+            "use_beam_search": True,
+            "typical_p": 0.5,
+            "lora_path": MARK,
+            "adapter_id": MARK,
+        }.items()
+    ),
+    # chat
+    ("no messages", raw(b'{"model": "sql"}', "/v1/chat/completions"), 400, "messages", "invalid_value"),
+    ("messages empty", chat(messages=[]), 400, "messages", "invalid_value"),
+    ("messages a string", chat(messages=MARK), 400, "messages", "invalid_value"),
+    ("too many messages", chat(messages=[MESSAGE] * 1025), 400, "messages", "invalid_value"),
+    ("a message a string", chat(messages=[MESSAGE, MARK]), 400, "messages.1", "invalid_value"),
+    ("no role", chat(messages=[{"content": MARK}]), 400, "messages.0.role", "invalid_value"),
+    ("a role of its own", chat(messages=[{"role": MARK, "content": ""}]), 400, "messages.0.role", "invalid_value"),
+    (
+        "a role that is a list",
+        chat(messages=[{"role": [MARK], "content": ""}]),
+        400,
+        "messages.0.role",
+        "invalid_value",
+    ),
+    ("no content", chat(messages=[{"role": "user"}]), 400, "messages.0.content", "invalid_value"),
+    ("content a number", chat(messages=[{"role": "user", "content": 3}]), 400, "messages.0.content", "invalid_value"),
+    ("content no parts", chat(messages=[{"role": "user", "content": []}]), 400, "messages.0.content", "invalid_value"),
+    (
+        "a part without text",
+        chat(messages=[{"role": "user", "content": [{"type": "text"}]}]),
+        400,
+        "messages.0.content.0",
+        "invalid_value",
+    ),
+    (
+        "a picture",
+        chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": MARK}}]}]),
+        400,
+        "messages.0.content.0",
+        "unsupported_parameter",
+    ),
+    (
+        "a tool's message",
+        chat(messages=[{"role": "tool", "content": MARK}]),
+        400,
+        "messages.0",
+        "unsupported_parameter",
+    ),
+    ("name too long", chat(messages=[MESSAGE | {"name": "x" * 65}]), 400, "messages.0.name", "invalid_value"),
+    (
+        "chat over the context",
+        chat(messages=[MESSAGE | {"content": "x" * 300}]),
+        400,
+        "messages",
+        "context_length_exceeded",
+    ),
+    ("chat max_completion_tokens 0", chat(max_completion_tokens=0), 400, "max_completion_tokens", "invalid_value"),
+    ("top_logprobs alone", chat(top_logprobs=2), 400, "top_logprobs", "invalid_value"),
+    ("top_logprobs 21", chat(logprobs=True, top_logprobs=21), 400, "top_logprobs", "invalid_value"),
+    ("chat logprobs a number", chat(logprobs=1), 400, "logprobs", "invalid_value"),
+    ("tool_choice required", chat(tool_choice="required"), 400, "tool_choice", "invalid_value"),
+    ("json_schema", chat(response_format={"type": "json_schema"}), 400, "response_format", "unsupported_parameter"),
+    ("a template of one's own", chat(chat_template=MARK), 400, "chat_template", "unsupported_parameter"),
+    (
+        "messages through a variable",
+        chat(chat_template_kwargs={"messages": []}),
+        400,
+        "chat_template_kwargs",
+        "invalid_value",
+    ),
+    ("speech", chat(modalities=["text", "audio"]), 400, "modalities.1", "invalid_value"),
+    # tokenize
+    ("tokenize nothing", raw(b"{}", "/tokenize"), 400, "prompt", "invalid_value"),
+    ("tokenize a number", raw(b'{"prompt": 3}', "/tokenize"), 400, "prompt", "invalid_value"),
+    ("tokenize for nobody", raw(b'{"prompt": "x", "model": "nobody"}', "/tokenize"), 404, None, "model_not_found"),
+    ("detokenize words", raw(b'{"tokens": ["SECRETMARKER"]}', "/detokenize"), 400, "tokens.0", "invalid_value"),
+    ("detokenize past the width", raw(b'{"tokens": [260]}', "/detokenize"), 400, "tokens.0", "invalid_value"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path_and_body", "status", "param", "code"), [case[1:] for case in CASES], ids=[case[0] for case in CASES]
+)
+async def test_bad_input_is_refused_by_name(
+    client: httpx2.AsyncClient,
+    engine: Any,
+    path_and_body: tuple[str, bytes],
+    status: int,
+    param: str | None,
+    code: str,
+) -> None:
+    path, body = path_and_body
+    response = await client.post(path, content=body, headers={"content-type": "application/json"})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (status, param, code)
+    assert error["message"]
+    assert len(response.content) < 1500
+    assert MARK not in response.text
+    assert response.headers["x-request-id"]
+    assert engine.seen == []
+
+
+async def test_too_long_a_prompt_says_so_in_the_words_that_clients_look_for(client: httpx2.AsyncClient) -> None:
+    response = await client.post("/v1/completions", json={"model": "sql", "prompt": "x" * 300})
+    assert response.json()["error"]["message"].startswith("This model's maximum context length is 256 tokens.")
+
+
+async def test_the_server_answers_after_all_of_it(client: httpx2.AsyncClient) -> None:
+    for _, (path, body), *_ in CASES:
+        await client.post(path, content=body)
+    assert (await client.post("/v1/completions", json={"model": "sql", "prompt": "x"})).status_code == 200

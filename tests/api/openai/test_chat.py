@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx2
+import pytest
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def events_of(response: httpx2.Response) -> list[dict[str, Any]]:
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+async def chat(client: httpx2.AsyncClient, **body: Any) -> httpx2.Response:
+    return await client.post("/v1/chat/completions", json={"model": "sql", "messages": HELLO, **body})
+
+
+async def test_a_chat_has_openai_shape(client: httpx2.AsyncClient) -> None:
+    body = (await chat(client, seed=2, max_completion_tokens=10)).json()
+    assert (body["object"], body["model"]) == ("chat.completion", "sql")
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "sql says 2", "refusal": None},
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+        }
+    ]
+    assert body["usage"]["completion_tokens"] == 10
+
+
+async def test_the_prompt_is_the_templates(client: httpx2.AsyncClient, engine: Any) -> None:
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": "c", "name": "ann"},
+    ]
+    assert (await chat(client, messages=messages)).status_code == 200
+    prompt = engine.tokenizer.decode(engine.seen[0].prompt_token_ids, skip_special_tokens=False)
+    assert prompt == "<|system|>be brief\n<|user|>a\nb\n<|assistant|>\n<|user|>c\n<|assistant|>"
+
+
+async def test_a_chat_may_fill_the_context(client: httpx2.AsyncClient, engine: Any) -> None:
+    await chat(client)
+    request = engine.seen[0]
+    assert request.params.max_tokens == 256 - len(request.prompt_token_ids)
+
+
+async def test_max_tokens_is_the_old_name(client: httpx2.AsyncClient, engine: Any) -> None:
+    await chat(client, max_tokens=3)
+    await chat(client, max_tokens=3, max_completion_tokens=5)
+    assert [request.params.max_tokens for request in engine.seen] == [3, 5]
+
+
+async def test_a_stream_opens_with_the_role_and_ends_with_the_reason(client: httpx2.AsyncClient) -> None:
+    options = {"include_usage": True}
+    *chunks, last = events_of(await chat(client, seed=2, stream=True, max_tokens=8, stream_options=options))
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(delta["content"] for delta in deltas[1:-1]) == "sql says"
+    assert deltas[-1] == {}
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-2:] == [None, "length"]
+    assert all(chunk["object"] == "chat.completion.chunk" and chunk["usage"] is None for chunk in chunks)
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 8
+
+
+async def test_choices_of_a_stream_each_open_and_end(client: httpx2.AsyncClient) -> None:
+    chunks = events_of(await chat(client, n=3, stream=True, max_tokens=4))
+    choices = [chunk["choices"][0] for chunk in chunks]
+    for index in range(3):
+        mine = [choice for choice in choices if choice["index"] == index]
+        assert mine[0]["delta"]["role"] == "assistant"
+        assert mine[-1]["finish_reason"] == "length"
+
+
+async def test_logprobs_are_objects_with_bytes(client: httpx2.AsyncClient, engine: Any) -> None:
+    engine.script = "é"
+    logprobs = (await chat(client, logprobs=True, top_logprobs=1, max_tokens=2)).json()["choices"][0]["logprobs"]
+    assert [entry["bytes"] for entry in logprobs["content"]] == [[0xC3], [0xA9]]
+    assert [len(entry["top_logprobs"]) for entry in logprobs["content"]] == [1, 1]
+    assert set(logprobs["content"][0]["top_logprobs"][0]) == {"token", "logprob", "bytes"}
+    chunks = events_of(await chat(client, logprobs=True, top_logprobs=1, max_tokens=2, stream=True))
+    parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert [entry for part in parts if part for entry in part["content"]] == logprobs["content"]
+
+
+async def test_token_ids_are_returned_when_asked(client: httpx2.AsyncClient, engine: Any) -> None:
+    body = (await chat(client, return_token_ids=True, max_tokens=3)).json()
+    assert body["choices"][0]["token_ids"] == engine.tokenizer.encode("sql")
+    assert body["prompt_token_ids"] == list(engine.seen[0].prompt_token_ids)
+
+
+async def test_the_templates_refusal_is_a_bad_request(client: httpx2.AsyncClient) -> None:
+    response = await chat(client, messages=[{"role": "assistant", "content": "x"}])
+    assert response.status_code == 400
+    assert "can't begin" in response.json()["error"]["message"]
+
+
+async def test_the_empty_tool_fields_of_clients_are_fine(client: httpx2.AsyncClient) -> None:
+    response = await chat(
+        client, tools=[], tool_choice="none", response_format={"type": "text"}, parallel_tool_calls=True
+    )
+    assert response.status_code == 200
+    assert response.headers["x-loraserve-ignored"] == "parallel_tool_calls"

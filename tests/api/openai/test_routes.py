@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx2
+import pytest
+from fastapi import APIRouter
+
+from loraserve.api import management, scopes
+from loraserve.api.app import create_app
+from loraserve.api.services import Services
+from loraserve.errors import ConfigError
+
+ADMIN = {"authorization": "Bearer admin-key-of-the-tests-" + "x" * 20}
+
+
+async def test_models_are_the_base_and_the_tenants_adapters(client: httpx2.AsyncClient) -> None:
+    body = (await client.get("/v1/models")).json()
+    assert body["object"] == "list"
+    base, sql = body["data"]
+    assert (base["id"], base["root"], base["parent"], base["max_model_len"]) == ("org/base:1", "org/base:1", None, 256)
+    assert (sql["id"], sql["parent"], sql["owned_by"], sql["object"]) == ("sql", "org/base:1", "acme", "model")
+    assert sql["root"].startswith("sha256:")
+    assert sql["created"] > 1_700_000_000
+
+
+@pytest.mark.parametrize("model", ["org/base:1", "sql", "sql@1", "sql@live", "org/base:1:sql"])
+async def test_a_model_is_found_by_any_of_its_names(client: httpx2.AsyncClient, model: str) -> None:
+    response = await client.get(f"/v1/models/{model}")
+    assert response.status_code == 200
+    assert response.json()["id"] == model
+
+
+async def test_another_tenants_adapter_reads_like_one_that_is_absent(
+    client: httpx2.AsyncClient, make_tenant: Callable[[str], Awaitable[Any]], publish: Callable[..., Any]
+) -> None:
+    globex = await make_tenant("globex")
+    await publish("theirs", 1, tenant=globex)
+    answers = []
+    for name in ("theirs", "absent"):
+        for response in (
+            await client.get(f"/v1/models/{name}"),
+            await client.post("/v1/completions", json={"model": name, "prompt": "x"}),
+        ):
+            assert response.status_code == 404
+            answers.append(response.content.replace(name.encode(), b"NAME"))
+    assert len(set(answers)) == 1
+    assert [model["id"] for model in (await client.get("/v1/models")).json()["data"]] == ["org/base:1", "sql"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/models"),
+        ("GET", "/v1/models/sql"),
+        ("POST", "/v1/completions"),
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/t/acme/v1/completions"),
+        ("POST", "/tokenize"),
+        ("POST", "/detokenize"),
+        ("GET", "/metrics"),
+    ],
+)
+@pytest.mark.parametrize(
+    "key", [None, "Bearer sk-lora-wrong", "Bearer", "Basic abc", "Bearer " + "x" * 5000, "Bearer é"]
+)
+async def test_every_route_needs_a_good_key(url: str, method: str, path: str, key: str | None) -> None:
+    headers = {} if key is None else {"authorization": key.encode()}
+    async with httpx2.AsyncClient(base_url=url) as client:
+        response = await client.request(method, path, headers=headers, content=b"{not json")
+    assert response.status_code == 401
+    assert response.json()["error"]["code"] == "invalid_api_key"
+    assert response.headers["www-authenticate"].startswith("Bearer")
+
+
+@pytest.mark.parametrize("path", ["/livez", "/readyz", "/health"])
+async def test_health_needs_no_key(url: str, engine: Any, path: str) -> None:
+    async with httpx2.AsyncClient(base_url=url) as client:
+        assert (await client.get(path)).status_code == 200
+        engine.is_live = engine.is_ready = False
+        assert (await client.get(path)).status_code == 503
+
+
+async def test_a_draining_server_lives_but_is_not_ready(client: httpx2.AsyncClient, services: Services) -> None:
+    services.is_draining = True
+    assert (await client.get("/readyz")).status_code == 503
+    assert (await client.get("/livez")).status_code == 200
+    assert (await client.post("/v1/completions", json={"model": "sql", "prompt": "x"})).status_code == 200
+    services.is_closed = True
+    refused = await client.post("/v1/completions", json={"model": "sql", "prompt": "x"})
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "overloaded"
+    assert refused.headers["retry-after"] == "5"
+
+
+async def test_a_tenants_prefix_serves_the_same_routes(client: httpx2.AsyncClient) -> None:
+    assert (await client.get("/t/acme/v1/models")).json() == (await client.get("/v1/models")).json()
+    response = await client.post("/t/acme/v1/completions", json={"model": "sql", "prompt": "x"})
+    assert response.headers["x-loraserve-adapter"] == "sql@1"
+    messages = [{"role": "user", "content": "x"}]
+    assert (
+        await client.post("/t/acme/v1/chat/completions", json={"model": "sql", "messages": messages})
+    ).status_code == 200
+
+
+async def test_a_key_opens_no_other_tenants_prefix(
+    client: httpx2.AsyncClient, make_tenant: Callable[[str], Awaitable[Any]]
+) -> None:
+    await make_tenant("globex")
+    answers = [await client.get(f"/t/{name}/v1/models") for name in ("globex", "nobody")]
+    answers += [await client.get("/v1/models", headers={"x-tenant": name}) for name in ("globex", "nobody")]
+    assert {answer.status_code for answer in answers} == {404}
+    assert len({answer.content for answer in answers}) == 1
+
+
+async def test_an_admin_acts_for_a_tenant(client: httpx2.AsyncClient) -> None:
+    for path, headers in (("/t/acme/v1/models", ADMIN), ("/v1/models", ADMIN | {"x-tenant": "acme"})):
+        ids = [model["id"] for model in (await client.get(path, headers=headers)).json()["data"]]
+        assert ids == ["org/base:1", "sql"]
+    assert len((await client.get("/v1/models", headers=ADMIN)).json()["data"]) == 1
+
+
+async def test_a_key_without_the_scope_is_forbidden(client: httpx2.AsyncClient, services: Services, acme: Any) -> None:
+    made = await services.authenticator.keys.create(
+        acme.caller.tenant, name="read", actor="test", scopes=["adapters:read"]
+    )
+    response = await client.get("/v1/models", headers={"authorization": f"Bearer {made.secret}"})
+    assert response.status_code == 403
+    assert response.json()["error"]["type"] == "permission_error"
+    assert (await client.get("/metrics")).status_code == 403
+
+
+async def test_metrics_count_what_happened(client: httpx2.AsyncClient) -> None:
+    await client.post("/v1/completions", json={"model": "sql", "prompt": "list", "max_tokens": 5})
+    text = (await client.get("/metrics", headers=ADMIN)).text
+    for line in (
+        'loraserve_http_requests_total{method="POST",route="/completions",status="200"} 1.0',
+        "loraserve_prompt_tokens_total 4.0",
+        "loraserve_generation_tokens_total 5.0",
+        "loraserve_time_to_first_token_seconds_count 1.0",
+        "loraserve_time_per_output_token_seconds_count 1.0",
+        'loraserve_completions_total{reason="length"} 1.0',
+        'loraserve_adapters_resident{tier="device"} 0.0',
+        'vllm:lora_requests_info{max_lora="1",running_lora_adapters="",waiting_lora_adapters=""}',
+    ):
+        assert line in text
+
+
+async def test_tokenize_and_detokenize_are_inverse(client: httpx2.AsyncClient) -> None:
+    tokens = (await client.post("/tokenize", json={"model": "sql", "prompt": "é<|eos|>!"})).json()
+    assert tokens["count"] == len(tokens["tokens"]) == 4
+    assert (await client.post("/detokenize", json={"tokens": tokens["tokens"]})).json() == {"prompt": "é<|eos|>!"}
+
+
+async def test_messages_can_be_tokenized(client: httpx2.AsyncClient) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "return_token_strs": True}
+    answer = (await client.post("/tokenize", json=body)).json()
+    assert answer["token_strs"] == ["<|user|>", "h", "i", "Ċ", "<|assistant|>"]
+
+
+async def test_no_such_route_and_no_such_method_have_envelopes(client: httpx2.AsyncClient) -> None:
+    absent = await client.get("/v1/SECRETMARKER")
+    assert (absent.status_code, absent.json()["error"]["code"]) == (404, "not_found")
+    assert "SECRETMARKER" not in absent.text
+    wrong = await client.get("/v1/completions")
+    assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
+    assert wrong.headers["allow"] == "POST"
+    problem = await client.get("/api/v1/absent")
+    assert problem.headers["content-type"] == "application/problem+json"
+    assert problem.json()["code"] == "not_found"
+
+
+@pytest.mark.parametrize("path", ["/docs", "/openapi.json", "/redoc", "/v1/models/"])
+async def test_the_frameworks_own_routes_are_not_there(client: httpx2.AsyncClient, path: str) -> None:
+    assert (await client.get(path)).status_code == 404
+
+
+async def test_an_application_with_a_bare_route_does_not_start(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = APIRouter()
+
+    @router.get("/bare")
+    async def bare() -> None: ...
+
+    monkeypatch.setattr(management, "router", router, raising=False)
+    with pytest.raises(ConfigError, match=r"\['GET'\] /bare"):
+        create_app(services)
+
+
+async def test_every_route_declares_one_scope(services: Services) -> None:
+    declared = {path: found for path, _, found in scopes.declared_scopes(create_app(services))}
+    assert declared["/v1/completions"] == {"inference"}
+    assert declared["/t/{tenant}/v1/chat/completions"] == {"inference"}
+    assert declared["/metrics"] == {"admin"}
+    assert declared["/livez"] == {"open"}
+    assert all(len(found) == 1 for found in declared.values())
