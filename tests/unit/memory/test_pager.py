@@ -407,3 +407,38 @@ def test_stats_have_the_engines_names(make_pager: MakePager) -> None:
     from loraserve.types import EngineStats
 
     assert set(make_pager().stats()) <= set(EngineStats.__struct_fields__)
+
+
+def test_a_hit_in_the_host_passes_nobody_who_has_waited_long_enough(
+    make: Any, store: LocalStore, make_pager: MakePager, clock: Any
+) -> None:
+    pager = make_pager(device_ranks=8)
+    small, filler, running, large = (
+        make.publish(store, rank=rank, seed=seed) for seed, rank in enumerate((2, 8, 4, 8))
+    )
+    for ref in (small, filler, running):
+        pager.request(ref)
+        make.settle(pager)
+    pin = pager.pin(running.digest)
+    pager.request(large)
+    make.settle(pager)
+    clock.advance(PATIENCE_S + 0.1)
+    pager.poll()
+    assert pager.request(small) is not Residency.RESIDENT
+    pin.release()
+    assert pager.poll() == [large.digest]
+
+
+def test_what_waits_for_an_operators_pin_to_end_holds_up_nobody(
+    make: Any, store: LocalStore, make_pager: MakePager, clock: Any
+) -> None:
+    pager = make_pager(device_ranks=8)
+    kept, large, small = (make.publish(store, rank=rank) for rank in (4, 8, 2))
+    pager.set_operator_pin(kept, True)
+    make.settle(pager)
+    pager.request(large)
+    make.settle(pager)
+    clock.advance(PATIENCE_S + 0.1)
+    pager.poll()
+    pager.request(small)
+    assert make.settle(pager) == [small.digest]
