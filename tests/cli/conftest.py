@@ -169,6 +169,12 @@ def start_cli(real_server: RealServer, tmp_path: Path) -> Iterator[Callable[...,
 
 
 @pytest.fixture
+def variables_of(real_server: RealServer) -> Callable[[], dict[str, str]]:
+    """Makes the environment of a process that talks to the real server with its admin key."""
+    return lambda: environment(**real_server.variables)
+
+
+@pytest.fixture
 def client(real_server: RealServer) -> Iterator[Client]:
     with Client(real_server.url, api_key=ADMIN_KEY) as client:
         yield client
