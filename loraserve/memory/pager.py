@@ -173,8 +173,11 @@ class Pager:
                 self._leave_line(digest)
                 changed.append(digest)
         changed += self._serve_line(landed, now)
-        for digest, packed in landed.items():
-            self._host.put(digest, packed, now, hold=digest in self._waiting)
+        # in the line's order, whichever thread was done first
+        for digest in [d for d in self._waiting if d in landed]:
+            self._host.put(digest, landed.pop(digest), now, hold=True)
+        for digest in sorted(landed):
+            self._host.put(digest, landed[digest], now)
         if len(self._loading) < self._num_threads:
             for wait in self._waiting.values():
                 self._start_load(wait)

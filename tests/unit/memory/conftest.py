@@ -78,14 +78,16 @@ def publish(
 
 
 def settle(pager: Pager, timeout_s: float = 10.0) -> list[Digest]:
-    """Poll until no load is in flight; everything that changed meanwhile."""
+    """Poll until no load is in flight; everything that changed meanwhile. Each poll finds all loads done: no race decides."""
     deadline = time.monotonic() + timeout_s
-    changed = pager.poll()
-    while pager.num_loading:
-        assert time.monotonic() < deadline, "a load hangs"
-        time.sleep(0.0005)
+    changed = []
+    while True:
+        while pager._results.qsize() < pager.num_loading:
+            assert time.monotonic() < deadline, "a load hangs"
+            time.sleep(0.0002)
         changed += pager.poll()
-    return changed
+        if not pager.num_loading:
+            return changed
 
 
 def make_packed(rank: int = 4) -> PackedAdapter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from hypothesis.stateful import (
 )
 
 from adapters_store import LocalStore
+from loraserve import faults
 from loraserve.memory.adapter_pool import AdapterPool, Pin
 from loraserve.memory.host_cache import HostCache
 from loraserve.memory.pager import Pager, Residency
@@ -42,6 +44,10 @@ def make_machine(make: Any, store: LocalStore, refs: list[AdapterRef]) -> type[R
             self.pins: list[Pin] = []
             self.operator_pins: set[int] = set()
             self.damaged: dict[int, bytes] = {}
+            # Loads end when the machine says so, or else a thread's speed would decide what an example does.
+            self.gate = threading.Event()
+            self.armed = faults.arm("pager.load", lambda: self.gate.wait(10) and None)
+            self.armed.__enter__()
 
         @rule(index=st.integers(0, 5), pin=st.booleans())
         def request(self, index: int, pin: bool) -> None:
@@ -67,8 +73,10 @@ def make_machine(make: Any, store: LocalStore, refs: list[AdapterRef]) -> type[R
             self.pager.poll()
 
         @rule()
-        def settle(self) -> None:
+        def loads_end(self) -> None:
+            self.gate.set()
             make.settle(self.pager)
+            self.gate.clear()
 
         @rule(seconds=st.sampled_from([0.3, 1.5, 6.0, 100.0]))
         def time_passes(self, seconds: float) -> None:
@@ -97,12 +105,14 @@ def make_machine(make: Any, store: LocalStore, refs: list[AdapterRef]) -> type[R
         def teardown(self) -> None:
             if not hasattr(self, "pager"):
                 return
+            self.gate.set()
             try:
                 self.everyone_is_served()
             finally:
                 for data in self.damaged.values():
                     make.restore(store, data)
                 self.pager.close()
+                self.armed.__exit__(None, None, None)
 
         def everyone_is_served(self) -> None:
             """With sound bytes and pins that end, each adapter that fits gets its turn, one running request at a time."""
