@@ -1,0 +1,135 @@
+"""What the scripted tour checks: every answer, what a stranger may see, and what a restart must keep."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from loraserve import AsyncClient, Client
+from loraserve.demo.frames import ADAPTERS, STYLES, Frame, Style
+from loraserve.demo.side_by_side import MAX_TOKENS
+from loraserve.errors import AuthenticationError, LoraserveError, NotFound
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was tried `num_tried` times."""
+
+    what: str
+    num_right: int
+    num_tried: int
+    problem: str | None = None
+    """The first thing that was wrong: what was found, what was expected."""
+
+    @property
+    def is_right(self) -> bool:
+        return self.num_tried > 0 and self.num_right == self.num_tried
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """A server, a tenant's key, and what it calls its models."""
+
+    url: str
+    api_key: str
+    base_id: str
+
+    def model(self, style: Style) -> str:
+        return self.base_id if style == "plain" else style
+
+
+def check_answers(access: Access, frames: Sequence[Frame], *, when: str = "") -> list[Check]:
+    """Ask the base and every adapter every prompt, all at once and streamed; one check per model."""
+    answers = asyncio.run(_ask_everything(access, frames))
+    return [_compare(f"{access.model(style)}{when}", frames, style, answers[style]) for style in STYLES]
+
+
+def check_chat(access: Access, frame: Frame) -> Check:
+    """Ask every model once more, as a chat."""
+    problem, num_right = None, 0
+    with Client(access.url, api_key=access.api_key) as client:
+        for style in STYLES:
+            message = {"role": "user", "content": frame.prompt}
+            chat = client.chat.completions.create(
+                model=access.model(style), messages=[message], max_tokens=MAX_TOKENS, temperature=0
+            )
+            found, expected = chat.choices[0].message.content, frame.render(style)
+            if found == expected:
+                num_right += 1
+            else:
+                problem = problem or f"{access.model(style)} answered {found!r}, expected {expected!r}"
+    return Check("the same through chat", num_right, len(STYLES), problem)
+
+
+def check_models(access: Access) -> Check:
+    """The tenant sees the base and its seven adapters, and nothing else."""
+    with Client(access.url, api_key=access.api_key) as client:
+        found = sorted(model.id for model in client.models.list())
+    expected = sorted((access.base_id, *ADAPTERS))
+    problem = None if found == expected else f"/v1/models lists {found}, expected {expected}"
+    return Check("the models listed", int(problem is None), 1, problem)
+
+
+def check_stranger(access: Access, stranger_key: str) -> Check:
+    """Another tenant's key finds none of the adapters, in any way; a made-up key finds nothing at all."""
+    with (
+        Client(access.url, api_key=stranger_key) as stranger,
+        Client(access.url, api_key="sk-lora-made-up-by-the-tour") as nobody,
+    ):
+        tries: list[tuple[str, Callable[[], object], type[LoraserveError]]] = [
+            ("list models", nobody.models.list, AuthenticationError),
+            (
+                "ask the base",
+                partial(nobody.completions.create, model=access.base_id, prompt="hi"),
+                AuthenticationError,
+            ),
+        ]
+        for name in ADAPTERS:
+            tries += [
+                (f"ask {name}", partial(stranger.completions.create, model=name, prompt="hi"), NotFound),
+                (f"read {name}", partial(stranger.adapters.get, name), NotFound),
+                (f"delete {name}", partial(stranger.adapters.delete, name), NotFound),
+            ]
+        problems = [problem for what, act, error in tries if (problem := _refusal_problem(what, act, error))]
+        seen = [model.id for model in stranger.models.list() if model.id != access.base_id]
+        if seen:
+            problems.append(f"another tenant's list of models shows {seen}")
+    return Check(
+        "other keys refused", len(tries) + 1 - len(problems), len(tries) + 1, problems[0] if problems else None
+    )
+
+
+def _refusal_problem(what: str, act: Callable[[], object], error: type[LoraserveError]) -> str | None:
+    try:
+        act()
+    except error:
+        return None
+    except LoraserveError as other:
+        return f"a stranger who tried to {what} got {type(other).__name__}, expected {error.__name__}"
+    return f"a stranger could {what}"
+
+
+async def _ask_everything(access: Access, frames: Sequence[Frame]) -> dict[Style, list[str]]:
+    async with AsyncClient(access.url, api_key=access.api_key) as client:
+
+        async def ask(style: Style, frame: Frame) -> str:
+            stream = await client.completions.create(
+                model=access.model(style), prompt=frame.prompt, max_tokens=MAX_TOKENS, temperature=0, stream=True
+            )
+            async with stream:
+                return "".join([choice.text async for chunk in stream for choice in chunk.choices])
+
+        # By prompt first, so that neighbours in the queue want different adapters.
+        answers = await asyncio.gather(*(ask(style, frame) for frame in frames for style in STYLES))
+    return {style: list(answers[index :: len(STYLES)]) for index, style in enumerate(STYLES)}
+
+
+def _compare(what: str, frames: Sequence[Frame], style: Style, answers: Sequence[str]) -> Check:
+    wrong = [
+        f"{frame.prompt!r} was answered {answer!r}, expected {frame.render(style)!r}"
+        for frame, answer in zip(frames, answers, strict=True)
+        if answer != frame.render(style)
+    ]
+    return Check(what, len(frames) - len(wrong), len(frames), wrong[0] if wrong else None)

@@ -1,0 +1,140 @@
+"""A loraserve server of one's own: a process on the bundled pack, its data in a directory, gone when the block ends."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import httpx2
+
+from loraserve.demo.pack import base_dir, pack_files
+from loraserve.errors import ConfigError, EngineUnavailable
+
+HOST = "127.0.0.1"
+DEFAULT_PORT = 8000
+_START_S, _STOP_S = 90.0, 15.0
+_POLL_S = 0.05
+_LOG_TAIL_LINES = 15
+
+
+@dataclass(slots=True)
+class DemoServer:
+    """`start` and `stop` it as often as you like: what is in `data_dir` stays."""
+
+    data_dir: Path
+    port: int
+    admin_key: str = field(default_factory=lambda: f"sk-admin-{secrets.token_urlsafe(24)}", repr=False)
+    _process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    def start(self) -> None:
+        """The server answers when this returns.
+
+        Raises:
+            ConfigError: the pack is incomplete, or another program has the port.
+            EngineUnavailable: the server ended, or isn't ready in time; the message has the end of its log.
+        """
+        pack_files()
+        check_port(self.port)
+        command = [sys.executable, "-m", "loraserve.cli.main", "serve", "--model", str(base_dir())]
+        command += ["--host", HOST, "--port", str(self.port), "--data-dir", str(self.data_dir)]
+        command += ["--memory-budget", "256MiB", "--host-cache", "256MiB", "--grace-s", "2"]
+        # Another server's settings, in the environment or in a loraserve.toml, are not this one's.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("LORASERVE_")}
+        environment |= {"LORASERVE_ADMIN_KEY": self.admin_key, "OMP_WAIT_POLICY": "PASSIVE"}
+        with self._log_path.open("ab") as log:
+            # A session of its own: a Ctrl-C in the terminal is for the tour, which stops the server in good order.
+            self._process = subprocess.Popen(  # noqa: S603
+                command, cwd=self.data_dir, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+        self._wait_until_ready(self._process)
+
+    def stop(self) -> int | None:
+        """The process is gone when this returns; its exit code, or None if it wasn't running."""
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+        return process.wait()
+
+    def __enter__(self) -> DemoServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def _log_path(self) -> Path:
+        return self.data_dir / "server.log"
+
+    def log_tail(self) -> str:
+        """The last lines that the server wrote."""
+        lines = self._log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join(lines[-_LOG_TAIL_LINES:])
+
+    def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
+        deadline = time.monotonic() + _START_S
+        with httpx2.Client(timeout=1.0, trust_env=False) as client:
+            while process.poll() is None:
+                if time.monotonic() > deadline:
+                    self.stop()
+                    raise EngineUnavailable(
+                        f"The server isn't ready after {_START_S:g} s. Its log ends:\n{self.log_tail()}"
+                    )
+                try:
+                    if client.get(f"{self.url}/readyz").status_code == httpx2.codes.OK:
+                        return
+                except httpx2.TransportError:
+                    pass  # nobody listens yet
+                time.sleep(_POLL_S)
+        raise EngineUnavailable(f"The server ended with code {process.returncode}. Its log ends:\n{self.log_tail()}")
+
+
+def check_port(port: int) -> None:
+    """Raises ConfigError where another program listens at the port."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError as error:
+            raise ConfigError(
+                f"Port {port} of {HOST} can't be used: {error.strerror}.",
+                hint="Choose another: loraserve demo --port 0",
+            ) from error
+
+
+def choose_port(port: int | None) -> int:
+    """`port` itself; any free one for 0; for None the usual one, or any free one if somebody has it."""
+    if port:
+        return port
+    if port is None:
+        try:
+            check_port(DEFAULT_PORT)
+            return DEFAULT_PORT
+        except ConfigError:
+            pass
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
