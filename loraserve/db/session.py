@@ -13,15 +13,16 @@ import sqlite3
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import URL, Connection, event, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 
-from loraserve.errors import ConfigError, DatabaseUnavailable, StorageFull
+from loraserve.errors import ConfigError, DatabaseUnavailable, LoraserveError, StorageFull
 
 WRITE = "loraserve_write"
 """Execution option of connections whose transactions write."""
@@ -70,6 +71,8 @@ def make_engine(url: str, *, busy_timeout_s: float = 5.0, enforce_foreign_keys: 
     """
     parsed = parse_database_url(url)
     if parsed.drivername.startswith("postgresql"):
+        if find_spec("asyncpg") is None:
+            raise ConfigError("PostgreSQL needs asyncpg.", hint='Run: pip install "loraserve[postgres]"')
         return create_async_engine(
             parsed,
             pool_pre_ping=True,
@@ -121,33 +124,44 @@ def _make_private_file(path: Path) -> None:
 
 @contextmanager
 def database_errors() -> Iterator[None]:
-    """Turn the drivers' ways of saying "not now" into `DatabaseUnavailable` and "no room" into `StorageFull`.
-
-    Other errors (a violated constraint, a bug in a statement) pass as they are.
+    """Turn the drivers' ways of saying "not now" into `DatabaseUnavailable`, "no room" into `StorageFull`, and "not like this"
+    (no such database, no such user) into `ConfigError`. Other errors, such as a violated constraint, pass as they are.
     """
     try:
         yield
-    except (OperationalError, InterfaceError, PoolTimeout) as error:
-        raise _unavailable(error) from error
-    except DBAPIError as error:
-        # PostgreSQL's classes: lost connection, transaction rolled back (deadlock), out of resources, shut down by the operator.
-        sqlstate = str(getattr(error.orig, "sqlstate", None) or "")
-        if error.connection_invalidated or sqlstate[:2] in ("08", "40", "53", "57"):
-            raise _unavailable(error) from error
-        raise
-    except OSError as error:
-        # asyncpg lets a refused or broken connection through unwrapped. TimeoutError is an OSError too.
-        raise _unavailable(error) from error
+    except Exception as error:
+        translated = _translate(error)
+        if translated is None:
+            raise
+        raise translated from error
 
 
-def _unavailable(error: Exception) -> Exception:
-    cause = getattr(error, "orig", None)
-    if isinstance(cause, sqlite3.Error) and cause.sqlite_errorcode == sqlite3.SQLITE_FULL:
-        return StorageFull("The database's disk is full.", hint="Free some space; nothing was written.")
-    if isinstance(cause, sqlite3.Error) and cause.sqlite_errorcode == sqlite3.SQLITE_ERROR:
-        # "no such table" and the like: trying again won't help, and it must not look as if it would.
-        return error
-    return DatabaseUnavailable("The registry's database can't be reached now.", hint="Try again in a moment.")
+_SQLITE_AWAY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN}
+# Classes of SQLSTATE: connection lost, transaction rolled back (deadlock), out of resources, lock not to be had, operator's shutdown.
+_POSTGRES_AWAY = {"08", "40", "53", "55", "57"}
+_POSTGRES_CONFIG = {"28", "3D"}
+
+
+def _translate(error: Exception) -> LoraserveError | None:
+    unavailable = DatabaseUnavailable("The registry's database can't be reached now.", hint="Try again in a moment.")
+    # asyncpg lets what goes wrong while connecting through unwrapped. TimeoutError is an OSError too.
+    if isinstance(error, OSError | PoolTimeout | InterfaceError):
+        return unavailable
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    if isinstance(cause, sqlite3.Error):
+        # The low byte is the kind, the rest says more.
+        kind = getattr(cause, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+        if kind == sqlite3.SQLITE_FULL:
+            return StorageFull("The database's disk is full.", hint="Free some space; nothing was written.")
+        if kind == sqlite3.SQLITE_NOTADB:
+            return ConfigError("The database file isn't a SQLite database.", hint="Look at LORASERVE_DATABASE_URL.")
+        return unavailable if kind in _SQLITE_AWAY else None
+    state = str(getattr(cause, "sqlstate", None) or "")
+    if state[:2] in _POSTGRES_CONFIG:
+        return ConfigError(f"The database refuses the connection: {cause}.", hint="Look at LORASERVE_DATABASE_URL.")
+    if state[:2] in _POSTGRES_AWAY or (isinstance(error, DBAPIError) and error.connection_invalidated):
+        return unavailable
+    return None
 
 
 class Database:

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import select, text, update
-from sqlalchemy.exc import IntegrityError, StatementError
+from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError, StatementError
 
+from loraserve.db import migrate
 from loraserve.db.models import Adapter, ServerSecret, Tenant
 from loraserve.db.session import Database
-from loraserve.errors import DatabaseUnavailable
+from loraserve.errors import ConfigError, DatabaseUnavailable, StorageFull
 
 NOW = datetime(2026, 11, 21, 12, 30, 1, 123456, tzinfo=UTC)
 
@@ -128,3 +129,37 @@ async def test_a_locked_database_refuses_writes_and_still_reads(tmp_path: Path, 
     async with database.write() as session:
         session.add(make_tenant("acme"))
     await database.dispose()
+
+
+async def test_a_full_disk_says_so_and_writes_nothing(migrated_sqlite: Path, tmp_path: Path) -> None:
+    shutil.copyfile(migrated_sqlite, tmp_path / "registry.db")
+    database = Database(f"sqlite:///{tmp_path / 'registry.db'}")
+
+    async def fill() -> None:
+        async with database.write() as session:
+            await session.execute(text("PRAGMA max_page_count = 1"))
+            session.add(ServerSecret(name="big", value=b"x" * 1_000_000, created_at=NOW))
+
+    with pytest.raises(StorageFull):
+        await fill()
+    async with database.read() as session:
+        assert (await session.scalars(select(ServerSecret))).all() == []
+    await database.dispose()
+
+
+async def test_an_error_of_ours_passes_as_it_is(database: Database) -> None:
+    with pytest.raises((ProgrammingError, OperationalError), match="no_such_table"):
+        async with database.read() as session:
+            await session.execute(text("SELECT * FROM no_such_table"))
+
+
+async def test_a_file_that_is_no_database_is_a_config_error(tmp_path: Path) -> None:
+    (tmp_path / "registry.db").write_bytes(b"not a database at all" * 1000)
+    with pytest.raises(ConfigError, match="isn't a SQLite database"):
+        await migrate.check(f"sqlite:///{tmp_path / 'registry.db'}")
+
+
+@pytest.mark.postgres
+async def test_a_database_that_does_not_exist_is_a_config_error(migrated_postgres: str) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        await migrate.check(migrated_postgres + "_nope")
