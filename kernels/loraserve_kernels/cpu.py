@@ -66,14 +66,22 @@ class _Kernel:
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """What stays the same over the layers of a step: the argument block, filled but for pointers and layer, and the scratch memory it points to."""
+    """What stays the same over the layers of a step for the adapters of one dtype: the argument block, filled but for pointers and layer."""
 
+    kernel: _Kernel
     args: npt.NDArray[np.int64]
     address: int
+    num_threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class _SiteLaunches:
+    """A plan's launches at a site, one for each dtype; they share scratch memory, since they run one after the other."""
+
+    launches: tuple[_Launch, ...]
     scratch: npt.NDArray[np.float32]
     first: int
     num_modules: int
-    num_threads: int
 
 
 @functools.cache
@@ -89,34 +97,39 @@ def _kernel(dtype: torch.dtype) -> _Kernel:
     return _Kernel(handle.ctypes, handle.address, handle)
 
 
-def _make_launch(plan: LoraPlan, site: str) -> _Launch:
+def _make_launches(plan: LoraPlan, site: str) -> _SiteLaunches:
     from loraserve_kernels import cpu_lora as words
 
     modules = SITES[site]
     first, adapter = MODULE_INDEX[modules[0]], plan.segments[0].adapter
     site_ranks = [s.adapter.ranks[:, first : first + len(modules)].sum(1).max(initial=0) for s in plan.segments]
     scratch = np.empty((plan.num_tokens, max(1, int(max(site_ranks)))), dtype=np.float32)
-    args = np.zeros(words.NUM_WORDS, dtype=np.int64)
-    args[words.SEGMENTS], args[words.NUM_SEGMENTS] = plan.table.ctypes.data, len(plan.segments)
-    args[words.IN_FEATURES], args[words.NUM_SLICES] = adapter.in_features[first], len(modules)
-    args[words.WIDTHS : words.WIDTHS + len(modules)] = adapter.out_features[first : first + len(modules)]
-    args[words.SCRATCH], args[words.SCRATCH_STRIDE] = scratch.ctypes.data, scratch.shape[1]
-    work = sum(
-        # a row beyond the first costs arithmetic, about a quarter of what reading the weights did
-        s.adapter.num_bytes // (s.adapter.num_layers * len(SITES)) * (3 + s.row_end - s.row_start) // 4
-        for s in plan.segments
-    )
-    num_threads = threads.num_threads() if work >= _MIN_PARALLEL_BYTES else 1
-    return _Launch(args, args.ctypes.data, scratch, first, adapter.ranks.shape[1], num_threads)
+    launches = []
+    for dtype, table in plan.tables.items():
+        args = np.zeros(words.NUM_WORDS, dtype=np.int64)
+        args[words.SEGMENTS], args[words.NUM_SEGMENTS] = table.ctypes.data, len(table)
+        args[words.IN_FEATURES], args[words.NUM_SLICES] = adapter.in_features[first], len(modules)
+        args[words.WIDTHS : words.WIDTHS + len(modules)] = adapter.out_features[first : first + len(modules)]
+        args[words.SCRATCH], args[words.SCRATCH_STRIDE] = scratch.ctypes.data, scratch.shape[1]
+        work = sum(
+            # a row beyond the first costs arithmetic, about a quarter of what reading the weights did
+            s.adapter.num_bytes // (s.adapter.num_layers * len(SITES)) * (3 + s.row_end - s.row_start) // 4
+            for s in plan.segments
+            if s.adapter.data.dtype == dtype
+        )
+        num_threads = threads.num_threads() if work >= _MIN_PARALLEL_BYTES else 1
+        launches.append(_Launch(_kernel(dtype), args, args.ctypes.data, num_threads))
+    return _SiteLaunches(tuple(launches), scratch, first, adapter.ranks.shape[1])
 
 
 def _apply_lora_numba(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: int) -> None:
-    launch = plan.launches.get(site)
-    if not isinstance(launch, _Launch):
-        launch = plan.launches[site] = _make_launch(plan, site)
-    args, kernel = launch.args, _kernel(plan.dtype)
-    # CLAIMED … Y_STRIDE, and TABLE_INDEX
-    args[0] = args[8] = 0
-    args[16:20] = (x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0))
-    args[23] = layer * launch.num_modules + launch.first
-    threads.run(kernel.call, kernel.address, launch.address, launch.num_threads)
+    prepared = plan.launches.get(site)
+    if not isinstance(prepared, _SiteLaunches):
+        prepared = plan.launches[site] = _make_launches(plan, site)
+    for launch in prepared.launches:
+        args = launch.args
+        # CLAIMED, FINISHED, X … Y_STRIDE, TABLE_INDEX
+        args[0] = args[8] = 0
+        args[16:20] = (x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0))
+        args[23] = layer * prepared.num_modules + prepared.first
+        threads.run(launch.kernel.call, launch.kernel.address, launch.address, launch.num_threads)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from loraserve_kernels import attention, cpu
+from loraserve_kernels import attention, cpu, gemm
 from loraserve_kernels.errors import ShapeMismatch
 from loraserve_kernels.layout import MODULE_INDEX, SITES
 from loraserve_kernels.plan import LoraPlan
@@ -43,7 +43,8 @@ def warm_up(adapter_dtype: torch.dtype) -> None:
     """After the call, no step waits for a compiler. Some seconds on a machine's first run, well under one later: the engine calls it at its start.
 
     Args:
-        adapter_dtype: what adapters are stored in.
+        adapter_dtype: what adapters may be stored in; call once for each.
     """
     cpu.warm_up(adapter_dtype)
     attention.warm_up()
+    gemm.warm_up()

@@ -32,15 +32,14 @@ class LoraPlan:
     Attributes:
         segments: at least one.
         num_tokens: rows of the step.
-        dtype: what all of the adapters are stored in.
-        table: [num_segments, 8] int64, what kernels read of a segment: row_start, row_end, the adapter's five addresses, 0.
-        launches: site → the memory that a launch of this plan at that site needs; filled by the launch.
+        tables: dtype that adapters are stored in → [its segments, 8] int64, what kernels read of a segment: row_start, row_end, the adapter's five
+            addresses, 0.
+        launches: site → what the launches of this plan at that site need; filled by the first.
     """
 
     segments: tuple[Segment, ...]
     num_tokens: int
-    dtype: torch.dtype
-    table: npt.NDArray[np.int64]
+    tables: dict[torch.dtype, npt.NDArray[np.int64]]
     launches: dict[str, object] = field(default_factory=dict)
 
 
@@ -48,12 +47,12 @@ def make_plan(segments: Sequence[tuple[PackedAdapter, int, int]], num_tokens: in
     """Make the plan of a step, or None when every row is the base's, so that a base-only step launches no LoRA kernel.
 
     Args:
-        segments: (adapter, row_start, row_end), in row order, disjoint, none empty. Neighbouring segments of one adapter are joined. All adapters are of one
-            base and one dtype.
+        segments: (adapter, row_start, row_end), in row order, disjoint, none empty. Neighbouring segments of one adapter are joined. Ranks, modules and dtypes
+            may differ from adapter to adapter; the base may not.
         num_tokens: rows of the step.
 
     Raises:
-        InvalidPlan: segments overlap, are out of order, are empty or go past num_tokens; adapters differ in dtype or base.
+        InvalidPlan: segments overlap, are out of order, are empty or go past num_tokens; adapters are for different bases.
     """
     joined: list[Segment] = []
     end = 0
@@ -61,10 +60,9 @@ def make_plan(segments: Sequence[tuple[PackedAdapter, int, int]], num_tokens: in
         if not end <= row_start < row_end <= num_tokens:
             raise InvalidPlan(f"rows {row_start}:{row_end} come after row {end} of a step of {num_tokens} rows")
         first = segments[0][0]
-        if adapter.data.dtype != first.data.dtype or _base(adapter) != _base(first):
+        if _base(adapter) != _base(first):
             raise InvalidPlan(
-                f"the adapter of rows {row_start}:{row_end} is {adapter.data.dtype} for {_base(adapter)}; "
-                f"the step's first is {first.data.dtype} for {_base(first)}: one plan takes adapters of one dtype and one base"
+                f"the adapter of rows {row_start}:{row_end} has layers and widths {_base(adapter)}, the step's first {_base(first)}"
             )
         if joined and joined[-1].adapter is adapter and joined[-1].row_end == row_start:
             joined[-1] = Segment(adapter, joined[-1].row_start, row_end)
@@ -73,8 +71,11 @@ def make_plan(segments: Sequence[tuple[PackedAdapter, int, int]], num_tokens: in
         end = row_end
     if not joined:
         return None
-    table = np.array([(s.row_start, s.row_end, *s.adapter.addresses, 0) for s in joined], dtype=np.int64)
-    return LoraPlan(tuple(joined), num_tokens, joined[0].adapter.data.dtype, table)
+    rows: dict[torch.dtype, list[tuple[int, ...]]] = {}
+    for s in joined:
+        rows.setdefault(s.adapter.data.dtype, []).append((s.row_start, s.row_end, *s.adapter.addresses, 0))
+    tables = {dtype: np.array(table, dtype=np.int64) for dtype, table in rows.items()}
+    return LoraPlan(tuple(joined), num_tokens, tables)
 
 
 def _base(adapter: PackedAdapter) -> tuple[int, tuple[int, ...], tuple[int, ...]]:

@@ -375,3 +375,55 @@ def dot_rows(typingctx: Any, x: Any, rows: Any, stride: Any, width: Any) -> Any:
         return parts[0]
 
     return vector(types.intp, types.intp, types.intp, types.intp), codegen
+
+
+@intrinsic
+def absolute(typingctx: Any, value: Any) -> Any:
+    """The magnitude of each lane."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(_VECTOR, [_VECTOR]), f"llvm.fabs.v{LANES}f32"
+        )
+        return builder.call(function, args)
+
+    return vector(vector), codegen
+
+
+@intrinsic
+def larger(typingctx: Any, a: Any, b: Any) -> Any:
+    """The larger of two vectors, by lane; where either is NaN, b's."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(">", args[0], args[1]), args[0], args[1])
+
+    return vector(vector, vector), codegen
+
+
+@intrinsic
+def store_int8(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
+    """Write the lanes, rounded to the nearest integer (ties to even), to the int8 array at `address`. They must be finite and within ±127.5."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(_VECTOR, [_VECTOR]), f"llvm.rint.v{LANES}f32"
+        )
+        codes = builder.fptosi(builder.call(function, [args[2]]), ir.VectorType(_I32, LANES))
+        pointer = builder.bitcast(_pointer(builder, args[0], args[1], _I8), _wide(_I8).as_pointer())
+        builder.store(builder.trunc(codes, _wide(_I8)), pointer, align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, vector), codegen
+
+
+@intrinsic
+def store_int8_one(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
+    """Write a float32, rounded as `store_int8` rounds, to the int8 array at `address`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_FLOAT, [_FLOAT]), "llvm.rint.f32")
+        code = builder.fptosi(builder.call(function, [args[2]]), _I32)
+        builder.store(builder.trunc(code, _I8), _pointer(builder, args[0], args[1], _I8))
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.float32), codegen

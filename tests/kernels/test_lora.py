@@ -64,6 +64,13 @@ def test_mixed_ranks_equal_the_reference(apply: Apply, dtype: torch.dtype, site:
 
 
 @pytest.mark.parametrize("apply", PATHS)
+@pytest.mark.parametrize("site", SITES)
+def test_adapters_of_mixed_dtypes_share_a_step(apply: Apply, site: str) -> None:
+    adapters = [make_adapter(rank, dtype=dtype) for rank, dtype in zip((8, 3, 12), DTYPES, strict=True)]
+    assert_equals_reference(apply, make_step([*adapters, None, adapters[0]], [2, 3, 1, 2, 4]), site, 1)
+
+
+@pytest.mark.parametrize("apply", PATHS)
 def test_rank_512_equals_the_reference(apply: Apply) -> None:
     assert_equals_reference(apply, make_step([make_adapter({"k_proj": 512, "q_proj": 3}), None], [3, 1]), "qkv", 0)
 

@@ -2,9 +2,10 @@ import pytest
 import torch
 
 from loraserve_kernels.errors import InvalidPlan
+from loraserve_kernels.layout import pack_adapter
 from loraserve_kernels.plan import make_plan
 
-from .conftest import make_adapter
+from .conftest import SHAPES, make_adapter
 
 
 def test_a_base_only_step_has_no_plan() -> None:
@@ -30,6 +31,7 @@ def test_rows_that_overlap_are_out_of_order_empty_or_outside_are_refused(rows: l
         make_plan([(adapter, start, end) for start, end in rows], 5)
 
 
-def test_adapters_of_two_dtypes_dont_share_a_plan() -> None:
-    with pytest.raises(InvalidPlan, match="one dtype"):
-        make_plan([(make_adapter(4), 0, 1), (make_adapter(4, dtype=torch.bfloat16), 1, 2)], 2)
+def test_adapters_of_two_bases_dont_share_a_plan() -> None:
+    other = pack_adapter([], num_layers=3, module_shapes=SHAPES, dtype=torch.float32)
+    with pytest.raises(InvalidPlan, match="layers and widths"):
+        make_plan([(make_adapter(4), 0, 1), (other, 1, 2)], 2)

@@ -1,0 +1,129 @@
+import platform
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from loraserve_kernels import gemm, reference
+from loraserve_kernels.errors import ShapeMismatch
+from loraserve_kernels.gemm import float_linear, int8_linear, pack_float, quantize_int8, quantize_rows
+
+SHAPES = [(61, 40), (128, 64), (96, 333)]
+
+
+@pytest.fixture(params=["as this machine does", "fbgemm"])
+def _library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "fbgemm":
+        monkeypatch.setattr(gemm, "_onednn_is_exact", lambda: False)
+
+
+@pytest.mark.usefixtures("_library")
+@pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
+@pytest.mark.parametrize("num_tokens", [1, 63, 200])
+def test_int8_is_within_rounding_of_float(num_tokens: int, out_features: int, in_features: int) -> None:
+    x, weight = torch.randn(num_tokens, in_features), torch.randn(out_features, in_features)
+    # rows of very different sizes: each keeps its own precision
+    x *= 10.0 ** torch.randint(-6, 6, (num_tokens, 1))
+    expected = x.double() @ weight.double().T
+    y = int8_linear(x, quantize_int8(weight))
+    assert ((y - expected).norm(dim=1) / expected.norm(dim=1)).max() < 0.04
+    bias = torch.randn(out_features)
+    difference = int8_linear(x, quantize_int8(weight), bias) - (y + bias)
+    assert (difference.abs() <= 1e-6 * (y.abs() + bias.abs())).all()
+
+
+@pytest.mark.usefixtures("_library")
+@pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
+def test_an_int8_rows_bits_dont_depend_on_its_batch(out_features: int, in_features: int) -> None:
+    weight = quantize_int8(torch.randn(out_features, in_features))
+    row = torch.randn(1, in_features)
+    alone = int8_linear(row, weight)[0]
+    for num_tokens in (2, 3, 8, 17, 64, 200):
+        x = torch.randn(num_tokens, in_features)
+        # outliers, a row of zeros and a row that isn't finite among the others
+        x[0], x[1] = x[0] * 1e6, 0.0
+        if num_tokens > 2:
+            x[2] = float("inf")
+        x[-1] = row[0]
+        assert torch.equal(int8_linear(x, weight)[-1], alone)
+
+
+@pytest.mark.usefixtures("_library")
+def test_a_row_that_isnt_finite_is_nan_alone() -> None:
+    x = torch.randn(5, 40)
+    x[1, 7], x[3, 39] = float("nan"), float("-inf")
+    y = int8_linear(x, quantize_int8(torch.randn(61, 40)))
+    assert y[[1, 3]].isnan().all()
+    assert y[[0, 2, 4]].isfinite().all()
+
+
+@pytest.mark.usefixtures("_library")
+def test_rows_and_channels_of_zeros_give_zeros() -> None:
+    weight, x = torch.randn(61, 40), torch.randn(3, 40)
+    weight[5], x[1] = 0, 0
+    y = int8_linear(x, quantize_int8(weight))
+    assert not y[1].any()
+    assert not y[:, 5].any()
+
+
+@pytest.mark.parametrize("has_numba", [True, False])
+def test_rows_are_rounded_by_their_own_maximum(has_numba: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm, "HAS_NUMBA", has_numba and gemm.HAS_NUMBA)
+    x = torch.randn(11, 45) * 10.0 ** torch.arange(-5, 6)[:, None]
+    codes, scales = quantize_rows(x)
+    expected, expected_scales = reference.quantize_rows(x.double(), 127)
+    assert torch.allclose(scales[:, 0].double(), expected_scales, rtol=1e-6)
+    # a product within rounding of a half may go either way
+    assert (codes.double() - expected).abs().max() <= 1
+    assert (codes.double() != expected).float().mean() < 0.01
+    assert (codes.abs().amax(1) == 127).all()
+
+
+def test_both_ways_of_rounding_rows_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(20, 100)
+    x[3], x[4, 5] = 0, float("nan")
+    codes, scales = quantize_rows(x)
+    monkeypatch.setattr(gemm, "HAS_NUMBA", False)
+    codes_torch, scales_torch = quantize_rows(x)
+    assert (codes.int() - codes_torch.int()).abs().max() <= 1
+    assert torch.allclose(scales, scales_torch, equal_nan=True)
+
+
+@pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
+@pytest.mark.parametrize("num_tokens", [1, 2, 63, 200])
+def test_float_equals_the_reference(num_tokens: int, out_features: int, in_features: int) -> None:
+    x, weight, bias = (
+        torch.randn(num_tokens, in_features),
+        torch.randn(out_features, in_features),
+        torch.randn(out_features),
+    )
+    y = float_linear(x, pack_float(weight), bias)
+    assert y.shape == (num_tokens, out_features)
+    assert (y - (x.double() @ weight.double().T + bias)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(("out_features", "in_features"), [*SHAPES, (768, 2048)])
+def test_a_float_rows_bits_dont_depend_on_its_batch(out_features: int, in_features: int) -> None:
+    weight, x = pack_float(torch.randn(out_features, in_features)), torch.randn(300, in_features)
+    together = float_linear(x, weight)
+    for num_tokens in (1, 2, 3, 8, 17, 64, 130):
+        assert torch.equal(float_linear(x[:num_tokens].clone(), weight), together[:num_tokens])
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="about x86 instructions")
+def test_onednn_is_taken_only_where_its_sums_are_exact() -> None:
+    """Instructions before VNNI add pairs of products in 16 bits: the probe must notice."""
+    probe = "import torch; from loraserve_kernels import gemm; print(gemm._onednn_is_exact())"
+    result = subprocess.run(
+        [sys.executable, "-c", probe], env={"ONEDNN_MAX_CPU_ISA": "AVX2"}, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "False"
+
+
+def test_wrong_inputs_are_refused() -> None:
+    weight = quantize_int8(torch.randn(8, 16))
+    with pytest.raises(ShapeMismatch, match="takes \\(num_tokens, 16\\) float32"):
+        int8_linear(torch.randn(2, 17), weight)
+    with pytest.raises(ShapeMismatch, match="float32"):
+        float_linear(torch.randn(2, 16).double(), pack_float(torch.randn(8, 16)))
