@@ -1,0 +1,29 @@
+"""``python -m loraserve.db.check``: the migrations, run on an empty database, make exactly what the models say. For ``make check``."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+
+from loraserve.db import migrate
+
+
+def main() -> int:
+    """0 if they agree; 1 with every difference on stderr."""
+    with tempfile.TemporaryDirectory() as folder:
+        url = f"sqlite:///{folder}/registry.db"
+        asyncio.run(migrate.upgrade(url))
+        found = asyncio.run(migrate.differences(url))
+    for difference in found:
+        sys.stderr.write(f"{difference}\n")
+    if found:
+        sys.stderr.write(
+            "The models and the migrations disagree. Write a migration: LORASERVE_DATABASE_URL=sqlite:///PATH alembic revision"
+            " --autogenerate -m WHAT\n"
+        )
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
