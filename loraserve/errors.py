@@ -37,6 +37,7 @@ An error knows what went wrong, never how HTTP says it: `loraserve.api.errors` m
     ├── ModelError                  the base model can't be loaded
     │   ├── UnknownArchitecture
     │   ├── MissingTensor
+    │   ├── UnexpectedTensor
     │   └── ShapeMismatch
     ├── Overloaded                  us, not you: the queue is full, or the server drains
     │   └── DatabaseUnavailable     the registry can't be read or written now
@@ -226,6 +227,10 @@ class UnknownArchitecture(ModelError):
 
 class MissingTensor(ModelError):
     code = "missing_tensor"
+
+
+class UnexpectedTensor(ModelError):
+    code = "unexpected_tensor"
 
 
 class ShapeMismatch(ModelError):

@@ -1,80 +1,144 @@
-"""The architectures that the decoder can be: a table of what sets one apart from the next, not a class each."""
+"""The architectures that the one decoder can be: a row of a table each, nothing else differs between them.
+
+All are pre-norm decoders with RMSNorm, rotary positions, grouped-query attention and a SwiGLU MLP, as `transformers` computes them under the
+same class names. A row says what a row's checkpoint has beyond that, and what its config means where it is silent.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import Enum, auto
-from typing import Any
+from dataclasses import dataclass, field
+from enum import Enum
 
 from loraserve.errors import UnknownArchitecture
 
 
-class Bias(Enum):
-    """Whether a linear adds a bias."""
-
-    NEVER = auto()
-    ALWAYS = auto()
-    CONFIGURED = auto()
-    """As the config's ``attention_bias`` (or ``mlp_bias``) says."""
-
-
 class Window(Enum):
-    """Which layers see only a window of the context."""
+    """Which layers attend to the last ``sliding_window`` positions only."""
 
-    NONE = auto()
-    ALL = auto()
-    """Every layer, when the config has a ``sliding_window``."""
-    LAYERED = auto()
-    """Those that ``layer_types`` (or ``use_sliding_window`` and ``max_window_layers``) name."""
+    NONE = "none"
+    EVERY_LAYER = "every layer, when sliding_window is set"
+    BY_LAYER_TYPE = "those that layer_types calls sliding_attention (or else those from max_window_layers on), when use_sliding_window is set"
 
 
 @dataclass(frozen=True, slots=True)
-class ArchitectureSpec:
-    """A decoder of RMSNorm, rotary attention and a gated SiLU MLP, and where it differs.
+class Architecture:
+    """One row of the table.
 
     Attributes:
-        qkv_bias, o_bias, mlp_bias: which linears add a bias.
-        has_qk_norm: RMSNorm over each head of q and k before the rotation.
+        name: as in config.json's ``architectures``.
+        model_type: as in config.json, for configs that name no architecture.
+        qkv_bias, o_bias, mlp_bias: whether these linears have biases; a string names the config's field that says so.
+        has_qk_norm: whether queries and keys pass an RMSNorm per head before they're rotated.
         window: which layers have a sliding window.
-        default_window: the window when the config names none.
-        explicit_head_dim: the head size when the config names none; None: hidden_size / num_attention_heads.
+        defaults: what absent fields of the config mean. A field that isn't here must be there.
+        embedding, norm, head: names of the tensors around the layers.
+        layers: where the layers are in the checkpoint.
+        attention_norm, mlp_norm, q_norm, k_norm: names inside a layer.
+        module_paths: linear's short name → its path inside a layer.
     """
 
-    qkv_bias: Bias = Bias.NEVER
-    o_bias: Bias = Bias.NEVER
-    mlp_bias: Bias = Bias.NEVER
+    name: str
+    model_type: str
+    qkv_bias: bool | str = False
+    o_bias: bool | str = False
+    mlp_bias: bool | str = False
     has_qk_norm: bool = False
     window: Window = Window.NONE
-    default_window: int | None = None
-    explicit_head_dim: int | None = None
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    embedding: str = "model.embed_tokens.weight"
+    norm: str = "model.norm.weight"
+    head: str = "lm_head.weight"
+    layers: str = "model.layers"
+    attention_norm: str = "input_layernorm.weight"
+    mlp_norm: str = "post_attention_layernorm.weight"
+    q_norm: str = "self_attn.q_norm.weight"
+    k_norm: str = "self_attn.k_norm.weight"
+    module_paths: Mapping[str, str] = field(
+        default_factory=lambda: {
+            "q_proj": "self_attn.q_proj",
+            "k_proj": "self_attn.k_proj",
+            "v_proj": "self_attn.v_proj",
+            "o_proj": "self_attn.o_proj",
+            "gate_proj": "mlp.gate_proj",
+            "up_proj": "mlp.up_proj",
+            "down_proj": "mlp.down_proj",
+        }
+    )
 
 
-ARCHITECTURES: Mapping[str, ArchitectureSpec] = {
-    "LlamaForCausalLM": ArchitectureSpec(qkv_bias=Bias.CONFIGURED, o_bias=Bias.CONFIGURED, mlp_bias=Bias.CONFIGURED),
-    "MistralForCausalLM": ArchitectureSpec(window=Window.ALL, default_window=4096),
-    "Qwen2ForCausalLM": ArchitectureSpec(qkv_bias=Bias.ALWAYS, window=Window.LAYERED, default_window=4096),
-    "Qwen3ForCausalLM": ArchitectureSpec(
-        qkv_bias=Bias.CONFIGURED,
-        o_bias=Bias.CONFIGURED,
-        has_qk_norm=True,
-        window=Window.LAYERED,
-        default_window=4096,
-        explicit_head_dim=128,
-    ),
+_COMMON: Mapping[str, object] = {
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+    # None: hidden_size / num_attention_heads
+    "head_dim": None,
+    # None: num_attention_heads
+    "num_key_value_heads": None,
+    "sliding_window": None,
+}
+_QWEN: Mapping[str, object] = {
+    **_COMMON,
+    "num_key_value_heads": 32,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "layer_types": None,
+}
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    architecture.name: architecture
+    for architecture in (
+        Architecture(
+            name="LlamaForCausalLM",
+            model_type="llama",
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            mlp_bias="mlp_bias",
+            defaults={**_COMMON, "attention_bias": False, "mlp_bias": False},
+        ),
+        Architecture(
+            name="MistralForCausalLM",
+            model_type="mistral",
+            window=Window.EVERY_LAYER,
+            defaults={**_COMMON, "num_key_value_heads": 8, "sliding_window": 4096},
+        ),
+        Architecture(
+            name="Qwen2ForCausalLM",
+            model_type="qwen2",
+            qkv_bias=True,
+            window=Window.BY_LAYER_TYPE,
+            defaults=_QWEN,
+        ),
+        Architecture(
+            name="Qwen3ForCausalLM",
+            model_type="qwen3",
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            has_qk_norm=True,
+            window=Window.BY_LAYER_TYPE,
+            defaults={**_QWEN, "attention_bias": False, "head_dim": 128},
+        ),
+    )
 }
 
 
-def find_architecture(config: Mapping[str, Any]) -> tuple[str, ArchitectureSpec]:
-    """Return the name and spec of the architecture that a ``config.json`` names.
+def find_architecture(names: object, model_type: object) -> Architecture:
+    """Return the row for a config's ``architectures`` and ``model_type``.
 
     Raises:
-        UnknownArchitecture: it names none that is in the table.
+        UnknownArchitecture: none fits; the message names what was found and what there is.
     """
-    names = config.get("architectures") or []
-    for name in names if isinstance(names, list) else []:
-        if isinstance(name, str) and name in ARCHITECTURES:
-            return name, ARCHITECTURES[name]
+    found = names[0] if isinstance(names, list) and names else None
+    if found is None:
+        by_type = {architecture.model_type: architecture for architecture in ARCHITECTURES.values()}
+        if isinstance(model_type, str) and model_type in by_type:
+            return by_type[model_type]
+    elif isinstance(found, str) and found in ARCHITECTURES:
+        return ARCHITECTURES[found]
+    what = f'"{found}"' if found is not None else f'nothing (model_type is "{model_type}")'
     raise UnknownArchitecture(
-        f"config.json names the architectures {names!r}; this version serves {', '.join(ARCHITECTURES)}."
+        f"config.json names the architecture {what[:200]}; expected one of {', '.join(ARCHITECTURES)}.",
+        hint="Choose a base model of one of these architectures.",
     )

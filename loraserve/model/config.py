@@ -1,177 +1,399 @@
-"""A base model's ``config.json``, read and checked: every number the decoder needs, no Hugging Face class."""
+"""config.json as a checked value. Understands what transformers 4 and 5 write; what would change the answers and isn't implemented is refused by name."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from loraserve.errors import ModelError
-from loraserve.model.architectures import ArchitectureSpec, Bias, Window, find_architecture
-from loraserve.model.rotary import Rope, read_rope
+from loraserve.model.architectures import Architecture, Window, find_architecture
+
+_MAX_CONFIG_BYTES = 16 << 20
+
+
+class RopeType(Enum):
+    DEFAULT = "default"
+    LINEAR = "linear"
+    LLAMA3 = "llama3"
+    YARN = "yarn"
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """How positions become angles. Fields that a type doesn't use keep their defaults.
+
+    Attributes:
+        theta: base of the frequencies.
+        factor: by how much the context is stretched.
+        original_max_position_embeddings: context before it was stretched (llama3, yarn).
+        low_freq_factor, high_freq_factor: llama3's.
+        beta_fast, beta_slow, truncate: yarn's.
+        attention_factor: what cosines and sines are multiplied with (yarn).
+    """
+
+    type: RopeType = RopeType.DEFAULT
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Sizes and switches of one base.
+    """Everything that the decoder needs to know of a base model, but its weights.
 
     Attributes:
-        windows: per layer, how many positions a row sees, its own included; None: all.
-        eos_token_ids: of ``generation_config.json`` first, then ``config.json``.
+        sliding_windows: per layer, the window or None.
+        max_model_len: the context that the config states.
+        max_stretched_len: the longest context that the rope scaling covers, at least max_model_len.
+        eos_token_ids: of config.json and generation_config.json together.
     """
 
-    architecture: str
-    spec: ArchitectureSpec
+    architecture: Architecture
+    vocab_size: int
     hidden_size: int
     intermediate_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    vocab_size: int
-    max_position_embeddings: int
     rms_norm_eps: float
-    tie_word_embeddings: bool
+    is_tied: bool
     has_qkv_bias: bool
     has_o_bias: bool
     has_mlp_bias: bool
-    rope: Rope
-    windows: tuple[int | None, ...]
+    sliding_windows: tuple[int | None, ...]
+    rope: RopeConfig
+    max_model_len: int
+    max_stretched_len: int
     eos_token_ids: tuple[int, ...]
 
     @property
     def module_shapes(self) -> dict[str, tuple[int, int]]:
         """Linear's short name → (out_features, in_features)."""
-        q, kv, hidden, inter = (
-            self.num_heads * self.head_dim,
-            self.num_kv_heads * self.head_dim,
-            self.hidden_size,
-            self.intermediate_size,
-        )
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        hidden, inner = self.hidden_size, self.intermediate_size
         return {
             "q_proj": (q, hidden),
             "k_proj": (kv, hidden),
             "v_proj": (kv, hidden),
             "o_proj": (hidden, q),
-            "gate_proj": (inter, hidden),
-            "up_proj": (inter, hidden),
-            "down_proj": (hidden, inter),
+            "gate_proj": (inner, hidden),
+            "up_proj": (inner, hidden),
+            "down_proj": (hidden, inner),
+        }
+
+    def has_bias(self, module: str) -> bool:
+        """Whether this linear, by its short name, has a bias."""
+        if module in ("q_proj", "k_proj", "v_proj"):
+            return self.has_qkv_bias
+        return self.has_o_bias if module == "o_proj" else self.has_mlp_bias
+
+    def identity(self) -> dict[str, object]:
+        """What, beside the weights, decides which function the model computes; JSON-able. Contexts and EOS aren't part of it."""
+        rope = {name: getattr(self.rope, name) for name in RopeConfig.__slots__ if name != "type"}
+        names = (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+        )
+        return {
+            "architecture": self.architecture.name,
+            **{name: getattr(self, name) for name in names},
+            "rms_norm_eps": self.rms_norm_eps,
+            "biases": [self.has_qkv_bias, self.has_o_bias, self.has_mlp_bias],
+            "sliding_windows": list(self.sliding_windows),
+            "rope": {"type": self.rope.type.value, **rope},
         }
 
 
-MODULE_PATHS: Mapping[str, str] = {
-    "q_proj": "self_attn.q_proj",
-    "k_proj": "self_attn.k_proj",
-    "v_proj": "self_attn.v_proj",
-    "o_proj": "self_attn.o_proj",
-    "gate_proj": "mlp.gate_proj",
-    "up_proj": "mlp.up_proj",
-    "down_proj": "mlp.down_proj",
-}
-LAYERS_PATH = "model.layers"
-
-
-def read_model_config(model_dir: Path) -> ModelConfig:
-    """Read and check ``config.json`` (and ``generation_config.json`` where it is there).
+def read_config(model_dir: Path) -> ModelConfig:
+    """Read ``config.json`` and, where it's there, ``generation_config.json``.
 
     Raises:
-        UnknownArchitecture, ModelError: the file, or the field, that is wrong; what was found and what was expected.
+        UnknownArchitecture: the architecture isn't in the table.
+        ModelError: a file is missing or isn't a JSON object, or a field is missing, odd or asks for what isn't implemented; the message names it.
     """
-    raw = _read_json(model_dir / "config.json")
-    architecture, spec = find_architecture(raw)
-    if raw.get("quantization_config"):
+    path = model_dir / "config.json"
+    if not path.is_file():
+        raise ModelError(f"{model_dir} has no config.json.", hint="Give the directory of a Hugging Face model.")
+    config = _read_object(path)
+    generation_path = model_dir / "generation_config.json"
+    return parse_config(config, _read_object(generation_path) if generation_path.is_file() else {})
+
+
+def parse_config(config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> ModelConfig:
+    """Return the checked form of the two JSON objects.
+
+    Raises:
+        UnknownArchitecture, ModelError: as `read_config`.
+    """
+    if config.get("quantization_config"):
         raise ModelError(
-            "config.json has a quantization_config: pre-quantized checkpoints can't be loaded yet.",
-            hint="Load the float checkpoint with --quantize int8.",
+            "config.json has quantization_config: the checkpoint is quantized already.",
+            hint="Give the float checkpoint and --quantize int8.",
         )
-    if (act := raw.get("hidden_act", "silu")) != "silu":
-        raise ModelError(f'config.json says hidden_act "{act}"; {architecture} is served with "silu".')
-    hidden_size, num_heads = _count(raw, "hidden_size"), _count(raw, "num_attention_heads")
-    num_kv_heads = _count(raw, "num_key_value_heads", num_heads)
-    num_layers = _count(raw, "num_hidden_layers")
-    head_dim = _count(raw, "head_dim", spec.explicit_head_dim or hidden_size // num_heads)
-    if num_heads % num_kv_heads:
-        raise ModelError(f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}.")
+    architecture = find_architecture(config.get("architectures"), config.get("model_type"))
+    fields = _Fields(config, architecture)
+    fields.require("hidden_act", "silu")
+    hidden_size, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
+    num_layers = fields.count("num_hidden_layers")
+    num_kv_heads = fields.optional_count("num_key_value_heads") or num_heads
+    head_dim = fields.optional_count("head_dim")
+    if head_dim is None:
+        if hidden_size % num_heads:
+            raise ModelError(
+                f"config.json has no head_dim, and hidden_size {hidden_size} isn't a multiple of num_attention_heads {num_heads}."
+            )
+        head_dim = hidden_size // num_heads
     if head_dim % 2:
-        raise ModelError(f"head_dim {head_dim} is odd; rotary embeddings turn pairs.")
-    max_positions = _count(raw, "max_position_embeddings")
-    generation = _read_json(model_dir / "generation_config.json", is_optional=True)
+        raise ModelError(
+            f"config.json gives heads of {head_dim} elements (head_dim); rotary positions need an even number."
+        )
+    if num_heads % num_kv_heads:
+        raise ModelError(
+            f"config.json: num_attention_heads {num_heads} isn't a multiple of num_key_value_heads {num_kv_heads}."
+        )
+    context = fields.count("max_position_embeddings")
+    rope = _rope(fields, context)
     return ModelConfig(
         architecture=architecture,
-        spec=spec,
+        vocab_size=fields.count("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_count(raw, "intermediate_size"),
+        intermediate_size=fields.count("intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        vocab_size=_count(raw, "vocab_size"),
-        max_position_embeddings=max_positions,
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        has_qkv_bias=_has_bias(spec.qkv_bias, raw.get("attention_bias")),
-        has_o_bias=_has_bias(spec.o_bias, raw.get("attention_bias")),
-        has_mlp_bias=_has_bias(spec.mlp_bias, raw.get("mlp_bias")),
-        rope=read_rope(raw, head_dim, max_positions),
-        windows=_windows(raw, spec, num_layers),
-        eos_token_ids=_eos(generation) or _eos(raw),
+        rms_norm_eps=fields.number("rms_norm_eps"),
+        is_tied=fields.flag("tie_word_embeddings"),
+        has_qkv_bias=fields.rule(architecture.qkv_bias),
+        has_o_bias=fields.rule(architecture.o_bias),
+        has_mlp_bias=fields.rule(architecture.mlp_bias),
+        sliding_windows=_windows(fields, num_layers),
+        rope=rope,
+        max_model_len=context,
+        max_stretched_len=_stretched(rope, context),
+        eos_token_ids=_eos(config, generation_config),
     )
 
 
-def _read_json(path: Path, *, is_optional: bool = False) -> dict[str, Any]:
-    if is_optional and not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(
-            f"{path.name} is missing in {path.parent}.", hint="--model takes a Hugging Face directory."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} can't be read: {error}.") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} holds a {type(value).__name__}; a JSON object was expected.")
-    return value
+class _Fields:
+    """The config's fields, with the architecture's defaults behind them; each getter raises ModelError naming the field."""
+
+    def __init__(self, config: Mapping[str, Any], architecture: Architecture) -> None:
+        self.config, self.architecture = config, architecture
+
+    def get(self, name: str) -> Any:
+        if name in self.config:
+            return self.config[name]
+        if name not in self.architecture.defaults:
+            raise ModelError(f"config.json has no {name}, which {self.architecture.name} needs.")
+        return self.architecture.defaults[name]
+
+    def require(self, name: str, expected: object) -> None:
+        if self.get(name) != expected:
+            raise ModelError(
+                f"config.json: {name} is {_shown(self.get(name))}; only {_shown(expected)} is implemented."
+            )
+
+    def count(self, name: str) -> int:
+        return _count(self.get(name), name)
+
+    def optional_count(self, name: str) -> int | None:
+        value = self.get(name)
+        return None if value is None else _count(value, name)
+
+    def number(self, name: str) -> float:
+        return _number(self.get(name), name)
+
+    def flag(self, name: str) -> bool:
+        value = self.get(name)
+        if not isinstance(value, bool):
+            raise ModelError(f"config.json: {name} is {_shown(value)}; expected true or false.")
+        return value
+
+    def rule(self, rule: bool | str) -> bool:
+        return self.flag(rule) if isinstance(rule, str) else rule
 
 
-def _count(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    value = raw.get(name)
-    if value is None:
-        value = default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError(f"config.json says {name} = {value!r}; a whole number above 0 was expected.")
-    return value
-
-
-def _has_bias(rule: Bias, configured: object) -> bool:
-    return rule is Bias.ALWAYS or (rule is Bias.CONFIGURED and bool(configured))
-
-
-def _windows(raw: Mapping[str, Any], spec: ArchitectureSpec, num_layers: int) -> tuple[int | None, ...]:
-    window = raw.get("sliding_window", spec.default_window)
-    if spec.window is Window.NONE or window is None:
-        return (None,) * num_layers
-    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        raise ModelError(f"config.json says sliding_window = {window!r}; a whole number above 0 was expected.")
-    if spec.window is Window.ALL:
+def _windows(fields: _Fields, num_layers: int) -> tuple[int | None, ...]:
+    architecture, nowhere = fields.architecture, (None,) * num_layers
+    if architecture.window is Window.NONE:
+        return nowhere
+    if architecture.window is Window.EVERY_LAYER:
+        window = fields.optional_count("sliding_window")
+        types = fields.config.get("layer_types")
+        expected = "full_attention" if window is None else "sliding_attention"
+        if types is not None and types != [expected] * num_layers:
+            raise ModelError(
+                f"config.json: layer_types is {_shown(types)}; {architecture.name} with sliding_window {window} has {expected} in each of {num_layers} layers."
+            )
         return (window,) * num_layers
-    if not raw.get("use_sliding_window", False):
-        return (None,) * num_layers
-    kinds = raw.get("layer_types")
-    if kinds is None:
-        first = raw.get("max_window_layers", 28)
-        kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
-    known = {"sliding_attention": window, "full_attention": None}
-    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in known for kind in kinds):
-        raise ModelError(f"config.json's layer_types should name {' or '.join(known)} for each of {num_layers} layers.")
-    return tuple(known[kind] for kind in kinds)
+    window = fields.optional_count("sliding_window") if fields.flag("use_sliding_window") else None
+    types = fields.get("layer_types")
+    if types is None:
+        if window is None:
+            return nowhere
+        first = fields.get("max_window_layers")
+        if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+            raise ModelError(f"config.json: max_window_layers is {_shown(first)}; expected a number of layers.")
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise ModelError(
+            f"config.json: layer_types is {_shown(types)}; expected a list of {num_layers}, one per layer."
+        )
+    for layer, kind in enumerate(types):
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ModelError(
+                f"config.json: layer_types[{layer}] is {_shown(kind)}; only full_attention and sliding_attention are implemented."
+            )
+        if kind == "sliding_attention" and window is None:
+            raise ModelError(
+                f"config.json: layer_types[{layer}] is sliding_attention, but use_sliding_window is off or sliding_window is null."
+            )
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def _eos(raw: Mapping[str, Any]) -> tuple[int, ...]:
-    value = raw.get("eos_token_id")
-    values = value if isinstance(value, list) else [] if value is None else [value]
-    if any(isinstance(v, bool) or not isinstance(v, int) for v in values):
-        raise ModelError(f"eos_token_id is {value!r}; a token id or a list of them was expected.")
-    return tuple(values)
+def _rope(fields: _Fields, context: int) -> RopeConfig:
+    """Rope as transformers 5 resolves it: ``rope_scaling`` (the older form) before ``rope_parameters``, theta inside before theta outside."""
+    config = fields.config
+    source = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    rope = config.get(source) or {}
+    if not isinstance(rope, Mapping):
+        raise ModelError(f"config.json: {source} is {_shown(rope)}; expected an object.")
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise ModelError(f"config.json: {source} differs by layer type; only one for all layers is implemented.")
+    name = rope.get("rope_type", rope.get("type", "default"))
+    if name not in [rope_type.value for rope_type in RopeType]:
+        known = ", ".join(rope_type.value for rope_type in RopeType)
+        raise ModelError(f"config.json: {source}.rope_type is {_shown(name)}; expected one of {known}.")
+    for holder in (rope, config):
+        partial = holder.get("partial_rotary_factor")
+        if partial is not None and partial != 1:
+            raise ModelError(f"config.json: partial_rotary_factor is {_shown(partial)}; only 1 is implemented.")
+    rope_type = RopeType(name)
+    theta = _number(rope["rope_theta"], f"{source}.rope_theta") if rope.get("rope_theta") is not None else None
+    if theta is None:
+        theta = fields.number("rope_theta")
+    if theta <= 1:
+        raise ModelError(f"config.json: rope_theta is {theta}; expected a number above 1.")
+    if rope_type is RopeType.DEFAULT:
+        return RopeConfig(theta=theta)
+
+    def number(key: str, default: float | None = None) -> float:
+        value = rope.get(key)
+        if value is None:
+            if default is None:
+                raise ModelError(f"config.json has no {source}.{key}, which rope type {name} needs.")
+            return default
+        return _number(value, f"{source}.{key}")
+
+    if rope_type is RopeType.LINEAR:
+        return RopeConfig(type=rope_type, theta=theta, factor=number("factor"))
+    original = config.get("original_max_position_embeddings", rope.get("original_max_position_embeddings", context))
+    original = _count(original, f"{source}.original_max_position_embeddings")
+    if rope_type is RopeType.LLAMA3:
+        low, high = number("low_freq_factor"), number("high_freq_factor")
+        if low == high:
+            raise ModelError(
+                f"config.json: {source}.low_freq_factor and high_freq_factor are both {low}; they must differ."
+            )
+        return RopeConfig(
+            type=rope_type,
+            theta=theta,
+            factor=number("factor"),
+            original_max_position_embeddings=original,
+            low_freq_factor=low,
+            high_freq_factor=high,
+        )
+    factor = number("factor", context / original)
+    truncate = rope.get("truncate", True)
+    if not isinstance(truncate, bool):
+        raise ModelError(f"config.json: {source}.truncate is {_shown(truncate)}; expected true or false.")
+    return RopeConfig(
+        type=rope_type,
+        theta=theta,
+        factor=factor,
+        original_max_position_embeddings=original,
+        beta_fast=number("beta_fast", 32.0),
+        beta_slow=number("beta_slow", 1.0),
+        truncate=truncate,
+        attention_factor=number("attention_factor", _yarn_attention_factor(factor, rope, source)),
+    )
+
+
+def _yarn_attention_factor(factor: float, rope: Mapping[str, Any], source: str) -> float:
+    def mscale(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    above, below = rope.get("mscale"), rope.get("mscale_all_dim")
+    if above and below:
+        return mscale(_number(above, f"{source}.mscale")) / mscale(_number(below, f"{source}.mscale_all_dim"))
+    return mscale(1.0)
+
+
+def _stretched(rope: RopeConfig, context: int) -> int:
+    """Linear's and yarn's configs state either context, the original or the stretched one; llama3's state the stretched one."""
+    if rope.type is RopeType.LINEAR:
+        return max(context, int(context * rope.factor))
+    if rope.type is RopeType.YARN:
+        return max(context, int(rope.original_max_position_embeddings * rope.factor))
+    return context
+
+
+def _eos(config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> tuple[int, ...]:
+    ids: dict[int, None] = {}
+    for file, holder in (("generation_config.json", generation_config), ("config.json", config)):
+        value = holder.get("eos_token_id")
+        for token_id in value if isinstance(value, list) else [] if value is None else [value]:
+            if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
+                raise ModelError(f"{file}: eos_token_id is {_shown(value)}; expected a token id or a list of them.")
+            ids[token_id] = None
+    return tuple(ids)
+
+
+def _count(value: object, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
+        raise ModelError(f"config.json: {name} is {_shown(value)}; expected a whole number above 0.")
+    return value
+
+
+def _number(value: object, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+        raise ModelError(f"config.json: {name} is {_shown(value)}; expected a number above 0.")
+    return float(value)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        size = path.stat().st_size
+        if size > _MAX_CONFIG_BYTES:
+            raise ModelError(f"{path} has {size:,} bytes; at most {_MAX_CONFIG_BYTES:,} are read.")
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ModelError(f"{path} can't be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} isn't JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds a JSON {type(value).__name__}; expected an object.")
+    return value
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 120 else text[:119] + "…"

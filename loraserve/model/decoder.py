@@ -1,42 +1,63 @@
-"""The base model: one decoder for every architecture of the table, over paged KV and mixed adapters."""
+"""The one decoder of every architecture: token ids in, logits out, keys and values written to the paged cache on the way."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from loraserve.errors import InvariantViolation
 from loraserve.model.config import ModelConfig
 from loraserve.model.inputs import KVTensors, ModelInputs
-from loraserve.model.lora import lora_linear
+from loraserve.model.layers import RMSNorm, RotaryEmbedding, rotate, swiglu
+from loraserve.model.lora import LoraLinear, select_rows
 from loraserve.model.quantize import Linear
-from loraserve.model.rotary import rotate
 from loraserve.types import BaseSpec
 from loraserve_kernels.attention import AttentionPlan, make_attention_plan, paged_attention, store_kv
+from loraserve_kernels.plan import LoraPlan
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer's weights. Norms are [hidden_size]; q_norm and k_norm [head_dim], where the architecture has them."""
+    """One layer's weights.
 
-    input_norm: Tensor
-    qkv: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    o: Linear
-    post_attention_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    Attributes:
+        q_norm, k_norm: None where the architecture has none.
+        sliding_window: None: the layer attends to the whole context.
+    """
+
+    attention_norm: RMSNorm
+    qkv: LoraLinear
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
+    o: LoraLinear
+    mlp_norm: RMSNorm
+    gate_up: LoraLinear
+    down: LoraLinear
+    sliding_window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What all layers of one step share. `attended` is scratch: [num_tokens, num_heads, head_dim]."""
+
+    cos: Tensor
+    sin: Tensor
+    attention: AttentionPlan
+    slot_mapping: Tensor
+    attended: Tensor
 
 
 class Decoder:
-    """Embedding, layers, final norm and head. `forward` reads its inputs and the KV cache, and keeps no state.
+    """The base model, resident and immutable. One thread calls `forward`.
 
     Attributes:
-        spec: what other rooms may know of the base.
-        dtype: of activations and KV.
+        spec: what others need to know of it.
+        kv_shape: (num_layers, num_kv_heads, head_dim) of the cache that `forward` writes.
+        kv_dtype: of that cache.
     """
 
     def __init__(
@@ -46,71 +67,96 @@ class Decoder:
         *,
         embedding: Tensor,
         layers: tuple[DecoderLayer, ...],
-        final_norm: Tensor,
+        norm: RMSNorm,
         head: Linear,
-        dtype: torch.dtype,
+        rotary: RotaryEmbedding,
     ) -> None:
-        self.config = config
         self.spec = spec
-        self.dtype = dtype
+        self.kv_shape = (config.num_layers, config.num_kv_heads, config.head_dim)
+        self.kv_dtype = torch.float32
         self._embedding = embedding
         self._layers = layers
-        self._final_norm = final_norm
+        self._norm = norm
         self._head = head
-        self._cos, self._sin = (table.to(dtype) for table in config.rope.tables(spec.max_model_len))
+        self._rotary = rotary
+        self._num_heads, self._num_kv_heads, self._head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self._scale = config.head_dim**-0.5
 
-    @property
-    def layers(self) -> tuple[DecoderLayer, ...]:
-        return self._layers
-
-    @property
-    def kv_shape(self) -> tuple[int, int, int]:
-        """(num_layers, num_kv_heads, head_dim)"""
-        return self.config.num_layers, self.config.num_kv_heads, self.config.head_dim
-
-    @property
-    def kv_dtype(self) -> torch.dtype:
-        return self.dtype
-
+    @torch.inference_mode()
     def forward(self, inputs: ModelInputs, kv: KVTensors) -> Tensor:
-        """Compute every row, write its K and V to its slot, and return the wanted rows' logits, [num_logits, vocab_size] float32."""
-        x = F.embedding(inputs.token_ids, self._embedding).to(self.dtype)
-        cos = self._cos[inputs.positions][:, None, :]
-        sin = self._sin[inputs.positions][:, None, :]
-        plan = make_attention_plan(inputs.query_starts, inputs.context_lens, inputs.block_tables, kv.block_size)
-        for i, layer in enumerate(self._layers):
-            x += self._attention(i, layer, self._norm(x, layer.input_norm), cos, sin, plan, inputs, kv)
-            x += self._mlp(i, layer, self._norm(x, layer.post_attention_norm), inputs)
-        rows = self._norm(x[inputs.logits_rows], self._final_norm)
-        return self._head(rows).float()
+        """Return the logits [num_logits, vocab_size] float32 of ``inputs.logits_rows``; every row's keys and values are in the cache afterwards.
 
-    def _attention(
-        self,
-        i: int,
-        layer: DecoderLayer,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        plan: AttentionPlan,
-        inputs: ModelInputs,
-        kv: KVTensors,
+        Args:
+            inputs: the step's rows; positions and slots below what the model and the cache have, ``logits_rows`` ascending.
+            kv: the cache. Slots past a sequence's context are neither read nor written.
+        """
+        num_tokens, rows = inputs.token_ids.shape[0], inputs.logits_rows
+        cos, sin = self._rotary.at(inputs.positions)
+        step = _Step(
+            cos=cos,
+            sin=sin,
+            attention=make_attention_plan(inputs.query_starts, inputs.context_lens, inputs.block_tables, kv.block_size),
+            slot_mapping=inputs.slot_mapping,
+            attended=torch.empty(num_tokens, self._num_heads, self._head_dim),
+        )
+        hidden = F.embedding(inputs.token_ids, self._embedding).float()
+        last = len(self._layers) - 1
+        for i in range(last):
+            layer = self._layers[i]
+            attended = self._attend(layer, hidden, kv.k[i], kv.v[i], step, inputs.lora)
+            _finish(layer, hidden, attended, inputs.lora)
+        layer, lora = self._layers[last], inputs.lora
+        if rows.shape[0] == 0:
+            self._write_kv(layer, hidden, kv.k[last], kv.v[last], step, lora)
+            return hidden.new_empty(0, self.spec.vocab_size)
+        attended = self._attend(layer, hidden, kv.k[last], kv.v[last], step, lora)
+        if rows.shape[0] < num_tokens:
+            # nobody reads the other rows of the last layer
+            hidden, attended, lora = hidden[rows], attended[rows], _select(lora, rows)
+        _finish(layer, hidden, attended, lora)
+        return self._head(self._norm(hidden))
+
+    def _write_kv(
+        self, layer: DecoderLayer, hidden: Tensor, k_cache: Tensor, v_cache: Tensor, step: _Step, lora: LoraPlan | None
     ) -> Tensor:
-        config = self.config
-        num_q, num_kv, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        qkv = lora_linear(layer.qkv, x, inputs.lora, "qkv", i).view(-1, num_q + 2 * num_kv, head_dim)
-        qk, v = qkv[:, : num_q + num_kv], qkv[:, num_q + num_kv :]
+        """Write the rows' keys and values to the cache and return their queries, [num_tokens, num_heads, head_dim]."""
+        qkv = layer.qkv(layer.attention_norm(hidden), lora).view(hidden.shape[0], -1, self._head_dim)
+        num_rotated = self._num_heads + self._num_kv_heads
+        q, k, v = qkv[:, : self._num_heads], qkv[:, self._num_heads : num_rotated], qkv[:, num_rotated:]
         if layer.q_norm is not None and layer.k_norm is not None:
-            qk = torch.cat((self._norm(qk[:, :num_q], layer.q_norm), self._norm(qk[:, num_q:], layer.k_norm)), dim=1)
-        qk = rotate(qk, cos, sin)
-        store_kv(qk[:, num_q:], v, kv.k[i], kv.v[i], inputs.slot_mapping)
-        out = torch.empty((x.shape[0], num_q, head_dim), dtype=self.dtype)
-        paged_attention(qk[:, :num_q], kv.k[i], kv.v[i], plan, out, scale=self._scale, sliding_window=config.windows[i])
-        return lora_linear(layer.o, out.view(x.shape[0], -1), inputs.lora, "o", i)
+            q.copy_(layer.q_norm(q))
+            k.copy_(layer.k_norm(k))
+        rotate(qkv[:, :num_rotated], step.cos, step.sin)
+        store_kv(k, v, k_cache, v_cache, step.slot_mapping)
+        return q
 
-    def _mlp(self, i: int, layer: DecoderLayer, x: Tensor, inputs: ModelInputs) -> Tensor:
-        gate, up = lora_linear(layer.gate_up, x, inputs.lora, "gate_up", i).chunk(2, dim=-1)
-        return lora_linear(layer.down, F.silu(gate) * up, inputs.lora, "down", i)
+    def _attend(
+        self, layer: DecoderLayer, hidden: Tensor, k_cache: Tensor, v_cache: Tensor, step: _Step, lora: LoraPlan | None
+    ) -> Tensor:
+        """Return what the rows' heads gather from the cache, [num_tokens, num_heads * head_dim]; valid until the next layer's."""
+        q = self._write_kv(layer, hidden, k_cache, v_cache, step, lora)
+        paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            step.attention,
+            step.attended,
+            scale=self._scale,
+            sliding_window=layer.sliding_window,
+        )
+        return step.attended.view(hidden.shape[0], -1)
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
+
+def _finish(layer: DecoderLayer, hidden: Tensor, attended: Tensor, lora: LoraPlan | None) -> None:
+    """Add to `hidden`, in place, what the layer computes from what its heads gathered."""
+    hidden.add_(layer.o(attended, lora))
+    hidden.add_(layer.down(swiglu(layer.gate_up(layer.mlp_norm(hidden), lora)), lora))
+
+
+def _select(lora: LoraPlan | None, rows: Tensor) -> LoraPlan | None:
+    if lora is None:
+        return None
+    wanted: list[int] = rows.tolist()
+    if any(a >= b for a, b in pairwise(wanted)):
+        raise InvariantViolation(f"logits_rows must ascend; they are {wanted[:16]}")
+    return select_rows(lora, wanted)

@@ -1,252 +1,276 @@
-"""A base model from its files: tensor by tensor, shard by shard, each straight to where it will stay."""
+"""From a directory to a resident decoder. Weights stream in tensor by tensor: never more than the final weights and one shard are in memory."""
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from loraserve.errors import ConfigError, MissingTensor, ModelError, ShapeMismatch
-from loraserve.model.config import LAYERS_PATH, MODULE_PATHS, ModelConfig, read_model_config
+from loraserve.errors import ConfigError, InvariantViolation, MissingTensor, ShapeMismatch, UnexpectedTensor
+from loraserve.model.checkpoint import Checkpoint, open_checkpoint
+from loraserve.model.config import ModelConfig, read_config
 from loraserve.model.decoder import Decoder, DecoderLayer
-from loraserve.model.quantize import Linear, LinearBuilder, TiedLinear
+from loraserve.model.layers import RMSNorm, RotaryEmbedding
+from loraserve.model.lora import LoraLinear
+from loraserve.model.quantize import Linear, check_format, make_linear
 from loraserve.types import BaseSpec, Digest
 from loraserve_kernels.layout import SITES
 
-_IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias")
-"""Buffers that old checkpoints carry and that are computed here."""
+_IGNORED_ENDING = ".rotary_emb.inv_freq"
+"""A buffer that old Llama checkpoints carry; the config says the same."""
 
 
 def load_model(
     model_dir: Path, *, model_id: str, dtype: torch.dtype, quantize: str, device: str, max_model_len: int | None
 ) -> Decoder:
-    """Return the model, its weights in memory. At no time is there more than its final weights and one shard.
+    """Return the base model of `model_dir`, ready to run.
 
     Args:
-        dtype: of activations, KV and float weights.
-        quantize: of the linears: ``none`` or ``int8``.
-        max_model_len: at most the config's; None: the config's.
+        model_id: the name that clients use.
+        dtype: what weights are kept in when they aren't quantized; activations are float32.
+        quantize: ``none`` or ``int8``.
+        device: ``cpu``.
+        max_model_len: None: what the config says. More than that only as far as its rope scaling covers.
 
     Raises:
-        ModelError, ConfigError: the file, tensor, shape or setting that is wrong.
+        ConfigError: this machine can't do what is asked, or max_model_len is more than the model has.
+        UnknownArchitecture, MissingTensor, UnexpectedTensor, ShapeMismatch, ModelError: what is wrong with the directory, and where.
     """
     if device != "cpu":
-        raise ConfigError(f"--device {device} is not implemented yet; this version computes on the CPU.")
-    config = read_model_config(model_dir)
-    length = max_model_len or config.max_position_embeddings
-    if length > config.max_position_embeddings:
         raise ConfigError(
-            f"--max-model-len {length} is over what the model was made for, {config.max_position_embeddings} positions."
+            f"The device {device!r} isn't available; this version runs on the CPU.", hint="Use --device cpu."
         )
-    shards = find_shards(model_dir)
-    weights = _Weights(config, dtype, quantize)
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="base-digest") as pool:
-        # Hashing reads the same pages, on another thread, without the interpreter's lock.
-        digest = pool.submit(_digest, model_dir / "config.json", shards)
-        for name, tensor in _stream(shards):
-            weights.put(name, tensor)
-        embedding, layers, final_norm, head = weights.finish()
-        spec = _describe(config, model_id, digest.result(), length, dtype, quantize, weights)
-    return Decoder(config, spec, embedding=embedding, layers=layers, final_norm=final_norm, head=head, dtype=dtype)
+    check_format(quantize, dtype)
+    config = read_config(model_dir)
+    context = _context(config, max_model_len)
+    checkpoint = open_checkpoint(model_dir)
+    return _Loader(config, checkpoint, dtype, quantize).load(model_id, context)
 
 
-def find_shards(model_dir: Path) -> list[Path]:
-    """Return the safetensors files that hold the weights, in order.
-
-    Raises:
-        MissingTensor: the index names a file that isn't there, or there is no weights file at all.
-    """
-    index = model_dir / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ModelError(f"{index} can't be read: {error!r}.") from error
-        # A name is a file beside the index, never a path out of it.
-        shards = [model_dir / Path(name).name for name in names]
-    else:
-        shards = [model_dir / "model.safetensors"]
-    for shard in shards:
-        if not shard.is_file():
-            hint = "Only safetensors are loaded, never pickles." if list(model_dir.glob("*.bin")) else None
-            raise MissingTensor(f"The weights file {shard.name} is missing in {model_dir}.", hint=hint)
-    return shards
+def _context(config: ModelConfig, max_model_len: int | None) -> int:
+    if max_model_len is None:
+        return config.max_model_len
+    if not 0 < max_model_len <= config.max_stretched_len:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}; this model's positions go to {config.max_stretched_len}.",
+            hint="Lower --max-model-len, or leave it out.",
+        )
+    return max_model_len
 
 
-def _stream(shards: list[Path]) -> Iterator[tuple[str, Tensor]]:
-    for shard in shards:
-        try:
-            with safe_open(shard, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (not a mapping)
-                    yield name, file.get_tensor(name)
-        except SafetensorError as error:
-            raise ModelError(f"The weights file {shard.name} can't be read: {error}.") from error
+class _Site:
+    """Gathers the tensors of one site, fused, until the last is there; then they become a linear and the gathering memory is freed."""
+
+    def __init__(
+        self, config: ModelConfig, site: str, make: Callable[[Tensor, Tensor | None], Linear], dtype: torch.dtype
+    ) -> None:
+        modules = SITES[site]
+        shapes = config.module_shapes
+        self._make, self._dtype = make, dtype
+        self._shape = (sum(shapes[module][0] for module in modules), shapes[modules[0]][1])
+        self._weight: Tensor | None = None
+        self._bias = torch.zeros(self._shape[0]) if any(config.has_bias(module) for module in modules) else None
+        self._num_missing = sum(1 + config.has_bias(module) for module in modules)
+        self.linear: Linear | None = None
+
+    def put(self, part: Tensor, first_row: int) -> None:
+        if part.dim() == 1:
+            if self._bias is not None:
+                self._bias[first_row : first_row + part.shape[0]] = part
+        else:
+            if self._weight is None:
+                self._weight = torch.empty(self._shape, dtype=self._dtype)
+            self._weight[first_row : first_row + part.shape[0]] = part
+        self._num_missing -= 1
+        if self._num_missing == 0 and self._weight is not None:
+            self.linear = self._make(self._weight, self._bias)
+            self._weight = None
 
 
-def _digest(config_file: Path, shards: list[Path]) -> Digest:
-    """Hash what the model is: its config and its weights files, each framed by its length."""
-    whole = hashlib.sha256(b"loraserve.base.v1")
-    for path in (config_file, *shards):
-        with path.open("rb") as file:
-            part = hashlib.file_digest(file, "sha256").digest()
-        whole.update(path.stat().st_size.to_bytes(8, "little") + part)
-    return Digest(whole.hexdigest())
+class _Loader:
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, quantize: str) -> None:
+        self._config, self._checkpoint, self._dtype, self._quantize = config, checkpoint, dtype, quantize
+        # int8 codes are made from float32, whatever the checkpoint has
+        self._gather_dtype = torch.float32 if quantize == "int8" else dtype
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._sinks: dict[str, Callable[[str, Tensor], None]] = {}
+        self._tensors: dict[str, Tensor] = {}
+        self._sites: dict[tuple[int, str], _Site] = {}
+        self._head: Linear | None = None
+        self._plan()
 
+    def load(self, model_id: str, max_model_len: int) -> Decoder:
+        config, architecture = self._config, self._config.architecture
+        self._check()
+        digest = self._stream()
+        rotary = RotaryEmbedding(config.rope, config.head_dim, max_model_len)
+        embedding = self._tensors[architecture.embedding]
+        head = self._head if self._head is not None else self._make_head(embedding, None)
+        layers = tuple(self._layer(layer) for layer in range(config.num_layers))
+        norm = self._norm(architecture.norm)
+        sites = [site.linear.num_bytes for site in self._sites.values() if site.linear is not None]
+        spec = BaseSpec(
+            id=model_id,
+            digest=digest,
+            architecture=architecture.name,
+            num_layers=config.num_layers,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            max_model_len=max_model_len,
+            modules=config.module_shapes,
+            module_paths=dict(architecture.module_paths),
+            layers_path=architecture.layers,
+            eos_token_ids=tuple(token_id for token_id in config.eos_token_ids if token_id < config.vocab_size),
+            dtype=str(self._dtype).removeprefix("torch."),
+            quantization=self._quantize,
+            num_parameters=sum(torch.Size(shape).numel() for shape in self._shapes.values()),
+            size_bytes=sum(sites) + sum(t.nbytes for t in self._tensors.values()) + head.num_bytes + rotary.num_bytes,
+        )
+        _return_free_memory()
+        return Decoder(config, spec, embedding=embedding, layers=layers, norm=norm, head=head, rotary=rotary)
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a tensor goes."""
+    def _plan(self) -> None:
+        """Say of each tensor that the model needs what shape it has and where it goes."""
+        config, architecture = self._config, self._config.architecture
+        self._expect(architecture.embedding, (config.vocab_size, config.hidden_size), self._keep_as_is)
+        self._expect(architecture.norm, (config.hidden_size,), self._keep)
+        # a checkpoint may hold a head although its config ties it to the embedding: transformers then takes the head's own
+        if not config.is_tied or architecture.head in self._checkpoint.tensors:
+            self._expect(architecture.head, (config.vocab_size, config.hidden_size), self._take_head)
+        norms = {architecture.attention_norm: config.hidden_size, architecture.mlp_norm: config.hidden_size}
+        if architecture.has_qk_norm:
+            norms |= {architecture.q_norm: config.head_dim, architecture.k_norm: config.head_dim}
+        for layer in range(config.num_layers):
+            prefix = f"{architecture.layers}.{layer}."
+            for name, size in norms.items():
+                self._expect(prefix + name, (size,), self._keep)
+            for site in SITES:
+                self._plan_site(layer, site, prefix)
 
-    shape: tuple[int, ...]
-    put: Callable[[Tensor], None]
-
-
-class _Weights:
-    """Every tensor that the config asks for, with its place; what hasn't come by the end is missing."""
-
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, quantize: str) -> None:
-        self._config = config
-        self._dtype = dtype
-        self._quantize = quantize
-        self._vectors: dict[str, Tensor] = {}
-        self._linears: dict[str, Linear] = {}
-        self._places: dict[str, _Place] = {}
-        self.num_parameters = 0
-        hidden = config.hidden_size
-        self._expect_tensor("model.embed_tokens.weight", (config.vocab_size, hidden))
-        self._expect_tensor("model.norm.weight", (hidden,))
-        if not config.tie_word_embeddings:
-            self._expect_linear("lm_head", ["lm_head"], [(config.vocab_size, hidden)], has_bias=False)
-        for i in range(config.num_layers):
-            self._expect_layer(f"{LAYERS_PATH}.{i}")
-
-    def _expect_layer(self, path: str) -> None:
+    def _plan_site(self, layer: int, site: str, prefix: str) -> None:
         config = self._config
-        self._expect_tensor(f"{path}.input_layernorm.weight", (config.hidden_size,))
-        self._expect_tensor(f"{path}.post_attention_layernorm.weight", (config.hidden_size,))
-        if config.spec.has_qk_norm:
-            self._expect_tensor(f"{path}.self_attn.q_norm.weight", (config.head_dim,))
-            self._expect_tensor(f"{path}.self_attn.k_norm.weight", (config.head_dim,))
-        biases = {"qkv": config.has_qkv_bias, "o": config.has_o_bias}
-        for site, modules in SITES.items():
-            names = [f"{path}.{MODULE_PATHS[module]}" for module in modules]
-            shapes = [config.module_shapes[module] for module in modules]
-            self._expect_linear(f"{path}.{site}", names, shapes, has_bias=biases.get(site, config.has_mlp_bias))
+        gathered = self._sites[layer, site] = _Site(config, site, self._make, self._gather_dtype)
+        first_row = 0
+        for module in SITES[site]:
+            path = prefix + config.architecture.module_paths[module]
+            shape = config.module_shapes[module]
 
-    def _expect_tensor(self, name: str, shape: tuple[int, ...]) -> None:
-        def put(tensor: Tensor) -> None:
-            # A copy: the tensor is a view of the file.
-            self._vectors[name] = tensor.to(self._dtype, copy=True)
+            def put(_: str, part: Tensor, gathered: _Site = gathered, first_row: int = first_row) -> None:
+                gathered.put(part, first_row)
 
-        self._places[name] = _Place(shape, put)
+            self._expect(f"{path}.weight", shape, put)
+            if config.has_bias(module):
+                self._expect(f"{path}.bias", shape[:1], put)
+            first_row += shape[0]
 
-    def _expect_linear(self, key: str, names: list[str], shapes: list[tuple[int, int]], *, has_bias: bool) -> None:
-        builder = LinearBuilder(shapes, has_bias=has_bias, dtype=self._dtype, quantize=self._quantize)
+    def _expect(self, name: str, shape: tuple[int, ...], sink: Callable[[str, Tensor], None]) -> None:
+        self._shapes[name] = shape
+        self._sinks[name] = sink
 
-        def place(put: Callable[[int, Tensor], None], index: int) -> Callable[[Tensor], None]:
-            def put_and_build(tensor: Tensor) -> None:
-                put(index, tensor)
-                if builder.is_complete:
-                    self._linears[key] = builder.build()
+    def _keep(self, name: str, tensor: Tensor) -> None:
+        self._tensors[name] = tensor.float()
 
-            return put_and_build
+    def _keep_as_is(self, name: str, tensor: Tensor) -> None:
+        self._tensors[name] = tensor
 
-        for index, (name, shape) in enumerate(zip(names, shapes, strict=True)):
-            self._places[f"{name}.weight"] = _Place(shape, place(builder.put_weight, index))
-            if has_bias:
-                self._places[f"{name}.bias"] = _Place(shape[:1], place(builder.put_bias, index))
+    def _take_head(self, _: str, tensor: Tensor) -> None:
+        self._head = self._make_head(tensor, None)
 
-    def put(self, name: str, tensor: Tensor) -> None:
-        """Take one tensor of the checkpoint.
+    def _make(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return make_linear(weight, bias, quantize=self._quantize, dtype=self._dtype)
 
-        Raises:
-            ShapeMismatch: its shape isn't the config's.
-            ModelError: the architecture has no such tensor, or it isn't of floats.
-        """
-        if name.endswith(_IGNORED_SUFFIXES) or (name == "lm_head.weight" and self._config.tie_word_embeddings):
-            return
-        place = self._places.pop(name, None)
-        if place is None:
-            raise ModelError(
-                f"The checkpoint has a tensor {name}, which {self._config.architecture} with this config.json has not (or has once)."
+    def _make_head(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return self._make(weight.to(self._gather_dtype), bias)
+
+    def _check(self) -> None:
+        """Compare the headers with what the model needs, before a byte of weights is read."""
+        stored = self._checkpoint.tensors
+        missing = [name for name in self._shapes if name not in stored]
+        if missing:
+            raise MissingTensor(
+                f"The checkpoint lacks {_listed(missing)}; {self._config.architecture.name} with this config.json has "
+                f"{_listed([f'{name} of shape {list(self._shapes[name])}' for name in missing[:1]])}.",
+                hint="Fetch the checkpoint again, or check config.json.",
             )
-        if tuple(tensor.shape) != place.shape:
-            raise ShapeMismatch(f"{name} is {_by(tensor.shape)}; config.json makes it {_by(place.shape)}.")
-        if not tensor.is_floating_point():
-            raise ModelError(
-                f"{name} is of {tensor.dtype}; floats were expected.",
-                hint="Pre-quantized checkpoints can't be loaded yet.",
+        unexpected = [name for name in stored if name not in self._shapes and not name.endswith(_IGNORED_ENDING)]
+        if unexpected:
+            raise UnexpectedTensor(
+                f"The checkpoint holds {_listed(unexpected)}, which {self._config.architecture.name} with this config.json doesn't have: "
+                "leaving tensors out would change the answers.",
+                hint="Check num_hidden_layers, the bias flags and the architecture in config.json.",
             )
-        self.num_parameters += tensor.numel()
-        place.put(tensor)
+        for name, shape in self._shapes.items():
+            if stored[name].shape != shape:
+                raise ShapeMismatch(
+                    f"The tensor {name} has the shape {list(stored[name].shape)}; expected {list(shape)} from config.json.",
+                    hint="Check that config.json belongs to this checkpoint.",
+                )
 
-    def finish(self) -> tuple[Tensor, tuple[DecoderLayer, ...], Tensor, Linear]:
-        """Return (embedding, layers, final norm, head).
+    def _stream(self) -> Digest:
+        """Put every tensor in its place, and return the digest of the base: of the function, not of how its files are cut."""
+        tensors: list[tuple[str, str, tuple[int, ...], str]] = []
+        # hashing a tensor and placing it take about as long, and both leave the interpreter's lock
+        with ThreadPoolExecutor(1, "model-hash") as pool:
+            for stored, tensor, raw in self._checkpoint.read(frozenset(self._shapes)):
+                hashed = pool.submit(_sha256, raw)
+                self._sinks[stored.name](stored.name, tensor)
+                tensors.append((stored.name, stored.dtype, stored.shape, hashed.result()))
+                del tensor, raw, hashed
+        return base_digest(self._config.identity(), tensors)
 
-        Raises:
-            MissingTensor: names what never came.
-        """
-        if self._places:
-            names = list(self._places)
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise MissingTensor(f"The checkpoint has no {', '.join(names[:3])}{more}.")
-        embedding = self._vectors["model.embed_tokens.weight"]
-        head = TiedLinear(embedding) if self._config.tie_word_embeddings else self._linears["lm_head"]
-        layers = tuple(self._layer(f"{LAYERS_PATH}.{i}") for i in range(self._config.num_layers))
-        return embedding, layers, self._vectors["model.norm.weight"], head
-
-    def _layer(self, path: str) -> DecoderLayer:
+    def _layer(self, layer: int) -> DecoderLayer:
+        config, architecture = self._config, self._config.architecture
+        prefix = f"{architecture.layers}.{layer}."
         return DecoderLayer(
-            input_norm=self._vectors[f"{path}.input_layernorm.weight"],
-            qkv=self._linears[f"{path}.qkv"],
-            q_norm=self._vectors.get(f"{path}.self_attn.q_norm.weight"),
-            k_norm=self._vectors.get(f"{path}.self_attn.k_norm.weight"),
-            o=self._linears[f"{path}.o"],
-            post_attention_norm=self._vectors[f"{path}.post_attention_layernorm.weight"],
-            gate_up=self._linears[f"{path}.gate_up"],
-            down=self._linears[f"{path}.down"],
+            attention_norm=self._norm(prefix + architecture.attention_norm),
+            qkv=self._linear(layer, "qkv"),
+            q_norm=self._norm(prefix + architecture.q_norm) if architecture.has_qk_norm else None,
+            k_norm=self._norm(prefix + architecture.k_norm) if architecture.has_qk_norm else None,
+            o=self._linear(layer, "o"),
+            mlp_norm=self._norm(prefix + architecture.mlp_norm),
+            gate_up=self._linear(layer, "gate_up"),
+            down=self._linear(layer, "down"),
+            sliding_window=config.sliding_windows[layer],
         )
 
-    @property
-    def num_bytes(self) -> int:
-        linears = sum(linear.num_bytes for linear in self._linears.values())
-        return linears + sum(tensor.nbytes for tensor in self._vectors.values())
+    def _norm(self, name: str) -> RMSNorm:
+        return RMSNorm(self._tensors[name], self._config.rms_norm_eps)
+
+    def _linear(self, layer: int, site: str) -> LoraLinear:
+        linear = self._sites[layer, site].linear
+        if linear is None:
+            raise InvariantViolation(f"not every tensor of layer {layer}'s {site} was put")
+        return LoraLinear(linear, site, layer)
 
 
-def _describe(
-    config: ModelConfig,
-    model_id: str,
-    digest: Digest,
-    length: int,
-    dtype: torch.dtype,
-    quantize: str,
-    weights: _Weights,
-) -> BaseSpec:
-    return BaseSpec(
-        id=model_id,
-        digest=digest,
-        architecture=config.architecture,
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        max_model_len=length,
-        modules=config.module_shapes,
-        module_paths=MODULE_PATHS,
-        layers_path=LAYERS_PATH,
-        eos_token_ids=config.eos_token_ids,
-        dtype=str(dtype).removeprefix("torch."),
-        quantization=quantize,
-        num_parameters=weights.num_parameters,
-        size_bytes=weights.num_bytes,
-    )
+def base_digest(identity: Mapping[str, object], tensors: list[tuple[str, str, tuple[int, ...], str]]) -> Digest:
+    """Return the SHA-256 of what a base computes: its config's identity and its tensors' names, dtypes, shapes and content.
+
+    The same weights in other shards, or in another order, have the same digest. Every part is framed: no two bases share an input.
+    """
+    entries = sorted([name, dtype, list(shape), sha256] for name, dtype, shape, sha256 in tensors)
+    framed = json.dumps({"base": 1, "config": identity, "tensors": entries}, sort_keys=True, separators=(",", ":"))
+    return Digest(hashlib.sha256(framed.encode()).hexdigest())
 
 
-def _by(shape: tuple[int, ...] | torch.Size) -> str:
-    return "×".join(map(str, shape))
+def _sha256(data: memoryview) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _return_free_memory() -> None:
+    """Give back to the system what gathering and packing freed: glibc keeps it otherwise."""
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):
+        return
+    trim(0)

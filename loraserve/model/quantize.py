@@ -1,9 +1,15 @@
-"""The base's linears as they stand in memory: float, or int8 by output channel. Each is built slice by slice while weights stream in."""
+"""Linears by how their weights are kept: float32, bfloat16 or float16, or int8. One object per site, made once, called every step.
+
+float32 weights are kept in oneDNN's blocked layout, the only copy. Measured on one core of a Sapphire Rapids, 4096 × 768: as fast as the best
+other layout at every number of rows (2.0 × a row-major ``F.linear`` at 8 rows, 1.3 × at 32), and a row's result is the same bits whatever shares
+its batch: a row-major product takes another path, with another order of additions, at 1, 2 to 8, and more rows. oneDNN does so at one row only,
+so a single row is given a second.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import warnings
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,106 +18,123 @@ from torch.nn import functional as F
 from loraserve.errors import ConfigError
 from loraserve_kernels.gemm import Int8Weight, int8_linear, quantize_int8
 
-QUANTIZATIONS = ("none", "int8")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Linear(Protocol):
-    """Maps [num_tokens, in_features] to a new [num_tokens, out_features]."""
-
-    def __call__(self, x: Tensor) -> Tensor: ...
+    """``x W^T + bias`` for x [num_tokens, in_features] float32; the result [num_tokens, out_features] is float32, contiguous, and the caller's to change."""
 
     @property
     def num_bytes(self) -> int: ...
 
+    def __call__(self, x: Tensor) -> Tensor: ...
 
-class FloatLinear:
-    """Weights kept transposed, [in_features, out_features]: with few rows BLAS reads them faster so (2.5 × at 8 rows)."""
 
-    def __init__(self, weight_t: Tensor, bias: Tensor | None) -> None:
-        self._weight_t = weight_t
-        self._bias = bias
+def make_linear(weight: Tensor, bias: Tensor | None, *, quantize: str, dtype: torch.dtype) -> Linear:
+    """Return the linear of these weights; it keeps neither tensor when it keeps another form of them.
+
+    Args:
+        weight: [out_features, in_features], any float dtype.
+        bias: [out_features] float32.
+        quantize: ``none`` or ``int8``.
+        dtype: what the weights are kept in, when not quantized.
+    """
+    if quantize == "int8":
+        return Int8Linear(weight, bias)
+    if dtype == torch.float16:
+        return Float16Linear(weight, bias)
+    weight = weight.to(dtype).contiguous()
+    return PackedLinear(weight, bias) if _can_pack(dtype) else PlainLinear(weight, bias)
+
+
+def check_format(quantize: str, dtype: torch.dtype) -> None:
+    """Return if this machine's CPU can keep weights so.
+
+    Raises:
+        ConfigError: it can't, or nothing can.
+    """
+    if quantize not in ("none", "int8"):
+        raise ConfigError(f"Quantization {quantize!r} isn't available on the CPU; expected none or int8.")
+    if dtype not in DTYPES:
+        raise ConfigError(f"The dtype {dtype} isn't available; expected float32, bfloat16 or float16.")
+    needs_fbgemm = quantize == "int8" or dtype == torch.float16
+    if needs_fbgemm and "fbgemm" not in torch.backends.quantized.supported_engines:
+        raise ConfigError(
+            "int8 and float16 weights need fbgemm, which this build of torch hasn't got for this CPU.",
+            hint="Use --dtype float32 or bfloat16 and --quantize none.",
+        )
+
+
+class PackedLinear:
+    """float32 or bfloat16 weights in oneDNN's blocked layout. With bfloat16, x is rounded to it and sums are float32."""
+
+    __slots__ = ("_bias", "_cast", "_packed", "num_bytes")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        self._cast = None if weight.dtype == torch.float32 else weight.dtype
+        self._bias = None if bias is None else bias.to(weight.dtype)
+        self.num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return x @ self._weight_t if self._bias is None else torch.addmm(self._bias, x, self._weight_t)
+        num_tokens = x.shape[0]
+        if num_tokens == 1:
+            x = x.expand(2, -1).contiguous()
+        if self._cast is not None:
+            x = x.to(self._cast)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        if self._cast is not None:
+            out = out.float()
+        return out[:1] if num_tokens == 1 else out
 
-    @property
-    def num_bytes(self) -> int:
-        return self._weight_t.nbytes + (0 if self._bias is None else self._bias.nbytes)
 
+class PlainLinear:
+    """Row-major float32 or bfloat16 weights, where torch has no oneDNN."""
 
-class TiedLinear:
-    """A head that shares the embedding's rows, [vocab_size, hidden_size]; takes no memory of its own."""
+    __slots__ = ("_bias", "_weight", "num_bytes")
 
-    num_bytes = 0
-
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = weight
+        self._bias = None if bias is None else bias.to(weight.dtype)
+        self.num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self._weight)
+        return F.linear(x.to(self._weight.dtype), self._weight, self._bias).float()
+
+
+class Float16Linear:
+    """float16 weights packed for fbgemm; x and sums stay float32, and a row's result is the same bits whatever shares its batch."""
+
+    __slots__ = ("_bias", "_packed", "num_bytes")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        with warnings.catch_warnings():
+            # torch announces that the eager quantization API moves to torchao; the ops themselves stay
+            warnings.simplefilter("ignore")
+            self._packed: Any = torch.ops.quantized.linear_prepack_fp16(weight.float(), None)
+        self._bias = bias
+        self.num_bytes = 2 * weight.numel() + (0 if bias is None else bias.nbytes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
+        return out if self._bias is None else out.add_(self._bias)
 
 
 class Int8Linear:
-    """int8 weights by output channel, activations rounded row by row: a row's result doesn't depend on the rows beside it."""
+    """int8 weights by output channel, x in int8 by row; a row's result is the same bits whatever shares its batch."""
 
-    def __init__(self, weight: Int8Weight, bias: Tensor | None) -> None:
-        self._weight = weight
+    __slots__ = ("_bias", "_weight", "num_bytes")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight: Int8Weight = quantize_int8(weight)
         self._bias = bias
+        self.num_bytes = self._weight.num_bytes + (0 if bias is None else bias.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
         return int8_linear(x, self._weight, self._bias)
 
-    @property
-    def num_bytes(self) -> int:
-        return self._weight.num_bytes + (0 if self._bias is None else self._bias.nbytes)
 
-
-class LinearBuilder:
-    """Collects the slices of one linear (q, k and v of ``qkv``), in any order, and builds it once all are there.
-
-    Float slices go straight to their place in the result; int8 needs them together, so at most one linear's float
-    weights exist beside the finished ones.
-    """
-
-    def __init__(self, slices: Sequence[tuple[int, int]], *, has_bias: bool, dtype: torch.dtype, quantize: str) -> None:
-        if quantize not in QUANTIZATIONS:
-            raise ConfigError(
-                f"--quantize {quantize} is not implemented on this device; choose {' or '.join(QUANTIZATIONS)}."
-            )
-        self._quantize = quantize
-        self._dtype = dtype
-        outs = [out for out, _ in slices]
-        self._starts = [sum(outs[:i]) for i in range(len(outs) + 1)]
-        self._in_features = slices[0][1]
-        self._num_missing = len(slices) * (2 if has_bias else 1)
-        self._bias = torch.empty(self._starts[-1], dtype=dtype) if has_bias else None
-        self._weight: Tensor | None = None
-
-    def put_weight(self, index: int, weight: Tensor) -> None:
-        """Take slice ``index``: [out_features, in_features] in any float dtype; copied."""
-        start, end = self._starts[index], self._starts[index + 1]
-        if self._weight is None:
-            # Only now: linears that haven't begun take no memory yet.
-            shape = (self._in_features, self._starts[-1])
-            self._weight = torch.empty(shape, dtype=torch.float32 if self._quantize == "int8" else self._dtype)
-        self._weight[:, start:end].copy_(weight.T)
-        self._num_missing -= 1
-
-    def put_bias(self, index: int, bias: Tensor) -> None:
-        if self._bias is None:
-            raise ValueError("this linear has no bias")
-        self._bias[self._starts[index] : self._starts[index + 1]].copy_(bias)
-        self._num_missing -= 1
-
-    @property
-    def is_complete(self) -> bool:
-        return self._num_missing == 0
-
-    def build(self) -> Linear:
-        """Return the finished linear and let go of what it was made from."""
-        weight, self._weight = self._weight, None
-        if weight is None or not self.is_complete:
-            raise ValueError("a slice of this linear is missing")
-        if self._quantize == "int8":
-            return Int8Linear(quantize_int8(weight.T), None if self._bias is None else self._bias.float())
-        return FloatLinear(weight, self._bias)
+def _can_pack(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

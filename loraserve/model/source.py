@@ -1,40 +1,61 @@
-"""Where a base model's files are: a directory, or a Hugging Face id that is brought to one. Imports no torch."""
+"""Where a base model's files are: a directory, or a repository on the Hugging Face hub. Imports no torch."""
 
 from __future__ import annotations
 
-import os
+import re
 from pathlib import Path
 
 from loraserve.errors import ConfigError
 
-_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
+_HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?)(@(?P<revision>[\w./-]{1,200}))?")
+_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+"""Pickled weights are never fetched."""
 
 
 def resolve_model_dir(model: str) -> Path:
-    """Return the directory with the model's ``config.json``, downloading it when ``model`` is a hub id.
+    """Return the directory that holds the model's ``config.json``, fetching it from the hub where `model` names no directory.
+
+    Args:
+        model: a directory, or ``org/name`` with an optional ``@revision``. A directory goes first.
 
     Raises:
-        ConfigError: no such directory and no such id, or the ``hub`` extra isn't installed.
+        ConfigError: there's no such directory or repository, it holds no ``config.json``, or the hub can't be reached (or isn't installed).
     """
     path = Path(model).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ConfigError(
-                f"The directory {model} has no config.json.", hint="--model takes a Hugging Face directory."
-            )
-        return path.resolve()
-    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
+        return _with_config(path, model)
+    match = _HUB_ID.fullmatch(model)
+    if path.exists() or match is None or model.startswith((".", "~", "/")):
+        found = "is a file" if path.exists() else "doesn't exist"
         raise ConfigError(
-            f"There is no directory {model}.", hint="--model takes a Hugging Face directory, or an id such as ORG/NAME."
+            f"The model {model!r} {found}; expected a directory with config.json, or org/name on the hub."
         )
+    return _with_config(_fetch(match["repo"], match["revision"]), model)
+
+
+def _with_config(path: Path, model: str) -> Path:
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            f"The model {model!r} has no config.json (looked in {path}).",
+            hint="Give the directory that holds config.json and the safetensors files.",
+        )
+    return path
+
+
+def _fetch(repo: str, revision: str | None) -> Path:
     try:
         from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     except ImportError:
         raise ConfigError(
-            f"There is no directory {model}, and hub ids need the package huggingface_hub.",
-            hint='Try: pip install "loraserve[hub]"',
+            f"There's no directory {repo!r}, and huggingface_hub isn't installed, so it can't be fetched from the hub.",
+            hint='Give a directory, or: pip install "loraserve[hub]".',
         ) from None
     try:
-        return Path(snapshot_download(model, allow_patterns=_PATTERNS, token=os.environ.get("HF_TOKEN")))
-    except Exception as error:  # the hub's client raises many kinds
-        raise ConfigError(f"The model {model} can't be fetched: {type(error).__name__}: {error}") from error
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=_PATTERNS))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"There's no directory {repo!r}, and it can't be fetched from the hub: {reason}",
+            hint="Check the name, the network, and HF_TOKEN for gated models.",
+        ) from error

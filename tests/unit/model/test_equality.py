@@ -1,0 +1,103 @@
+"""Each architecture computes what transformers computes, in every way in which a sequence can be cut into steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from .conftest import PagedRun, build_model, load, random_tokens, reference_logits, save_model
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.5}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-multi-head": ("llama", {"num_key_value_heads": 4, "head_dim": 16}),
+    "llama-multi-query-odd-width": ("llama", {"num_key_value_heads": 1, "head_dim": 10}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-linear-rope": ("llama", {"rope_parameters": LINEAR}),
+    "llama3-rope": ("llama", {"rope_parameters": LLAMA3, "head_dim": 32}),
+    "llama-yarn": ("llama", {"rope_parameters": YARN, "head_dim": 32}),
+    "mistral": ("mistral", {"sliding_window": None, "head_dim": 16}),
+    "mistral-window": ("mistral", {"sliding_window": 9, "head_dim": 16}),
+    "mistral-window-of-one": ("mistral", {"sliding_window": 1}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-window-by-layer": ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+    "qwen2-tied-yarn": ("qwen2", {"tie_word_embeddings": True, "rope_parameters": {**YARN, "attention_factor": 0.8}}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "qwen3-bias-tied": ("qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
+    "qwen3-layer-types": (
+        "qwen3",
+        {
+            "head_dim": 16,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "qwen3-yarn-mscale": ("qwen3", {"head_dim": 32, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2}}),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, PagedRun]:
+    """A model of transformers, and ours loaded from what it saved."""
+    kind, overrides = CASES[request.param]
+    model = build_model(kind, **overrides)
+    decoder = load(save_model(model, tmp_path_factory.mktemp("model")))
+    return model, PagedRun(decoder)
+
+
+@pytest.mark.parametrize(
+    "chunks", [[50], [1, 7, 16, 3, 23], [17], []], ids=["prefill", "chunked", "prefill-then-decode", "decode"]
+)
+def test_logits_equal_transformers(pair: tuple[Any, PagedRun], chunks: list[int]) -> None:
+    model, shared = pair
+    run = PagedRun(shared.decoder, seed=len(chunks))
+    token_ids = random_tokens(50)
+    torch.testing.assert_close(run.logits(token_ids, chunks), reference_logits(model, token_ids), rtol=0, atol=1e-4)
+
+
+def test_logits_equal_transformers_in_a_mixed_batch(pair: tuple[Any, PagedRun]) -> None:
+    """Prefill, a chunk in the middle, and decode rows of four sequences share each step."""
+    model, shared = pair
+    run = PagedRun(shared.decoder, seed=7)
+    tokens = [random_tokens(count, seed=count) for count in (40, 33, 21, 18)]
+    a, b, c, d = (run.add(token_ids) for token_ids in tokens)
+    steps = [
+        [(a, 31), (b, 5)],
+        [(b, 13), (a, 1), (c, 20)],
+        [(c, 1), (d, 17), (a, 1), (b, 14)],
+        [(d, 1), (b, 1), (a, 7)],
+    ]
+    parts: dict[int, list[torch.Tensor]] = {}
+    for step in steps:
+        for (sequence, _), logits in zip(step, run.step(step), strict=True):
+            parts.setdefault(id(sequence), []).append(logits)
+    for sequence, token_ids in zip((a, b, c, d), tokens, strict=True):
+        ours = torch.cat(parts[id(sequence)])
+        torch.testing.assert_close(ours, reference_logits(model, token_ids)[: len(ours)], rtol=0, atol=1e-4)
+
+
+def test_older_rope_scaling_field_means_the_same(tmp_path: Path) -> None:
+    model = build_model(rope_parameters=LLAMA3, head_dim=32)
+    save_model(model, tmp_path)
+    from .conftest import edit_json
+
+    older = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
+    edit_json(tmp_path / "config.json", rope_parameters=None, rope_scaling=older, rope_theta=LLAMA3["rope_theta"])
+    token_ids = random_tokens(50)
+    ours = PagedRun(load(tmp_path)).logits(token_ids, [50])
+    torch.testing.assert_close(ours, reference_logits(model, token_ids), rtol=0, atol=1e-4)
