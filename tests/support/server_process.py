@@ -1,0 +1,142 @@
+"""A real server in a process of its own, for tests that start, kill and restart one. On the loopback, on a free port."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx2
+
+from loraserve import Client
+from loraserve.demo.pack import base_dir
+
+ADMIN_KEY = "admin-key-of-the-tests-0123456789"
+START_S, STOP_S = 120.0, 30.0
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """This process's variables without loraserve's own, and then `variables`."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("LORASERVE_")}
+    return kept | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"} | variables
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@dataclass
+class ServerProcess:
+    """``loraserve serve`` over a data folder that outlives it."""
+
+    data_dir: Path
+    model: Path = field(default_factory=base_dir)
+    flags: tuple[str, ...] = ("--memory-budget", "64MiB", "--host-cache", "64MiB")
+    variables: dict[str, str] = field(default_factory=dict)
+    port: int = field(default_factory=free_port)
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def log(self) -> Path:
+        return self.data_dir.with_name(self.data_dir.name + ".log")
+
+    def start(self) -> ServerProcess:
+        """Return once it is ready."""
+        command = [sys.executable, "-P", "-m", "loraserve.cli.main", "serve", "--model", str(self.model)]
+        command += ["--port", str(self.port), "--data-dir", str(self.data_dir), *self.flags]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=log,
+                cwd=self.data_dir.parent,
+                env=environment(LORASERVE_ADMIN_KEY=ADMIN_KEY, **self.variables),
+            )
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, f"the server ended with {self.process.returncode}:\n{self.tail()}"
+            try:
+                if httpx2.get(f"{self.url}/readyz", timeout=5).status_code == 200:
+                    return self
+            except httpx2.TransportError:
+                pass
+            time.sleep(0.05)
+        raise AssertionError(f"the server wasn't ready in {START_S:.0f} s:\n{self.tail()}")
+
+    def stop(self) -> int:
+        """Ask it to stop, as an orchestrator does; return its exit code."""
+        if self.process is None:
+            return 0
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"the server didn't stop in {STOP_S:.0f} s:\n{self.tail()}") from None
+
+    def kill(self) -> None:
+        """End it without a chance to do anything, its engine too (which else notices within a heartbeat)."""
+        engine = self.engine_pid()
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        if engine is not None:
+            try:
+                os.kill(engine, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
+    def engine_pid(self) -> int | None:
+        """The engine process that this server has now."""
+        if self.process is None:
+            return None
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                command = (entry / "cmdline").read_bytes()
+            except (OSError, IndexError):
+                continue
+            if parent == self.process.pid and b"loraserve.engine.worker" in command:
+                return int(entry.name)
+        return None
+
+    def tail(self) -> str:
+        return self.log.read_text(errors="replace")[-4000:]
+
+    def admin(self) -> Client:
+        return Client(self.url, api_key=ADMIN_KEY)
+
+    def make_tenant(self, name: str) -> str:
+        """Make a tenant and return a key of it."""
+        headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+        httpx2.post(f"{self.url}/api/v1/tenants", json={"name": name}, headers=headers).raise_for_status()
+        answer = httpx2.post(f"{self.url}/api/v1/tenants/{name}/keys", json={"name": "tests"}, headers=headers)
+        key: str = answer.raise_for_status().json()["key"]
+        return key
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample of /metrics, labels in the name."""
+        answer = httpx2.get(f"{self.url}/metrics", headers={"Authorization": f"Bearer {ADMIN_KEY}"}).raise_for_status()
+        lines = [line for line in answer.text.splitlines() if line and not line.startswith("#")]
+        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
+def events(lines: list[str]) -> list[dict[str, object]]:
+    """The JSON of a stream's ``data:`` lines, ``[DONE]`` left out."""
+    data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    return [json.loads(item) for item in data if item != "[DONE]"]
