@@ -177,8 +177,7 @@ class LocalStore:
         first, second = digest[:2], digest[2:4]
         made: list[tuple[str, int]] = []
         folders = [self._root_fd]
-        is_new = not self.exists(digest)
-        is_there = False
+        is_new = is_there = False
         try:
             for name, path in ((first, first), (second, f"{first}/{second}")):
                 try:
@@ -188,6 +187,9 @@ class LocalStore:
                 except FileExistsError:
                     pass
                 folders.append(os.open(name, _FOLDER_FLAGS, dir_fd=folders[-1]))
+            # One at a time in a folder: else a publish that fails could take away what an equal one has just acknowledged.
+            fcntl.flock(folders[-1], fcntl.LOCK_EX)
+            is_new = not self.exists(digest)
             faults.hit("blob.before_rename")
             os.rename(staged_name, digest, src_dir_fd=self._staging_fd, dst_dir_fd=folders[-1])
             is_there = True

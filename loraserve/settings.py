@@ -25,8 +25,10 @@ ENV_PREFIX = "LORASERVE_"
 DEFAULT_CONFIG_FILE = "loraserve.toml"
 
 # Read by the command line, the SDK and the tests, not by the server.
-_OTHER_VARIABLES = frozenset({"LORASERVE_URL", "LORASERVE_API_KEY", "LORASERVE_TENANT", "LORASERVE_FORMAT"})
-_OTHER_PREFIXES = ("LORASERVE_TEST_", "LORASERVE_FAULTS_")
+_OTHER_VARIABLES = frozenset(
+    {"LORASERVE_URL", "LORASERVE_API_KEY", "LORASERVE_TENANT", "LORASERVE_FORMAT", "LORASERVE_FAULTS"}
+)
+_OTHER_PREFIXES = ("LORASERVE_TEST_",)
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 _UNITS = {"": 1, "b": 1}

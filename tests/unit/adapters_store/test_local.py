@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import signal
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from adapters_store import LocalStore, open_store
 from loraserve import faults
 from loraserve.errors import BlobCorrupt, BlobNotFound, ConfigError, StorageError, StorageFull
+from loraserve.types import Digest
 
 DATA = b"weights" * 1000
 DIGEST = hashlib.sha256(DATA).hexdigest()
@@ -343,3 +345,35 @@ def test_any_way_of_cutting_the_bytes_gives_the_same_blob(
             staged.write(chunk)
         assert bytes(store.read(staged.commit())) == b"".join(chunks)
     store.close()
+
+
+def test_a_failing_upload_takes_nothing_from_an_equal_one_beside_it(tmp_path):
+    store = LocalStore(tmp_path / "blobs")
+    with store.stage() as earlier:
+        earlier.write(DATA)
+        earlier.commit()
+    store.delete(Digest(DIGEST))  # its folders stay
+    first, second = store.stage(), store.stage()
+    for staged in (first, second):
+        staged.write(DATA)
+    acknowledged: list[str] = []
+    other = threading.Thread(target=lambda: acknowledged.append(second.commit()))
+
+    def let_the_other_come_as_far_as_it_can() -> None:
+        if threading.current_thread() is not other and not other.ident:
+            other.start()
+            other.join(0.3)
+
+    def fail_here_only() -> None:
+        if threading.current_thread() is not other:
+            raise OSError(errno.EIO, "no")
+
+    with (
+        faults.arm("blob.before_rename", let_the_other_come_as_far_as_it_can),
+        faults.arm("blob.folder_fsync", fail_here_only),
+        pytest.raises(StorageError),
+    ):
+        first.commit()
+    other.join(5)
+    assert acknowledged == [DIGEST]
+    assert bytes(store.read(DIGEST)) == DATA
