@@ -94,7 +94,9 @@ class KVCache:
             blocks.append(block)
         return blocks
 
-    def match_prefix(self, root: PrefixKey, token_ids: Sequence[int], max_tokens: int) -> tuple[list[BlockId], list[PrefixKey]]:
+    def match_prefix(
+        self, root: PrefixKey, token_ids: Sequence[int], max_tokens: int
+    ) -> tuple[list[BlockId], list[PrefixKey]]:
         """Hold and return the cached blocks that start ``token_ids``, at most ``max_tokens`` tokens' worth, with their keys.
 
         A hit is believed only after the block's parent and token ids were compared, not for its hash alone.
