@@ -130,7 +130,7 @@ def read_config(model_dir: Path) -> ModelConfig:
     """
     path = model_dir / "config.json"
     if not path.is_file():
-        raise ModelError(f"{model_dir} has no config.json.", hint="Give the directory of a Hugging Face model.")
+        raise ModelError(f"config.json is missing in {model_dir}.", hint="--model takes a Hugging Face directory.")
     config = _read_object(path)
     generation_path = model_dir / "generation_config.json"
     return parse_config(config, _read_object(generation_path) if generation_path.is_file() else {})

@@ -12,9 +12,10 @@ from torch.nn import functional as F
 from loraserve.errors import InvariantViolation
 from loraserve.model.config import ModelConfig
 from loraserve.model.inputs import KVTensors, ModelInputs
-from loraserve.model.layers import RMSNorm, RotaryEmbedding, rotate, swiglu
+from loraserve.model.layers import RMSNorm, swiglu
 from loraserve.model.lora import LoraLinear, select_rows
 from loraserve.model.quantize import Linear
+from loraserve.model.rotary import RotaryEmbedding, rotate
 from loraserve.types import BaseSpec
 from loraserve_kernels.attention import AttentionPlan, make_attention_plan, paged_attention, store_kv
 from loraserve_kernels.plan import LoraPlan

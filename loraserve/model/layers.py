@@ -1,14 +1,10 @@
-"""The parts between the linears: RMSNorm, rotary positions, SwiGLU. Every one works row by row: a row's result is the same bits in any batch."""
+"""What stands between the linears: RMSNorm and SwiGLU. Both work row by row: a row's result is the same bits in any batch."""
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-
-from loraserve.model.config import RopeConfig, RopeType
 
 
 class RMSNorm:
@@ -32,75 +28,7 @@ class RMSNorm:
         return (x * scale).mul_(self.weight)
 
 
-class RotaryEmbedding:
-    """Cosines and sines of every position below `max_model_len`, computed once, as transformers computes them in float32.
-
-    Half of the head's angles are kept: the other half are the same.
-    """
-
-    def __init__(self, config: RopeConfig, head_dim: int, max_model_len: int) -> None:
-        angles = torch.arange(max_model_len).float()[:, None] * rope_frequencies(config, head_dim)
-        self._cos = angles.cos().mul_(config.attention_factor)
-        self._sin = angles.sin_().mul_(config.attention_factor)
-        self.num_bytes = self._cos.nbytes + self._sin.nbytes
-
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what `rotate` needs for these positions, each [num_tokens, 1, head_dim]: the cosines, and the sines with the first half negated."""
-        cos, sin = self._cos[positions], self._sin[positions]
-        return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate x [num_tokens, num_heads, head_dim] in place by its positions; `cos` and `sin` are `RotaryEmbedding.at`'s."""
-    first, second = x.chunk(2, -1)
-    swapped = torch.cat((second, first), -1)
-    x.mul_(cos).addcmul_(swapped, sin)
-
-
 def swiglu(gate_up: Tensor) -> Tensor:
     """Return ``silu(gate) * up`` for gate_up [num_tokens, 2 * size], whose first half is the gate."""
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate).mul_(up)
-
-
-def rope_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """Return the angle by which each pair of elements turns per position, [head_dim / 2] float32."""
-    exponents = torch.arange(0, head_dim, 2).float() / head_dim
-    frequencies = 1.0 / config.theta**exponents
-    if config.type is RopeType.DEFAULT:
-        return frequencies
-    if config.type is RopeType.LINEAR:
-        return frequencies / config.factor
-    if config.type is RopeType.LLAMA3:
-        return _llama3(config, frequencies)
-    return _yarn(config, head_dim)
-
-
-def _llama3(config: RopeConfig, frequencies: Tensor) -> Tensor:
-    """Long wavelengths are stretched by the factor, short ones kept, those between blended."""
-    context = config.original_max_position_embeddings
-    wavelengths = 2 * math.pi / frequencies
-    is_long = wavelengths > context / config.low_freq_factor
-    is_short = wavelengths < context / config.high_freq_factor
-    blend = (context / wavelengths - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
-    blended = (1 - blend) * frequencies / config.factor + blend * frequencies
-    return torch.where(is_long, frequencies / config.factor, torch.where(is_short, frequencies, blended))
-
-
-def _yarn(config: RopeConfig, head_dim: int) -> Tensor:
-    """Source: YaRN (arXiv:2309.00071). Fast turning pairs are kept, slow ones stretched, with a ramp between."""
-
-    def dim_of(num_rotations: float) -> float:
-        context = config.original_max_position_embeddings
-        return head_dim * math.log(context / (num_rotations * 2 * math.pi)) / (2 * math.log(config.theta))
-
-    low, high = dim_of(config.beta_fast), dim_of(config.beta_slow)
-    if config.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    if low == high:
-        # the ramp needs a width
-        high += 0.001
-    periods = config.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
-    kept = 1 - ((torch.arange(head_dim // 2).float() - low) / (high - low)).clamp(0, 1)
-    return 1.0 / (config.factor * periods) * (1 - kept) + 1.0 / periods * kept

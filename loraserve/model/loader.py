@@ -16,9 +16,10 @@ from loraserve.errors import ConfigError, InvariantViolation, MissingTensor, Sha
 from loraserve.model.checkpoint import Checkpoint, open_checkpoint
 from loraserve.model.config import ModelConfig, read_config
 from loraserve.model.decoder import Decoder, DecoderLayer
-from loraserve.model.layers import RMSNorm, RotaryEmbedding
+from loraserve.model.layers import RMSNorm
 from loraserve.model.lora import LoraLinear
 from loraserve.model.quantize import Linear, check_format, make_linear
+from loraserve.model.rotary import RotaryEmbedding
 from loraserve.types import BaseSpec, Digest
 from loraserve_kernels.layout import SITES
 

@@ -1,130 +1,78 @@
-"""Rotary position embeddings and the ways to stretch them: none, linear, llama3, yarn."""
+"""Rotary positions and the ways to stretch them: linear, llama3, yarn. Row by row: a row's result is the same bits in any batch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from loraserve.errors import ModelError
+from loraserve.model.config import RopeConfig, RopeType
 
 
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """How positions become angles. `parameters` are the scaling's own numbers, under Hugging Face's names."""
+class RotaryEmbedding:
+    """Cosines and sines of every position below `max_model_len`, computed once, as transformers computes them in float32.
 
-    kind: str
-    theta: float
-    head_dim: int
-    parameters: Mapping[str, float] = field(default_factory=dict)
-
-    def tables(self, num_positions: int) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, each [num_positions, head_dim / 2] float32, times the scaling's attention factor."""
-        inverse, attention_factor = _KINDS[self.kind](self)
-        angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inverse[None, :]
-        return angles.cos() * attention_factor, angles.sin() * attention_factor
-
-    @property
-    def inverse_frequencies(self) -> Tensor:
-        """[head_dim / 2] float32, unscaled."""
-        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.int64).float() / self.head_dim
-        return 1.0 / (self.theta**exponents)
-
-
-def read_rope(config: Mapping[str, Any], head_dim: int, max_position_embeddings: int) -> Rope:
-    """Read ``rope_parameters``, or the older ``rope_theta`` and ``rope_scaling``.
-
-    Raises:
-        ModelError: a kind that isn't implemented, or a parameter that is missing or no number.
+    Half of the head's angles are kept: the other half are the same.
     """
-    raw: dict[str, Any] = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    theta = raw.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
-    kind = raw.pop("rope_type", None) or raw.pop("type", None) or "default"
-    raw.pop("type", None)
-    partial = raw.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
-    if partial != 1.0:
-        raise ModelError(f"config.json says partial_rotary_factor = {partial}; only 1.0 is implemented.")
-    if kind not in _KINDS:
-        raise ModelError(f'config.json says rope_type "{kind}"; implemented are {", ".join(_KINDS)}.')
-    needed = {
-        "default": (),
-        "linear": ("factor",),
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-        "yarn": ("factor",),
-    }[kind]
-    if kind == "yarn":
-        raw.setdefault("original_max_position_embeddings", max_position_embeddings)
-        if raw.get("factor") is None:
-            raw["factor"] = max_position_embeddings / raw["original_max_position_embeddings"]
-    for name in needed:
-        if isinstance(raw.get(name), bool) or not isinstance(raw.get(name), int | float):
-            raise ModelError(f'config.json\'s rope_type "{kind}" needs {name}; found {raw.get(name)!r}.')
-    numbers = {name: float(value) for name, value in raw.items() if isinstance(value, int | float)}
-    return Rope(kind, float(theta), head_dim, numbers)
+
+    def __init__(self, config: RopeConfig, head_dim: int, max_model_len: int) -> None:
+        angles = torch.arange(max_model_len).float()[:, None] * rope_frequencies(config, head_dim)
+        self._cos = angles.cos().mul_(config.attention_factor)
+        self._sin = angles.sin_().mul_(config.attention_factor)
+        self.num_bytes = self._cos.nbytes + self._sin.nbytes
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what `rotate` needs for these positions, each [num_tokens, 1, head_dim]: the cosines, and the sines with the first half negated."""
+        cos, sin = self._cos[positions], self._sin[positions]
+        return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
 
 
-def _default(rope: Rope) -> tuple[Tensor, float]:
-    return rope.inverse_frequencies, 1.0
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate x [num_tokens, num_heads, head_dim] in place by its positions; `cos` and `sin` are `RotaryEmbedding.at`'s."""
+    first, second = x.chunk(2, -1)
+    swapped = torch.cat((second, first), -1)
+    x.mul_(cos).addcmul_(swapped, sin)
 
 
-def _linear(rope: Rope) -> tuple[Tensor, float]:
-    return rope.inverse_frequencies / rope.parameters["factor"], 1.0
+def rope_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
+    """Return the angle by which each pair of elements turns per position, [head_dim / 2] float32."""
+    exponents = torch.arange(0, head_dim, 2).float() / head_dim
+    frequencies = 1.0 / config.theta**exponents
+    if config.type is RopeType.DEFAULT:
+        return frequencies
+    if config.type is RopeType.LINEAR:
+        return frequencies / config.factor
+    if config.type is RopeType.LLAMA3:
+        return _llama3(config, frequencies)
+    return _yarn(config, head_dim)
 
 
-def _llama3(rope: Rope) -> tuple[Tensor, float]:
-    """Long waves are stretched, short ones kept, those between blended. Source: Llama 3.1's reference code."""
-    p, inverse = rope.parameters, rope.inverse_frequencies
-    old_length, low, high = p["original_max_position_embeddings"], p["low_freq_factor"], p["high_freq_factor"]
-    wavelength = 2 * math.pi / inverse
-    stretched = torch.where(wavelength > old_length / low, inverse / p["factor"], inverse)
-    blend = (old_length / wavelength - low) / (high - low)
-    blended = (1 - blend) * stretched / p["factor"] + blend * stretched
-    is_medium = ~(wavelength < old_length / high) & ~(wavelength > old_length / low)
-    return torch.where(is_medium, blended, stretched), 1.0
+def _llama3(config: RopeConfig, frequencies: Tensor) -> Tensor:
+    """Long wavelengths are stretched by the factor, short ones kept, those between blended."""
+    context = config.original_max_position_embeddings
+    wavelengths = 2 * math.pi / frequencies
+    is_long = wavelengths > context / config.low_freq_factor
+    is_short = wavelengths < context / config.high_freq_factor
+    blend = (context / wavelengths - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+    blended = (1 - blend) * frequencies / config.factor + blend * frequencies
+    return torch.where(is_long, frequencies / config.factor, torch.where(is_short, frequencies, blended))
 
 
-def _yarn(rope: Rope) -> tuple[Tensor, float]:
-    """Dimensions that turn often keep their frequency, those that turn rarely are stretched. Source: YaRN (arXiv:2309.00071)."""
-    p, dim = rope.parameters, rope.head_dim
-    factor, old_length = p["factor"], p["original_max_position_embeddings"]
+def _yarn(config: RopeConfig, head_dim: int) -> Tensor:
+    """Source: YaRN (arXiv:2309.00071). Fast turning pairs are kept, slow ones stretched, with a ramp between."""
 
-    def magnitude(scale: float, weight: float = 1.0) -> float:
-        return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
+    def dim_of(num_rotations: float) -> float:
+        context = config.original_max_position_embeddings
+        return head_dim * math.log(context / (num_rotations * 2 * math.pi)) / (2 * math.log(config.theta))
 
-    attention_factor = p.get("attention_factor")
-    if attention_factor is None:
-        if p.get("mscale") and p.get("mscale_all_dim"):
-            attention_factor = magnitude(factor, p["mscale"]) / magnitude(factor, p["mscale_all_dim"])
-        else:
-            attention_factor = magnitude(factor)
-
-    def dimension_of(num_turns: float) -> float:
-        return dim * math.log(old_length / (num_turns * 2 * math.pi)) / (2 * math.log(rope.theta))
-
-    low, high = dimension_of(p.get("beta_fast") or 32), dimension_of(p.get("beta_slow") or 1)
-    if p.get("truncate", 1.0):
+    low, high = dim_of(config.beta_fast), dim_of(config.beta_slow)
+    if config.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
+    low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
+        # the ramp needs a width
         high += 0.001
-    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    inverse = rope.inverse_frequencies
-    return (inverse / factor) * ramp + inverse * (1 - ramp), attention_factor
-
-
-_KINDS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x with each head turned by its row's angles (the halves of a head are the pairs' two parts).
-
-    Args:
-        x: [num_tokens, num_heads, head_dim].
-        cos, sin: [num_tokens, 1, head_dim / 2].
-    """
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    periods = config.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    kept = 1 - ((torch.arange(head_dim // 2).float() - low) / (high - low)).clamp(0, 1)
+    return 1.0 / (config.factor * periods) * (1 - kept) + 1.0 / periods * kept

@@ -13,7 +13,7 @@ _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
 
 def resolve_model_dir(model: str) -> Path:
-    """Return the directory that holds the model's ``config.json``, fetching it from the hub where `model` names no directory.
+    """Return the absolute path of the directory that holds the model's ``config.json``, fetching it from the hub where `model` names no directory.
 
     Args:
         model: a directory, or ``org/name`` with an optional ``@revision``. A directory goes first.
@@ -39,7 +39,7 @@ def _with_config(path: Path, model: str) -> Path:
             f"The model {model!r} has no config.json (looked in {path}).",
             hint="Give the directory that holds config.json and the safetensors files.",
         )
-    return path
+    return path.resolve()
 
 
 def _fetch(repo: str, revision: str | None) -> Path:
