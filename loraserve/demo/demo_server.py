@@ -21,7 +21,7 @@ from loraserve.errors import ConfigError, EngineUnavailable
 HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 _START_S, _STOP_S = 90.0, 15.0
-_POLL_S = 0.05
+_POLL_S = 0.1
 _LOG_TAIL_LINES = 15
 
 
@@ -49,7 +49,7 @@ class DemoServer:
         check_port(self.port)
         command = [sys.executable, "-m", "loraserve.cli.main", "serve", "--model", str(base_dir())]
         command += ["--host", HOST, "--port", str(self.port), "--data-dir", str(self.data_dir)]
-        command += ["--memory-budget", "256MiB", "--host-cache", "256MiB", "--grace-s", "2"]
+        command += ["--memory-budget", "256MiB", "--host-cache", "256MiB", "--grace-s", "2", "--log-level", "warning"]
         # Another server's settings, in the environment or in a loraserve.toml, are not this one's.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("LORASERVE_")}
         environment |= {"LORASERVE_ADMIN_KEY": self.admin_key, "OMP_WAIT_POLICY": "PASSIVE"}

@@ -17,6 +17,7 @@ from loraserve import AsyncClient
 
 MAX_TOKENS = 96
 _REFRESH_PER_S = 20
+_ANSWER_WIDTH = 52
 
 
 @dataclass(slots=True)
@@ -83,9 +84,10 @@ async def _stream(
 
 def _table(prompt: str, columns: Sequence[Column]) -> Table:
     # A model's text and a person's prompt are text: nothing in them is markup.
-    table = Table(title=Text(prompt, style="bold"), title_justify="left", show_lines=True, expand=False)
+    table = Table(title=Text(prompt, style="bold"), title_justify="left")
     table.add_column("model", style="cyan", no_wrap=True)
-    table.add_column("answer", overflow="fold")
+    # wide from the start, so that the table doesn't jump as answers grow
+    table.add_column("answer", overflow="fold", min_width=_ANSWER_WIDTH)
     table.add_column("first token", justify="right", style="dim", no_wrap=True)
     for column in columns:
         ttft = f"{column.ttft_s * 1000:.0f} ms" if column.ttft_s is not None else ""

@@ -152,13 +152,19 @@ def _train_adapter(
         rng,
         lambda step: progress(style, step, recipe.num_steps),
     )
-    # A name, where PEFT would write this machine's path.
-    model.peft_config["default"].base_model_name_or_path = BASE_NAME
     directory.mkdir(parents=True, exist_ok=True)
-    model.to(torch.bfloat16).save_pretrained(directory)
+    model.to(torch.bfloat16).save_pretrained(
+        directory,
+        # They weren't trained; left to itself, PEFT asks the hub whether they might have been.
+        save_embedding_layers=False,
+    )
     (directory / "README.md").unlink(missing_ok=True)
-    # PEFT writes a set, in whatever order it has this time.
-    _tidy(directory, "adapter_config.json", {"target_modules": list(TARGET_MODULES)})
+    # PEFT writes this machine's path, and a set in whatever order it has this time.
+    _tidy(
+        directory,
+        "adapter_config.json",
+        {"base_model_name_or_path": BASE_NAME, "target_modules": list(TARGET_MODULES)},
+    )
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,36 +13,48 @@ pytest.importorskip("peft")
 import torch
 
 from loraserve.demo.frames import ADAPTERS
-from loraserve.demo.pack import adapter_dirs, base_dir, pack_dir
+from loraserve.demo.pack import CARD_FILES, adapter_dirs, base_dir, pack_dir
 from loraserve.demo.score import load_model, round_to_int8, score_pack
 from loraserve.demo.trainer import ADAPTER_RECIPE, BASE_RECIPE, train_models
 
 pytestmark = pytest.mark.slow
 
 
-def train_briefly(directory: Path, seed: int) -> list[str]:
-    """Weights' hashes, and the stages that were told of as a side effect in `stages.json`."""
-    stages: list[tuple[str, int, int]] = []
+Stage = tuple[str, int, int]
+
+
+def train_briefly(directory: Path) -> list[Stage]:
+    """A pack after a few steps, in `directory`; what was told of them."""
+    stages: list[Stage] = []
     recipes = (replace(BASE_RECIPE, num_steps=3), replace(ADAPTER_RECIPE, num_steps=2))
-    train_models(directory, seed, lambda *stage: stages.append(stage), *recipes)
-    (directory / "stages.json").write_text(json.dumps(stages))
-    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.rglob("*.safetensors"))]
+    train_models(directory, 1, lambda *stage: stages.append(stage), *recipes)
+    return stages
 
 
-def test_the_same_seed_trains_the_same_weights(tmp_path: Path) -> None:
-    first, again, other = (train_briefly(tmp_path / name, seed) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
-    assert first == again
-    assert first != other
-    assert len(first) == 1 + len(ADAPTERS)
-    stages = json.loads((tmp_path / "a" / "stages.json").read_text())
-    assert [stage for stage, done, total in stages if done == total] == ["base", *ADAPTERS]
+def files_of(pack: Path) -> dict[Path, str]:
+    """The models' files, by path, with their hashes."""
+    files = [path for path in pack.rglob("*") if path.is_file() and path.name not in CARD_FILES]
+    return {path.relative_to(pack): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def test_training_leaves_only_a_packs_files(tmp_path: Path) -> None:
-    train_briefly(tmp_path, 1)
-    found = {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file() and path.name != "stages.json"}
-    shipped = {path.relative_to(pack_dir()) for path in pack_dir().rglob("*") if path.is_file()}
-    assert found == {path for path in shipped if path.parts[0] in ("base", "adapters")}
+@pytest.fixture(scope="module")
+def brief_pack(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Stage]]:
+    directory = tmp_path_factory.mktemp("pack")
+    return directory, train_briefly(directory)
+
+
+def test_the_same_seed_makes_the_same_files(brief_pack: tuple[Path, list[Stage]], tmp_path: Path) -> None:
+    train_briefly(tmp_path)
+    assert files_of(tmp_path) == files_of(brief_pack[0])
+
+
+def test_training_makes_a_packs_files_and_no_others(brief_pack: tuple[Path, list[Stage]]) -> None:
+    assert files_of(brief_pack[0]).keys() == files_of(pack_dir()).keys()
+
+
+def test_every_step_is_told(brief_pack: tuple[Path, list[Stage]]) -> None:
+    base = [("base", step, 3) for step in (1, 2, 3)]
+    assert brief_pack[1] == base + [(style, step, 2) for style in ADAPTERS for step in (1, 2)]
 
 
 def test_the_shipped_pack_scores_what_its_card_promises() -> None:
