@@ -68,7 +68,7 @@ def openai_envelope(error: LoraserveError) -> dict[str, Any]:
         "error": {
             "message": str(error),
             "type": _OPENAI_TYPE.get(status, default),
-            "param": getattr(error, "param", None),
+            "param": "model" if isinstance(error, errors.ModelNotFound) else getattr(error, "param", None),
             "code": error.code,
         }
     }

@@ -23,6 +23,7 @@ access_log = structlog.stdlib.get_logger("loraserve.access")
 logger = logging.getLogger(__name__)
 
 _CLIENT_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+_PROBES = frozenset({"/livez", "/readyz", "/health"})
 _LINGER_S = 1.0
 _LINGER_BYTES = 16 * MIB
 _UPLOAD_PATHS = (f"{MANAGEMENT_PREFIX}/adapters/", f"{MANAGEMENT_PREFIX}/uploads")
@@ -73,7 +74,9 @@ class Guard:
         self._metrics.requests.labels(route, scope["method"] if route != "unmatched" else "-", status).inc()
         self._metrics.request_s.labels(route).observe(duration_s)
         caller = scope.get("state", {}).get("caller")
-        access_log.info(
+        # Probes ask every second or so.
+        log = access_log.debug if scope["path"] in _PROBES else access_log.info
+        log(
             "request",
             method=scope["method"],
             path=scope["path"][:200],

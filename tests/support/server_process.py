@@ -63,7 +63,7 @@ class ServerProcess:
                 stdout=log,
                 stderr=log,
                 cwd=self.data_dir.parent,
-                env=environment(LORASERVE_ADMIN_KEY=ADMIN_KEY, **self.variables),
+                env=environment(**{"LORASERVE_ADMIN_KEY": ADMIN_KEY, **self.variables}),
             )
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:

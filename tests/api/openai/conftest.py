@@ -187,7 +187,7 @@ async def url(services: Services) -> AsyncIterator[str]:
     server = uvicorn.Server(config)
     server.capture_signals = _no_signals  # type: ignore[method-assign]
     task = asyncio.create_task(server.serve())
-    while not server.started:  # noqa: ASYNC110 (uvicorn has a flag, not an event)
+    while not server.started:
         await asyncio.sleep(0.005)
     port = server.servers[0].sockets[0].getsockname()[1]
     yield f"http://127.0.0.1:{port}"

@@ -46,12 +46,12 @@ CASES: list[tuple[str, tuple[str, bytes], int, str | None, str]] = [
     ("model null", completion(model=None), 400, "model", "invalid_value"),
     ("model a number", completion(model=3), 400, "model", "invalid_value"),
     ("model empty", completion(model=""), 400, "model", "invalid_value"),
-    ("model absent", completion(model="nobody"), 404, None, "model_not_found"),
-    ("version absent", completion(model="sql@9"), 404, None, "model_not_found"),
-    ("version huge", completion(model="sql@" + "9" * 30), 404, None, "model_not_found"),
-    ("alias absent", completion(model="sql@canary"), 404, None, "model_not_found"),
-    ("model with a path", completion(model="../../SECRETMARKER"), 404, None, "model_not_found"),
-    ("model with a NUL", completion(model="sql\0SECRETMARKER"), 404, None, "model_not_found"),
+    ("model absent", completion(model="nobody"), 404, "model", "model_not_found"),
+    ("version absent", completion(model="sql@9"), 404, "model", "model_not_found"),
+    ("version huge", completion(model="sql@" + "9" * 30), 404, "model", "model_not_found"),
+    ("alias absent", completion(model="sql@canary"), 404, "model", "model_not_found"),
+    ("model with a path", completion(model="../../SECRETMARKER"), 404, "model", "model_not_found"),
+    ("model with a NUL", completion(model="sql\0SECRETMARKER"), 404, "model", "model_not_found"),
     # prompt
     ("no prompt", raw(b'{"model": "sql"}'), 400, "prompt", "invalid_value"),
     ("prompt empty", completion(prompt=""), 400, "prompt", "invalid_value"),
@@ -215,7 +215,7 @@ CASES: list[tuple[str, tuple[str, bytes], int, str | None, str]] = [
     # tokenize
     ("tokenize nothing", raw(b"{}", "/tokenize"), 400, "prompt", "invalid_value"),
     ("tokenize a number", raw(b'{"prompt": 3}', "/tokenize"), 400, "prompt", "invalid_value"),
-    ("tokenize for nobody", raw(b'{"prompt": "x", "model": "nobody"}', "/tokenize"), 404, None, "model_not_found"),
+    ("tokenize for nobody", raw(b'{"prompt": "x", "model": "nobody"}', "/tokenize"), 404, "model", "model_not_found"),
     ("detokenize words", raw(b'{"tokens": ["SECRETMARKER"]}', "/detokenize"), 400, "tokens.0", "invalid_value"),
     ("detokenize past the width", raw(b'{"tokens": [260]}', "/detokenize"), 400, "tokens.0", "invalid_value"),
 ]
