@@ -33,6 +33,7 @@ class AttentionPlan:
         table: [num_seqs, 3] int64, what the kernel reads of a sequence: row_start, num_rows, context_len.
         num_scores: keys that the longest context has, in whole blocks.
         num_pairs: rows times their contexts, summed: the step's work.
+        num_blocks: one more than the last block that a table names.
     """
 
     query_starts: tuple[int, ...]
@@ -42,6 +43,7 @@ class AttentionPlan:
     table: npt.NDArray[np.int64]
     num_scores: int
     num_pairs: int
+    num_blocks: int
 
 
 def make_attention_plan(
@@ -52,7 +54,7 @@ def make_attention_plan(
     Args:
         query_starts: num_seqs + 1 numbers, the first 0.
         context_lens: num_seqs numbers.
-        block_tables: [num_seqs, max_blocks] int32 on the CPU. Entries that a context needs must be blocks of the cache: that isn't checked.
+        block_tables: [num_seqs, max_blocks] int32 on the CPU.
         block_size: tokens of a block.
 
     Raises:
@@ -76,7 +78,12 @@ def make_attention_plan(
         longest, num_pairs = max(longest, context_len), num_pairs + num_rows * context_len
     num_scores = -(-longest // block_size) * block_size
     tables = block_tables.contiguous()
-    return AttentionPlan(tuple(query_starts), tuple(context_lens), tables, block_size, table, num_scores, num_pairs)
+    first, last = (int(bound) for bound in tables.aminmax())
+    if first < 0:
+        raise InvalidPlan(f"a block table names block {first}")
+    return AttentionPlan(
+        tuple(query_starts), tuple(context_lens), tables, block_size, table, num_scores, num_pairs, last + 1
+    )
 
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -86,8 +93,31 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
         k, v: [num_tokens, num_kv_heads, head_dim].
         k_cache, v_cache: one layer's, [num_blocks, num_kv_heads, block_size, head_dim].
         slot_mapping: [num_tokens] int64, ``block * block_size + offset``.
+
+    Raises:
+        ShapeMismatch: rows, heads and widths don't fit each other.
+        InvalidPlan: a slot that the cache doesn't have; what else was to be written may have been.
     """
-    block_size = k_cache.shape[2]
+    num_tokens = slot_mapping.shape[0]
+    if (
+        k.shape != v.shape
+        or k.shape != (num_tokens, k_cache.shape[1], k_cache.shape[3])
+        or k_cache.shape != v_cache.shape
+    ):
+        raise ShapeMismatch(
+            f"k is {tuple(k.shape)}, v {tuple(v.shape)}, the cache {tuple(k_cache.shape)} and {tuple(v_cache.shape)}, for {num_tokens} slots"
+        )
+    if HAS_NUMBA and slot_mapping.is_contiguous() and _fits_kernel(k, k_cache, v_cache, v, _lanes()):
+        _store_numba(k, v, k_cache, v_cache, slot_mapping)
+    else:
+        store_torch(k, v, k_cache, v_cache, slot_mapping)
+
+
+def store_torch(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """`store_kv` in PyTorch."""
+    num_blocks, block_size = k_cache.shape[0], k_cache.shape[2]
+    if slot_mapping.numel() and not 0 <= int(slot_mapping.min()) <= int(slot_mapping.max()) < num_blocks * block_size:
+        raise InvalidPlan(f"a slot isn't within the cache's {num_blocks} blocks of {block_size}")
     block, offset = slot_mapping // block_size, slot_mapping % block_size
     k_cache[block, :, offset] = k
     v_cache[block, :, offset] = v
@@ -123,10 +153,11 @@ def paged_attention(
         or k_cache.shape != v_cache.shape
         or k_cache.shape[2:] != (plan.block_size, head_dim)
         or num_heads % k_cache.shape[1]
+        or plan.num_blocks > k_cache.shape[0]
     ):
         raise ShapeMismatch(
             f"q is {tuple(q.shape)}, out {tuple(out.shape)}, the cache {tuple(k_cache.shape)} and {tuple(v_cache.shape)}; "
-            f"this plan takes {plan.query_starts[-1]} rows and blocks of {plan.block_size}"
+            f"this plan takes {plan.query_starts[-1]} rows and {plan.num_blocks} blocks of {plan.block_size} or more"
         )
     if HAS_NUMBA and _fits_kernel(q, k_cache, v_cache, out, plan.block_size):
         _attend_numba(q, k_cache, v_cache, plan, out, scale, sliding_window)
@@ -162,9 +193,10 @@ def attend_torch(
 
 
 def warm_up() -> None:
-    """Compile the kernel, or read it from numba's cache."""
+    """Compile the kernels, or read them from numba's cache."""
     if HAS_NUMBA:
         _kernel()
+        _store_kernel()
 
 
 @functools.cache
@@ -172,6 +204,14 @@ def _kernel() -> tuple[Callable[[int], None], int, Any]:
     from loraserve_kernels import cpu_attention
 
     handle = cpu_attention.compiled()
+    return handle.ctypes, handle.address, handle
+
+
+@functools.cache
+def _store_kernel() -> tuple[Callable[[int], None], int, Any]:
+    from loraserve_kernels import cpu_attention
+
+    handle = cpu_attention.compiled_store()
     return handle.ctypes, handle.address, handle
 
 
@@ -243,3 +283,37 @@ def _attend_numba(
     )
     args.view(np.float32)[2 * words.SCALE] = scale
     threads.run(call, address, args.ctypes.data, num_threads)
+
+
+def _store_numba(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    from loraserve_kernels import cpu_attention as words
+
+    call, address, _ = _store_kernel()
+    num_tokens, num_heads, head_dim = k.shape
+    args = np.zeros(words.S_NUM_WORDS, dtype=np.int64)
+    args[words.S_K : words.S_NUM_WORDS] = (
+        k.data_ptr(),
+        k.stride(0),
+        k.stride(1),
+        v.data_ptr(),
+        v.stride(0),
+        v.stride(1),
+        slot_mapping.data_ptr(),
+        num_tokens,
+        k_cache.data_ptr(),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        v_cache.data_ptr(),
+        v_cache.stride(0),
+        v_cache.stride(1),
+        k_cache.shape[0],
+        num_heads,
+        k_cache.shape[2],
+        head_dim,
+    )
+    num_bytes = 8 * num_tokens * num_heads * head_dim
+    threads.run(call, address, args.ctypes.data, threads.num_threads() if num_bytes >= _MIN_PARALLEL_BYTES else 1)
+    if args[words.S_OUTSIDE]:
+        raise InvalidPlan(
+            f"{args[words.S_OUTSIDE]} slots aren't within the cache's {k_cache.shape[0]} blocks of {k_cache.shape[2]}"
+        )

@@ -95,15 +95,41 @@ def test_a_rows_bits_dont_depend_on_its_batch_or_chunk(window: int | None) -> No
         assert torch.equal(attend(alone, sliding_window=window), together[last - num_rows + 1 : last + 1])
 
 
-def test_keys_and_values_go_to_their_slots_and_nowhere_else() -> None:
-    k, v = torch.randn(3, 2, 16), torch.randn(3, 2, 16)
-    k_cache, v_cache = torch.zeros(4, 2, 16, 16), torch.zeros(4, 2, 16, 16)
-    store_kv(k, v, k_cache, v_cache, torch.tensor([5, 16 + 15, 48]))
+STORES = [
+    pytest.param(attention.store_torch, id="torch"),
+    pytest.param(store_kv, id="numba", marks=pytest.mark.skipif(not HAS_NUMBA, reason="needs numba")),
+]
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_keys_and_values_go_to_their_slots_and_nowhere_else(store: Callable[..., None]) -> None:
+    # as the model has them: slices of one tensor
+    qkv = torch.randn(3, 8, 32)
+    k, v = qkv[:, 4:6], qkv[:, 6:]
+    k_cache, v_cache = torch.zeros(4, 2, 16, 32), torch.zeros(4, 2, 16, 32)
+    store(k, v, k_cache, v_cache, torch.tensor([5, 16 + 15, 48]))
     for cache, rows in ((k_cache, k), (v_cache, v)):
         assert torch.equal(cache[0, :, 5], rows[0])
         assert torch.equal(cache[1, :, 15], rows[1])
         assert torch.equal(cache[3, :, 0], rows[2])
         assert cache.count_nonzero() == rows.count_nonzero()
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_many_rows_are_stored(store: Callable[..., None]) -> None:
+    k, v, slots = torch.randn(200, 2, 32), torch.randn(200, 2, 32), torch.randperm(256)[:200]
+    k_cache, v_cache = torch.zeros(16, 2, 16, 32), torch.zeros(16, 2, 16, 32)
+    store(k, v, k_cache, v_cache, slots)
+    for cache, rows in ((k_cache, k), (v_cache, v)):
+        assert torch.equal(cache.transpose(1, 2).flatten(0, 1)[slots], rows)
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("slot", [-1, 64])
+def test_a_slot_outside_the_cache_is_refused(store: Callable[..., None], slot: int) -> None:
+    rows, cache = torch.randn(2, 2, 32), torch.zeros(4, 2, 16, 32)
+    with pytest.raises(InvalidPlan, match="4 blocks of 16"):
+        store(rows, rows, cache, cache.clone(), torch.tensor([3, slot]))
 
 
 def test_a_step_that_cant_be_is_refused() -> None:
@@ -117,5 +143,15 @@ def test_a_step_that_cant_be_is_refused() -> None:
 
 def test_tensors_that_dont_fit_the_plan_are_refused() -> None:
     paged = make_paged([2], [9])
-    with pytest.raises(ShapeMismatch, match="this plan takes 2 rows and blocks of 16"):
+    with pytest.raises(ShapeMismatch, match=r"this plan takes 2 rows and \d blocks of 16 or more"):
         paged_attention(paged.q[:1], paged.k_cache, paged.v_cache, paged.plan, paged.q[:1], scale=1.0)
+
+
+def test_a_block_that_the_cache_lacks_is_refused() -> None:
+    paged = make_paged([2], [9])
+    paged.block_tables[0, 0] = 4
+    with pytest.raises(ShapeMismatch, match="5 blocks"):
+        attend(paged)
+    paged.block_tables[0, 0] = -1
+    with pytest.raises(InvalidPlan, match="block -1"):
+        attend(paged)

@@ -1,0 +1,383 @@
+"""`make bench`: our server and PEFT on the same work, on this machine, in one go, beside the limits that its bytes and operations set.
+
+    python benchmarks/run.py --size S             # about ten minutes on two cores
+    python benchmarks/run.py --size S --quick     # about two: one run of each point instead of the best of three
+    python benchmarks/run.py --size M --peers none
+
+For each precision of the base, two servers start: one with no adapter registered, one with 32 adapters of ranks 8 to 64 on all seven linears and a thousand
+small ones. Then 1, 8 and 32 requests at a time, 64 tokens in and 64 out: base only on either server, and each request with an adapter of its own, in turn with
+PEFT's `generate` for the same mixed batch (always in float32: it's what PEFT runs on a CPU). The best of the runs counts, since others may share the machine.
+
+Prints a table; writes it, and every run, to benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from loraserve import Client
+
+HERE = Path(__file__).resolve().parent
+CONCURRENCY = (1, 8, 32)
+NUM_ADAPTERS, NUM_SMALL, FIRST_SMALL = 32, 1000, 1000
+PROMPT_TOKENS = OUTPUT_TOKENS = 64
+READY_TIMEOUT_S = 300.0
+CHUNK_TOKENS = 512
+"""The server's default token budget: a prefill of many prompts takes several steps."""
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def script(name: str, *arguments: str | int, env: dict[str, str] | None = None) -> str:
+    """Run one of this folder's scripts; its standard output."""
+    command = [sys.executable, "-P", str(HERE / name), *map(str, arguments)]
+    return subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, **(env or {})}
+    ).stdout
+
+
+def make_models(size: str) -> Path:
+    """The base's folder; base and adapters are made once and kept."""
+    model = HERE / "models" / size
+    adapters = model.with_name(f"{size}-adapters")
+    if not (model / "tokenizer_config.json").exists():
+        say(f"making base {size} …")
+        script("make_model.py", size, str(model))
+    if not (adapters / f"lora-{NUM_ADAPTERS - 1:04d}" / "adapter_config.json").exists():
+        say(f"making {NUM_ADAPTERS} adapters …")
+        script("make_model.py", size, str(model), "--only-adapters", "--adapters", NUM_ADAPTERS)
+    if not (adapters / f"lora-{FIRST_SMALL + NUM_SMALL - 1:04d}" / "adapter_config.json").exists():
+        say(f"making {NUM_SMALL} small adapters …")
+        small = ("--adapters", NUM_SMALL, "--first", FIRST_SMALL, "--ranks", 1, "--targets", "q_proj")
+        script("make_model.py", size, str(model), "--only-adapters", *small)
+    return model
+
+
+@dataclass(slots=True)
+class Server:
+    """A running `loraserve serve`, and a tenant's key for it."""
+
+    url: str
+    key: str
+
+    def load(self, models: str, num_models: int, concurrency: int, seed: int, vocab: int) -> dict[str, Any]:
+        """One burst of requests; the load generator's figures."""
+        arguments = ("--url", self.url, "--models", models, "--adapters", num_models, "--concurrency", concurrency)
+        lengths = ("--prompt-tokens", PROMPT_TOKENS, "--output-tokens", OUTPUT_TOKENS, "--seed", seed, "--vocab", vocab)
+        result: dict[str, Any] = json.loads(
+            script("load.py", *arguments, *lengths, env={"LORASERVE_API_KEY": self.key})
+        )
+        return result
+
+
+@contextlib.contextmanager
+def serve(model: Path, quantize: str, adapters: list[Path]) -> Iterator[Server]:
+    """A server with these adapters pushed through its API; stopped, and its data gone, afterwards."""
+    admin_key, data = secrets.token_urlsafe(32), Path(tempfile.mkdtemp(prefix="loraserve-bench-"))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flags = [
+        "--model",
+        str(model),
+        "--model-id",
+        "base",
+        "--port",
+        str(port),
+        "--data-dir",
+        str(data),
+        "--quantize",
+        quantize,
+    ]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "loraserve.cli.main",
+        "serve",
+        *flags,
+        "--dtype",
+        "float32",
+        "--log-level",
+        "warning",
+    ]
+    log = data / "server.log"
+    url = f"http://127.0.0.1:{port}"
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            command, stdout=sink, stderr=sink, env={**os.environ, "LORASERVE_ADMIN_KEY": admin_key}
+        )
+    try:
+        wait_until_ready(process, url, log)
+        with Client(url, api_key=admin_key) as admin:
+            admin.tenants.create("bench")
+            key = admin.keys.create("bench", name="bench").key
+        with Client(url, api_key=key) as client:
+            for directory in adapters:
+                client.adapters.push(directory, name=directory.name)
+        yield Server(url, key)
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        shutil.rmtree(data, ignore_errors=True)
+
+
+def wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            break
+        with contextlib.suppress(httpx2.HTTPError):
+            if httpx2.get(f"{url}/readyz").status_code == 200:
+                return
+        time.sleep(0.2)
+    raise SystemExit(f"the server isn't ready; its last words:\n{log.read_text()[-4000:]}")
+
+
+class Peft:
+    """PEFT in a process of its own, idle between its turns."""
+
+    def __init__(self, model: Path, num_adapters: int) -> None:
+        sizes = ("--adapters", num_adapters, "--prompt-tokens", PROMPT_TOKENS, "--output-tokens", OUTPUT_TOKENS)
+        command = [sys.executable, "-P", str(HERE / "peft_generate.py"), str(model), *map(str, sizes)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._read()
+
+    def generate(self, concurrency: int) -> dict[str, Any]:
+        """One mixed batch of so many rows, each with an adapter of its own."""
+        assert self._process.stdin is not None
+        print(json.dumps({"concurrency": concurrency, "mode": "mixed"}), file=self._process.stdin, flush=True)
+        return self._read()
+
+    def close(self) -> None:
+        self._process.communicate()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"PEFT's process ended with {self._process.wait()}")
+        result: dict[str, Any] = json.loads(line)
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a step can't do without: reading each weight once, and multiplying with it once for each row. Nothing else is counted."""
+
+    machine: dict[str, Any]
+    layer_weights: int
+    head_weights: int
+    adapter_weights: list[int]
+    """Of the adapters, in the order in which requests take them."""
+    kv_bytes_per_token: int
+
+    @staticmethod
+    def of(model: Path, machine: dict[str, Any]) -> Limits:
+        config = json.loads((model / "config.json").read_text())
+        h, i, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
+        kv = config["head_dim"] * config["num_key_value_heads"]
+        features = {"q": (h, h), "k": (h, kv), "v": (h, kv), "o": (h, h), "gate": (h, i), "up": (h, i), "down": (i, h)}
+        per_rank = layers * sum(a + b for a, b in features.values())
+        folder = model.with_name(f"{model.name}-adapters")
+        configs = [
+            json.loads((folder / f"lora-{n:04d}" / "adapter_config.json").read_text()) for n in range(NUM_ADAPTERS)
+        ]
+        return Limits(
+            machine,
+            layers * sum(a * b for a, b in features.values()),
+            h * config["vocab_size"],
+            [c["r"] * per_rank for c in configs],
+            2 * 4 * kv * layers,
+        )
+
+    def tokens_per_s(self, quantize: str, concurrency: int, is_mixed: bool) -> float:
+        """The most that this machine could do for so many requests at a time, weights read at its measured bandwidth, products at its measured rate."""
+        width, rate = (
+            (1, self.machine["int8_ops_per_s"]) if quantize == "int8" else (4, self.machine["float32_ops_per_s"])
+        )
+        float_rate, read = self.machine["float32_ops_per_s"], self.machine["read_bytes_per_s"]
+        adapters = sum(self.adapter_weights[:concurrency]) if is_mixed else 0
+        weights = self.layer_weights + self.head_weights
+
+        def step(rows: int, num_bytes: float, operations_s: float) -> float:
+            return max(num_bytes / read, operations_s)
+
+        # adapters are stored in bfloat16
+        context = concurrency * (PROMPT_TOKENS + OUTPUT_TOKENS / 2) * self.kv_bytes_per_token
+        decode_bytes = weights * width + 2 * adapters + context
+        decode = step(concurrency, decode_bytes, 2 * weights * concurrency / rate + 2 * adapters / float_rate)
+        prompt_rows = concurrency * PROMPT_TOKENS
+        num_steps = -(-prompt_rows // CHUNK_TOKENS)
+        prefill_ops_s = 2 * self.layer_weights * prompt_rows / rate + 2 * adapters * PROMPT_TOKENS / float_rate
+        prefill = step(prompt_rows, num_steps * weights * width + 2 * adapters, prefill_ops_s)
+        return concurrency * OUTPUT_TOKENS / (prefill + (OUTPUT_TOKENS - 1) * decode)
+
+
+@dataclass(slots=True)
+class Point:
+    """All runs of one system at one number of requests at a time."""
+
+    system: str
+    quantize: str
+    concurrency: int
+    limit: float
+    runs: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def best(self) -> float:
+        return max(run["tokens_per_s"] for run in self.runs)
+
+    def row(self, peft: float | None) -> list[str]:
+        ratio = f"{self.best / peft:.2f}" if peft else ""
+        runs = " ".join(f"{run['tokens_per_s']:.0f}" for run in self.runs)
+        best = max(self.runs, key=lambda run: run["tokens_per_s"])
+        ttft = f"{best['ttft_p50_ms']:.0f}" if "ttft_p50_ms" in best else ""
+        share = f"{100 * self.best / self.limit:.0f} %"
+        return [self.system, self.quantize, str(self.concurrency), f"{self.best:.1f}", ratio, share, ttft, runs]
+
+
+HEADER = ["system", "base", "requests at a time", "tokens/s", "× PEFT", "of the limit", "TTFT p50 ms", "runs"]
+EMPTY, FULL, MIXED, PEFT = (
+    "base only, none registered",
+    "base only, 1032 registered",
+    "an adapter each",
+    "PEFT, an adapter each",
+)
+
+
+def measure(options: argparse.Namespace, model: Path, limits: Limits, quantize: str, peft: Peft | None) -> list[Point]:
+    """All points of one precision; the systems take turns, so that a noisy minute hits them alike."""
+    folder, vocab = (
+        model.with_name(f"{model.name}-adapters"),
+        json.loads((model / "config.json").read_text())["vocab_size"],
+    )
+    adapters = [folder / f"lora-{n:04d}" for n in (*range(NUM_ADAPTERS), *range(FIRST_SMALL, FIRST_SMALL + NUM_SMALL))]
+    points, seed = [], 1
+    with contextlib.ExitStack() as stack:
+        say(f"{quantize}: starting two servers, pushing {len(adapters)} adapters to one …")
+        empty, full = (
+            stack.enter_context(serve(model, quantize, [])),
+            stack.enter_context(serve(model, quantize, adapters)),
+        )
+        say(f"{quantize}: each adapter's first request, not counted …")
+        full.load("lora-{:04d}", NUM_ADAPTERS, NUM_ADAPTERS, 0, vocab)
+        empty.load("base", 1, NUM_ADAPTERS, 0, vocab)
+        for concurrency in CONCURRENCY:
+            here = {
+                name: Point(
+                    name,
+                    "none" if name == PEFT else quantize,
+                    concurrency,
+                    limits.tokens_per_s(precision, concurrency, mixed),
+                )
+                for name, precision, mixed in (
+                    (EMPTY, quantize, False),
+                    (FULL, quantize, False),
+                    (MIXED, quantize, True),
+                    (PEFT, "none", True),
+                )
+                if name != PEFT or peft is not None
+            }
+            for _ in range(1 if options.quick else options.repeat):
+                seed += 1
+                here[EMPTY].runs.append(empty.load("base", 1, concurrency, seed, vocab))
+                here[FULL].runs.append(full.load("base", 1, concurrency, seed, vocab))
+                here[MIXED].runs.append(full.load("lora-{:04d}", NUM_ADAPTERS, concurrency, seed, vocab))
+                if peft is not None:
+                    here[PEFT].runs.append(peft.generate(concurrency))
+            for point in here.values():
+                say(
+                    f"  {point.system:28} {point.quantize:5} {concurrency:3}: {point.best:8.1f} tokens/s, {100 * point.best / point.limit:.0f} % of the limit"
+                )
+            points += here.values()
+    return points
+
+
+def table(points: list[Point]) -> str:
+    """The points as a Markdown table."""
+    peft = {
+        p.concurrency: max(q.best for q in points if q.system == PEFT and q.concurrency == p.concurrency)
+        for p in points
+        if p.system == PEFT
+    }
+    rows = [HEADER, ["---"] * len(HEADER), *(point.row(peft.get(point.concurrency)) for point in points)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def describe(options: argparse.Namespace, machine: dict[str, Any]) -> str:
+    command = f"make bench ARGS='--size {options.size} --quantize {options.quantize} --peers {options.peers}{' --quick' if options.quick else ''}'"
+    versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
+    return f"""Size {options.size}, {PROMPT_TOKENS} tokens in, {OUTPUT_TOKENS} out, greedy, streamed; adapters of ranks 8, 16, 32 and 64 in turn on all seven linears.
+
+- Machine: {machine["processor"]}, {machine["cores"]} threads, {", ".join(machine["instructions"])}; reads {machine["read_bytes_per_s"] / 1e9:.1f} GB/s, \
+float32 {machine["float32_ops_per_s"] / 1e9:.0f} GFLOP/s, int8 {machine["int8_ops_per_s"] / 1e9:.0f} GOP/s ({machine["int8_library"]}), measured in the same run.
+- Versions: Python {machine["python"]}, {versions}.
+- Date: {datetime.now(UTC):%Y-%m-%d}. Command: `{command}`.
+- The best of the runs counts; all of them are in the last column. PEFT runs in float32, in process, without a server.
+- The limit: each weight, adapter weight and cached key read once a step, or multiplied at the measured rate, whichever takes longer.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="S", choices=("S", "M"))
+    parser.add_argument("--quick", action="store_true", help="one run of each point")
+    parser.add_argument("--repeat", type=int, default=3, help="runs of each point")
+    parser.add_argument("--quantize", default="none,int8", help="precisions of the base, one after the other")
+    parser.add_argument("--peers", default="peft", choices=("peft", "none"))
+    options = parser.parse_args()
+    # threads that spin while they wait would take the other systems' cores
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    model = make_models(options.size)
+    say("measuring the machine …")
+    machine = json.loads(script("machine.py"))
+    limits = Limits.of(model, machine)
+    peft = None
+    if options.peers == "peft":
+        say("loading PEFT …")
+        peft = Peft(model, NUM_ADAPTERS)
+    points = [
+        point for quantize in options.quantize.split(",") for point in measure(options, model, limits, quantize, peft)
+    ]
+    if peft is not None:
+        peft.close()
+    text = f"{describe(options, machine)}\n{table(points)}\n"
+    print(text)
+    results = HERE / "results"
+    results.mkdir(exist_ok=True)
+    name = f"cpu-{options.size}-{datetime.now(UTC):%Y-%m-%d}"
+    (results / f"{name}.md").write_text(f"# Served tokens a second, size {options.size}, on a CPU\n\n{text}")
+    runs = [
+        {"system": p.system, "base": p.quantize, "concurrency": p.concurrency, "limit": p.limit, "runs": p.runs}
+        for p in points
+    ]
+    (results / f"{name}.json").write_text(json.dumps({"machine": machine, "points": runs}, indent=1) + "\n")
+    say(f"written: benchmarks/results/{name}.md and .json")
+
+
+if __name__ == "__main__":
+    main()
