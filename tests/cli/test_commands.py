@@ -95,30 +95,35 @@ def test_delete_takes_a_version_or_all(loraserve: Run, client: Client, sql_dir: 
     assert loraserve("adapter", "show", "deleted").code == 1
 
 
-def test_tenant_and_key_live_their_lives(loraserve: Run, sql_dir: Path) -> None:
+def test_tenant_lives_and_ends(loraserve: Run) -> None:
     assert loraserve("tenant", "create", "acme", "--max-adapters", "1").code == 0
+    assert loraserve("tenant", "show", "acme", "--format", "json").json["limits"]["max_adapters"] == 1
     assert "acme" in loraserve("tenant", "list", "--format", "quiet").stdout.splitlines()
-    secret = loraserve("key", "create", "--tenant", "acme", "--name", "ci", "--format", "quiet").stdout.strip()
-    assert secret.startswith("sk-lora-")
-    acme = {"LORASERVE_API_KEY": secret}
+    again = loraserve("tenant", "create", "acme")
+    assert again.code == 1
+    assert "See: loraserve tenant show acme" in again.stderr
+    assert loraserve("tenant", "delete", "acme").code == 0
+    assert loraserve("tenant", "show", "acme").code == 1
 
-    assert loraserve("adapter", "push", sql_dir, "--name", "sql", **acme).code == 0
-    assert loraserve("adapter", "list", "--format", "quiet", **acme).stdout == "sql\n"
-    as_admin = loraserve("adapter", "list", "--tenant", "acme", "--format", "quiet")
-    assert as_admin.stdout == "sql\n"
-    refused = loraserve("tenant", "list", **acme)
+
+def test_key_opens_its_tenant_until_it_is_revoked(loraserve: Run, client: Client, sql_dir: Path) -> None:
+    client.tenants.create("keyed")
+    secret = loraserve("key", "create", "--tenant", "keyed", "--name", "ci", "--format", "quiet").stdout.strip()
+    assert secret.startswith("sk-lora-")
+    keyed = {"LORASERVE_API_KEY": secret}
+    assert loraserve("adapter", "push", sql_dir, "--name", "sql", **keyed).code == 0
+    assert loraserve("adapter", "list", "--tenant", "keyed", "--format", "quiet").stdout == "sql\n"
+    refused = loraserve("tenant", "list", **keyed)
     assert refused.code == 1
     assert "scope" in refused.stderr
 
-    keys = loraserve("key", "list", "--tenant", "acme", "--format", "json")
+    keys = loraserve("key", "list", "--tenant", "keyed", "--format", "json")
     assert [key["name"] for key in keys.json] == ["ci"]
     assert secret not in keys.stdout
-    assert loraserve("key", "revoke", keys.json[0]["id"], "--tenant", "acme").code == 0
-    dead = loraserve("adapter", "list", **acme)
+    assert loraserve("key", "revoke", keys.json[0]["id"], "--tenant", "keyed").code == 0
+    dead = loraserve("adapter", "list", **keyed)
     assert dead.code == 1
     assert "next: export LORASERVE_API_KEY=" in dead.stderr
-    assert loraserve("tenant", "delete", "acme").code == 0
-    assert loraserve("tenant", "show", "acme").code == 1
 
 
 def test_another_tenants_adapter_is_not_there(loraserve: Run, client: Client, sql_dir: Path) -> None:

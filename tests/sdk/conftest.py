@@ -58,6 +58,7 @@ COMPLETION = {
 class Asked:
     method: str
     path: str
+    """As it was sent, still encoded."""
     query: Mapping[str, str]
     headers: Mapping[str, str]
     body: bytes
@@ -122,7 +123,9 @@ class Server:
 
     async def handle(self, request: Request) -> Response:
         body = await request.body()
-        self.asked.append(Asked(request.method, request.url.path, dict(request.query_params), request.headers, body))
+        self.asked.append(
+            Asked(request.method, request.scope["raw_path"].decode(), dict(request.query_params), request.headers, body)
+        )
         answer = self.answers.popleft()
         late_s, self.late_s = self.late_s, 0.0
         await anyio.sleep(late_s)

@@ -71,10 +71,15 @@ def test_push_is_sent_again_from_its_start(server: Any, client: Client, peft_dir
 
 def test_dry_run_and_no_promote_are_said_in_the_query(server: Any, client: Client, peft_dir: Path) -> None:
     server.answer_with_version(version=None)
-    version = client.adapters.push(peft_dir, name="sql", dry_run=True, promote=False, alias="canary")
+    version = client.adapters.push(peft_dir, name="sql", dry_run=True, promote=False)
     assert server.asked[0].query == {"dry_run": "true", "promote": "false"}
-    assert len(server.asked) == 1
     assert version.model == "sql"
+
+
+def test_dry_run_moves_no_alias_even_to_bytes_that_are_there(server: Any, client: Client, peft_dir: Path) -> None:
+    server.answer_with_version(version=3)
+    client.adapters.push(peft_dir, name="sql", dry_run=True, alias="canary")
+    assert len(server.asked) == 1
 
 
 def test_push_points_an_alias_at_the_new_version(server: Any, client: Client, peft_dir: Path) -> None:

@@ -58,7 +58,7 @@ def test_error_after_the_first_byte_is_raised_where_the_next_chunk_would_be(serv
 
 
 def test_text_that_speaks_of_an_error_is_text(server: Any, client: Client) -> None:
-    server.answer_with_stream(event('{"error": 1}'), DONE)
+    server.answer_with_stream(event('{"error": 1}', error=None), DONE)
     assert texts(client) == ['{"error": 1}']
 
 
