@@ -17,6 +17,7 @@ class Limits:
     max_header_bytes: int = 16 * KIB
     max_headers: int = 100
     max_json_depth: int = 32
+    max_live_requests: int = 4096
     # inference
     max_prompt_bytes: int = 1 * MIB
     max_n: int = 16

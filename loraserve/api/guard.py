@@ -7,6 +7,7 @@ import contextlib
 import logging
 import re
 import time
+from urllib.parse import quote
 
 import structlog
 from starlette.datastructures import MutableHeaders
@@ -16,7 +17,7 @@ from ulid import ULID
 
 from loraserve.api.counters import Metrics
 from loraserve.api.errors import MANAGEMENT_PREFIX, error_response, unforeseen
-from loraserve.errors import HeadersTooLarge, LoraserveError, PayloadTooLarge, RequestTimeout
+from loraserve.errors import HeadersTooLarge, LoraserveError, Overloaded, PayloadTooLarge, RequestTimeout
 from loraserve.limits import LIMITS, MIB, Limits
 
 access_log = structlog.stdlib.get_logger("loraserve.access")
@@ -43,6 +44,7 @@ class Guard:
         self._app = app
         self._metrics = metrics
         self._limits = limits
+        self._num_live = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -50,10 +52,12 @@ class Guard:
             return
         exchange = _Exchange(scope, receive, send, self._limits)
         started = time.monotonic()
+        self._num_live += 1
         self._metrics.live_requests.inc()
         try:
             try:
                 exchange.check_headers()
+                self._check_room(scope)
                 await self._app(scope, exchange.receive, exchange.send)
                 await exchange.finish()
             except asyncio.CancelledError:
@@ -64,8 +68,16 @@ class Guard:
             except Exception as error:
                 await exchange.fail(error)
         finally:
+            self._num_live -= 1
             self._metrics.live_requests.dec()
             self._record(scope, exchange, time.monotonic() - started)
+
+    def _check_room(self, scope: Scope) -> None:
+        """Raises:
+        Overloaded: more requests are being answered than the server has memory for; probes always get through.
+        """
+        if self._num_live > self._limits.max_live_requests and scope["path"] not in _PROBES:
+            raise Overloaded(f"{self._limits.max_live_requests} requests are being answered; no more are taken.")
 
     def _record(self, scope: Scope, exchange: _Exchange, duration_s: float) -> None:
         # 499: the client left before the answer began
@@ -79,7 +91,7 @@ class Guard:
         log(
             "request",
             method=scope["method"],
-            path=scope["path"][:200],
+            path=quote(scope["path"][:200], safe="/:@"),
             status=status,
             duration_ms=round(duration_s * 1000, 1),
             request_id=exchange.request_id,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from loraserve.api.openai.sampling import check_token_ids
+from loraserve.api.openai.sampling import check_token_ids, choose_max_tokens
 from loraserve.api.services import Services
 from loraserve.errors import InvalidRequest, PayloadTooLarge, UnsupportedParameter
 from loraserve.limits import LIMITS
@@ -38,10 +38,9 @@ async def read_prompts(value: object, services: Services, *, add_special_tokens:
     if isinstance(value, str):
         return [await _from_text(value, services, add_special_tokens, "prompt")]
     if isinstance(value, list) and value:
+        _check_length(value, services)
         if all(_is_token_id(item) for item in value):
             return [_from_token_ids(value, vocab_size, "prompt")]
-        if len(value) > LIMITS.max_prompts:
-            raise InvalidRequest(f"prompt has more than {LIMITS.max_prompts} prompts.", param="prompt")
         if all(isinstance(item, str) for item in value):
             _check_bytes(sum(len(item.encode()) for item in value), "prompt")
             return [
@@ -117,6 +116,15 @@ async def _from_text(text: str, services: Services, add_special_tokens: bool, pa
 def _from_token_ids(token_ids: list[int], vocab_size: int, param: str) -> Prompt:
     check_token_ids(token_ids, vocab_size, param)
     return Prompt(tuple(token_ids), None)
+
+
+def _check_length(value: list[Any], services: Services) -> None:
+    """Before a look at each item: a list that fits the body may have a million."""
+    is_tokens = _is_token_id(value[0])
+    if is_tokens and len(value) > services.engine.base.max_model_len:
+        choose_max_tokens(1, None, len(value), services.engine.base, "prompt")
+    if not is_tokens and len(value) > LIMITS.max_prompts:
+        raise InvalidRequest(f"prompt has more than {LIMITS.max_prompts} prompts.", param="prompt")
 
 
 def _is_token_id(value: object) -> bool:

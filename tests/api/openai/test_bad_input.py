@@ -8,6 +8,8 @@ from typing import Any
 import httpx2
 import pytest
 
+from loraserve.api.openai.schemas import ChatBody, CompletionBody, InferenceBody
+
 MARK = "SECRETMARKER"
 MESSAGE = {"role": "user", "content": "hi"}
 
@@ -73,6 +75,13 @@ CASES: list[tuple[str, tuple[str, bytes], int, str | None, str]] = [
     ),
     ("too many prompts", completion(prompt=["x"] * 129), 400, "prompt", "invalid_value"),
     ("too many choices", completion(prompt=["x"] * 100, n=2), 400, "n", "invalid_value"),
+    (
+        "a million tokens",
+        raw(b'{"model": "sql", "prompt": [' + b"1," * 900_000 + b"1]}"),
+        400,
+        "prompt",
+        "context_length_exceeded",
+    ),
     ("over 1 MiB of text", completion(prompt="x" * ((1 << 20) + 1)), 413, "prompt", "payload_too_large"),
     ("over the context", completion(prompt="x" * 300), 400, "prompt", "context_length_exceeded"),
     ("as long as the context", completion(prompt="x" * 256), 400, "prompt", "context_length_exceeded"),
@@ -252,3 +261,64 @@ async def test_the_server_answers_after_all_of_it(client: httpx2.AsyncClient) ->
     for _, (path, body), *_ in CASES:
         await client.post(path, content=body)
     assert (await client.post("/v1/completions", json={"model": "sql", "prompt": "x"})).status_code == 200
+
+
+VALUES = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2**31,
+    -(2**63),
+    10**30,
+    0.5,
+    -1e308,
+    "",
+    "x",
+    "é\u0000",
+    [],
+    [1],
+    ["x"],
+    [[]],
+    [None],
+    {},
+]
+VALUES += [
+    {"a": 1},
+    {"type": "text"},
+    [{}],
+    [[1, "x"]],
+    {"1": 1},
+    [True],
+    ["x"] * 200,
+    "live",
+    "sql@1",
+    {"role": "user"},
+]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+async def test_no_value_of_any_field_is_a_5xx(client: httpx2.AsyncClient, path: str) -> None:
+    good = {"model": "sql", "prompt": "x", "messages": [MESSAGE], "tokens": [1], "max_tokens": 2}
+    good = {name: value for name, value in good.items() if path != "/tokenize" or name != "prompt"}
+    names = sorted(
+        {*InferenceBody.model_fields, *CompletionBody.model_fields, *ChatBody.model_fields, "prompt", "tools", "suffix"}
+    )
+    for name in names:
+        for value in VALUES:
+            response = await client.post(path, json=good | {name: value})
+            assert response.status_code in (200, 400, 403, 404), (name, value, response.text)
+
+
+async def test_no_shape_of_a_message_is_a_5xx(client: httpx2.AsyncClient) -> None:
+    for value in VALUES:
+        for message in (
+            {"role": "user", "content": value},
+            {"role": value, "content": "x"},
+            {"role": "user", "content": [value]},
+            value,
+        ):
+            body = {"model": "sql", "messages": [message], "max_tokens": 1}
+            assert (await client.post("/v1/chat/completions", json=body)).status_code in (200, 400)

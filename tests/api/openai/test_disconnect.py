@@ -154,3 +154,21 @@ async def test_a_body_without_a_length_is_bounded_too(client: httpx2.AsyncClient
 
     response = await client.post("/v1/completions", content=endless())
     assert (response.status_code, response.json()["error"]["code"]) == (413, "payload_too_large")
+
+
+@pytest.mark.parametrize("limits", [Limits(max_live_requests=2)])
+async def test_more_requests_than_there_is_room_for_are_refused_at_once(
+    client: httpx2.AsyncClient, engine: Any, limits: Limits
+) -> None:
+    engine.step_s = 60
+    body = {"model": "sql", "prompt": "x"}
+    running = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(2)]
+    await until(lambda: len(engine.live) == 2)
+    refused = await client.post("/v1/completions", json=body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+    assert (await client.get("/livez")).status_code == 200
+    for task in running:
+        task.cancel()
+    await until(lambda: not engine.live)
+    engine.step_s = 0
+    assert (await client.post("/v1/completions", json=body)).status_code == 200
