@@ -92,6 +92,7 @@ class _Site:
         if self._num_missing == 0 and self._weight is not None:
             self.linear = self._make(self._weight, self._bias)
             self._weight = None
+            _return_free_memory()
 
 
 class _Loader:
@@ -269,7 +270,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _return_free_memory() -> None:
-    """Give back to the system what gathering and packing freed: glibc keeps it otherwise."""
+    """Give back to the system what was freed: glibc keeps it otherwise, in pieces that the next tensors may not fit."""
     try:
         trim = ctypes.CDLL(None).malloc_trim
     except (OSError, AttributeError):

@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Qwen2Config
+
+from loraserve.errors import ModelError, UnknownArchitecture
+from loraserve.model.config import ModelConfig, RopeType, parse_config, read_config
+
+from .conftest import CONFIGS, SMALL, edit_json
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
+
+
+def parse(generation: dict[str, Any] | None = None, **changes: Any) -> ModelConfig:
+    return parse_config({**LLAMA, **changes}, generation or {})
+
+
+def parse_qwen2(**changes: Any) -> ModelConfig:
+    return parse(architectures=["Qwen2ForCausalLM"], num_key_value_heads=4, **changes)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_what_transformers_saves_is_read(kind: str, tmp_path: Path) -> None:
+    source = CONFIGS[kind](**SMALL, architectures=[f"{kind.capitalize()}ForCausalLM"])
+    source.save_pretrained(tmp_path)
+    config = read_config(tmp_path)
+    assert config.architecture.name == f"{kind.capitalize()}ForCausalLM"
+    assert (config.num_heads, config.num_kv_heads, config.num_layers) == (4, 2, 3)
+    assert config.head_dim == getattr(source, "head_dim", None) or 12
+    assert config.eos_token_ids == (2,)
+
+
+def test_absent_fields_mean_what_they_mean_to_transformers() -> None:
+    config = parse()
+    assert config.num_kv_heads == 4
+    assert config.head_dim == 16
+    assert config.rms_norm_eps == 1e-6
+    assert config.rope.theta == 10_000.0
+    assert not config.is_tied
+    assert not config.has_qkv_bias
+
+
+def test_architecture_is_found_by_model_type_where_none_is_named() -> None:
+    assert (
+        parse(architectures=None, model_type="mistral", num_key_value_heads=2).architecture.name == "MistralForCausalLM"
+    )
+
+
+@pytest.mark.parametrize("names", [["GPT2LMHeadModel"], ["x" * 10_000], None, "LlamaForCausalLM", [3]])
+def test_unknown_architecture_names_what_there_is(names: Any) -> None:
+    with pytest.raises(UnknownArchitecture, match="expected one of LlamaForCausalLM, MistralForCausalLM"):
+        parse(architectures=names)
+
+
+@pytest.mark.parametrize(
+    "field", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"]
+)
+def test_missing_field_is_named(field: str) -> None:
+    config = {key: value for key, value in LLAMA.items() if key != field}
+    with pytest.raises(ModelError, match=f"no {field}"):
+        parse_config(config, {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": "64"}, 'hidden_size is "64"'),
+        ({"hidden_size": True}, "hidden_size is true"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"vocab_size": 1 << 40}, "vocab_size is"),
+        ({"rms_norm_eps": -1e-5}, "rms_norm_eps is -1e-05"),
+        ({"hidden_act": "gelu"}, 'hidden_act is "gelu"'),
+        ({"attention_bias": "yes"}, 'attention_bias is "yes"'),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1"),
+        ({"num_attention_heads": 5}, "isn't a multiple of num_attention_heads 5"),
+        ({"num_key_value_heads": 3}, "isn't a multiple of num_key_value_heads 3"),
+        ({"head_dim": 15}, "head_dim"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type is"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type is"),
+        ({"rope_parameters": {"rope_type": ["llama3"]}}, "rope_parameters.rope_type is"),
+        ({"rope_parameters": "llama3"}, "rope_parameters is"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differs by layer type"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "no rope_parameters.factor"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "2"}}, "rope_parameters.factor is"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "no rope_parameters.low_freq_factor"),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 4}},
+            "must differ",
+        ),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": "no"}}, "rope_parameters.truncate is"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"rope_theta": 0.5}, "rope_theta is 0.5"),
+        ({"eos_token_id": "</s>"}, "eos_token_id is"),
+        ({"eos_token_id": [2, -1]}, "eos_token_id is"),
+    ],
+)
+def test_odd_field_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        parse(**changes)
+
+
+def test_older_rope_scaling_goes_before_rope_parameters() -> None:
+    config = parse(rope_scaling={"type": "linear", "factor": 4.0}, rope_theta=500.0, rope_parameters={"factor": 2.0})
+    assert config.rope.type is RopeType.LINEAR
+    assert config.rope.factor == 4.0
+    assert config.rope.theta == 500.0
+
+
+def test_theta_within_rope_parameters_goes_before_the_one_outside() -> None:
+    assert parse(rope_parameters={"rope_theta": 7e5}, rope_theta=1e4).rope.theta == 7e5
+
+
+def test_stretched_rope_lets_the_context_grow_to_what_it_covers() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    assert parse(rope_scaling=yarn).max_stretched_len == 1024
+    assert parse(rope_scaling=yarn).max_model_len == 256
+    assert parse(rope_scaling={**yarn, "original_max_position_embeddings": 64}).max_stretched_len == 256
+    assert parse().max_stretched_len == 256
+
+
+def test_eos_of_both_files_ends_a_sequence() -> None:
+    assert parse({"eos_token_id": [5, 7]}, eos_token_id=3).eos_token_ids == (5, 7, 3)
+    assert parse({"eos_token_id": 5}, eos_token_id=[5]).eos_token_ids == (5,)
+    assert parse().eos_token_ids == ()
+
+
+def test_mistral_has_its_window_in_every_layer() -> None:
+    name = {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 2}
+    assert parse(**name, sliding_window=32).sliding_windows == (32, 32, 32)
+    assert parse(**name, sliding_window=None).sliding_windows == (None, None, None)
+    assert parse(**name).sliding_windows == (4096, 4096, 4096)
+    with pytest.raises(ModelError, match="layer_types"):
+        parse(**name, sliding_window=32, layer_types=["full_attention", "sliding_attention", "full_attention"])
+
+
+def test_qwen_has_a_window_only_where_and_when_the_config_says() -> None:
+    window = {"sliding_window": 32, "max_window_layers": 2}
+    assert parse_qwen2(**window).sliding_windows == (None, None, None)
+    assert parse_qwen2(**window, use_sliding_window=True).sliding_windows == (None, None, 32)
+    types = ["sliding_attention", "full_attention", "full_attention"]
+    assert parse_qwen2(**window, use_sliding_window=True, layer_types=types).sliding_windows == (32, None, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["full_attention"]}, "expected a list of 3"),
+        ({"layer_types": ["full_attention", "full_attention", "chunked_attention"]}, r"layer_types\[2\] is"),
+        ({"layer_types": ["sliding_attention"] * 3, "use_sliding_window": False}, "use_sliding_window is off"),
+        ({"max_window_layers": "all"}, "max_window_layers is"),
+    ],
+)
+def test_odd_window_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        parse_qwen2(**{"use_sliding_window": True, "sliding_window": 8, **changes})
+
+
+def test_qwen2_has_biases_on_q_k_and_v_alone() -> None:
+    config = parse_qwen2()
+    biased = {module for module in config.module_shapes if config.has_bias(module)}
+    assert biased == {"q_proj", "k_proj", "v_proj"}
+
+
+def test_identity_sees_the_function_and_not_the_context() -> None:
+    base = parse().identity()
+    assert parse(max_position_embeddings=512, eos_token_id=9).identity() == base
+    assert parse(rope_theta=1e6).identity() != base
+    assert parse(rms_norm_eps=1e-5).identity() != base
+    json.dumps(base)
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b'{"a":' * 100_000])
+def test_config_that_is_no_json_object_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        read_config(tmp_path)
+
+
+def test_missing_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json is missing"):
+        read_config(tmp_path)
+
+
+def test_eos_of_generation_config_json_is_read(tmp_path: Path) -> None:
+    Qwen2Config(**SMALL, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text("{}")
+    edit_json(tmp_path / "generation_config.json", eos_token_id=[11, 2])
+    assert read_config(tmp_path).eos_token_ids == (11, 2)

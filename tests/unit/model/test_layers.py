@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from loraserve.model.config import parse_config
+from loraserve.model.layers import RMSNorm, swiglu
+from loraserve.model.rotary import RotaryEmbedding, rotate
+
+from .conftest import SMALL
+from .test_equality import LINEAR, LLAMA3, YARN
+
+
+@pytest.mark.parametrize("shape", [(1, 48), (33, 48), (5, 3, 16), (2, 5000)])
+def test_rms_norm_follows_its_definition(shape: tuple[int, ...]) -> None:
+    x, weight = torch.randn(shape) * 3, torch.randn(shape[-1])
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    torch.testing.assert_close(RMSNorm(weight, 1e-5)(x).double(), exact, rtol=1e-5, atol=1e-6)
+
+
+def test_rms_norm_of_a_zero_row_is_zero_and_the_input_stays() -> None:
+    x = torch.zeros(2, 8)
+    x[1] = 3
+    given = x.clone()
+    normed = RMSNorm(torch.ones(8), 1e-6)(x)
+    assert normed[0].tolist() == [0.0] * 8
+    assert torch.equal(x, given)
+
+
+def test_rms_norm_gives_a_row_the_same_bits_in_any_batch() -> None:
+    x, norm = torch.randn(100, 768), RMSNorm(torch.randn(768), 1e-5)
+    everything = norm(x)
+    assert all(torch.equal(norm(x[a:b].clone()), everything[a:b]) for a, b in [(0, 1), (3, 5), (40, 72), (1, 100)])
+
+
+def test_swiglu_multiplies_the_second_half_by_the_activated_first() -> None:
+    gate, up = torch.randn(5, 7), torch.randn(5, 7)
+    torch.testing.assert_close(swiglu(torch.cat((gate, up), 1)), gate * gate.sigmoid() * up)
+
+
+@pytest.mark.parametrize(
+    "rope", [{"rope_type": "default", "rope_theta": 5e5}, LINEAR, LLAMA3, YARN], ids=lambda r: r["rope_type"]
+)
+def test_rotation_equals_transformers_far_into_the_context(rope: dict[str, float | str]) -> None:
+    theirs = LlamaConfig(**{**SMALL, "max_position_embeddings": 70_000, "head_dim": 64, "rope_parameters": dict(rope)})
+    ours = parse_config({**theirs.to_dict(), "architectures": ["LlamaForCausalLM"]}, {})
+    positions = torch.tensor([0, 1, 31, 32, 4095, 65_537, 69_999])
+    x = torch.randn(len(positions), 6, 64)
+    cos, sin = LlamaRotaryEmbedding(theirs)(x, positions[None])
+    # theirs wants [batch, heads, tokens, head_dim]
+    expected = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cos, sin)[0][0].transpose(0, 1)
+    rotate(x, *RotaryEmbedding(ours.rope, 64, 70_000).at(positions))
+    torch.testing.assert_close(x, expected, rtol=0, atol=1e-5)
