@@ -27,7 +27,8 @@ _CLIENT_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _PROBES = frozenset({"/livez", "/readyz", "/health"})
 _LINGER_S = 1.0
 _LINGER_BYTES = 16 * MIB
-_UPLOAD_PATHS = (f"{MANAGEMENT_PREFIX}/adapters/", f"{MANAGEMENT_PREFIX}/uploads")
+_UPLOAD_PATH = re.compile(rf"{MANAGEMENT_PREFIX}/adapters/[^/]+/versions")
+"""The one route whose body is streamed to disk, and so may be large."""
 
 
 class _Refused(Exception):
@@ -225,7 +226,7 @@ def _request_id(scope: Scope) -> str:
 
 
 def _max_body_bytes(path: str, limits: Limits) -> int:
-    if path.startswith(_UPLOAD_PATHS):
+    if _UPLOAD_PATH.fullmatch(path):
         # the multipart's own framing, and the config beside the weights
         return limits.max_upload_bytes + limits.max_body_bytes
     return limits.max_body_bytes

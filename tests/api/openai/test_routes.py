@@ -11,6 +11,7 @@ from loraserve.api import management, scopes
 from loraserve.api.app import create_app
 from loraserve.api.services import Services
 from loraserve.errors import ConfigError
+from loraserve.limits import Limits
 
 ADMIN = {"authorization": "Bearer admin-key-of-the-tests-" + "x" * 20}
 
@@ -196,3 +197,16 @@ async def test_every_route_declares_one_scope(services: Services) -> None:
     assert declared["/metrics"] == {"admin"}
     assert declared["/livez"] == {"open"}
     assert all(len(found) == 1 for found in declared.values())
+
+
+@pytest.mark.parametrize("limits", [Limits(max_body_bytes=1000, max_upload_bytes=5000)])
+async def test_only_an_upload_may_be_large(client: httpx2.AsyncClient, limits: Limits) -> None:
+    body = b"x" * 4000
+    for method, path in (
+        ("PUT", "/api/v1/adapters/sql/aliases/live"),
+        ("POST", "/api/v1/tenants"),
+        ("POST", "/v1/completions"),
+    ):
+        assert (await client.request(method, path, content=body)).status_code == 413
+    assert (await client.post("/api/v1/adapters/sql/versions", content=body)).status_code == 400
+    assert (await client.post("/api/v1/adapters/sql/versions", content=body * 2)).status_code == 413
