@@ -176,8 +176,9 @@ def main() -> int:
         level=os.environ.get("LORASERVE_LOG_LEVEL", "INFO").upper(),
         format="%(levelname)s %(name)s: %(message)s",
     )
-    # Ctrl-C goes to the whole process group; the server decides when the engine stops.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C, and a supervisor's SIGTERM, go to the whole process group: the server drains first, and tells the engine when to stop.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
     context = zmq.Context()
     inputs: zmq.Socket[bytes] = context.socket(zmq.PULL)
