@@ -167,6 +167,27 @@ def test_a_rows_bits_dont_depend_on_the_number_of_threads() -> None:
     assert torch.equal(results[0], results[2])
 
 
+@pytest.mark.skipif(not cpu.HAS_NUMBA, reason="needs numba")
+def test_expand_waits_for_the_other_threads_shrink() -> None:
+    # one long shrink task: a second thread that didn't wait would expand what the other layer left behind
+    adapter = make_adapter({"down_proj": 16})
+    x, y = make_io(32, "down")
+    expected, before = [], torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        for layer in range(2):
+            expected.append(y.clone())
+            launch.apply_lora(x, expected[layer], make_step([adapter], [32]), "down", layer)
+        torch.set_num_threads(2)
+        plan = make_step([adapter], [32])
+        for i in range(200):
+            out = y.clone()
+            launch.apply_lora(x, out, plan, "down", i % 2)
+            assert torch.equal(out, expected[i % 2])
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_tensors_that_dont_fit_the_plan_are_refused() -> None:
     plan = make_step([make_adapter(8)], [4])
     x, y = make_io(4, "qkv")
