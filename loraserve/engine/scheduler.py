@@ -153,6 +153,7 @@ class Scheduler:
                 budget -= count
         if not preempted:
             self._admit(scheduled, budget)
+        self._keep_asking()
         return scheduled
 
     def _admit(self, scheduled: list[ScheduledRequest], budget: int) -> None:
@@ -176,6 +177,17 @@ class Scheduler:
             insort(self._running, request, key=_ORDER)
             scheduled.append(ScheduledRequest(request, request.num_computed_tokens, count))
             budget -= count
+
+    def _keep_asking(self) -> None:
+        """Ask on for the first request that waits for its adapter, also in steps that can admit nobody.
+
+        The pager forgets who doesn't ask, and evicts what isn't used: the first in line could lose its adapter again and again while the
+        places go to others. Only the first: two that wait for one place would evict each other.
+        """
+        for request in self._waiting:
+            if request.adapter is not None and request.adapter_wait_started_s is not None:
+                self._adapters.request(request.adapter)
+                return
 
     def _has_adapter(self, request: Request) -> bool:
         """Whether the request may run as far as its adapter goes; starts the load, or fails the request, if not."""

@@ -87,8 +87,11 @@ class Adapters:
 
     states: dict[Digest, Residency] = field(default_factory=dict)
     pins: dict[Digest, int] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)
+    """Names, in the order of the scheduler's questions."""
 
     def request(self, ref: AdapterRef) -> Residency:
+        self.asked.append(ref.name)
         return self.states.get(ref.digest, Residency.LOADING)
 
     def error(self, digest: Digest) -> LoraserveError | None:

@@ -61,6 +61,19 @@ def test_a_request_waits_for_its_adapter_while_others_run(harness):
     assert harness.scheduler.num_waiting_for_adapter == 0
 
 
+def test_the_first_that_waits_for_its_adapter_goes_on_asking_while_no_place_is_free():
+    # the pager forgets who doesn't ask, and a resident adapter that nobody asks for is the next to be evicted
+    harness = Harness(max_num_seqs=1)
+    harness.adapters.set("hot", Residency.RESIDENT)
+    cold, colder, hot = (make_request(adapter=name, max_tokens=4) for name in ("cold", "colder", "hot"))
+    harness.add(cold, colder, hot)
+    harness.step()
+    assert hot.status is Status.RUNNING
+    harness.adapters.asked.clear()
+    harness.step()
+    assert harness.adapters.asked == ["cold"]
+
+
 def test_a_running_request_pins_its_adapter_until_it_ends(harness):
     harness.adapters.set("a", Residency.RESIDENT)
     harness.add(make_request(adapter="a", max_tokens=2))
