@@ -78,13 +78,15 @@ class OutputProcessor:
     def push(self, output: TokenOutput) -> Chunk:
         """Return what this output adds. A chunk with a finish reason is the last, though the engine may not know yet."""
         text, num_taken, stop = self._take(output)
+        if stop is None and output.finish_reason is not None:
+            # bytes that waited for their character are text now, in which a stop string may end
+            tail, stop = self._search(self._detokenizer.finish())
+            text += tail if stop is not None else tail + self._stop.finish()
         finish_reason, stop_reason = output.finish_reason, output.stop_reason
         if stop is not None:
             finish_reason, stop_reason = FinishReason.STOP, stop
             if self._request.include_stop_str_in_output:
                 text += stop
-        elif finish_reason is not None:
-            text += self._flush()
         return Chunk(
             text=text,
             token_ids=output.token_ids[:num_taken],
@@ -116,10 +118,6 @@ class OutputProcessor:
         if self._num_tokens < self._request.params.min_tokens:
             return self._stop.pass_by(delta), None
         return self._stop.push(delta)
-
-    def _flush(self) -> str:
-        # Bytes that never became a character are text now; they can't complete a stop string that matters any more.
-        return self._stop.finish() + self._detokenizer.finish()
 
 
 def merge(outputs: Sequence[TokenOutput]) -> TokenOutput:

@@ -1,8 +1,12 @@
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraserve.engine.output import StopStrings
+from loraserve.engine.messages import GenerateRequest
+from loraserve.engine.output import OutputProcessor, StopStrings
+from loraserve.text.tokenizer import Tokenizer
+from loraserve.types import FinishReason, RequestId, SamplingParams, TenantId, TokenOutput
 
 
 def feed(stop: list[str], deltas: list[str]) -> tuple[str, str | None]:
@@ -49,3 +53,30 @@ def test_no_more_is_held_back_than_could_begin_a_stop_string():
     strings = StopStrings(["STOP"])
     assert strings.push("hello ST") == ("hello ", None)
     assert strings.push("A") == ("STA", None)
+
+
+@pytest.fixture
+def byte_fallback(tmp_path) -> Tokenizer:
+    """A vocabulary as Llama 2's: bytes are tokens of their own, and a run of them is text only once another token ends it."""
+    vocab = {"<unk>": 0, "a": 1, **{f"<0x{byte:02X}>": byte + 2 for byte in range(256)}}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("ending", [FinishReason.LENGTH, FinishReason.STOP])
+def test_a_stop_string_in_the_text_that_the_end_sets_free_is_found(byte_fallback, ending):
+    request = GenerateRequest(
+        request_id=RequestId("r"),
+        tenant=TenantId("t"),
+        adapter=None,
+        prompt_token_ids=(1,),
+        params=SamplingParams(),
+        stop=("\n",),
+    )
+    newline = ord("\n") + 2
+    processor = OutputProcessor(request, byte_fallback)
+    tokens = (1, newline, 0) if ending is FinishReason.STOP else (1, newline)
+    chunk = processor.push(TokenOutput(request_id=RequestId("r"), token_ids=tokens, finish_reason=ending))
+    assert (chunk.text, chunk.finish_reason, chunk.stop_reason) == ("a", FinishReason.STOP, "\n")
