@@ -32,6 +32,8 @@ class Limits:
     max_queued_requests: int = 1024
     max_queue_wait_s: float = 600.0
     stalled_reader_s: float = 30.0
+    min_body_bytes_per_s: int = 16 * KIB
+    """Of a request's body on the whole, after its first stalled_reader_s: a byte now and then holds no place."""
     # adapters
     max_adapter_header_bytes: int = 1 * MIB
     max_adapter_config_bytes: int = 64 * KIB

@@ -114,6 +114,7 @@ class _Exchange:
         self._limits = limits
         self._max_body_bytes = _max_body_bytes(scope["path"], limits)
         self._num_body_bytes = 0
+        self._body_wait_s = 0.0
         self._has_whole_body = False
         self._refusal: LoraserveError | None = None
         self._is_refused = False
@@ -139,14 +140,19 @@ class _Exchange:
     async def receive(self) -> Message:
         if self._has_whole_body:
             return await self._receive()
+        limits = self._limits
+        patience_s = limits.stalled_reader_s + self._num_body_bytes / limits.min_body_bytes_per_s - self._body_wait_s
+        started = time.monotonic()
         try:
-            async with asyncio.timeout(self._limits.stalled_reader_s):
+            async with asyncio.timeout(min(limits.stalled_reader_s, patience_s)):
                 message = await self._receive()
         except TimeoutError:
             self._refusal = RequestTimeout(
-                f"Nothing of the request's body came for {self._limits.stalled_reader_s:g} s."
+                f"The request's body stopped coming: nothing for {limits.stalled_reader_s:g} s, or too little in all."
             )
             raise _Refused from None
+        # only what the client takes: our own writing of an upload isn't its fault
+        self._body_wait_s += time.monotonic() - started
         if message["type"] == "http.request":
             self._num_body_bytes += len(message.get("body", b""))
             self._has_whole_body = not message.get("more_body", False)

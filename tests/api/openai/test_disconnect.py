@@ -7,7 +7,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -106,6 +106,35 @@ async def test_a_body_that_stops_coming_is_answered_and_closed(url: str, acme: A
     assert answer.startswith(b"HTTP/1.1 408")
     assert b"request_timeout" in answer
     writer.close()
+
+
+@pytest.mark.parametrize("limits", [Limits(stalled_reader_s=0.5)])
+async def test_a_body_that_trickles_in_holds_no_place(url: str, acme: Any, limits: Limits) -> None:
+    reader, writer = await connect(url)
+    data = request_bytes(url, acme.key, {"model": "sql", "prompt": "x" * 60})
+    writer.write(data[:-60])
+    answer = asyncio.create_task(reader.read())
+    for position in range(len(data) - 60, len(data)):
+        # never silent for long enough, and never done
+        await asyncio.sleep(0.1)
+        if answer.done():
+            break
+        writer.write(data[position : position + 1])
+    assert (await asyncio.wait_for(answer, 5)).startswith(b"HTTP/1.1 408")
+    writer.close()
+
+
+@pytest.mark.parametrize("limits", [Limits(stalled_reader_s=0.3)])
+async def test_a_slow_body_that_keeps_coming_is_read_to_its_end(client: httpx2.AsyncClient, limits: Limits) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b'{"model": "sql", "prompt": "x", "user": "'
+        for _ in range(5):
+            await asyncio.sleep(0.1)
+            yield b"x" * 4096
+        yield b'"}'
+
+    response = await client.post("/v1/completions", content=pieces())
+    assert response.status_code == 200
 
 
 async def test_a_head_that_stops_coming_is_closed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
