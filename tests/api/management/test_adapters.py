@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import httpx2
@@ -83,6 +84,22 @@ async def test_a_known_etag_is_answered_with_304(push: Any, acme: httpx2.AsyncCl
     before = (await acme.get("/adapters/sql/versions/1")).headers["etag"]
     await push(acme, seed=2)
     assert (await acme.get("/adapters/sql/versions/1", headers={"If-None-Match": before})).status_code == 200
+
+
+async def test_an_etag_is_known_weak_too_and_a_star_knows_them_all(push: Any, acme: httpx2.AsyncClient) -> None:
+    await push(acme, seed=1)
+    etag = (await acme.get("/adapters/sql")).headers["etag"]
+    for known in (f"W/{etag}", f' "other" ,W/{etag}', "*"):
+        assert (await acme.get("/adapters/sql", headers={"If-None-Match": known})).status_code == 304
+    for unknown in ('"other"', etag.strip('"'), '"', ",,"):
+        assert (await acme.get("/adapters/sql", headers={"If-None-Match": unknown})).status_code == 200
+
+
+async def test_a_long_if_none_match_holds_nobody_up(acme: httpx2.AsyncClient) -> None:
+    started = time.monotonic()
+    response = await acme.get("/adapters", headers={"If-None-Match": "x" + " " * 15_000 + "x"})
+    # a pattern that tries every space anew took three seconds of the event loop
+    assert (response.status_code, time.monotonic() - started < 1) == (200, True)
 
 
 async def test_an_alias_moves_only_from_the_state_that_was_read(push: Any, acme: httpx2.AsyncClient) -> None:
