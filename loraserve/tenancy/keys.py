@@ -12,7 +12,7 @@ import secrets
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 
 from sqlalchemy import ColumnElement, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -105,6 +105,20 @@ def check_scopes(scopes: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(wanted))
 
 
+def _check_expiry(expires_at: datetime, now: datetime) -> datetime:
+    """`expires_at` in UTC.
+
+    Raises:
+        InvalidRequest: it is in the past, or past the last year that a calendar here has.
+    """
+    if expires_at <= now:
+        raise InvalidRequest("expires_at is in the past.", param="expires_at")
+    try:
+        return expires_at.astimezone(UTC)
+    except OverflowError:
+        raise InvalidRequest("expires_at is after the year 9999.", param="expires_at") from None
+
+
 def insert_key(
     session: AsyncSession,
     *,
@@ -178,8 +192,8 @@ class Keys:
         now = self._clock()
         if not 1 <= len(name) <= KEY_NAME_LENGTH or not name.isprintable():
             raise InvalidRequest(f"name should be 1 to {KEY_NAME_LENGTH} printable characters.", param="name")
-        if expires_at is not None and expires_at <= now:
-            raise InvalidRequest("expires_at is in the past.", param="expires_at")
+        if expires_at is not None:
+            expires_at = _check_expiry(expires_at, now)
         async with self._database.write() as session:
             if once is not None:
                 await once.begin(session)

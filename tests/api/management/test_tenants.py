@@ -113,6 +113,8 @@ async def test_a_key_of_one_tenant_is_not_found_under_another(
         ({"expires_at": "2020-01-01T00:00:00Z"}, "expires_at"),
         ({"expires_at": "2099-01-01T00:00:00"}, "expires_at"),
         ({"expires_at": "soon"}, "expires_at"),
+        # the year 10000 in UTC
+        ({"expires_at": "9999-12-31T23:59:59-14:00"}, "expires_at"),
     ],
 )
 async def test_a_bad_key_is_a_400_that_names_the_field(
