@@ -118,7 +118,7 @@ def ignored_header(names: Iterable[str]) -> dict[str, str]:
 
 def _refuse_unsupported(model: type[BaseModel], given: Mapping[str, Any]) -> None:
     for name, value in given.items():
-        if name in model.model_fields or not value or _is_neutral(name, value):
+        if name in model.model_fields or _is_neutral(name, value):
             continue
         if _REMOVED_GUIDED.fullmatch(name):
             raise UnsupportedParameter(
@@ -138,17 +138,18 @@ def _is_neutral(name: str, value: object) -> bool:
     """Whether the field says what happens anyway."""
     match name:
         case "response_format":
-            return isinstance(value, dict) and value.get("type") == "text"
+            return not value or (isinstance(value, dict) and value.get("type") == "text")
         case "function_call":
-            return value in ("none", "auto")
+            return value in ("none", "auto", "")
         case "repeat_penalty" | "length_penalty" | "typical_p" | "tfs_z" | "num_beams":
             return value == 1
         case "do_sample":
             return value is True
-        case "mirostat" | "dynatemp_range":
-            return value == 0
+        case "prompt_logprobs" | "max_new_tokens" | "n_predict" | "max_length":
+            # 0 asks for something, too
+            return value is False
         case _:
-            return False
+            return not value
 
 
 def _invalid(error: ValidationError) -> InvalidRequest:

@@ -81,6 +81,9 @@ async def read_chat(
     prompt = await _run(render_and_encode, num_bytes)
     if not prompt.token_ids:
         raise InvalidRequest("messages make an empty prompt.", param="messages")
+    # As in `_from_text`: a token that the logits lack would fail in the engine.
+    if max(prompt.token_ids) >= services.engine.base.vocab_size:
+        raise InvalidRequest("messages have a token that the tokenizer knows and this model lacks.", param="messages")
     return prompt
 
 

@@ -73,6 +73,13 @@ CASES: list[tuple[str, tuple[str, bytes], int, str | None, str]] = [
         "prompt.1",
         "invalid_value",
     ),
+    (
+        "such a token in a message",
+        chat(messages=[{"role": "user", "content": "a<|late|>"}]),
+        400,
+        "messages",
+        "invalid_value",
+    ),
     ("too many prompts", completion(prompt=["x"] * 129), 400, "prompt", "invalid_value"),
     ("too many choices", completion(prompt=["x"] * 100, n=2), 400, "n", "invalid_value"),
     (
@@ -221,6 +228,9 @@ CASES: list[tuple[str, tuple[str, bytes], int, str | None, str]] = [
         "invalid_value",
     ),
     ("speech", chat(modalities=["text", "audio"]), 400, "modalities.1", "invalid_value"),
+    ("greedy as others say it", completion(do_sample=False), 400, "do_sample", "unsupported_parameter"),
+    ("zero prompt logprobs", completion(prompt_logprobs=0), 400, "prompt_logprobs", "unsupported_parameter"),
+    ("zero new tokens", completion(max_new_tokens=0), 400, "max_new_tokens", "unsupported_parameter"),
     # tokenize
     ("tokenize nothing", raw(b"{}", "/tokenize"), 400, "prompt", "invalid_value"),
     ("tokenize a number", raw(b'{"prompt": 3}', "/tokenize"), 400, "prompt", "invalid_value"),
