@@ -36,6 +36,9 @@ EXIT_OK, EXIT_INTERRUPTED = 0, 130
 
 _NOTICE_S = 0.5
 """Between "not ready" and refusing work: load balancers look away first."""
+_KEEP_ALIVE_S = 75
+"""For a connection between two requests. Longer than clients and load balancers keep one (5 s, 60 s), so that they close it:
+whoever's next request meets our closing sees a connection error."""
 _CLOSE_S = 5
 """For connections to end once their requests have."""
 
@@ -156,6 +159,7 @@ class _Lifetime:
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
+                timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=_CLOSE_S,
             )
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import signal
 import socket
 import stat
@@ -45,6 +46,18 @@ def open_stream(server: ServerProcess, lines: list[str]) -> threading.Thread:
     thread.start()
     assert begun.wait(30)
     return thread
+
+
+def test_a_connection_stays_open_longer_than_clients_keep_one(server: ServerProcess) -> None:
+    server.start()
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=5)
+    for pause_s in (0, 6):
+        # whoever closes it at the moment of the next request breaks that request; clients close theirs after 5 s
+        time.sleep(pause_s)
+        connection.request("GET", "/livez")
+        answer = connection.getresponse()
+        assert (answer.status, answer.read()) == (200, b'{"status":"ok"}')
+    connection.close()
 
 
 def test_sigterm_drains_and_ends_with_0(server: ServerProcess) -> None:
