@@ -8,6 +8,7 @@ An error knows what went wrong, never how HTTP says it: `loraserve.api.errors` m
     ├── InvalidRequest              a request's field is wrong; `param` names it
     │   ├── UnsupportedParameter    a field that would change the answer and isn't implemented
     │   ├── ContextLengthExceeded   prompt + max_tokens don't fit the model
+    │   ├── NoChatTemplate          messages for a model that takes prompts alone
     │   ├── PayloadTooLarge         a body, a header or a list is over its bound
     │   │   └── HeadersTooLarge
     │   ├── MethodNotAllowed        the route exists, for other methods
@@ -105,6 +106,10 @@ class UnsupportedParameter(InvalidRequest):
 
 class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"
+
+
+class NoChatTemplate(InvalidRequest):
+    code = "no_chat_template"
 
 
 class PayloadTooLarge(InvalidRequest):

@@ -16,6 +16,7 @@ _STEPS: tuple[tuple[type[errors.LoraserveError], str], ...] = (
     (errors.TenantNotFound, "loraserve tenant list"),
     (errors.KeyNotFound, "loraserve key list --tenant NAME"),
     (errors.PreconditionFailed, "loraserve adapter show NAME"),
+    (errors.NoChatTemplate, "loraserve run MODEL PROMPT --raw"),
     (errors.AdapterRejected, "loraserve adapter push DIR --name NAME --dry-run"),
     (
         errors.AuthenticationError,

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from loraserve import errors
 from loraserve.cli.options import ActForOption, FormatOption, UrlOption, connected
-from loraserve.cli.output import Format
+from loraserve.cli.output import Format, Output
 
 if TYPE_CHECKING:
     from loraserve.sdk import Client
@@ -23,8 +24,13 @@ def run(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="NAME, NAME@ALIAS, NAME@VERSION, or the base's id.")],
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The prompt; - reads it from stdin.")],
     is_chat: Annotated[
-        bool, typer.Option("--chat/--raw", help="Put the prompt into the model's chat template, or send it as it is.")
-    ] = True,
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            help="Put the prompt into the model's chat template, or send it as it is (default: chat if there is a template)",
+            show_default=False,
+        ),
+    ] = None,
     system: Annotated[str | None, typer.Option(help="A system message before the prompt.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens to generate.")] = DEFAULT_MAX_TOKENS,
     temperature: Annotated[float, typer.Option(min=0, help="0: the likeliest token each time.")] = 0.0,
@@ -36,27 +42,53 @@ def run(
     format: FormatOption = None,
 ) -> None:
     """Send a prompt and print the answer as it comes; with --format json, the whole answer at the end."""
-    if system is not None and not is_chat:
+    if system is not None and is_chat is False:
         raise typer.BadParameter("--system needs a chat template: leave out --raw.")
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     fields = _fields(max_tokens, temperature, top_p, seed, stop)
     with connected(format, url, tenant) as (output, client):
-        if output.format is Format.JSON:
-            whole = _ask_chat(client, model, text, system, fields) if is_chat else _ask_raw(client, model, text, fields)
-            output.json(whole.model_dump(mode="json"))
-            return
-        pieces = (
-            _stream_chat(client, model, text, system, fields) if is_chat else _stream_raw(client, model, text, fields)
-        )
-        has_text = False
-        try:
-            for piece in pieces:
-                output.text(piece)
-                has_text = has_text or bool(piece)
-        finally:
-            # What comes next, an error too, begins on a line of its own.
-            if has_text:
-                output.text("\n")
+        if is_chat is not False:
+            try:
+                _answer_chat(output, client, model, text, system, fields)
+                return
+            except errors.NoChatTemplate:
+                # Who asked for a chat, or gave it a system message, must not get something else.
+                if is_chat or system is not None:
+                    raise
+            output.note("This model has no chat template: the prompt is sent as it is.")
+        _answer_raw(output, client, model, text, fields)
+
+
+def _answer_chat(
+    output: Output, client: Client, model: str, prompt: str, system: str | None, fields: SamplingFields
+) -> None:
+    if output.format is Format.JSON:
+        _print_whole(output, _ask_chat(client, model, prompt, system, fields))
+    else:
+        _print_pieces(output, _stream_chat(client, model, prompt, system, fields))
+
+
+def _answer_raw(output: Output, client: Client, model: str, prompt: str, fields: SamplingFields) -> None:
+    if output.format is Format.JSON:
+        _print_whole(output, _ask_raw(client, model, prompt, fields))
+    else:
+        _print_pieces(output, _stream_raw(client, model, prompt, fields))
+
+
+def _print_whole(output: Output, whole: ChatCompletion | Completion) -> None:
+    output.json(whole.model_dump(mode="json"))
+
+
+def _print_pieces(output: Output, pieces: Iterator[str]) -> None:
+    has_text = False
+    try:
+        for piece in pieces:
+            output.text(piece)
+            has_text = has_text or bool(piece)
+    finally:
+        # What comes next, an error too, begins on a line of its own.
+        if has_text:
+            output.text("\n")
 
 
 def _fields(

@@ -17,7 +17,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from loraserve.errors import ConfigError, InvalidRequest
+from loraserve.errors import ConfigError, InvalidRequest, NoChatTemplate
 from loraserve.text.tokenizer import Tokenizer, read_json_object
 
 _MAX_TEMPLATE_BYTES = 1 << 20
@@ -133,7 +133,8 @@ class ChatTemplate:
         """The prompt for `messages`. `variables` (``chat_template_kwargs``) reach the template under their own names.
 
         Raises:
-            InvalidRequest: the model has no chat template, the template refuses these messages, or the rendering is over its bounds.
+            NoChatTemplate: the model has none.
+            InvalidRequest: the template refuses these messages, or the rendering is over its bounds.
         """
         template = self._template(has_tools=bool(tools))
         extra = dict(variables or {})
@@ -177,7 +178,7 @@ class ChatTemplate:
             return self._templates["tool_use"]
         if "default" in self._templates:
             return self._templates["default"]
-        raise InvalidRequest(
+        raise NoChatTemplate(
             "This model has no chat template, so it can't take messages.",
             param="messages",
             hint="Use /v1/completions with a prompt.",

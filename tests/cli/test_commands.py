@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
+from server_process import ADMIN_KEY, ServerProcess
 
 from loraserve import Client
 from loraserve.demo.pack import base_dir
@@ -144,6 +148,42 @@ def test_run_answers_as_the_adapter_does(loraserve: Run, client: Client, sql_dir
     assert loraserve("run", "asked", "-", stdin=f"{QUESTION}\n").stdout == f"{SQL}\n"
     whole = loraserve("run", "asked", QUESTION, "--format", "json").json
     assert whole["choices"][0]["message"]["content"] == SQL
+
+
+@pytest.fixture(scope="module")
+def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server whose base has no chat template."""
+    root = tmp_path_factory.mktemp("plain")
+    model = shutil.copytree(base_dir(), root / "plain")
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    server = ServerProcess(root / "data", model=model).start()
+    yield server
+    server.kill()
+
+
+def test_run_sends_the_prompt_as_it_is_to_a_base_without_chat_template(
+    run_cli: Run, plain_server: ServerProcess
+) -> None:
+    variables = {"LORASERVE_URL": plain_server.url, "LORASERVE_API_KEY": ADMIN_KEY}
+    raw = run_cli("run", "plain", QUESTION, "--raw", **variables)
+    assert (raw.code, raw.stderr) == (0, "")
+    assert raw.stdout
+    done = run_cli("run", "plain", QUESTION, **variables)
+    note = "This model has no chat template: the prompt is sent as it is.\n"
+    assert (done.code, done.stdout, done.stderr) == (0, raw.stdout, note)
+    whole = run_cli("run", "plain", QUESTION, "--format", "json", **variables).json
+    assert f"{whole['choices'][0]['text']}\n" == raw.stdout
+
+
+@pytest.mark.parametrize("asked", [["--chat"], ["--system", "Be brief."]])
+def test_run_asked_for_a_chat_does_nothing_else(run_cli: Run, plain_server: ServerProcess, asked: list[str]) -> None:
+    variables = {"LORASERVE_URL": plain_server.url, "LORASERVE_API_KEY": ADMIN_KEY}
+    done = run_cli("run", "plain", QUESTION, *asked, **variables)
+    assert (done.code, done.stdout) == (1, "")
+    assert "no chat template" in done.stderr
+    assert "next: loraserve run MODEL PROMPT --raw" in done.stderr
 
 
 def test_run_of_an_unknown_model_says_how_to_list_them(loraserve: Run) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from loraserve.errors import ConfigError, InvalidRequest
+from loraserve.errors import ConfigError, InvalidRequest, NoChatTemplate
 from loraserve.text.chat_template import ChatTemplate
 
 MakeDir = Callable[..., Path]
@@ -82,7 +82,7 @@ def test_messages_cannot_be_overridden_by_a_variable(tmp_path: Path) -> None:
 
 
 def test_a_model_without_a_template_says_where_to_go(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match=r"no chat template.*/v1/completions"):
+    with pytest.raises(NoChatTemplate, match=r"no chat template.*/v1/completions"):
         ChatTemplate(tmp_path).render([])
 
 
