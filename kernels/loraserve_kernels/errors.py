@@ -9,3 +9,7 @@ class ShapeMismatch(ValueError):
 
 class InvalidPlan(ValueError):
     """Segments or block tables that can't describe a step."""
+
+
+class PoolFull(ValueError):
+    """An adapter needs more pages, tiles or slots than are free."""
