@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import FastAPI
+from fastapi.routing import iter_route_contexts
 
 from loraserve import __version__
 from loraserve.api import errors, health, management, metrics, openai, scopes
@@ -36,5 +39,14 @@ def create_app(services: Services) -> FastAPI:
         app.include_router(openai.router, prefix=prefix)
     app.include_router(management.router)
     scopes.audit(app)
-    app.add_middleware(Guard, metrics=services.metrics, limits=services.limits)
+    app.add_middleware(Guard, metrics=services.metrics, limits=services.limits, route_names=_route_names(app))
     return app
+
+
+def _route_names(app: FastAPI) -> dict[Any, str]:
+    """Endpoint → its whole path, for logs and metrics: the route in a request's scope knows its router's part alone."""
+    names: dict[Any, str] = {}
+    for context in iter_route_contexts(app.routes):
+        # what is there under /t/{tenant} too counts as the same
+        names.setdefault(context.endpoint, context.path or "?")
+    return names

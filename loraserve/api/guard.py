@@ -7,6 +7,8 @@ import contextlib
 import logging
 import re
 import time
+from collections.abc import Mapping
+from typing import Any
 from urllib.parse import quote
 
 import structlog
@@ -41,8 +43,9 @@ class Guard:
     Sets ``state["request_id"]``, answers every request with ``x-request-id``, and never lets an exception pass.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, limits: Limits = LIMITS) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, route_names: Mapping[Any, str], limits: Limits = LIMITS) -> None:
         self._app = app
+        self._route_names = route_names
         self._metrics = metrics
         self._limits = limits
         self._num_live = 0
@@ -83,7 +86,7 @@ class Guard:
     def _record(self, scope: Scope, exchange: _Exchange, duration_s: float) -> None:
         # 499: the client left before the answer began
         status = exchange.status or 499
-        route = getattr(scope.get("route"), "path", "unmatched")
+        route = self._route_names.get(scope.get("endpoint"), "unmatched")
         self._metrics.requests.labels(route, scope["method"] if route != "unmatched" else "-", status).inc()
         self._metrics.request_s.labels(route).observe(duration_s)
         caller = scope.get("state", {}).get("caller")

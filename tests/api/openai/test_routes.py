@@ -136,7 +136,7 @@ async def test_metrics_count_what_happened(client: httpx2.AsyncClient) -> None:
     await client.post("/v1/completions", json={"model": "sql", "prompt": "list", "max_tokens": 5})
     text = (await client.get("/metrics", headers=ADMIN)).text
     for line in (
-        'loraserve_http_requests_total{method="POST",route="/completions",status="200"} 1.0',
+        'loraserve_http_requests_total{method="POST",route="/v1/completions",status="200"} 1.0',
         "loraserve_prompt_tokens_total 4.0",
         "loraserve_generation_tokens_total 5.0",
         "loraserve_time_to_first_token_seconds_count 1.0",
