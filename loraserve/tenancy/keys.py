@@ -238,7 +238,7 @@ class Keys:
             KeyNotFound: `tenant` has no such key.
         """
         now = self._clock()
-        absent = KeyNotFound("There is no such key.", hint="See: loraserve key list")
+        absent = KeyNotFound("There is no such key.", hint="See: loraserve key list --tenant NAME")
         if not (key_id.isascii() and key_id.isalnum()):
             raise absent
         async with self._database.write() as session:

@@ -236,3 +236,9 @@ def test_taken_port_is_said_and_exits_2(run_cli: Run, real_server: Any, tmp_path
     done = run_cli("serve", "--model", base_dir(), "--port", port, "--data-dir", tmp_path / "data")
     assert done.code == 2
     assert f"port {port}" in done.stderr
+
+
+def test_revoking_an_unknown_key_names_a_command_that_works(loraserve: Run) -> None:
+    done = loraserve("key", "revoke", "--tenant", "default", "nobody")
+    assert done.code == 1
+    assert "loraserve key list --tenant NAME" in done.stderr
