@@ -246,19 +246,19 @@ class Point:
     system: str
     quantize: str
     concurrency: int
-    limit: float
+    is_mixed: bool
     runs: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def best(self) -> float:
         return max(run["tokens_per_s"] for run in self.runs)
 
-    def row(self, peft: float | None) -> list[str]:
+    def row(self, peft: float | None, limit: float) -> list[str]:
         ratio = f"{self.best / peft:.2f}" if peft else ""
         runs = " ".join(f"{run['tokens_per_s']:.0f}" for run in self.runs)
         best = max(self.runs, key=lambda run: run["tokens_per_s"])
         ttft = f"{best['ttft_p50_ms']:.0f}" if "ttft_p50_ms" in best else ""
-        share = f"{100 * self.best / self.limit:.0f} %"
+        share = f"{100 * self.best / limit:.0f} %"
         return [self.system, self.quantize, str(self.concurrency), f"{self.best:.1f}", ratio, share, ttft, runs]
 
 
@@ -271,66 +271,58 @@ EMPTY, FULL, MIXED, PEFT = (
 )
 
 
-def measure(options: argparse.Namespace, model: Path, limits: Limits, quantize: str, peft: Peft | None) -> list[Point]:
+def measure(options: argparse.Namespace, model: Path, quantize: str, peft: Peft | None) -> list[Point]:
     """All points of one precision; the systems take turns, so that a noisy minute hits them alike."""
-    folder, vocab = (
-        model.with_name(f"{model.name}-adapters"),
-        json.loads((model / "config.json").read_text())["vocab_size"],
-    )
-    adapters = [folder / f"lora-{n:04d}" for n in (*range(NUM_ADAPTERS), *range(FIRST_SMALL, FIRST_SMALL + NUM_SMALL))]
+    folder = model.with_name(f"{model.name}-adapters")
+    vocab = json.loads((model / "config.json").read_text())["vocab_size"]
+    numbers = (*range(NUM_ADAPTERS), *range(FIRST_SMALL, FIRST_SMALL + NUM_SMALL))
+    adapters = [folder / f"lora-{n:04d}" for n in numbers]
     points, seed = [], 1
     with contextlib.ExitStack() as stack:
         say(f"{quantize}: starting two servers, pushing {len(adapters)} adapters to one …")
-        empty, full = (
-            stack.enter_context(serve(model, quantize, [])),
-            stack.enter_context(serve(model, quantize, adapters)),
-        )
+        empty = stack.enter_context(serve(model, quantize, []))
+        full = stack.enter_context(serve(model, quantize, adapters))
         say(f"{quantize}: each adapter's first request, not counted …")
         full.load("lora-{:04d}", NUM_ADAPTERS, NUM_ADAPTERS, 0, vocab)
         empty.load("base", 1, NUM_ADAPTERS, 0, vocab)
         for concurrency in CONCURRENCY:
-            here = {
-                name: Point(
-                    name,
-                    "none" if name == PEFT else quantize,
-                    concurrency,
-                    limits.tokens_per_s(precision, concurrency, mixed),
-                )
-                for name, precision, mixed in (
-                    (EMPTY, quantize, False),
-                    (FULL, quantize, False),
-                    (MIXED, quantize, True),
-                    (PEFT, "none", True),
-                )
-                if name != PEFT or peft is not None
-            }
+            base_only, registered = (
+                Point(EMPTY, quantize, concurrency, False),
+                Point(FULL, quantize, concurrency, False),
+            )
+            mixed, peer = Point(MIXED, quantize, concurrency, True), Point(PEFT, "none", concurrency, True)
             for _ in range(1 if options.quick else options.repeat):
                 seed += 1
-                here[EMPTY].runs.append(empty.load("base", 1, concurrency, seed, vocab))
-                here[FULL].runs.append(full.load("base", 1, concurrency, seed, vocab))
-                here[MIXED].runs.append(full.load("lora-{:04d}", NUM_ADAPTERS, concurrency, seed, vocab))
+                base_only.runs.append(empty.load("base", 1, concurrency, seed, vocab))
+                registered.runs.append(full.load("base", 1, concurrency, seed, vocab))
+                mixed.runs.append(full.load("lora-{:04d}", NUM_ADAPTERS, concurrency, seed, vocab))
                 if peft is not None:
-                    here[PEFT].runs.append(peft.generate(concurrency))
-            for point in here.values():
-                say(
-                    f"  {point.system:28} {point.quantize:5} {concurrency:3}: {point.best:8.1f} tokens/s, {100 * point.best / point.limit:.0f} % of the limit"
-                )
-            points += here.values()
+                    peer.runs.append(peft.generate(concurrency))
+            here = [base_only, registered, mixed, *([peer] if peer.runs else [])]
+            for point in here:
+                say(f"  {point.system:28} {point.quantize:5} {concurrency:3}: {point.best:8.1f} tokens/s")
+            points += here
     return points
 
 
-def table(points: list[Point]) -> str:
+def table(points: list[Point], limits: Limits) -> str:
     """The points as a Markdown table."""
-    peft = {
-        p.concurrency: max(q.best for q in points if q.system == PEFT and q.concurrency == p.concurrency)
-        for p in points
-        if p.system == PEFT
-    }
-    rows = [HEADER, ["---"] * len(HEADER), *(point.row(peft.get(point.concurrency)) for point in points)]
+    peers = [point for point in points if point.system == PEFT]
+    peft = {c: max((p.best for p in peers if p.concurrency == c), default=None) for c in CONCURRENCY}
+    rows = [HEADER, ["---"] * len(HEADER)]
+    for point in points:
+        limit = limits.tokens_per_s(point.quantize, point.concurrency, point.is_mixed)
+        rows.append(point.row(peft[point.concurrency], limit))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def describe(options: argparse.Namespace, machine: dict[str, Any]) -> str:
+def fastest(measurements: list[dict[str, Any]]) -> dict[str, Any]:
+    """The machine's facts with the best of its measured rates: a limit that was taken in a noisy moment is no limit."""
+    rates = {name: max(m[name] for m in measurements) for name in measurements[0] if name.endswith("_per_s")}
+    return {**measurements[0], **rates}
+
+
+def describe(options: argparse.Namespace, machine: dict[str, Any], load: float) -> str:
     command = f"make bench ARGS='--size {options.size} --quantize {options.quantize} --peers {options.peers}{' --quick' if options.quick else ''}'"
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
     return f"""Size {options.size}, {PROMPT_TOKENS} tokens in, {OUTPUT_TOKENS} out, greedy, streamed; adapters of ranks 8, 16, 32 and 64 in turn on all seven linears.
@@ -339,6 +331,7 @@ def describe(options: argparse.Namespace, machine: dict[str, Any]) -> str:
 float32 {machine["float32_ops_per_s"] / 1e9:.0f} GFLOP/s, int8 {machine["int8_ops_per_s"] / 1e9:.0f} GOP/s ({machine["int8_library"]}), measured in the same run.
 - Versions: Python {machine["python"]}, {versions}.
 - Date: {datetime.now(UTC):%Y-%m-%d}. Command: `{command}`.
+- Others on the machine: a load average of {load:.1f} on {machine["cores"]} cores before the start.
 - The best of the runs counts; all of them are in the last column. PEFT runs in float32, in process, without a server.
 - The limit: each weight, adapter weight and cached key read once a step, or multiplied at the measured rate, whichever takes longer.
 """
@@ -355,29 +348,30 @@ def main() -> None:
     # threads that spin while they wait would take the other systems' cores
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     model = make_models(options.size)
+    load = os.getloadavg()[0]
     say("measuring the machine …")
-    machine = json.loads(script("machine.py"))
-    limits = Limits.of(model, machine)
+    measurements = [json.loads(script("machine.py"))]
     peft = None
     if options.peers == "peft":
         say("loading PEFT …")
         peft = Peft(model, NUM_ADAPTERS)
-    points = [
-        point for quantize in options.quantize.split(",") for point in measure(options, model, limits, quantize, peft)
-    ]
+    points = []
+    for quantize in options.quantize.split(","):
+        points += measure(options, model, quantize, peft)
+        measurements.append(json.loads(script("machine.py")))
     if peft is not None:
         peft.close()
-    text = f"{describe(options, machine)}\n{table(points)}\n"
+    machine = fastest(measurements)
+    text = f"{describe(options, machine, load)}\n{table(points, Limits.of(model, machine))}\n"
     print(text)
     results = HERE / "results"
     results.mkdir(exist_ok=True)
     name = f"cpu-{options.size}-{datetime.now(UTC):%Y-%m-%d}{'-quick' if options.quick else ''}"
     (results / f"{name}.md").write_text(f"# Served tokens a second, size {options.size}, on a CPU\n\n{text}")
-    runs = [
-        {"system": p.system, "base": p.quantize, "concurrency": p.concurrency, "limit": p.limit, "runs": p.runs}
-        for p in points
-    ]
-    (results / f"{name}.json").write_text(json.dumps({"machine": machine, "points": runs}, indent=1) + "\n")
+    runs = [{"system": p.system, "base": p.quantize, "concurrency": p.concurrency, "runs": p.runs} for p in points]
+    (results / f"{name}.json").write_text(
+        json.dumps({"machine": machine, "load_average": load, "points": runs}, indent=1) + "\n"
+    )
     say(f"written: benchmarks/results/{name}.md and .json")
 
 
