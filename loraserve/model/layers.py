@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+_PART = 32_768
+"""torch shares an elementwise operator's elements out among its threads, in equal parts, when there are more than these (at::internal::GRAIN_SIZE)."""
+
 
 class RMSNorm:
     """``x / sqrt(mean(x²) + eps) * weight`` over the last dim.
@@ -34,4 +37,35 @@ class RMSNorm:
 def swiglu(gate_up: Tensor) -> Tensor:
     """Return ``silu(gate) * up`` for gate_up [num_tokens, 2 * size], whose first half is the gate."""
     gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate).mul_(up)
+    return _silu(gate).mul_(up)
+
+
+def _silu(x: Tensor) -> Tensor:
+    """Return ``x * sigmoid(x)`` for x [num_rows, width].
+
+    Where a thread's part ends, torch computes the last elements one by one, and their exponential may round otherwise than that of whole vectors.
+    A part that ended within a row would make the row's bits depend on how many rows there are. So no part does.
+    """
+    num_rows, width = x.shape
+    num_threads = torch.get_num_threads()
+    if width <= _PART // 2 and _num_aligned_rows(num_rows, width, num_threads) == num_rows:
+        return F.silu(x)
+    y = torch.empty(num_rows, width, dtype=x.dtype)
+    num_pieces = -(-width // (_PART // 2))
+    for piece, out in zip(x.tensor_split(num_pieces, dim=1), y.tensor_split(num_pieces, dim=1), strict=True):
+        row = 0
+        while row < num_rows:
+            end = row + _num_aligned_rows(num_rows - row, piece.shape[1], num_threads)
+            torch.ops.aten.silu.out(piece[row:end], out=out[row:end])
+            row = end
+    return y
+
+
+def _num_aligned_rows(num_rows: int, width: int, num_threads: int) -> int:
+    """Return the largest number of these rows, at least one, whose parts all end with a row; width is at most half of `_PART`."""
+    num_parts = num_threads
+    while True:
+        num_parts = min(num_parts, -(-num_rows * width // _PART))
+        if num_rows % num_parts == 0:
+            return num_rows
+        num_rows -= num_rows % num_parts

@@ -53,3 +53,18 @@ def test_rotation_equals_transformers_far_into_the_context(rope: dict[str, float
     expected = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cos, sin)[0][0].transpose(0, 1)
     rotate(x, *RotaryEmbedding(ours.rope, 64, 70_000).at(positions))
     torch.testing.assert_close(x, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [1000, 2048, 40_000])
+def test_swiglu_gives_a_row_the_same_bits_in_any_batch_on_any_number_of_threads(width: int) -> None:
+    x = torch.randn(70, 2 * width) * 4
+    num_threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        everything = swiglu(x)
+        for threads in (1, 3, 5):
+            torch.set_num_threads(threads)
+            for count in (1, 2, 5, 17, 33, 64, 70):
+                assert torch.equal(swiglu(x[:count]), everything[:count]), (threads, count)
+    finally:
+        torch.set_num_threads(num_threads)
