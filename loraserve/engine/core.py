@@ -66,8 +66,9 @@ class Engine:
 
     @property
     def is_waiting_for_adapters_only(self) -> bool:
-        """Whether no step can do anything until an adapter arrives."""
-        return self._scheduler.num_running == 0
+        """Whether no step can do anything until an adapter arrives, or a place for one."""
+        scheduler = self._scheduler
+        return scheduler.num_running == 0 and scheduler.num_waiting == scheduler.num_waiting_for_adapter
 
     def add(self, message: AddRequest) -> None:
         """Queue a request, or the rest of one whose first tokens were sent before a crash."""
@@ -135,9 +136,11 @@ class Engine:
 
     def _check_idle(self) -> None:
         """With no request alive, nothing may be held."""
-        if self._kv.num_held:
-            self._invariant_violations += 1
-            logger.error("no request is alive, but %d KV blocks are held", self._kv.num_held)
+        held = [(self._kv.num_held, "KV blocks"), (self.pager.num_pins, "adapter pins")]
+        for count, what in held:
+            if count:
+                self._invariant_violations += 1
+                logger.error("no request is alive, but %d %s are held", count, what)
 
     def check(self) -> list[str]:
         """Return every broken invariant of the memory, in words."""
@@ -160,6 +163,6 @@ class Engine:
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             step_s=self._step_s,
-            invariant_violations=self._invariant_violations,
+            invariant_violations=self._invariant_violations + self.pager.num_violations,
             **cast("dict[str, Any]", self.pager.stats()),
         )

@@ -5,6 +5,7 @@ There is no prefill and no decode here: a request has tokens that aren't compute
 
 from __future__ import annotations
 
+import logging
 import time
 from bisect import insort
 from collections.abc import Callable, Sequence
@@ -13,10 +14,12 @@ from operator import attrgetter
 from typing import Any, Protocol
 
 from loraserve.engine.request import Pin, Request, Status
-from loraserve.errors import AdapterNumerics, EngineError, LoraserveError
+from loraserve.errors import AdapterNumerics, EngineError, InvariantViolation, LoraserveError
 from loraserve.memory.kv_cache import KVCache
 from loraserve.memory.pager import Residency
 from loraserve.types import AdapterRef, Digest, FinishReason, RequestId, TokenLogprobs, TokenOutput
+
+logger = logging.getLogger(__name__)
 
 _ORDER = attrgetter("order")
 
@@ -322,9 +325,13 @@ class Scheduler:
         (self._running if request.status is Status.RUNNING else self._waiting).remove(request)
         request.status = Status.FINISHED
         self._drop_blocks(request)
-        if request.pin is not None:
-            request.pin.release()
-            request.pin = None
+        pin, request.pin = request.pin, None
+        if pin is not None:
+            try:
+                pin.release()
+            except InvariantViolation:
+                # our own bug, and counted by the pool; it must not end everybody's requests
+                logger.exception("request %s doesn't hold the pin that it should", request.request_id)
 
 
 def _numerics_error(request: Request) -> LoraserveError:

@@ -75,7 +75,7 @@ class Worker:
         timeout_ms = 0
         if not self._engine.has_requests:
             timeout_ms = _LOADING_POLL_MS if self._warming else _IDLE_POLL_MS
-        elif self._engine.is_waiting_for_adapters_only and self._engine.pager.num_loading:
+        elif self._engine.is_waiting_for_adapters_only:
             timeout_ms = _LOADING_POLL_MS
         if self._inputs.poll(timeout_ms) == 0:
             return

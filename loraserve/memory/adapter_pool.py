@@ -28,15 +28,12 @@ class Resident:
 class Pin:
     """Keeps one adapter on the device until `release`, which is called exactly once."""
 
-    __slots__ = ("_pool", "digest")
+    __slots__ = ("_pool", "digest", "is_released")
 
     def __init__(self, pool: AdapterPool, digest: Digest) -> None:
         self.digest = digest
-        self._pool: AdapterPool | None = pool
-
-    @property
-    def is_released(self) -> bool:
-        return self._pool is None
+        self.is_released = False
+        self._pool = pool
 
     def release(self) -> None:
         """The adapter has one pin less.
@@ -44,10 +41,11 @@ class Pin:
         Raises:
             InvariantViolation: it was released before. Nothing has changed but the pool's count of violations.
         """
-        pool, self._pool = self._pool, None
-        if pool is None:
+        if self.is_released:
+            self._pool.num_violations += 1
             raise InvariantViolation(f"A pin on adapter {self.digest} was released twice.")
-        pool._unpin(self.digest)
+        self.is_released = True
+        self._pool._unpin(self.digest)
 
 
 class AdapterPool:
@@ -67,6 +65,8 @@ class AdapterPool:
         """Bytes that an operator has pinned: no amount of waiting frees them."""
         self.num_pins = 0
         self.num_evictions = 0
+        self.num_violations = 0
+        """Pins that were released twice."""
         # least recently used first
         self._residents: OrderedDict[Digest, Resident] = OrderedDict()
 

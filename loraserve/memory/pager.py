@@ -131,6 +131,16 @@ class Pager:
         """Loads in flight."""
         return len(self._loading)
 
+    @property
+    def num_pins(self) -> int:
+        """Pins that were given out and not released."""
+        return self._pool.num_pins
+
+    @property
+    def num_violations(self) -> int:
+        """Invariants that were found broken, since the start."""
+        return self._pool.num_violations
+
     def request(self, ref: AdapterRef) -> Residency:
         """Ask for an adapter on the device; starts whatever is needed. Never blocks; ask again whenever you like.
 

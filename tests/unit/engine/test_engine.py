@@ -8,10 +8,12 @@ import time
 
 import pytest
 import torch
+import zmq
 
 from loraserve.engine.core import Engine
 from loraserve.engine.messages import AddRequest
-from loraserve.engine.worker import build_engine
+from loraserve.engine.worker import Worker, build_engine
+from loraserve.memory.pager import Residency
 from loraserve.types import FinishReason, RequestId, SamplingParams, TenantId, TokenOutput
 
 from .conftest import ADAPTERS, World
@@ -242,3 +244,55 @@ def test_an_int8_bases_greedy_text_is_the_same_alone_and_in_company(world, make_
     together = [add(engine, world, prompt, name) for prompt, name in work]
     tokens = run(engine)
     assert [tokens[request_id] for request_id in together] == alone
+
+
+def test_a_pin_released_twice_is_counted_and_ends_nobody_elses_request(world, make_engine, caplog):
+    engine = make_engine()
+    prompt = prompts(1, seed=17)[0]
+    good, twice = add(engine, world, prompt), add(engine, world, [5, 5, 5], "r8", max_tokens=40)
+    outputs: list[TokenOutput] = []
+    while not any(output.request_id == twice for output in outputs):
+        outputs += engine.step()
+    engine._scheduler._requests[twice].pin.release()
+    engine.abort(twice)
+    while engine.has_requests:
+        outputs += engine.step()
+    assert [t for o in outputs if o.request_id == good for t in o.token_ids] == world.expected(None, prompt, 12)
+    assert engine.stats().invariant_violations == 1
+    assert "released twice" in caplog.text
+    assert engine.check() == []
+
+
+def test_a_pin_that_outlives_every_request_is_counted(world, make_engine, caplog):
+    engine = make_engine()
+    request_id = add(engine, world, [5, 5, 5], "r8", max_tokens=2)
+    while not engine.step():
+        pass
+    engine._scheduler._requests[request_id].pin = None
+    while engine.has_requests:
+        engine.step()
+    assert engine.stats().invariant_violations == 1
+    assert "1 adapter pins" in caplog.text
+
+
+def test_a_worker_does_not_spin_while_every_request_waits_for_a_place(world, make_engine):
+    config = world.config()
+    engine = make_engine()
+    pool = engine.pager._pool
+    # an operator's pin leaves no place, and nothing is being loaded
+    engine.pager.set_operator_pin(world.refs["r8"], True)
+    while engine.pager.request(world.refs["r8"]) is not Residency.RESIDENT:
+        engine.pager.poll()
+    pool.budget_bytes = pool.num_bytes
+    add(engine, world, [5, 5, 5], "mixed")
+    with zmq.Context() as context, context.socket(zmq.PULL) as inputs, context.socket(zmq.PUSH) as outputs:
+        worker = Worker(config, engine, inputs, outputs)
+        deadline = time.monotonic() + 10
+        while engine.pager.num_loading or not engine.pager._sizes.get(world.refs["mixed"].digest):
+            assert time.monotonic() < deadline
+            engine.step()
+        started = time.monotonic()
+        for _ in range(20):
+            worker._receive()
+            engine.step()
+        assert time.monotonic() - started > 0.015

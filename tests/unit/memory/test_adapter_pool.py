@@ -46,6 +46,7 @@ def test_a_pin_can_be_released_only_once(pool: AdapterPool, make: Any) -> None:
     assert pin.is_released
     with pytest.raises(InvariantViolation, match="released twice"):
         pin.release()
+    assert pool.num_violations == 1
     assert pool.num_pins == 1
     assert not kept.is_released
     assert pool.check() == []
