@@ -5,5 +5,8 @@
     attention  paged attention                                gemm       int8 linears
     cpu        the CPU's fast paths (numba when installed, PyTorch otherwise)
 
-Needs torch and numpy; uses numba when it's installed. Imports nothing of loraserve.
+    paged_layout  adapters in a GPU's memory               gpu_plan          a step's rows, as a GPU reads them
+    gpu_lora      LoRA on a GPU, by the kernels of:        shrink, expand    Triton
+
+Needs torch and numpy; uses numba when it's installed, and Triton on a GPU alone. Imports nothing of loraserve.
 """

@@ -7,23 +7,34 @@ from torch import Tensor
 
 from loraserve_kernels import attention, cpu, gemm
 from loraserve_kernels.errors import ShapeMismatch
+from loraserve_kernels.gpu_plan import GpuLoraPlan
 from loraserve_kernels.layout import MODULE_INDEX, SITES
 from loraserve_kernels.plan import LoraPlan
 
 
-def apply_lora(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: int) -> None:
+def apply_lora(x: Tensor, y: Tensor, plan: LoraPlan | GpuLoraPlan, site: str, layer: int) -> None:
     """Add ``scaling · B A x`` to `y` in place, for every row that has an adapter and every slice of the site; leave other rows as they are.
 
     Args:
-        x: [num_tokens, in_features] float32, contiguous in the last dim.
-        y: [num_tokens, sum of the site's out_features] float32, contiguous in the last dim; slices in the order of ``SITES[site]``.
-        plan: the step's.
+        x: [num_tokens, in_features] float32, or bfloat16 or float16 on a GPU, contiguous in the last dim.
+        y: [num_tokens, sum of the site's out_features], x's dtype, contiguous in the last dim; slices in the order of ``SITES[site]``.
+        plan: the step's: a `GpuLoraPlan` for tensors on a GPU, a `LoraPlan` for others.
         site: ``qkv``, ``o``, ``gate_up`` or ``down``.
         layer: which decoder layer.
 
     Raises:
-        ShapeMismatch: x, y and the plan disagree on rows, or x and y on the adapters' widths.
+        ShapeMismatch: x, y and the plan disagree on rows or devices, or x and y on the adapters' widths.
     """
+    if x.is_cuda != isinstance(plan, GpuLoraPlan):
+        raise ShapeMismatch(
+            f"x is on {x.device} and the plan is a {type(plan).__name__}; GPUs take a GpuLoraPlan, CPUs a LoraPlan"
+        )
+    if isinstance(plan, GpuLoraPlan):
+        # Triton is loaded by the first step on a GPU alone
+        from loraserve_kernels import gpu_lora
+
+        gpu_lora.apply_lora(x, y, plan, site, layer)
+        return
     adapter, first = plan.segments[0].adapter, MODULE_INDEX[SITES[site][0]]
     in_features = adapter.in_features[first]
     out_features = sum(adapter.out_features[first : first + len(SITES[site])])

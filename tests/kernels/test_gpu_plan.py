@@ -1,15 +1,17 @@
+import subprocess
+import sys
 import time
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
+from paged_pools import MIXED_RANKS, ODD, Fleet
 
-from loraserve_kernels.errors import InvalidPlan
+from loraserve_kernels import launch
+from loraserve_kernels.errors import InvalidPlan, ShapeMismatch
 from loraserve_kernels.gpu_plan import HEADER, GpuLoraPlan, split_k
 from loraserve_kernels.layout import MODULE_INDEX, SITES
-
-from .paged import MIXED_RANKS, ODD, Fleet
 
 
 @pytest.fixture(scope="module")
@@ -123,3 +125,12 @@ def test_a_plan_takes_no_time_that_grows_with_tokens_in_python(fleet: Fleet) -> 
         seconds.append(time.perf_counter() - start)
     # a Python loop over 8192 rows takes more than this for each of the four sites
     assert min(seconds) < 0.02
+
+
+def test_the_wrong_plan_for_a_device_is_refused_without_loading_triton(fleet: Fleet) -> None:
+    plan = GpuLoraPlan(fleet.pool, max_num_tokens=8, max_work_items=8)
+    x, y = torch.zeros(1, 72, dtype=torch.float16), torch.zeros(1, 200, dtype=torch.float16)
+    with pytest.raises(ShapeMismatch, match="GPUs take a GpuLoraPlan"):
+        launch.apply_lora(x, y, plan, "o", 0)
+    script = "import sys, loraserve_kernels.launch; sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0

@@ -1,12 +1,7 @@
 import numpy as np
 import pytest
 import torch
-
-from loraserve_kernels.errors import PoolFull, ShapeMismatch
-from loraserve_kernels.layout import MODULE_INDEX, LoraModule
-from loraserve_kernels.paged_layout import POOL_DTYPES, RANK_BLOCK, PagedPool, make_pages, num_pages_of
-
-from .paged import (
+from paged_pools import (
     EVEN,
     MIXED_RANKS,
     NUM_LAYERS,
@@ -17,6 +12,10 @@ from .paged import (
     random_modules,
     read_block,
 )
+
+from loraserve_kernels.errors import PoolFull, ShapeMismatch
+from loraserve_kernels.layout import MODULE_INDEX, LoraModule
+from loraserve_kernels.paged_layout import POOL_DTYPES, RANK_BLOCK, PagedPool, make_pages, num_pages_of
 
 
 def read_back(pool: PagedPool, slot: int, m: LoraModule) -> torch.Tensor:
