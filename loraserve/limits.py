@@ -53,6 +53,7 @@ class Limits:
     max_aliases_per_adapter: int = 100
     max_listed_models: int = 10_000
     max_concurrent_uploads: int = 16
+    max_concurrent_uploads_per_tenant: int = 8
     max_idempotency_key_bytes: int = 255
     max_idempotency_keys_per_key: int = 10_000
     idempotency_ttl_s: float = 86_400.0

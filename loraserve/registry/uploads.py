@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 
 from adapters_store.base import BlobStore, StagedBlob
 from loraserve import faults
 from loraserve.db.idempotency import Once
 from loraserve.db.session import Clock, Database
-from loraserve.errors import Overloaded, QuotaExceeded
+from loraserve.errors import Overloaded, QuotaExceeded, RateLimited
 from loraserve.limits import LIMITS
 from loraserve.registry.changes import point_alias, record_change
 from loraserve.registry.inspection import Inspected, inspect_upload
@@ -48,7 +49,7 @@ class Uploads:
         self._on_change = on_change
         self._clock = clock
         self._inspections = asyncio.Semaphore(MAX_INSPECTIONS)
-        self._num_uploads = 0
+        self._num_uploads: Counter[TenantId] = Counter()
 
     def check_name(self, name: str) -> str:
         """`name` if an adapter may be called so; before a byte of its upload is read.
@@ -58,26 +59,38 @@ class Uploads:
         """
         return check_adapter_name(name, self._base().id)
 
-    async def stage(self) -> StagedBlob:
+    async def stage(self, tenant: TenantId) -> StagedBlob:
         """A place for an upload's weights; `publish` takes it, or the caller discards it (`release`).
 
         Raises:
+            RateLimited: `LIMITS.max_concurrent_uploads_per_tenant` of the tenant are under way: nobody takes every place.
             Overloaded: `LIMITS.max_concurrent_uploads` are under way.
             StorageFull: no room.
         """
-        if self._num_uploads >= LIMITS.max_concurrent_uploads:
-            raise Overloaded(f"{self._num_uploads} uploads are under way, the most at a time.", retry_after_s=5)
-        self._num_uploads += 1
+        if self._num_uploads[tenant] >= LIMITS.max_concurrent_uploads_per_tenant:
+            raise RateLimited(
+                f"{self._num_uploads[tenant]} uploads of this tenant are under way, the most at a time.",
+                retry_after_s=5,
+            )
+        if self._num_uploads.total() >= LIMITS.max_concurrent_uploads:
+            raise Overloaded(f"{self._num_uploads.total()} uploads are under way, the most at a time.", retry_after_s=5)
+        self._num_uploads[tenant] += 1
         try:
             return await asyncio.to_thread(self._store.stage)
         except BaseException:
-            self._num_uploads -= 1
+            self._end_upload(tenant)
             raise
 
-    async def release(self, staged: StagedBlob) -> None:
+    async def release(self, tenant: TenantId, staged: StagedBlob) -> None:
         """Ends what `stage` began: what isn't committed is removed."""
-        self._num_uploads -= 1
+        self._end_upload(tenant)
         await asyncio.to_thread(staged.discard)
+
+    def _end_upload(self, tenant: TenantId) -> None:
+        self._num_uploads[tenant] -= 1
+        if not self._num_uploads[tenant]:
+            # one entry per uploading tenant, not per tenant ever seen
+            del self._num_uploads[tenant]
 
     async def publish(
         self,

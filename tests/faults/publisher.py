@@ -56,10 +56,10 @@ async def publish_forever(database_url: str, store_url: str, inputs: Inputs, rou
     mine = inputs.weights[round_number * PER_ROUND : (round_number + 1) * PER_ROUND]
     for number in count():
         name = f"round-{round_number}-{number // PER_ROUND}"
-        staged = await registry.uploads.stage()
+        staged = await registry.uploads.stage(tenant)
         staged.write(mine[number % PER_ROUND])
         published = await registry.uploads.publish(tenant, name, inputs.config, staged, actor="test")
-        await registry.uploads.release(staged)
+        await registry.uploads.release(tenant, staged)
         version = published.version.version
         os.write(1, f"published {name} {version} {published.version.digest}\n".encode())
         if version is not None and version > 1:

@@ -56,7 +56,7 @@ async def publish_version(
     uploads = services.registry.uploads
     uploads.check_name(name)
     boundary = multipart_boundary(request)
-    staged = await uploads.stage()
+    staged = await uploads.stage(caller.tenant)
     try:
         config = await read_upload(request, boundary, staged)
         content = hashlib.sha256(config).digest() + staged.digest.encode()
@@ -75,7 +75,7 @@ async def publish_version(
 
         return await answer_once(request, caller, content, work, _published)
     finally:
-        await uploads.release(staged)
+        await uploads.release(caller.tenant, staged)
 
 
 def _published(published: Published) -> StoredResponse:

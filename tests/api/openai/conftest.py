@@ -234,13 +234,13 @@ def publish(services: Services, acme: Tenant, make_upload: Callable[..., tuple[b
     async def run(name: str = "sql", seed: int = 0, tenant: Tenant | None = None) -> int:
         config, weights = make_upload(seed)
         uploads = services.registry.uploads
-        staged = await uploads.stage()
+        owner = (tenant or acme).caller.tenant
+        staged = await uploads.stage(owner)
         try:
             staged.write(weights)
-            owner = (tenant or acme).caller.tenant
             published = await uploads.publish(owner, name, config, staged, actor="test")
         finally:
-            await uploads.release(staged)
+            await uploads.release(owner, staged)
         assert published.version.version is not None
         return published.version.version
 

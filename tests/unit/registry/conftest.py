@@ -61,11 +61,11 @@ def publish(registry: Registry, acme: TenantId, make_upload: Callable[..., tuple
         config, weights = make_upload(
             seed, **{key: how.pop(key) for key in ("rank", "fill", "hidden_size") if key in how}
         )
-        staged = await via.uploads.stage()
+        staged = await via.uploads.stage(tenant)
         try:
             staged.write(weights)
             return await via.uploads.publish(tenant, name, config, staged, actor="test", **how)  # type: ignore[arg-type]
         finally:
-            await via.uploads.release(staged)
+            await via.uploads.release(tenant, staged)
 
     return run

@@ -20,6 +20,7 @@ from loraserve.errors import (
     InvalidRequest,
     Overloaded,
     QuotaExceeded,
+    RateLimited,
     StorageFull,
     TenantNotFound,
 )
@@ -143,12 +144,27 @@ async def test_a_name_outside_the_pattern_is_refused(publish: Any, name: str) ->
 
 
 async def test_more_uploads_than_the_bound_are_told_to_wait(registry: Registry) -> None:
-    staged = [await registry.uploads.stage() for _ in range(LIMITS.max_concurrent_uploads)]
+    # tenants enough that none reaches its own bound
+    tenants = [TenantId(f"tenant-{number}") for number in range(LIMITS.max_concurrent_uploads)]
+    staged = [await registry.uploads.stage(tenant) for tenant in tenants]
     with pytest.raises(Overloaded):
-        await registry.uploads.stage()
+        await registry.uploads.stage(TenantId("another"))
+    for tenant, blob in zip(tenants, staged, strict=True):
+        await registry.uploads.release(tenant, blob)
+    await registry.uploads.release(tenants[0], await registry.uploads.stage(tenants[0]))
+
+
+async def test_one_tenants_uploads_leave_room_for_anothers(
+    registry: Registry, acme: TenantId, globex: TenantId
+) -> None:
+    staged = [await registry.uploads.stage(acme) for _ in range(LIMITS.max_concurrent_uploads_per_tenant)]
+    with pytest.raises(RateLimited):
+        await registry.uploads.stage(acme)
+    await registry.uploads.release(globex, await registry.uploads.stage(globex))
+    await registry.uploads.release(acme, staged.pop())
+    staged.append(await registry.uploads.stage(acme))
     for blob in staged:
-        await registry.uploads.release(blob)
-    await registry.uploads.release(await registry.uploads.stage())
+        await registry.uploads.release(acme, blob)
 
 
 async def test_a_full_disk_refuses_and_the_next_upload_works(
