@@ -223,8 +223,10 @@ class PagedPool:
         units_per_page = page_num_elements // UNIT
         first_unit = np.array(pages, dtype=np.int32) * units_per_page
         blocks = slice(2 * tiles.start, 2 * tiles.stop)
+        is_block = adapter.multipliers.reshape(*adapter.a_units.shape, RANK_BLOCK).any(axis=2)
         for table, units in ((self.a_units, adapter.a_units), (self.b_units, adapter.b_units)):
-            table[:, blocks] = torch.from_numpy(first_unit[units // units_per_page] + units % units_per_page)
+            placed = first_unit[units // units_per_page] + units % units_per_page
+            table[:, blocks] = torch.from_numpy(np.where(is_block, placed, 0).astype(np.int32))
         ranks = slice(RANK_TILE * tiles.start, RANK_TILE * tiles.stop)
         self.multipliers[:, ranks] = torch.from_numpy(adapter.multipliers)
         self.first_tiles[slot] = adapter.first_tiles + tiles.start
