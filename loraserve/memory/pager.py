@@ -118,8 +118,8 @@ class Pager:
         self._operator_pins: set[Digest] = set()
         # residents that take no new requests, so that the first in line gets their place
         self._draining: set[Digest] = set()
-        # somebody has waited long enough: nobody passes
-        self._is_line_closed = False
+        # who has waited long enough: nobody else passes
+        self._line_closed_for: Digest | None = None
         # admitted since the last poll: their requests get one chance to pin them
         self._fresh: set[Digest] = set()
         self._num_loads = 0
@@ -160,7 +160,7 @@ class Pager:
             wait = self._waiting[digest] = _Wait(ref, now, now)
             self._host.hold(digest)
             # a hit in the host cache costs no step, unless it would pass somebody who has waited long enough
-            if digest in self._host and not self._is_line_closed and self._place(digest, {}, now):
+            if digest in self._host and self._line_closed_for is None and self._place(digest, {}, now):
                 return Residency.RESIDENT
             self._start_load(wait)
         wait.asked_s = now
@@ -287,8 +287,10 @@ class Pager:
         if len(self._loading) >= self._num_threads:
             return
         size = self._sizes.get(digest)
-        # Of known size and without a place: it would only be dropped again.
-        if size is not None and not self._pool.can_admit(size, self._fresh) and not self._host.can_put(size):
+        # Of known size and without a place: it would only be dropped again, and read again.
+        may_pass = self._line_closed_for is None or self._line_closed_for == digest
+        has_place = size is None or (may_pass and self._pool.can_admit(size, self._fresh)) or self._host.can_put(size)
+        if not has_place:
             return
         self._loading.add(digest)
         self._executor.submit(self._load, wait.ref)
@@ -346,7 +348,7 @@ class Pager:
         a cold one by those that are always in use.
         """
         placed: list[Digest] = []
-        self._is_line_closed = False
+        self._line_closed_for = None
         is_first = True
         for digest, wait in list(self._waiting.items()):
             size = self._sizes.get(digest)
@@ -359,7 +361,7 @@ class Pager:
             # what operators have pinned no patience frees, and nobody is held up for it
             can_ever = size + self._pool.operator_bytes <= self._pool.budget_bytes
             if is_first and can_ever and now - wait.since_s > PATIENCE_S:
-                self._is_line_closed = True
+                self._line_closed_for = digest
                 self._drain_for(size)
                 return placed
             is_first = is_first and not can_ever

@@ -429,6 +429,25 @@ def test_a_hit_in_the_host_passes_nobody_who_has_waited_long_enough(
     assert pager.poll() == [large.digest]
 
 
+def test_who_may_not_pass_is_not_read_again_and_again_where_the_host_has_no_room(
+    make: Any, store: LocalStore, make_pager: MakePager, clock: Any
+) -> None:
+    pager = make_pager(device_ranks=8, host_ranks=0)
+    small, running, large = (make.publish(store, rank=rank, seed=seed) for seed, rank in enumerate((1, 6, 3)))
+    pager.request(running)
+    make.settle(pager)
+    pin = pager.pin(running.digest)
+    pager.request(large)
+    make.settle(pager)
+    clock.advance(PATIENCE_S + 0.1)
+    pager.poll()
+    pager.request(small)
+    make.settle(pager)
+    assert pager.stats()["adapter_loads"] == 3
+    pin.release()
+    assert set(make.settle(pager)) == {large.digest, small.digest}
+
+
 def test_what_waits_for_an_operators_pin_to_end_holds_up_nobody(
     make: Any, store: LocalStore, make_pager: MakePager, clock: Any
 ) -> None:
