@@ -10,6 +10,8 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
+import zmq
+
 from loraserve.config import EngineConfig
 from loraserve.engine import messages as m
 from loraserve.engine.messages import GenerateRequest
@@ -37,6 +39,8 @@ _MAX_FAILED_STARTS = 5
 _MAX_RESTART_DELAY_S = 5.0
 _STABLE_S = 10.0
 _REPLAY_PATIENCE_S = 10.0
+_REPLAY_ALONE_S = 30.0
+"""For so long new requests wait while suspects are replayed; then they are sent beside them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -183,9 +187,11 @@ class EngineClient:
             Overloaded: too many requests are alive, or this one waited too long for its first token.
             AdapterUnavailable, EngineError: why it failed.
         """
-        live = self._admit(request)
         processor = OutputProcessor(request, self._tokenizer)
+        live = self._admit(request)
         try:
+            if self._is_up:
+                self._send(live)
             try:
                 async with asyncio.timeout(self._max_queue_wait_s):
                     output = await live.next()
@@ -232,8 +238,6 @@ class EngineClient:
             raise Overloaded(f"{len(self._live)} requests are alive; no more are taken until some end.")
         live = _LiveRequest(request)
         self._live[request.request_id] = live
-        if self._is_up:
-            self._send(live)
         return live
 
     def _send(self, live: _LiveRequest) -> None:
@@ -326,7 +330,19 @@ class EngineClient:
         self._base = ready.base
 
     async def _supervise(self) -> None:
-        """Keep an engine running: replay what was alive, wait for its end, start the next."""
+        """Keep an engine running until it can't be started any more; then, or should this break, every request is told."""
+        try:
+            await self._keep_running()
+        except Exception as error:
+            logger.exception("the engine's supervisor broke")
+            self._failure = EngineUnavailable(f"The engine's supervisor broke: {type(error).__name__}.")
+        self._is_up = False
+        self._fail_calls(EngineUnavailable("The engine died and could not be started again."))
+        for live in list(self._live.values()):
+            live.fail(EngineUnavailable("The engine died and could not be started again."))
+
+    async def _keep_running(self) -> None:
+        """Replay what was alive, wait for the engine's end, start the next; return when none can be started."""
         num_deaths = 0
         while True:
             started = time.monotonic()
@@ -373,7 +389,7 @@ class EngineClient:
                 self._live.pop(live.request.request_id, None)
 
     async def _relaunch(self, num_deaths: int) -> bool:
-        """Start another engine; False when it can't be, and every request was told."""
+        """Start another engine; False when it can't be."""
         if self._process is not None:
             await self._process.close(grace_s=0.0)
         if num_deaths > 2:
@@ -381,23 +397,35 @@ class EngineClient:
         for attempt in range(1, _MAX_FAILED_STARTS + 1):
             try:
                 await self._launch()
-            except LoraserveError as error:
+            except (
+                LoraserveError,
+                OSError,
+                zmq.ZMQError,
+            ) as error:  # OSError: no memory, no file descriptors, no room for the sockets
                 logger.error("the engine could not be started again (attempt %d): %s", attempt, error)
-                self._failure = error
+                self._failure = error if isinstance(error, LoraserveError) else EngineUnavailable(str(error))
                 await asyncio.sleep(min(_MAX_RESTART_DELAY_S, 0.1 * 2**attempt))
             else:
                 self._failure = None
                 self.num_restarts += 1
                 return True
-        for live in list(self._live.values()):
-            live.fail(EngineUnavailable("The engine died and could not be started again."))
         return False
 
     async def _replay(self, ended: asyncio.Task[str]) -> None:
         """Give a new engine what was alive: suspects of the last crash one at a time, each up to its next token, then the rest.
 
-        The step that kills an engine is thus computed for its culprit alone, which then is the only one in flight.
+        The step that kills an engine is thus computed for its culprit alone, which then is the only one in flight without a token of this engine's.
         """
+        # Suspects may queue for a place or an adapter; whoever is new needn't wait for all of them.
+        timer = asyncio.get_running_loop().call_later(_REPLAY_ALONE_S, self._send_new)
+        try:
+            await self._replay_suspects(ended)
+        finally:
+            timer.cancel()
+        if not ended.done():
+            self._send_new()
+
+    async def _replay_suspects(self, ended: asyncio.Task[str]) -> None:
         for ref in self._operator_pins.values():
             if self._process is not None:
                 self._process.send(m.PinAdapter(call_id=next(self._call_ids), adapter=ref, is_pinned=True))
@@ -411,9 +439,10 @@ class EngineClient:
             progressed = asyncio.create_task(live.has_progressed.wait())
             await asyncio.wait({progressed, ended}, timeout=_REPLAY_PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
             progressed.cancel()
-        if ended.done():
-            return
+
+    def _send_new(self) -> None:
+        """The engine has every request that isn't a suspect, and is up."""
         for live in self._live.values():
-            if not live.is_sent:
+            if not live.is_sent and not live.is_finished and live.num_crashes == 0:
                 self._send(live)
         self._is_up = True

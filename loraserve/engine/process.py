@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import shutil
 import sys
@@ -19,6 +20,8 @@ import zmq.asyncio
 from loraserve.config import EngineConfig
 from loraserve.engine import messages as m
 from loraserve.errors import EngineUnavailable, LoraserveError, error_from_code
+
+logger = logging.getLogger(__name__)
 
 
 class EngineProcess:
@@ -65,6 +68,7 @@ class EngineProcess:
             "-m",
             "loraserve.engine.worker",
             *endpoints,
+            str(os.getpid()),
             stdin=asyncio.subprocess.PIPE,
             # Waiting threads that spin take the cores that the server and the loaders need.
             env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
@@ -127,18 +131,28 @@ class EngineProcess:
         shutil.rmtree(self._dir, ignore_errors=True)
 
     async def _read(self) -> None:
-        while True:
-            message = m.decode_output(await self._outputs.recv())
-            self.last_message_s = time.monotonic()
-            match message:
-                case m.Ready():
-                    self.ready = message
-                    if not self._ready.done():
-                        self._ready.set_result(message)
-                case m.Fatal(code=code, message=text, hint=hint):
-                    error: LoraserveError = error_from_code(code, text)
-                    error.hint = hint
-                    if not self._ready.done():
-                        self._ready.set_exception(error)
-                case _:
-                    self._on_message(message)
+        try:
+            while True:
+                message = m.decode_output(await self._outputs.recv())
+                self.last_message_s = time.monotonic()
+                self._take(message)
+        except Exception:
+            # nobody would hear this engine any more: the next one starts from what is known
+            logger.exception("a message of the engine process makes no sense; it is killed")
+            self.kill()
+
+    def _take(self, message: m.EngineOutput) -> None:
+        match message:
+            case m.Ready():
+                self.ready = message
+                if not self._ready.done():
+                    self._ready.set_result(message)
+            case m.Fatal(code=code, message=text, hint=hint):
+                error: LoraserveError = error_from_code(code, text)
+                error.hint = hint
+                if self._ready.done():
+                    logger.error("the engine process can't go on: %s", error)
+                else:
+                    self._ready.set_exception(error)
+            case _:
+                self._on_message(message)

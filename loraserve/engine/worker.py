@@ -1,6 +1,6 @@
 """The engine process: reads its EngineConfig from stdin, loads the base, then steps until it is told to stop.
 
-    python -m loraserve.engine.worker INPUT_ENDPOINT OUTPUT_ENDPOINT < config.json
+    python -m loraserve.engine.worker INPUT_ENDPOINT OUTPUT_ENDPOINT SERVER_PID < config.json
 
 The step's thread is the only thread here that touches the engine. It takes messages between steps, sends what a step
 made, and sends a heartbeat: one that comes late says that steps come late.
@@ -44,13 +44,19 @@ class Worker:
     """Moves messages between the sockets and the engine."""
 
     def __init__(
-        self, config: EngineConfig, engine: Engine, inputs: zmq.Socket[bytes], outputs: zmq.Socket[bytes]
+        self,
+        config: EngineConfig,
+        engine: Engine,
+        inputs: zmq.Socket[bytes],
+        outputs: zmq.Socket[bytes],
+        server_pid: int,
     ) -> None:
         self._config = config
         self._engine = engine
         self._inputs = inputs
         self._outputs = outputs
-        self._parent = os.getppid()
+        # told, not asked for: the server may die while the base is loaded
+        self._server_pid = server_pid
         self._is_stopping = False
         self._last_heartbeat_s = 0.0
         self._warming: dict[int, AdapterRef] = {}
@@ -124,7 +130,7 @@ class Worker:
             return
         self._last_heartbeat_s = now
         self._send(m.Heartbeat(stats=self._engine.stats()))
-        if os.getppid() != self._parent:
+        if os.getppid() != self._server_pid:
             logger.warning("the server is gone: stopping")
             self._is_stopping = True
 
@@ -198,7 +204,7 @@ def main() -> int:
             adapter_budget_bytes=runner.adapter_budget_bytes,
         )
         outputs.send(m.encode_output(ready))
-        Worker(config, engine, inputs, outputs).run()
+        Worker(config, engine, inputs, outputs, server_pid=int(sys.argv[3])).run()
     except LoraserveError as error:
         outputs.send(m.encode_output(m.Fatal(code=error.code, message=error.message, hint=error.hint)))
         return 1

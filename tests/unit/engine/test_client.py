@@ -6,13 +6,15 @@ import asyncio
 import itertools
 import os
 import signal
+import sys
 from contextlib import aclosing, asynccontextmanager
 
+import msgspec
 import pytest
 
 from loraserve.engine.client import EngineClient
 from loraserve.engine.messages import GenerateRequest
-from loraserve.errors import AdapterCorrupt, ConfigError, EngineCrashed, ModelError, Overloaded
+from loraserve.errors import AdapterCorrupt, ConfigError, EngineCrashed, EngineUnavailable, ModelError, Overloaded
 from loraserve.text.tokenizer import Tokenizer
 from loraserve.types import FinishReason, RequestId, SamplingParams, TenantId, Tier
 
@@ -148,6 +150,101 @@ async def test_a_request_in_flight_at_two_deaths_in_a_row_is_failed(world):
             del os.environ["LORASERVE_FAULTS"]
         _text, tokens, _ = await collect(client, make(world, prompt(5)))
         assert tokens == world.expected(None, prompt(5), 16)
+
+
+async def test_an_engine_that_cannot_be_forked_again_is_tried_again_and_then_given_up(world, monkeypatch, caplog):
+    async with running(world) as client:
+        failures = itertools.count()
+        start = asyncio.create_subprocess_exec
+
+        async def no_memory(*arguments, **options):
+            if next(failures) == 0:
+                raise OSError(12, "Cannot allocate memory")
+            return await start(*arguments, **options)
+
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", no_memory)
+        os.kill(client.pid, signal.SIGKILL)
+        await until(lambda: client.num_restarts == 1 and client.is_ready)
+        _text, tokens, _ = await collect(client, make(world, prompt(5)))
+        assert tokens == world.expected(None, prompt(5), 16)
+
+
+async def test_a_supervisor_that_breaks_fails_every_request_and_says_not_live(world, monkeypatch, caplog):
+    async with running(world) as client:
+
+        def broken():
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr(client, "_count_crash", broken)
+        with pytest.raises(EngineUnavailable):
+            await collect(client, make(world, prompt(4), max_tokens=200), lambda _: os.kill(client.pid, signal.SIGKILL))
+        assert not client.is_live
+        with pytest.raises(EngineUnavailable):
+            await collect(client, make(world, prompt(4)))
+
+
+async def test_a_message_that_makes_no_sense_replaces_the_engine(world, monkeypatch, caplog):
+    async with running(world) as client:
+        receive, calls = client._on_message, itertools.count()
+
+        def nonsense(message):
+            if next(calls) == 1:
+                raise ValueError("what?")
+            receive(message)
+
+        client._process._on_message = nonsense
+        answer = await collect(client, make(world, prompt(3), max_tokens=30))
+        assert answer[1] == world.expected(None, prompt(3), 30)
+        assert client.num_restarts == 1
+
+
+async def test_a_request_whose_text_cannot_begin_is_not_left_behind(world, monkeypatch):
+    async with running(world) as client:
+
+        def broken(*_arguments, **_options):
+            raise ValueError("no such token")
+
+        monkeypatch.setattr(client._tokenizer, "decode_stream", broken)
+        with pytest.raises(ValueError, match="no such token"):
+            await collect(client, make(world, prompt(3)))
+        assert client.num_live_requests == 0
+
+
+async def test_a_long_replay_does_not_keep_the_server_from_being_ready(world, monkeypatch):
+    monkeypatch.setattr("loraserve.engine.client._REPLAY_ALONE_S", 0.3)
+    async with running(world, max_num_seqs=1, max_num_batched_tokens=16) as client:
+        tasks = [
+            asyncio.create_task(collect(client, make(world, prompt(n), max_tokens=100, ignore_eos=True)))
+            for n in range(3)
+        ]
+        await until(lambda: any(live.output_token_ids for live in client._live.values()))
+        # the next engine takes its time: the second suspect waits for its place, and all that time nothing else would be sent
+        os.environ["LORASERVE_FAULTS"] = "engine.before_step=delay:0.05"
+        try:
+            os.kill(client.pid, signal.SIGKILL)
+            await until(lambda: client.num_restarts == 1)
+        finally:
+            del os.environ["LORASERVE_FAULTS"]
+        await until(lambda: client.is_ready, timeout=2)
+        assert not any(task.done() for task in tasks)
+        for n, task in enumerate(tasks):
+            assert (await task)[1] == world.expected(None, prompt(n), 100)
+
+
+async def test_an_engine_whose_server_died_while_it_loaded_ends(world, tmp_path):
+    dead = await asyncio.create_subprocess_exec(sys.executable, "-c", "")
+    await dead.wait()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "loraserve.engine.worker",
+        f"ipc://{tmp_path}/inputs",
+        f"ipc://{tmp_path}/outputs",
+        str(dead.pid),
+        stdin=asyncio.subprocess.PIPE,
+    )
+    await process.communicate(msgspec.json.encode(world.config()))
+    assert process.returncode == 0
 
 
 async def test_a_full_queue_refuses_and_says_so(world):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import time
 
@@ -286,7 +287,7 @@ def test_a_worker_does_not_spin_while_every_request_waits_for_a_place(world, mak
     pool.budget_bytes = pool.num_bytes
     add(engine, world, [5, 5, 5], "mixed")
     with zmq.Context() as context, context.socket(zmq.PULL) as inputs, context.socket(zmq.PUSH) as outputs:
-        worker = Worker(config, engine, inputs, outputs)
+        worker = Worker(config, engine, inputs, outputs, server_pid=os.getppid())
         deadline = time.monotonic() + 10
         while engine.pager.num_loading or not engine.pager._sizes.get(world.refs["mixed"].digest):
             assert time.monotonic() < deadline
