@@ -155,6 +155,8 @@ def start_cli(real_server: RealServer, tmp_path: Path) -> Iterator[Callable[...,
             text=True,
             env=environment(**real_server.variables),
             cwd=tmp_path,
+            # A shell starts its background jobs with SIGINT ignored, and children inherit that: these shall hear it.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         started.append(process)
         return process
