@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from loraserve_kernels import threads
 from loraserve_kernels.errors import ShapeMismatch
 
 SITES: dict[str, tuple[str, ...]] = {
@@ -147,7 +148,7 @@ def pack_adapter(
     module_shapes: Mapping[str, tuple[int, int]],
     dtype: torch.dtype,
 ) -> PackedAdapter:
-    """Copy an adapter's matrices into one new buffer; gaps are zero.
+    """Copy an adapter's matrices into one new buffer; gaps are zero. On the caller's thread alone, whoever it is.
 
     Args:
         modules: any subset of layers and modules, in any order, with any ranks ≥ 1.
@@ -172,6 +173,17 @@ def pack_adapter(
             )
     tables = _tables(((m.layer, m.module, m.lora_a.shape[0]) for m in modules), num_layers, module_shapes)
     shapes = [module_shapes.get(module, (0, 0)) for module in MODULES]
+    with threads.alone():
+        return _fill(modules, tables, shapes, num_layers, dtype)
+
+
+def _fill(
+    modules: Sequence[LoraModule],
+    tables: _Tables,
+    shapes: Sequence[tuple[int, int]],
+    num_layers: int,
+    dtype: torch.dtype,
+) -> PackedAdapter:
     packed = PackedAdapter(
         data=torch.zeros(tables.num_elements, dtype=dtype),
         ranks=tables.ranks,

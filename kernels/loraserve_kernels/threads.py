@@ -7,10 +7,11 @@ with one thread. The threads are OpenMP's, the same ones that torch's operators 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -19,8 +20,8 @@ _RUNTIME = re.compile(r"\s(/\S*lib(?:gomp|iomp5|omp)[^/\s]*\.so[^/\s]*)$")
 
 
 @functools.cache
-def _gomp_parallel() -> Callable[[int, int, int, int], None] | None:
-    """GOMP_parallel of the OpenMP runtime that torch has loaded (GNU's, or Intel's or LLVM's, which offer it too); None where there's none."""
+def _runtime() -> ctypes.CDLL | None:
+    """The OpenMP runtime that torch has loaded (GNU's, or Intel's or LLVM's, which offer GNU's entries too); None where there's none."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
@@ -28,12 +29,41 @@ def _gomp_parallel() -> Callable[[int, int, int, int], None] | None:
     paths = {match[1] for line in lines if (match := _RUNTIME.search(line))}
     # torch's own first: another package may have brought a second runtime
     for path in sorted(paths, key=lambda path: "/torch" not in path):
-        function = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
-        if function is not None:
-            function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-            function.restype = None
-            return function  # type: ignore[no-any-return]
+        library = ctypes.CDLL(path)
+        if hasattr(library, "GOMP_parallel"):
+            return library
     return None
+
+
+@functools.cache
+def _gomp_parallel() -> Callable[[int, int, int, int], None] | None:
+    library = _runtime()
+    if library is None:
+        return None
+    function = library.GOMP_parallel
+    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    function.restype = None
+    return function
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """In the block, torch's operators on this thread use no other thread.
+
+    For work beside the step, such as packing an adapter: every thread that runs a parallel operator gets a pool of its own, and once there are more threads than
+    cores, OpenMP's threads sleep instead of spinning between two operators. Each one of the step's then waits for a thread to wake, 75 µs on one machine.
+    """
+    library = _runtime()
+    if library is None:
+        yield
+        return
+    # this thread's own setting, unlike torch.set_num_threads, which is partly the process's
+    before = library.omp_get_max_threads()
+    library.omp_set_num_threads(1)
+    try:
+        yield
+    finally:
+        library.omp_set_num_threads(before)
 
 
 def run(kernel: Callable[[int], None], address: int, args: int, num_threads: int) -> None:
