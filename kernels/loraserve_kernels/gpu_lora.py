@@ -6,21 +6,17 @@ With ``TRITON_INTERPRET=1`` in the environment before Triton's first import, the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
-import triton
 from torch import Tensor
 
 from loraserve_kernels.errors import ShapeMismatch
 from loraserve_kernels.expand import expand_kernel
+from loraserve_kernels.gpu_device import INTERPRETED, num_programs
 from loraserve_kernels.gpu_plan import BLOCK_K, HEADER, SITE_INDEX, GpuLoraPlan, split_k
 from loraserve_kernels.layout import MODULE_INDEX, SITES
 from loraserve_kernels.paged_layout import row_stride
 from loraserve_kernels.shrink import shrink_kernel
-
-INTERPRETED = bool(triton.knobs.runtime.interpret)
-PROGRAMS_PER_MULTIPROCESSOR = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +65,7 @@ def apply_lora(x: Tensor, y: Tensor, plan: GpuLoraPlan, site: str, layer: int) -
         )
     if x.device != pool.data.device or y.device != pool.data.device:
         raise ShapeMismatch(f"x is on {x.device}, y on {y.device}, the adapters on {pool.data.device}")
-    grid = (_num_programs(x.device),)
+    grid = (num_programs(x.device),)
     split, header_at = split_k(in_features), 4 * SITE_INDEX[site]
     config = SHRINK_CONFIGS[plan.block_m]
     shrink_kernel[grid](
@@ -116,12 +112,3 @@ def apply_lora(x: Tensor, y: Tensor, plan: GpuLoraPlan, site: str, layer: int) -
         num_stages=config.num_stages,
         enable_fp_fusion=True,
     )
-
-
-@cache
-def _num_programs(device: torch.device) -> int:
-    if device.type == "cuda":
-        multiprocessors: int = torch.cuda.get_device_properties(device).multi_processor_count
-        return multiprocessors * PROGRAMS_PER_MULTIPROCESSOR
-    # the interpreter runs programs one after the other
-    return 3

@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from loraserve_kernels import gpu_lora
+from loraserve_kernels import gpu_device, gpu_lora
 from loraserve_kernels.gpu_plan import HEADER, ROWS_OF_A_TILE
 from loraserve_kernels.paged_layout import UNIT
 
@@ -92,7 +92,7 @@ def assert_lean(compiled: Any, folder: Path, *, is_resident: bool = True) -> set
     """No spills, few enough resources for the grid to be resident at once if it must be; the instructions."""
     usage = dict(re.findall(r"(\w+):(\d+)", dump(compiled, folder, "-res-usage").split("Function")[-1]))
     assert usage["STACK"] == usage["LOCAL"] == "0"
-    programs = gpu_lora.PROGRAMS_PER_MULTIPROCESSOR
+    programs = gpu_device.PROGRAMS_PER_MULTIPROCESSOR
     assert int(usage["REG"]) * THREADS * programs <= REGISTERS or not is_resident
     assert (compiled.metadata.shared + 1024) * programs <= SHARED_BYTES
     opcodes = set(

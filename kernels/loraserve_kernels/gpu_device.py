@@ -1,0 +1,23 @@
+"""What Triton's kernels need to know of the machine that they run on."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Whether kernels run in Triton's interpreter, on CPU tensors: ``TRITON_INTERPRET=1`` before Triton's first import. For tests."""
+
+PROGRAMS_PER_MULTIPROCESSOR = 4
+
+
+@cache
+def num_programs(device: torch.device) -> int:
+    """Programs of a persistent grid: as many as the device runs at once."""
+    if device.type == "cuda":
+        multiprocessors: int = torch.cuda.get_device_properties(device).multi_processor_count
+        return multiprocessors * PROGRAMS_PER_MULTIPROCESSOR
+    # the interpreter runs programs one after the other
+    return 3
