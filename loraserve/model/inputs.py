@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
-    from loraserve_kernels.plan import LoraPlan
+from loraserve.errors import InvariantViolation
+from loraserve_kernels.gpu_plan import GpuLoraPlan
+from loraserve_kernels.plan import LoraPlan, make_plan
+
+if TYPE_CHECKING:
+    from loraserve_kernels.gpu_attention_plan import GpuAttentionPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +29,7 @@ class KVTensors:
 
 @dataclass(frozen=True, slots=True)
 class ModelInputs:
-    """One step's rows. Rows of one sequence are contiguous and in position order; sequences of one adapter are neighbours.
+    """One step's rows on a CPU. Rows of one sequence are contiguous and in position order; sequences of one adapter are neighbours.
 
     Attributes:
         token_ids: [num_tokens] int64.
@@ -31,7 +38,7 @@ class ModelInputs:
         query_starts: num_seqs + 1 numbers: sequence i has rows ``query_starts[i]:query_starts[i + 1]``.
         context_lens: num_seqs numbers: the sequence's tokens whose KV exist once this step has run.
         block_tables: [num_seqs, max_blocks] int32, padded with 0.
-        logits_rows: [num_logits] int64: the rows whose logits are wanted.
+        logits_rows: [num_logits] int64, ascending: the rows whose logits are wanted; None: all.
         lora: which rows belong to which adapter; None when every row is the base's.
     """
 
@@ -41,5 +48,48 @@ class ModelInputs:
     query_starts: list[int]
     context_lens: list[int]
     block_tables: Tensor
-    logits_rows: Tensor
+    logits_rows: Tensor | None
     lora: LoraPlan | None
+
+    @property
+    def logits_lora(self) -> LoraPlan | None:
+        """The plan of a step that goes on with the rows of `logits_rows` alone."""
+        if self.lora is None or self.logits_rows is None:
+            return self.lora
+        rows: list[int] = self.logits_rows.tolist()
+        if any(a >= b for a, b in pairwise(rows)):
+            raise InvariantViolation(f"logits_rows must ascend; they are {rows[:16]}")
+        return select_rows(self.lora, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuInputs:
+    """One step's rows on a GPU. Every tensor has one address for life, so that a captured graph reads each later step's.
+
+    Attributes:
+        token_ids: [num_tokens] int64.
+        positions: [num_tokens] int32.
+        slot_mapping: [num_tokens] int64, ``block * block_size + offset``: where the row's K and V are written; -1: nowhere, for rows that only fill up a batch.
+        attention: which rows see which keys.
+        logits_rows: [num_logits] int64: the rows whose logits are wanted; None: all.
+        lora: which rows belong to which adapter; None when every row is the base's.
+        logits_lora: the same of the rows whose logits are wanted, counted among themselves.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    attention: GpuAttentionPlan
+    logits_rows: Tensor | None
+    lora: GpuLoraPlan | None
+    logits_lora: GpuLoraPlan | None
+
+
+def select_rows(lora: LoraPlan, rows: Sequence[int]) -> LoraPlan | None:
+    """Return the plan of a step that goes on with these rows only, ascending; None when no adapter's row is among them."""
+    segments = []
+    for segment in lora.segments:
+        start, end = bisect_left(rows, segment.row_start), bisect_left(rows, segment.row_end)
+        if start < end:
+            segments.append((segment.adapter, start, end))
+    return make_plan(segments, len(rows))

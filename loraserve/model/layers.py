@@ -20,11 +20,15 @@ class RMSNorm:
 
     Args:
         weight: [n] float32.
+
+    Attributes:
+        weight, eps: as given, for kernels that compute the norm themselves.
     """
 
-    __slots__ = ("_floor", "_weight")
+    __slots__ = ("_floor", "_weight", "eps", "weight")
 
     def __init__(self, weight: Tensor, eps: float) -> None:
+        self.weight, self.eps = weight, eps
         self._weight = weight * math.sqrt(weight.shape[0])
         self._floor = torch.tensor(math.sqrt(weight.shape[0] * eps))
 
@@ -32,6 +36,10 @@ class RMSNorm:
         """Return the normed x, float32, in memory of its own."""
         length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x.div(length.hypot_(self._floor)).mul_(self._weight)
+
+    def after_adding(self, hidden: Tensor, delta: Tensor) -> Tensor:
+        """Add `delta` to `hidden` in place; return the normed sum."""
+        return self(hidden.add_(delta))
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from loraserve.errors import ConfigError, InvariantViolation, MissingTensor, ShapeMismatch, UnexpectedTensor
+from loraserve.model.backend import Backend, CpuBackend, DecoderLayer, Norm
 from loraserve.model.checkpoint import Checkpoint, open_checkpoint
 from loraserve.model.config import ModelConfig, read_config
-from loraserve.model.decoder import Decoder, DecoderLayer
+from loraserve.model.decoder import Decoder
 from loraserve.model.layers import RMSNorm
 from loraserve.model.lora import LoraLinear
-from loraserve.model.quantize import Linear, check_format, make_linear
+from loraserve.model.quantize import Linear
 from loraserve.model.rotary import RotaryEmbedding
 from loraserve.types import BaseSpec, Digest
 from loraserve_kernels.layout import SITES
@@ -36,22 +37,29 @@ def load_model(
         model_id: the name that clients use.
         dtype: what weights are kept in when they aren't quantized; activations are float32.
         quantize: ``none`` or ``int8``.
-        device: ``cpu``.
+        device: ``cpu`` or ``cuda``.
         max_model_len: None: what the config says. More than that only as far as its rope scaling covers.
 
     Raises:
         ConfigError: this machine can't do what is asked, or max_model_len is more than the model has.
         UnknownArchitecture, MissingTensor, UnexpectedTensor, ShapeMismatch, ModelError: what is wrong with the directory, and where.
     """
-    if device != "cpu":
-        raise ConfigError(
-            f"The device {device!r} isn't available; this version runs on the CPU.", hint="Use --device cpu."
-        )
-    check_format(quantize, dtype)
+    backend = make_backend(device, dtype, quantize)
     config = read_config(model_dir)
     context = _context(config, max_model_len)
     checkpoint = open_checkpoint(model_dir)
-    return _Loader(config, checkpoint, dtype, quantize).load(model_id, context)
+    return _Loader(config, checkpoint, backend, dtype, quantize).load(model_id, context)
+
+
+def make_backend(device: str, dtype: torch.dtype, quantize: str) -> Backend:
+    """Return the backend of a kind of device.
+
+    Raises:
+        ConfigError: there's no such device here, or it can't keep weights so.
+    """
+    if device == "cpu":
+        return CpuBackend(dtype, quantize)
+    raise ConfigError(f"The device {device!r} isn't available; this version runs on the CPU.", hint="Use --device cpu.")
 
 
 def _context(config: ModelConfig, max_model_len: int | None) -> int:
@@ -96,8 +104,11 @@ class _Site:
 
 
 class _Loader:
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, quantize: str) -> None:
+    def __init__(
+        self, config: ModelConfig, checkpoint: Checkpoint, backend: Backend, dtype: torch.dtype, quantize: str
+    ) -> None:
         self._config, self._checkpoint, self._dtype, self._quantize = config, checkpoint, dtype, quantize
+        self._backend = backend
         # int8 codes are made from float32, whatever the checkpoint has
         self._gather_dtype = torch.float32 if quantize == "int8" else dtype
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -112,8 +123,10 @@ class _Loader:
         self._check()
         digest = self._stream()
         rotary = RotaryEmbedding(config.rope, config.head_dim, max_model_len)
+        self._backend.bind(config, rotary)
         embedding = self._tensors[architecture.embedding]
-        head = self._head if self._head is not None else self._make_head(embedding, None)
+        head = self._head if self._head is not None else self._make_head(embedding)
+        embedding = embedding.to(self._backend.device)
         layers = tuple(self._layer(layer) for layer in range(config.num_layers))
         norm = self._norm(architecture.norm)
         sites = [site.linear.num_bytes for site in self._sites.values() if site.linear is not None]
@@ -135,7 +148,7 @@ class _Loader:
             size_bytes=sum(sites) + sum(t.nbytes for t in self._tensors.values()) + head.num_bytes + rotary.num_bytes,
         )
         _return_free_memory()
-        return Decoder(config, spec, embedding=embedding, layers=layers, norm=norm, head=head, rotary=rotary)
+        return Decoder(config, spec, self._backend, embedding=embedding, layers=layers, norm=norm, head=head)
 
     def _plan(self) -> None:
         """Say of each tensor that the model needs what shape it has and where it goes."""
@@ -157,7 +170,7 @@ class _Loader:
 
     def _plan_site(self, layer: int, site: str, prefix: str) -> None:
         config = self._config
-        gathered = self._sites[layer, site] = _Site(config, site, self._make, self._gather_dtype)
+        gathered = self._sites[layer, site] = _Site(config, site, self._backend.linear, self._gather_dtype)
         first_row = 0
         for module in SITES[site]:
             path = prefix + config.architecture.module_paths[module]
@@ -182,13 +195,10 @@ class _Loader:
         self._tensors[name] = tensor
 
     def _take_head(self, _: str, tensor: Tensor) -> None:
-        self._head = self._make_head(tensor, None)
+        self._head = self._make_head(tensor)
 
-    def _make(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        return make_linear(weight, bias, quantize=self._quantize, dtype=self._dtype)
-
-    def _make_head(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        return self._make(weight.to(self._gather_dtype), bias)
+    def _make_head(self, weight: Tensor) -> Linear:
+        return self._backend.head(weight.to(self._gather_dtype))
 
     def _check(self) -> None:
         """Compare the headers with what the model needs, before a byte of weights is read."""
@@ -232,8 +242,8 @@ class _Loader:
         return DecoderLayer(
             attention_norm=self._norm(prefix + architecture.attention_norm),
             qkv=self._linear(layer, "qkv"),
-            q_norm=self._norm(prefix + architecture.q_norm) if architecture.has_qk_norm else None,
-            k_norm=self._norm(prefix + architecture.k_norm) if architecture.has_qk_norm else None,
+            q_norm=self._head_norm(prefix + architecture.q_norm) if architecture.has_qk_norm else None,
+            k_norm=self._head_norm(prefix + architecture.k_norm) if architecture.has_qk_norm else None,
             o=self._linear(layer, "o"),
             mlp_norm=self._norm(prefix + architecture.mlp_norm),
             gate_up=self._linear(layer, "gate_up"),
@@ -241,8 +251,11 @@ class _Loader:
             sliding_window=config.sliding_windows[layer],
         )
 
-    def _norm(self, name: str) -> RMSNorm:
-        return RMSNorm(self._tensors[name], self._config.rms_norm_eps)
+    def _norm(self, name: str) -> Norm:
+        return self._backend.norm(self._tensors[name], self._config.rms_norm_eps)
+
+    def _head_norm(self, name: str) -> RMSNorm:
+        return RMSNorm(self._tensors[name].to(self._backend.device), self._config.rms_norm_eps)
 
     def _linear(self, layer: int, site: str) -> LoraLinear:
         linear = self._sites[layer, site].linear

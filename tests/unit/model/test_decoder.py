@@ -10,7 +10,7 @@ import torch
 
 from loraserve.errors import InvariantViolation
 from loraserve.model.decoder import Decoder
-from loraserve.model.lora import select_rows
+from loraserve.model.inputs import select_rows
 from loraserve_kernels.layout import SITES, PackedAdapter
 from loraserve_kernels.plan import make_plan
 

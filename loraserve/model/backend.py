@@ -1,0 +1,181 @@
+"""What the decoder asks of a device: linears, norms, and a step's attention. One object per loaded base; two kinds, this file's for CPUs and `gpu_backend`'s."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from loraserve.model.config import ModelConfig
+from loraserve.model.inputs import KVTensors, ModelInputs
+from loraserve.model.layers import RMSNorm, swiglu
+from loraserve.model.lora import LoraLinear
+from loraserve.model.quantize import Linear, check_format, make_linear
+from loraserve.model.rotary import RotaryEmbedding, rotate
+from loraserve_kernels.attention import AttentionPlan, make_attention_plan, paged_attention, store_kv
+
+if TYPE_CHECKING:
+    from loraserve_kernels.quantized import QuantizedWeight
+
+
+class Norm(Protocol):
+    """An RMSNorm before a layer's linears, and the sum of the residual stream that comes before it."""
+
+    def __call__(self, hidden: Tensor, /) -> Tensor:
+        """Return the normed rows in memory of their own, in what linears take."""
+        ...
+
+    def after_adding(self, hidden: Tensor, delta: Tensor, /) -> Tensor:
+        """Add `delta` to `hidden` in place; return the normed sum."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """One layer's weights.
+
+    Attributes:
+        q_norm, k_norm: of each head; None where the architecture has none.
+        sliding_window: None: the layer attends to the whole context.
+    """
+
+    attention_norm: Norm
+    qkv: LoraLinear
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
+    o: LoraLinear
+    mlp_norm: Norm
+    gate_up: LoraLinear
+    down: LoraLinear
+    sliding_window: int | None
+
+
+class Step(Protocol):
+    """What all layers of one step share."""
+
+    def embed(self, embedding: Tensor) -> Tensor:
+        """Return the rows' residual stream before the first layer, [num_tokens, hidden_size] float32."""
+        ...
+
+    def store(self, layer: DecoderLayer, qkv: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+        """Rotate queries and keys in place, and write keys and values to the cache."""
+        ...
+
+    def attend(self, layer: DecoderLayer, qkv: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """`store`, then return what the rows' heads gather from the cache, [num_tokens, num_heads * head_dim]; valid until the next call."""
+        ...
+
+
+class Backend(Protocol):
+    """How one kind of device keeps the base's weights and computes its steps.
+
+    Attributes:
+        device: where weights, cache and logits are.
+        kv_dtype: of the cache.
+    """
+
+    device: torch.device
+    kv_dtype: torch.dtype
+
+    def linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Linear:
+        """Return the linear of these weights; neither is kept."""
+        ...
+
+    def head(self, weight: Tensor | QuantizedWeight) -> Linear:
+        """Return the linear that makes logits; they're float32."""
+        ...
+
+    def norm(self, weight: Tensor, eps: float) -> Norm: ...
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """Return ``silu(gate) * up`` for gate_up [num_tokens, 2 * size], whose first half is the gate."""
+        ...
+
+    def bind(self, config: ModelConfig, rotary: RotaryEmbedding) -> None:
+        """Take what `begin` needs to know of the model; called once."""
+        ...
+
+    def begin(self, inputs: Any, kv: KVTensors) -> Step:
+        """Make what a step's layers share."""
+        ...
+
+
+class CpuBackend:
+    """float32 activations; weights in float32, bfloat16, float16 or quantized.
+
+    Raises:
+        ConfigError: weights can't be kept so on this machine.
+    """
+
+    device = torch.device("cpu")
+    kv_dtype = torch.float32
+
+    def __init__(self, dtype: torch.dtype, quantize: str) -> None:
+        check_format(quantize, dtype)
+        self._dtype, self._quantize = dtype, quantize
+
+    def linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Linear:
+        return make_linear(weight, bias, quantize=self._quantize, dtype=self._dtype)
+
+    def head(self, weight: Tensor | QuantizedWeight) -> Linear:
+        return self.linear(weight, None)
+
+    def norm(self, weight: Tensor, eps: float) -> RMSNorm:
+        return RMSNorm(weight, eps)
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        return swiglu(gate_up)
+
+    def bind(self, config: ModelConfig, rotary: RotaryEmbedding) -> None:
+        self._config, self._rotary = config, rotary
+
+    def begin(self, inputs: ModelInputs, kv: KVTensors) -> CpuStep:
+        return CpuStep(self._config, self._rotary, inputs, kv)
+
+
+class CpuStep:
+    """One step's rotation and attention, and scratch memory for what heads gather."""
+
+    __slots__ = ("_attended", "_config", "_cos", "_inputs", "_plan", "_sin")
+
+    def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, inputs: ModelInputs, kv: KVTensors) -> None:
+        self._config, self._inputs = config, inputs
+        self._cos, self._sin = rotary.at(inputs.positions)
+        self._plan: AttentionPlan = make_attention_plan(
+            inputs.query_starts, inputs.context_lens, inputs.block_tables, kv.block_size
+        )
+        self._attended = torch.empty(inputs.token_ids.shape[0], config.num_heads, config.head_dim)
+
+    def embed(self, embedding: Tensor) -> Tensor:
+        return F.embedding(self._inputs.token_ids, embedding).float()
+
+    def store(self, layer: DecoderLayer, qkv: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+        self._rotate_and_store(layer, qkv, k_cache, v_cache)
+
+    def attend(self, layer: DecoderLayer, qkv: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        paged_attention(
+            self._rotate_and_store(layer, qkv, k_cache, v_cache),
+            k_cache,
+            v_cache,
+            self._plan,
+            self._attended,
+            scale=self._config.head_dim**-0.5,
+            sliding_window=layer.sliding_window,
+        )
+        return self._attended.view(qkv.shape[0], -1)
+
+    def _rotate_and_store(self, layer: DecoderLayer, qkv: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """Return the queries, [num_tokens, num_heads, head_dim]."""
+        config = self._config
+        num_rotated = config.num_heads + config.num_kv_heads
+        qkv = qkv.view(qkv.shape[0], -1, config.head_dim)
+        q, k, v = qkv[:, : config.num_heads], qkv[:, config.num_heads : num_rotated], qkv[:, num_rotated:]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q.copy_(layer.q_norm(q))
+            k.copy_(layer.k_norm(k))
+        rotate(qkv[:, :num_rotated], self._cos, self._sin)
+        store_kv(k, v, k_cache, v_cache, self._inputs.slot_mapping)
+        return q
