@@ -5,15 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from loraserve.engine.scheduler import ScheduledRequest
+from loraserve.errors import InvariantViolation
 from loraserve.model.inputs import ModelInputs
 from loraserve.types import Digest
 from loraserve_kernels.layout import PackedAdapter
 from loraserve_kernels.plan import LoraPlan, make_plan
+
+
+class Feeds(NamedTuple):
+    """Rows whose token isn't known to the host, because the step before, which samples it, still runs.
+
+    Attributes:
+        rows: [num_feeds] int64, ascending: places in ``inputs.token_ids``, which holds 0 there.
+        previous_entries: [num_feeds] int64: the row's token is the one that the step launched just before this one samples for
+            that entry of its batch.
+    """
+
+    rows: npt.NDArray[np.int64]
+    previous_entries: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,17 +40,30 @@ class Batch:
         entries: the step's requests; base rows first, then adapter by adapter, so that an adapter's rows are one slice.
         inputs: their rows.
         logits_ranges: per entry, its part ``[start, end)`` of the logits; empty when the step doesn't reach its last token.
+        feeds: the rows whose token the runner puts in; none unless another step is in flight.
     """
 
     entries: list[ScheduledRequest]
     inputs: ModelInputs
     logits_ranges: list[tuple[int, int]]
+    feeds: Feeds
 
 
 def build_batch(
-    scheduled: Sequence[ScheduledRequest], block_size: int, packed: Callable[[Digest], PackedAdapter]
+    scheduled: Sequence[ScheduledRequest],
+    block_size: int,
+    packed: Callable[[Digest], PackedAdapter],
+    previous: Batch | None = None,
 ) -> Batch:
-    """Return the step's tensors. ``packed`` gives the weights of an adapter that some scheduled request has pinned."""
+    """Return the step's tensors.
+
+    Args:
+        packed: gives the weights of an adapter that some scheduled request has pinned.
+        previous: the step in flight, launched just before this one will be; None when every result is known.
+
+    Raises:
+        InvariantViolation: a token isn't known and ``previous`` doesn't sample it.
+    """
     entries = sorted(scheduled, key=_adapter_digest)
     counts = [entry.num_tokens for entry in entries]
     query_starts = [0, *np.cumsum(counts).tolist()]
@@ -47,12 +76,14 @@ def build_batch(
     num_logits = 0
     for i, entry in enumerate(entries):
         request, first, last = entry.request, query_starts[i], query_starts[i + 1]
-        token_ids[first:last] = request.token_ids[entry.start : entry.start + entry.num_tokens]
-        positions[first:last] = np.arange(entry.start, entry.start + entry.num_tokens)
+        known = request.token_ids[entry.start : entry.end]
+        token_ids[first : first + len(known)] = known
+        token_ids[first + len(known) : last] = 0
+        positions[first:last] = np.arange(entry.start, entry.end)
         tables[i, : len(request.blocks)] = request.blocks
         here = positions[first:last]
         slots[first:last] = tables[i, here // block_size].astype(np.int64) * block_size + here % block_size
-        start = first if request.wants_prompt_logprobs else last - 1 if entry.is_sampled else last
+        start = first if entry.is_scored else last - 1 if entry.is_sampled else last
         logits_rows.append(np.arange(start, last))
         logits_ranges.append((num_logits, num_logits + last - start))
         num_logits += last - start
@@ -61,12 +92,33 @@ def build_batch(
         positions=torch.from_numpy(positions),
         slot_mapping=torch.from_numpy(slots),
         query_starts=query_starts,
-        context_lens=[entry.start + entry.num_tokens for entry in entries],
+        context_lens=[entry.end for entry in entries],
         block_tables=torch.from_numpy(tables),
         logits_rows=torch.from_numpy(np.concatenate(logits_rows)),
         lora=_plan(entries, query_starts, packed),
     )
-    return Batch(entries, inputs, logits_ranges)
+    return Batch(entries, inputs, logits_ranges, _feeds(entries, query_starts, previous))
+
+
+def _feeds(entries: Sequence[ScheduledRequest], query_starts: Sequence[int], previous: Batch | None) -> Feeds:
+    sampled = {}
+    if previous is not None:
+        sampled = {id(entry.request): i for i, entry in enumerate(previous.entries) if entry.is_sampled}
+    rows, previous_entries = [], []
+    for i, entry in enumerate(entries):
+        num_unknown = entry.end - len(entry.request.token_ids)
+        if num_unknown <= 0:
+            continue
+        index = sampled.get(id(entry.request))
+        # one at most: only the step that is in flight keeps a token from us
+        if num_unknown > 1 or index is None:
+            raise InvariantViolation(
+                f"Request {entry.request.request_id} is scheduled up to token {entry.end}; {num_unknown} of them aren't known, "
+                "and the step in flight doesn't sample them."
+            )
+        rows.append(query_starts[i + 1] - 1)
+        previous_entries.append(index)
+    return Feeds(np.array(rows, dtype=np.int64), np.array(previous_entries, dtype=np.int64))
 
 
 def _adapter_digest(entry: ScheduledRequest) -> str:

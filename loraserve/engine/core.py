@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from loraserve.config import EngineConfig
-from loraserve.engine.batch import Batch, build_batch
+from loraserve.engine.batch import build_batch
 from loraserve.engine.messages import AddRequest
 from loraserve.engine.request import Request
-from loraserve.engine.runner import Runner
-from loraserve.engine.sampler import Sampler
-from loraserve.engine.scheduler import ScheduledRequest, Scheduler, StepResult
+from loraserve.engine.runner import StepRunner
+from loraserve.engine.scheduler import ScheduledRequest, Scheduler
 from loraserve.errors import EngineError
 from loraserve.memory.kv_cache import KVCache, prefix_root
 from loraserve.memory.pager import Pager
@@ -26,14 +25,14 @@ logger = logging.getLogger(__name__)
 class Engine:
     """Add requests, abort them, and call `step` while there are any.
 
-    A step is one sentence: poll the pager, schedule, run, sample, update.
+    A step is one sentence: poll the pager, schedule, launch, take the results, update.
     """
 
     def __init__(
         self,
         config: EngineConfig,
         base: BaseSpec,
-        runner: Runner,
+        runner: StepRunner,
         pager: Pager,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -52,7 +51,6 @@ class Engine:
             eos_token_ids=base.eos_token_ids,
             clock=clock,
         )
-        self._sampler = Sampler(base.eos_token_ids)
         self._sequence_numbers = itertools.count()
         self._num_steps = 0
         self._step_s = 0.0
@@ -119,7 +117,7 @@ class Engine:
         """
         try:
             batch = build_batch(scheduled, self._kv.block_size, self.pager.packed)
-            results = self._sample(batch)
+            results = self._runner.launch(batch).results()
         except Exception as error:
             if len(scheduled) == 1:
                 logger.exception("request %s failed in a step", scheduled[0].request.request_id)
@@ -129,10 +127,6 @@ class Engine:
             middle = len(scheduled) // 2
             return self._run(scheduled[:middle]) + self._run(scheduled[middle:])
         return self._scheduler.update(batch.entries, results)
-
-    def _sample(self, batch: Batch) -> list[StepResult]:
-        logits = self._runner.forward(batch)
-        return self._sampler.sample(logits, batch)
 
     def _check_idle(self) -> None:
         """With no request alive, nothing may be held."""

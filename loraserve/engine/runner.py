@@ -2,15 +2,62 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from loraserve.config import EngineConfig
 from loraserve.engine.batch import Batch
+from loraserve.engine.request import Request
+from loraserve.engine.sampler import Sampler, has_penalties
+from loraserve.engine.scheduler import StepResult
 from loraserve.errors import ConfigError
 from loraserve.limits import MIB
 from loraserve.model.decoder import Decoder
 from loraserve.model.inputs import KVTensors
+
+
+class StepHandle(Protocol):
+    """A step that was launched."""
+
+    def results(self) -> list[StepResult]:
+        """Wait for the device, and return one result per entry of the step's batch, in its order. Asked for once, in the order of launches."""
+        ...
+
+
+class StepRunner(Protocol):
+    """What the engine asks of whatever computes its steps.
+
+    Steps are computed in the order in which they were launched, each after the one before: the engine gives a step's KV
+    blocks to the next one while it still runs.
+    """
+
+    num_blocks: int
+    """KV blocks that slots may name."""
+
+    def launch(self, batch: Batch) -> StepHandle:
+        """The step runs, or will; nothing of the batch's host tensors is read after this call.
+
+        Called again before the handle's results were taken at most once: two steps are in flight, no more. ``batch.feeds``
+        names the tokens that are the results of the step launched before.
+        """
+        ...
+
+    def needs_results_first(self, request: Request) -> bool:
+        """Whether the request's tokens must all be known to the host before its next one can be chosen."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    """The handle of a step whose results are there."""
+
+    step_results: list[StepResult]
+
+    def results(self) -> list[StepResult]:
+        return self.step_results
 
 
 class Runner:
@@ -22,6 +69,9 @@ class Runner:
 
     def __init__(self, decoder: Decoder, config: EngineConfig) -> None:
         self._decoder = decoder
+        self._sampler = Sampler(decoder.spec.eos_token_ids)
+        # of the step before, for the rows that the next one is fed
+        self._token_ids = torch.empty(0, dtype=torch.int64)
         num_layers, num_kv_heads, head_dim = decoder.kv_shape
         dtype = decoder.kv_dtype
         block_bytes = 2 * num_layers * num_kv_heads * config.block_size * head_dim * dtype.itemsize
@@ -42,6 +92,20 @@ class Runner:
             v=tuple(torch.empty(shape, dtype=dtype) for _ in range(num_layers)),
             block_size=config.block_size,
         )
+
+    def launch(self, batch: Batch) -> FinishedStep:
+        """Compute the step here and now."""
+        if len(batch.feeds.rows):
+            rows, entries = (torch.from_numpy(part) for part in batch.feeds)
+            batch.inputs.token_ids[rows] = self._token_ids[entries]
+        results = self._sampler.sample(self.forward(batch), batch)
+        # a row without a token feeds nobody, or a row whose result is dropped
+        self._token_ids = torch.tensor([result.token_id or 0 for result in results], dtype=torch.int64)
+        return FinishedStep(results)
+
+    def needs_results_first(self, request: Request) -> bool:
+        """Whether the request's tokens must all be known to the host before its next one can be chosen."""
+        return has_penalties(request.params)
 
     def forward(self, batch: Batch) -> Tensor:
         """Compute the batch's rows, write their KV, and return [num_logits, vocab_size] float32."""

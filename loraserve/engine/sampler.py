@@ -68,29 +68,29 @@ class Sampler:
 
     def _sample_entry(self, entry: ScheduledRequest, logits: Tensor, greedy: int) -> StepResult:
         request = entry.request
-        prompt_logprobs = _score_prompt(entry, logits) if request.wants_prompt_logprobs else ()
+        prompt_logprobs = _score_prompt(entry, logits) if entry.is_scored else ()
         if not entry.is_sampled or request.params.max_tokens == 0:
             return StepResult(prompt_logprobs=prompt_logprobs)
         row = logits[-1]
         raw = torch.log_softmax(row, dim=0) if request.params.logprobs is not None else None
-        token_id = greedy if _is_plain_greedy(request) else self._choose(request, row)
+        token_id = greedy if _is_plain_greedy(entry) else self._choose(entry, row)
         logprobs = None
         if raw is not None and request.params.logprobs is not None:
             logprobs = _top_logprobs(raw, token_id, request.params.logprobs)
         return StepResult(token_id, logprobs, prompt_logprobs)
 
-    def _choose(self, request: Request, row: Tensor) -> int:
-        params = request.params
+    def _choose(self, entry: ScheduledRequest, row: Tensor) -> int:
+        params = entry.request.params
         row = row.clone()
-        if request.num_output_tokens < params.min_tokens:
+        if _is_too_early_to_end(entry):
             self._forbid_endings(row, params)
-        _apply_penalties(row, request)
+        _apply_penalties(row, entry.request)
         if params.logit_bias:
             ids = torch.tensor(list(params.logit_bias), dtype=torch.int64)
             row[ids] += torch.tensor(list(params.logit_bias.values()), dtype=row.dtype)
         if params.temperature <= MIN_TEMPERATURE:
             return int(row.argmax())
-        return draw(row, params, uniform(params.seed, request.num_tokens))
+        return draw(row, params, uniform(params.seed, entry.end))
 
     def _forbid_endings(self, row: Tensor, params: SamplingParams) -> None:
         endings = {*params.stop_token_ids, *self._eos_token_ids}
@@ -143,16 +143,24 @@ def _candidates(scaled: Tensor, top_k: int, top_p: float) -> tuple[Tensor | None
     return ids, values
 
 
-def _is_plain_greedy(request: Request) -> bool:
-    params = request.params
+def has_penalties(params: SamplingParams) -> bool:
+    """Whether a token's choice depends on which tokens came before it."""
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+
+
+def _is_plain_greedy(entry: ScheduledRequest) -> bool:
+    params = entry.request.params
     return (
         params.temperature <= MIN_TEMPERATURE
-        and request.num_output_tokens >= params.min_tokens
+        and not _is_too_early_to_end(entry)
         and not params.logit_bias
-        and params.repetition_penalty == 1.0
-        and params.presence_penalty == 0.0
-        and params.frequency_penalty == 0.0
+        and not has_penalties(params)
     )
+
+
+def _is_too_early_to_end(entry: ScheduledRequest) -> bool:
+    # by position, not by the tokens that are known: the one before may be in flight
+    return entry.end - entry.request.num_prompt_tokens < entry.request.params.min_tokens
 
 
 def _apply_penalties(row: Tensor, request: Request) -> None:
@@ -171,7 +179,7 @@ def _apply_penalties(row: Tensor, request: Request) -> None:
 def _score_prompt(entry: ScheduledRequest, logits: Tensor) -> tuple[TokenLogprobs, ...]:
     """Log probabilities of the prompt tokens that this step's rows predict; the row of the prompt's last token predicts none of them."""
     request = entry.request
-    last = min(entry.start + entry.num_tokens, request.num_prompt_tokens - 1)
+    last = min(entry.end, request.num_prompt_tokens - 1)
     targets = request.token_ids[entry.start + 1 : last + 1]
     num_top = request.params.prompt_logprobs or 0
     scores = torch.log_softmax(logits[: len(targets)], dim=1)

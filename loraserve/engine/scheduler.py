@@ -34,16 +34,22 @@ class AdapterSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRequest:
-    """A request's part in one step: tokens ``[start, start + num_tokens)`` are computed."""
+    """A request's part in one step: tokens ``[start, end)`` are computed.
+
+    It says what was so when the step was scheduled: the request may move on while the step runs.
+    """
 
     request: Request
     start: int
     num_tokens: int
+    is_sampled: bool
+    """Whether the step reaches the request's last token, so that its next one, at position `end`, can be chosen."""
+    is_scored: bool
+    """Whether the prompt tokens that its rows predict are scored."""
 
     @property
-    def is_sampled(self) -> bool:
-        """Whether the step reaches the request's last token, so that its next one can be chosen."""
-        return self.start + self.num_tokens == self.request.num_tokens
+    def end(self) -> int:
+        return self.start + self.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +158,7 @@ class Scheduler:
                 if victim is request:
                     break
             if request.status is Status.RUNNING:
-                scheduled.append(ScheduledRequest(request, request.num_computed_tokens, count))
+                scheduled.append(_part(request, count))
                 budget -= count
         if not preempted:
             self._admit(scheduled, budget)
@@ -178,7 +184,7 @@ class Scheduler:
                 request.first_scheduled_s = self._clock()
                 request.num_cached_tokens = request.num_computed_tokens
             insort(self._running, request, key=_ORDER)
-            scheduled.append(ScheduledRequest(request, request.num_computed_tokens, count))
+            scheduled.append(_part(request, count))
             budget -= count
 
     def _keep_asking(self) -> None:
@@ -264,7 +270,7 @@ class Scheduler:
 
     def _advance(self, entry: ScheduledRequest, result: StepResult) -> TokenOutput | None:
         request = entry.request
-        request.num_computed_tokens = entry.start + entry.num_tokens
+        request.num_computed_tokens = entry.end
         if not result.is_finite:
             return self.fail(request, _numerics_error(request))
         request.prompt_logprobs.extend(result.prompt_logprobs)
@@ -332,6 +338,16 @@ class Scheduler:
             except InvariantViolation:
                 # our own bug, and counted by the pool; it must not end everybody's requests
                 logger.exception("request %s doesn't hold the pin that it should", request.request_id)
+
+
+def _part(request: Request, count: int) -> ScheduledRequest:
+    return ScheduledRequest(
+        request,
+        start=request.num_computed_tokens,
+        num_tokens=count,
+        is_sampled=count == request.num_pending_tokens,
+        is_scored=request.wants_prompt_logprobs,
+    )
 
 
 def _numerics_error(request: Request) -> LoraserveError:
