@@ -13,3 +13,7 @@ class InvalidPlan(ValueError):
 
 class PoolFull(ValueError):
     """An adapter needs more pages, tiles or slots than are free."""
+
+
+class InvalidWeight(ValueError):
+    """A weight that can't be quantized, or in a format that the kernels don't have."""

@@ -1,0 +1,174 @@
+import pytest
+import torch
+from torch import Tensor
+
+from loraserve_kernels.errors import InvalidWeight, ShapeMismatch
+from loraserve_kernels.quantized import FORMATS, NF4_CODE, QuantizedWeight, concatenate, quantize
+
+CONFIGS = [
+    ("int8", None, False),
+    ("fp8", None, False),
+    ("nf4", None, False),
+    *[("int4", size, has_zeros) for size in (32, 64, 128) for has_zeros in (False, True)],
+]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def random_weight(out_features: int = 37, in_features: int = 384) -> Tensor:
+    """Channels of very different sizes, one of zeros, one with an outlier, one of positive numbers alone."""
+    weight = torch.randn(out_features, in_features) * 10.0 ** torch.randint(-4, 3, (out_features, 1))
+    weight[3], weight[4, 100] = 0, 1e4
+    weight[5] = weight[5].abs()
+    return weight
+
+
+def bound(weight: Tensor, quantized: QuantizedWeight) -> Tensor:
+    """The largest error that the format may make at each weight."""
+    groups = weight.double().view(weight.shape[0], -1, quantized.group_size)
+    amax = groups.abs().amax(2, keepdim=True)
+    if quantized.zeros is not None:
+        steps = (groups.amax(2, keepdim=True).clamp_min(0) - groups.amin(2, keepdim=True).clamp_max(0)) / 30
+    elif quantized.format == "fp8":
+        steps = torch.maximum(groups.abs() / 16, amax / 448 / 1024)
+    else:
+        steps = amax * {"int8": 1 / 254, "int4": 1 / 15, "nf4": 0.15191}[quantized.format]
+    return (steps * torch.ones_like(groups)).view(weight.shape) * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("format", "group_size", "has_zeros"), CONFIGS)
+def test_every_weight_is_within_the_formats_half_step(
+    format: str, group_size: int | None, has_zeros: bool, dtype: torch.dtype
+) -> None:
+    weight = random_weight().clamp(-6e4, 6e4).to(dtype)
+    quantized = quantize(weight, format, group_size, has_zeros=has_zeros)
+    error = (quantized.dequantize(torch.float64) - weight.double()).abs()
+    assert (error <= bound(weight, quantized)).all()
+    assert not quantized.dequantize(torch.float32)[3].any()
+
+
+@pytest.mark.parametrize(("format", "group_size", "has_zeros"), CONFIGS)
+def test_what_dequantize_gives_quantizes_to_itself(format: str, group_size: int | None, has_zeros: bool) -> None:
+    once = quantize(random_weight(), format, group_size, has_zeros=has_zeros).dequantize(torch.float32)
+    twice = quantize(once, format, group_size, has_zeros=has_zeros).dequantize(torch.float32)
+    # int4's largest magnitude is a half step short of what it was
+    if (format, has_zeros) != ("int4", False):
+        assert torch.allclose(once, twice, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_dequantize_rounds_the_exact_product_once(dtype: torch.dtype) -> None:
+    for format in FORMATS:
+        quantized = quantize(torch.randn(9, 128), format)
+        assert torch.equal(quantized.dequantize(dtype), quantized.dequantize(torch.float32).to(dtype))
+        expected = quantized.dequantize(torch.float64)
+        assert torch.allclose(quantized.dequantize(torch.float32).double(), expected, rtol=2**-23)
+
+
+def test_four_bits_stand_low_nibble_first() -> None:
+    codes = torch.tensor([[0x10, 0x98, 0xF7]], dtype=torch.uint8).repeat(1, 11)[:, :32]
+    scales, in_features = torch.full((1, 1), 0.5), 64
+    int4 = QuantizedWeight("int4", codes, scales, None, 64, in_features, 1)
+    assert int4.dequantize(torch.float32)[0, :6].tolist() == [-4.0, -3.5, 0.0, 0.5, -0.5, 3.5]
+    zeros = torch.tensor([[3]], dtype=torch.uint8)
+    shifted = QuantizedWeight("int4", codes, scales, zeros, 64, in_features, 1)
+    assert shifted.dequantize(torch.float32)[0, :6].tolist() == [-1.5, -1.0, 2.5, 3.0, 2.0, 6.0]
+    nf4 = QuantizedWeight("nf4", codes, scales, None, 64, in_features, 1)
+    assert nf4.dequantize(torch.float32)[0, :6].tolist() == [NF4_CODE[c] / 2 for c in (0, 1, 8, 9, 7, 15)]
+
+
+def test_nf4_takes_the_nearest_of_its_sixteen_numbers() -> None:
+    weight = torch.linspace(-1, 1, 64 * 50).view(1, -1)
+    weight[0, 0::64], weight[0, 1::64] = -1.0, 1.0
+    values = quantize(weight, "nf4").dequantize(torch.float32)
+    table = torch.tensor(NF4_CODE)
+    nearest = table[(weight[..., None] - table).abs().argmin(-1)]
+    assert torch.equal(values, nearest)
+
+
+def test_zeros_serve_groups_on_one_side_of_zero_better() -> None:
+    weight = 1 + torch.rand(16, 128)
+    errors = [
+        (quantize(weight, "int4", has_zeros=has_zeros).dequantize(torch.float32) - weight).norm()
+        for has_zeros in (False, True)
+    ]
+    assert errors[1] < 0.6 * errors[0]
+
+
+@pytest.mark.parametrize(("format", "group_size", "has_zeros"), CONFIGS)
+def test_concatenated_weights_are_their_parts_in_order(format: str, group_size: int | None, has_zeros: bool) -> None:
+    parts = [quantize(torch.randn(n, 256), format, group_size, has_zeros=has_zeros) for n in (5, 1, 12)]
+    whole = concatenate(parts)
+    assert (whole.out_features, whole.in_features) == (18, 256)
+    assert torch.equal(whole.dequantize(torch.float32), torch.cat([p.dequantize(torch.float32) for p in parts]))
+    assert whole.num_bytes == sum(p.num_bytes for p in parts)
+
+
+def test_parts_with_zeros_and_without_are_joined() -> None:
+    parts = [quantize(torch.randn(4, 128), "int4", has_zeros=has_zeros) for has_zeros in (False, True)]
+    whole = concatenate(parts)
+    assert torch.equal(whole.dequantize(torch.float32), torch.cat([p.dequantize(torch.float32) for p in parts]))
+
+
+def test_bytes_are_counted() -> None:
+    weight = torch.randn(10, 256)
+    assert quantize(weight, "int8").num_bytes == quantize(weight, "fp8").num_bytes == 10 * (256 + 4)
+    assert quantize(weight, "int4").num_bytes == 10 * (128 + 8)
+    assert quantize(weight, "nf4").num_bytes == 10 * (128 + 16)
+    assert quantize(weight, "int4", 32, has_zeros=True).num_bytes == 10 * (128 + 8 * 5)
+
+
+def test_a_moved_weight_has_its_scales_by_channel_and_means_the_same() -> None:
+    made = quantize(torch.randn(10, 256), "int4", 32, has_zeros=True)
+    assert made.zeros is not None
+    loaded = QuantizedWeight("int4", made.codes, made.scales.contiguous(), made.zeros.contiguous(), 32, 256, 10)
+    moved = loaded.to("cpu")
+    assert moved.zeros is not None
+    assert moved.scales.stride() == moved.zeros.stride() == made.scales.stride() == (1, 10)
+    assert torch.equal(moved.dequantize(torch.float32), made.dequantize(torch.float32))
+
+
+def test_formats_and_groups_that_dont_exist_are_refused() -> None:
+    weight = torch.randn(4, 192)
+    with pytest.raises(InvalidWeight, match="the kernels have int8, int4, nf4, fp8"):
+        quantize(weight, "int3")
+    with pytest.raises(InvalidWeight, match="groups of 16; the kernels have 32, 64, 128"):
+        quantize(weight, "int4", 16)
+    with pytest.raises(InvalidWeight, match="192 inputs can't be cut into groups of 128"):
+        quantize(weight, "int4")
+    with pytest.raises(InvalidWeight, match="groups of 64; the kernels have 192"):
+        quantize(weight, "int8", 64)
+    with pytest.raises(InvalidWeight, match="nf4 with zeros"):
+        quantize(weight, "nf4", has_zeros=True)
+    with pytest.raises(ShapeMismatch, match="matrix of floats"):
+        quantize(weight.to(torch.int8), "int8")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_weights_that_arent_finite_are_refused_by_channel(format: str) -> None:
+    weight = torch.randn(4, 128)
+    weight[2, 7] = float("inf")
+    weight[3, 0] = float("nan")
+    with pytest.raises(InvalidWeight, match="2 of 4 output channels hold numbers that aren't finite, the first is 2"):
+        quantize(weight, format)
+
+
+def test_tensors_that_dont_agree_are_refused() -> None:
+    good = quantize(torch.randn(6, 128), "int4", 32)
+    for codes, scales in (
+        (good.codes.to(torch.int8), good.scales),
+        (good.codes[:5], good.scales),
+        (good.codes, good.scales.half()),
+        (good.codes, good.scales[:, :3]),
+        (good.codes.t().contiguous().t(), good.scales),
+    ):
+        with pytest.raises(ShapeMismatch):
+            QuantizedWeight("int4", codes, scales, None, 32, 128, 6)
+    with pytest.raises(ShapeMismatch, match="int4, groups of 32, 128 inputs"):
+        concatenate([good, quantize(torch.randn(6, 128), "int4", 64)])
+    with pytest.raises(ShapeMismatch, match="none"):
+        concatenate([])
