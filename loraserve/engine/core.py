@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, cast
 
 from loraserve.config import EngineConfig
-from loraserve.engine.batch import build_batch
+from loraserve.engine.batch import Batch, build_batch
 from loraserve.engine.messages import AddRequest
 from loraserve.engine.request import Request
-from loraserve.engine.runner import StepRunner
+from loraserve.engine.runner import StepHandle, StepRunner
 from loraserve.engine.scheduler import ScheduledRequest, Scheduler
 from loraserve.errors import EngineError
 from loraserve.memory.kv_cache import KVCache, prefix_root
@@ -22,10 +25,19 @@ from loraserve.types import BaseSpec, EngineStats, RequestId, TokenOutput
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step that was launched."""
+
+    batch: Batch
+    handle: StepHandle
+
+
 class Engine:
     """Add requests, abort them, and call `step` while there are any.
 
-    A step is one sentence: poll the pager, schedule, launch, take the results, update.
+    A step is one sentence: poll the pager, schedule, launch, take the results, update. With `overlap` the results are those of the
+    step before: the device computes one step while the host prepares the next.
     """
 
     def __init__(
@@ -35,11 +47,13 @@ class Engine:
         runner: StepRunner,
         pager: Pager,
         *,
+        overlap: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.base = base
         self.pager = pager
         self._runner = runner
+        self._overlap = overlap
         self._clock = clock
         self._kv_dtype = config.dtype
         self._kv = KVCache(runner.num_blocks, config.block_size, enable_prefix_cache=config.enable_prefix_cache)
@@ -51,6 +65,8 @@ class Engine:
             eos_token_ids=base.eos_token_ids,
             clock=clock,
         )
+        # launched and not updated yet, oldest first: none between steps, or one with `overlap`; for a moment in a step one more
+        self._in_flight: deque[_Step] = deque()
         self._sequence_numbers = itertools.count()
         self._num_steps = 0
         self._step_s = 0.0
@@ -60,12 +76,15 @@ class Engine:
 
     @property
     def has_requests(self) -> bool:
-        return self._scheduler.has_requests
+        """Whether `step` has anything to do: requests, or a step in flight, though all of its requests may have ended."""
+        return self._scheduler.has_requests or bool(self._in_flight)
 
     @property
     def is_waiting_for_adapters_only(self) -> bool:
         """Whether no step can do anything until an adapter arrives, or a place for one."""
         scheduler = self._scheduler
+        if self._in_flight:
+            return False
         return scheduler.num_running == 0 and scheduler.num_waiting == scheduler.num_waiting_for_adapter
 
     def add(self, message: AddRequest) -> None:
@@ -96,28 +115,83 @@ class Engine:
         return self._scheduler.abort(request_id)
 
     def step(self) -> list[TokenOutput]:
-        """Advance every request that can be advanced; return what their clients get."""
+        """Advance every request that can be advanced; return what their clients get.
+
+        With `overlap` the step that is launched here stays in flight, and what is returned is the results of the one before.
+        """
         started = self._clock()
         self.pager.poll()
         scheduled = self._scheduler.schedule()
         outputs = self._scheduler.take_failed()
-        if scheduled:
-            outputs += self._run(scheduled)
-            self._num_steps += 1
+        if scheduled or self._in_flight:
+            outputs += self._launch(scheduled)
+            while len(self._in_flight) > self._num_left_in_flight(scheduled):
+                outputs += self._update(self._in_flight.popleft())
+            self._num_steps += bool(scheduled)
             self._step_s += self._clock() - started
         self._generation_tokens += sum(len(output.token_ids) for output in outputs)
-        if not self._scheduler.has_requests:
+        if not self.has_requests:
             self._check_idle()
         return outputs
 
-    def _run(self, scheduled: Sequence[ScheduledRequest]) -> list[TokenOutput]:
-        """Compute the scheduled rows. When that raises, halve the step until the request that raises stands alone, and fail only that one.
+    def _launch(self, scheduled: Sequence[ScheduledRequest]) -> list[TokenOutput]:
+        """The scheduled rows are in flight. When launching them raised they aren't, and everything was computed apart."""
+        if not scheduled:
+            return []
+        try:
+            self._in_flight.append(self._start(scheduled))
+        except Exception as error:
+            outputs = []
+            while self._in_flight:
+                outputs += self._update(self._in_flight.popleft())
+            return outputs + self._recover(scheduled, error)
+        return []
+
+    def _start(self, scheduled: Sequence[ScheduledRequest]) -> _Step:
+        previous = self._in_flight[-1].batch if self._in_flight else None
+        batch = build_batch(scheduled, self._kv.block_size, self.pager.packed, previous)
+        return _Step(batch, self._runner.launch(batch))
+
+    def _num_left_in_flight(self, scheduled: Sequence[ScheduledRequest]) -> int:
+        """How many steps may still run when the next one is scheduled: none if that needs to know what this one samples."""
+        if not self._overlap or not scheduled:
+            return 0
+        needs_results = any(e.is_sampled and self._runner.needs_results_first(e.request) for e in scheduled)
+        return 0 if needs_results else 1
+
+    def _update(self, step: _Step) -> list[TokenOutput]:
+        try:
+            results = step.handle.results()
+        except Exception as error:
+            self._give_up_in_flight()
+            return self._recover(step.batch.entries, error)
+        return self._scheduler.update(step.batch.entries, results)
+
+    def _give_up_in_flight(self) -> None:
+        """Steps that were launched after one that raised may have been fed by it: they are computed anew, if they are scheduled again."""
+        while self._in_flight:
+            step = self._in_flight.pop()
+            with suppress(Exception):
+                # the device must be done with it
+                step.handle.results()
+            self._scheduler.forget(step.batch.entries)
+
+    def _recover(self, scheduled: Sequence[ScheduledRequest], error: Exception) -> list[TokenOutput]:
+        """Compute anew what is left of a step that raised, with nothing in flight beside it."""
+        logger.warning("a step of %d requests raised %s: computing it anew", len(scheduled), type(error).__name__)
+        self._scheduler.forget([entry for entry in scheduled if not entry.is_current])
+        return self._run_apart([entry for entry in scheduled if entry.is_current])
+
+    def _run_apart(self, scheduled: Sequence[ScheduledRequest]) -> list[TokenOutput]:
+        """Compute rows here and now. When that raises, halve them until the request that raises stands alone, and fail only that one.
 
         Running a half again is safe: rows don't see each other, and KV is written again to the same slots.
         """
+        if not scheduled:
+            return []
         try:
-            batch = build_batch(scheduled, self._kv.block_size, self.pager.packed)
-            results = self._runner.launch(batch).results()
+            step = self._start(scheduled)
+            results = step.handle.results()
         except Exception as error:
             if len(scheduled) == 1:
                 logger.exception("request %s failed in a step", scheduled[0].request.request_id)
@@ -125,11 +199,11 @@ class Engine:
                 return [self._scheduler.fail(scheduled[0].request, reason)]
             logger.warning("a step of %d requests raised %s: halving it", len(scheduled), type(error).__name__)
             middle = len(scheduled) // 2
-            return self._run(scheduled[:middle]) + self._run(scheduled[middle:])
-        return self._scheduler.update(batch.entries, results)
+            return self._run_apart(scheduled[:middle]) + self._run_apart(scheduled[middle:])
+        return self._scheduler.update(step.batch.entries, results)
 
     def _check_idle(self) -> None:
-        """With no request alive, nothing may be held."""
+        """With no request alive and no step in flight, nothing may be held."""
         held = [(self._kv.num_held, "KV blocks"), (self.pager.num_pins, "adapter pins")]
         for count, what in held:
             if count:
@@ -137,8 +211,9 @@ class Engine:
                 logger.error("no request is alive, but %d %s are held", count, what)
 
     def check(self) -> list[str]:
-        """Return every broken invariant of the memory, in words."""
-        return [*self._kv.check(), *self.pager.check()]
+        """Return every broken invariant of the requests and the memory, in words."""
+        in_flight = [entry for step in self._in_flight for entry in step.batch.entries]
+        return [*self._scheduler.check(in_flight), *self._kv.check(), *self.pager.check()]
 
     def stats(self) -> EngineStats:
         """Return the counters and gauges of this moment; adapters' part comes from the pager."""

@@ -27,7 +27,8 @@ class Request:
     """A sequence being generated. `num_computed_tokens` catches up with `num_tokens`: that difference is all the scheduler sees.
 
     Prefill, chunked prefill, decode, preemption (computed falls to 0), a prefix hit (computed starts above 0) and replay
-    after a crash (tokens start with earlier output) need no states of their own.
+    after a crash (tokens start with earlier output) need no states of their own. Nor does a step in flight: both numbers move
+    when the step is scheduled, since whatever is launched later is computed later. Only the token's id comes with the results.
     """
 
     request_id: RequestId
@@ -35,7 +36,7 @@ class Request:
     adapter: AdapterRef | None
     params: SamplingParams
     token_ids: list[int]
-    """Prompt, then output."""
+    """Prompt, then output, as far as the host knows it."""
     num_prompt_tokens: int
     priority: int
     prefix_root: PrefixKey
@@ -45,6 +46,9 @@ class Request:
 
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
+    """Computed, or about to be by a step in flight."""
+    num_in_flight_tokens: int = 0
+    """The last of `num_tokens`: steps in flight sample them, and their ids aren't known yet."""
     blocks: list[BlockId] = field(default_factory=list)
     block_keys: list[PrefixKey] = field(default_factory=list)
     """Keys of the leading blocks that are published or were prefix hits."""
@@ -60,20 +64,24 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        return len(self.token_ids) + self.num_in_flight_tokens
 
     @property
     def num_output_tokens(self) -> int:
+        """Those that are known."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_pending_tokens(self) -> int:
-        return len(self.token_ids) - self.num_computed_tokens
+        """Tokens that the next step may compute; none once the last token that the request may have is in flight."""
+        if self.num_in_flight_tokens and self.num_tokens - self.num_prompt_tokens >= self.params.max_tokens:
+            return 0
+        return self.num_tokens - self.num_computed_tokens
 
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether prompt rows must still be scored: the scores go out with the first token, once."""
-        return self.params.prompt_logprobs is not None and self.num_output_tokens == 0
+        return self.params.prompt_logprobs is not None and self.num_tokens == self.num_prompt_tokens
 
     @property
     def order(self) -> tuple[int, int]:

@@ -5,25 +5,41 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from loraserve.config import EngineConfig
-from loraserve.engine.batch import Batch
+from loraserve.engine.batch import Batch, Resident
 from loraserve.engine.request import Request
 from loraserve.engine.sampler import Sampler, has_penalties
 from loraserve.engine.scheduler import StepResult
-from loraserve.errors import ConfigError
+from loraserve.errors import ConfigError, InvariantViolation
 from loraserve.limits import MIB
 from loraserve.model.decoder import Decoder
-from loraserve.model.inputs import KVTensors
+from loraserve.model.inputs import KVTensors, ModelInputs
+from loraserve_kernels.layout import PackedAdapter
+from loraserve_kernels.plan import make_plan
+
+
+class DeviceLost(BaseException):
+    """The device computes nothing any more. Ends the engine process, whose requests another one takes over.
+
+    Not an Exception: no step is halved and no request is failed for it.
+    """
 
 
 class StepHandle(Protocol):
     """A step that was launched."""
 
     def results(self) -> list[StepResult]:
-        """Wait for the device, and return one result per entry of the step's batch, in its order. Asked for once, in the order of launches."""
+        """Wait for the device, and return one result per entry of the step's batch, in its order. Asked for once, in the order of launches.
+
+        Raises:
+            DeviceLost: no step can be computed any more.
+            Exception: this step couldn't be; nor what was launched after it.
+        """
         ...
 
 
@@ -71,7 +87,7 @@ class Runner:
         self._decoder = decoder
         self._sampler = Sampler(decoder.spec.eos_token_ids)
         # of the step before, for the rows that the next one is fed
-        self._token_ids = torch.empty(0, dtype=torch.int64)
+        self._token_ids: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
         num_layers, num_kv_heads, head_dim = decoder.kv_shape
         dtype = decoder.kv_dtype
         block_bytes = 2 * num_layers * num_kv_heads * config.block_size * head_dim * dtype.itemsize
@@ -96,11 +112,10 @@ class Runner:
     def launch(self, batch: Batch) -> FinishedStep:
         """Compute the step here and now."""
         if len(batch.feeds.rows):
-            rows, entries = (torch.from_numpy(part) for part in batch.feeds)
-            batch.inputs.token_ids[rows] = self._token_ids[entries]
+            batch.token_ids[batch.feeds.rows] = self._token_ids[batch.feeds.previous_entries]
         results = self._sampler.sample(self.forward(batch), batch)
         # a row without a token feeds nobody, or a row whose result is dropped
-        self._token_ids = torch.tensor([result.token_id or 0 for result in results], dtype=torch.int64)
+        self._token_ids = np.array([result.token_id or 0 for result in results], dtype=np.int64)
         return FinishedStep(results)
 
     def needs_results_first(self, request: Request) -> bool:
@@ -109,5 +124,21 @@ class Runner:
 
     def forward(self, batch: Batch) -> Tensor:
         """Compute the batch's rows, write their KV, and return [num_logits, vocab_size] float32."""
+        inputs = ModelInputs(
+            token_ids=torch.from_numpy(batch.token_ids),
+            positions=torch.from_numpy(batch.positions),
+            slot_mapping=torch.from_numpy(batch.slots),
+            query_starts=batch.query_starts,
+            context_lens=batch.context_lens,
+            block_tables=torch.from_numpy(batch.block_tables),
+            logits_rows=torch.from_numpy(batch.logits_rows),
+            lora=make_plan([_packed(*segment) for segment in batch.adapters], len(batch.token_ids)),
+        )
         with torch.inference_mode():
-            return self._decoder.forward(batch.inputs, self._kv)
+            return self._decoder.forward(inputs, self._kv)
+
+
+def _packed(adapter: Resident, row_start: int, row_end: int) -> tuple[PackedAdapter, int, int]:
+    if not isinstance(adapter, PackedAdapter):
+        raise InvariantViolation(f"the adapter of rows {row_start}:{row_end} is not in this device's memory")
+    return adapter, row_start, row_end

@@ -1,6 +1,12 @@
 """Which requests take part in the next step, and with how many tokens; and what a step's outcome does to them.
 
 There is no prefill and no decode here: a request has tokens that aren't computed yet, and a step computes some of them.
+
+`schedule` may be called again before `update` has the step's results: steps are computed in the order in which they were scheduled.
+That is what makes it safe to give a request's KV blocks to others while a step in flight still reads and writes them: the others'
+step comes after it, and it writes only to blocks that the request held when it was scheduled, never to one that was published.
+An adapter's pages are written by copies beside the steps, so whoever places an adapter where another was waits for the last step
+that was launched; the pin isn't kept for that.
 """
 
 from __future__ import annotations
@@ -8,6 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -46,10 +53,21 @@ class ScheduledRequest:
     """Whether the step reaches the request's last token, so that its next one, at position `end`, can be chosen."""
     is_scored: bool
     """Whether the prompt tokens that its rows predict are scored."""
+    epoch: int
+    """How often the request had been preempted."""
 
     @property
     def end(self) -> int:
         return self.start + self.num_tokens
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return int(self.is_sampled and self.request.params.max_tokens > 0)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the request still runs on the blocks that it had: it hasn't ended, nor started over since."""
+        return self.request.status is Status.RUNNING and self.request.num_preemptions == self.epoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +163,13 @@ class Scheduler:
         budget = self._token_budget
         scheduled: list[ScheduledRequest] = []
         preempted = False
+        # those whose last token is in flight have no part in this step, and keep no place in it from others
+        max_running = self._max_num_seqs + sum(1 for request in self._running if request.num_pending_tokens == 0)
         for request in sorted(self._running, key=lambda r: r.num_pending_tokens > 1):
             if budget == 0:
                 break
-            if request.status is not Status.RUNNING:  # preempted for an earlier one in this very loop
+            # preempted for an earlier one in this very loop, or with nothing left to compute
+            if request.status is not Status.RUNNING or request.num_pending_tokens == 0:
                 continue
             count = min(request.num_pending_tokens, budget)
             while not self._reserve(request, count):
@@ -158,16 +179,17 @@ class Scheduler:
                 if victim is request:
                     break
             if request.status is Status.RUNNING:
-                scheduled.append(_part(request, count))
+                scheduled.append(_take_part(request, count))
                 budget -= count
+        # In a step that preempts nobody is admitted; so the last token of whom it preempted in flight is known when they come back.
         if not preempted:
-            self._admit(scheduled, budget)
+            self._admit(scheduled, budget, max_running)
         self._keep_asking()
         return scheduled
 
-    def _admit(self, scheduled: list[ScheduledRequest], budget: int) -> None:
+    def _admit(self, scheduled: list[ScheduledRequest], budget: int, max_running: int) -> None:
         for request in list(self._waiting):
-            if budget == 0 or len(self._running) >= self._max_num_seqs:
+            if budget == 0 or len(self._running) >= max_running:
                 return
             if not self._has_adapter(request):
                 continue
@@ -180,11 +202,13 @@ class Scheduler:
                 return
             self._waiting.remove(request)
             request.status = Status.RUNNING
+            # scores of an earlier start, which it doesn't go on from
+            request.prompt_logprobs.clear()
             if request.first_scheduled_s is None:
                 request.first_scheduled_s = self._clock()
                 request.num_cached_tokens = request.num_computed_tokens
             insort(self._running, request, key=_ORDER)
-            scheduled.append(_part(request, count))
+            scheduled.append(_take_part(request, count))
             budget -= count
 
     def _keep_asking(self) -> None:
@@ -237,15 +261,18 @@ class Scheduler:
         return True
 
     def _choose_victim(self, scheduled: Sequence[ScheduledRequest]) -> Request:
-        """The running request that matters least: lowest priority, then youngest; one already in this step is left alone."""
+        """The running request that loses least: one that only waits for its last token, else the lowest priority, then the youngest.
+
+        One already in this step is left alone.
+        """
         taken = {id(entry.request) for entry in scheduled}
-        return next(request for request in reversed(self._running) if id(request) not in taken)
+        candidates = [request for request in reversed(self._running) if id(request) not in taken]
+        return min(candidates, key=lambda request: request.num_pending_tokens > 0)
 
     def _preempt(self, request: Request) -> None:
         """Take a request's blocks and let it start over later; its tokens, its adapter's pin and its place stay."""
         self._running.remove(request)
         self._drop_blocks(request)
-        request.prompt_logprobs.clear()
         request.status = Status.WAITING
         request.num_preemptions += 1
         self.num_preemptions += 1
@@ -260,7 +287,7 @@ class Scheduler:
     # update
 
     def update(self, scheduled: Sequence[ScheduledRequest], results: Sequence[StepResult]) -> list[TokenOutput]:
-        """Advance every request of a step by what was computed and sampled; return what its client gets."""
+        """Give every request of a step what was computed and sampled; return what its client gets."""
         outputs = []
         for entry, result in zip(scheduled, results, strict=True):
             output = self._advance(entry, result)
@@ -268,16 +295,28 @@ class Scheduler:
                 outputs.append(output)
         return outputs
 
+    def forget(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """The step was not computed: its requests stand where it found them, but for the blocks that they were given."""
+        for entry in scheduled:
+            entry.request.num_in_flight_tokens -= entry.num_sampled_tokens
+            if entry.is_current:
+                entry.request.num_computed_tokens = entry.start
+
     def _advance(self, entry: ScheduledRequest, result: StepResult) -> TokenOutput | None:
         request = entry.request
-        request.num_computed_tokens = entry.end
+        request.num_in_flight_tokens -= entry.num_sampled_tokens
+        if request.status is Status.FINISHED:
+            # ended while the step was in flight, by an earlier token or by its client: nothing of it is sent, counted or published
+            return None
         if not result.is_finite:
             return self.fail(request, _numerics_error(request))
         request.prompt_logprobs.extend(result.prompt_logprobs)
         if not entry.is_sampled:
             return None
-        # Only now are the blocks offered to others: logits were finite, so the KV that led to them is sound.
-        self._publish(request)
+        # Only now are the blocks offered to others: logits were finite, so the KV that led to them is sound. Only up to this step's
+        # end: what a later one computes isn't known to be. And not after a preemption: the blocks were given away, the token is good.
+        if entry.is_current:
+            self._publish(request, entry.end)
         is_first = request.num_output_tokens == 0
         if result.token_id is not None:
             request.token_ids.append(result.token_id)
@@ -297,9 +336,9 @@ class Scheduler:
             self._end(request)
         return output
 
-    def _publish(self, request: Request) -> None:
+    def _publish(self, request: Request, num_tokens: int) -> None:
         size = self._kv.block_size
-        for index in range(len(request.block_keys), request.num_computed_tokens // size):
+        for index in range(len(request.block_keys), num_tokens // size):
             parent = request.block_keys[-1] if request.block_keys else request.prefix_root
             content = request.token_ids[index * size : (index + 1) * size]
             request.block_keys.append(self._kv.publish(request.blocks[index], parent, content))
@@ -325,6 +364,29 @@ class Scheduler:
             "prefill_s": now - started,
         }
 
+    # check
+
+    def check(self, in_flight: Sequence[ScheduledRequest] = ()) -> list[str]:
+        """Return every broken invariant, in words. ``in_flight``: what was scheduled and not updated yet."""
+        problems = []
+        sampled = Counter(id(entry.request) for entry in in_flight if entry.num_sampled_tokens)
+        for request in self._requests.values():
+            capacity = len(request.blocks) * self._kv.block_size
+            facts = (
+                (
+                    request.num_in_flight_tokens == sampled[id(request)],
+                    f"{request.num_in_flight_tokens} tokens in flight",
+                ),
+                (request.num_computed_tokens <= request.num_tokens, "more computed tokens than tokens"),
+                (request.num_computed_tokens <= capacity, f"{request.num_computed_tokens} tokens in {capacity} slots"),
+                (request.status is Status.RUNNING or not request.blocks, "blocks without running"),
+                (len(request.block_keys) <= len(request.blocks), "published more blocks than it holds"),
+            )
+            problems += [f"request {request.request_id}: {what}" for is_so, what in facts if not is_so]
+        if len(self._waiting) + len(self._running) != len(self._requests):
+            problems.append("a request is neither waiting nor running")
+        return problems
+
     def _end(self, request: Request) -> None:
         """Every ending passes here: blocks, pin and place are given back, once."""
         del self._requests[request.request_id]
@@ -340,14 +402,19 @@ class Scheduler:
                 logger.exception("request %s doesn't hold the pin that it should", request.request_id)
 
 
-def _part(request: Request, count: int) -> ScheduledRequest:
-    return ScheduledRequest(
+def _take_part(request: Request, count: int) -> ScheduledRequest:
+    """The request's next ``count`` tokens are computed by the step, and so is the one after them, if they are its last."""
+    entry = ScheduledRequest(
         request,
         start=request.num_computed_tokens,
         num_tokens=count,
         is_sampled=count == request.num_pending_tokens,
         is_scored=request.wants_prompt_logprobs,
+        epoch=request.num_preemptions,
     )
+    request.num_computed_tokens = entry.end
+    request.num_in_flight_tokens += entry.num_sampled_tokens
+    return entry
 
 
 def _numerics_error(request: Request) -> LoraserveError:
