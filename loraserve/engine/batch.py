@@ -1,4 +1,4 @@
-"""A step's requests as the tensors that the model reads. Built with NumPy, per sequence, never per token."""
+"""A step's requests as the arrays that a runner hands to its device. Built with NumPy, per sequence, never per token."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from loraserve.engine.scheduler import ScheduledRequest
 from loraserve.errors import InvariantViolation
-from loraserve.model.inputs import ModelInputs
 from loraserve.types import Digest
 from loraserve_kernels.layout import PackedAdapter
-from loraserve_kernels.plan import LoraPlan, make_plan
+
+Resident = PackedAdapter | int
+"""An adapter as kernels know it: its weights on a CPU, its slot in the pool on a GPU."""
 
 
 class Feeds(NamedTuple):
     """Rows whose token isn't known to the host, because the step before, which samples it, still runs.
 
     Attributes:
-        rows: [num_feeds] int64, ascending: places in ``inputs.token_ids``, which holds 0 there.
+        rows: [num_feeds] int64, ascending: places in ``token_ids``, which holds 0 there.
         previous_entries: [num_feeds] int64: the row's token is the one that the step launched just before this one samples for
             that entry of its batch.
     """
@@ -34,31 +34,44 @@ class Feeds(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What crosses from the scheduler to the runner.
+    """What crosses from the scheduler to the runner. Rows of one sequence are contiguous and in position order; sequences of one adapter are neighbours.
 
     Attributes:
         entries: the step's requests; base rows first, then adapter by adapter, so that an adapter's rows are one slice.
-        inputs: their rows.
+        token_ids, positions: [num_tokens] int64.
+        slots: [num_tokens] int64, ``block * block_size + offset``: where the row's K and V are written.
+        query_starts: num_entries + 1 numbers: entry i has rows ``query_starts[i]:query_starts[i + 1]``.
+        context_lens: num_entries numbers: the sequence's tokens whose KV exist once this step has run.
+        block_tables: [num_entries, max_blocks] int32, padded with 0.
+        logits_rows: [num_logits] int64, ascending: the rows whose logits are wanted.
         logits_ranges: per entry, its part ``[start, end)`` of the logits; empty when the step doesn't reach its last token.
+        adapters: (adapter, row_start, row_end), in row order; the other rows are the base's.
         feeds: the rows whose token the runner puts in; none unless another step is in flight.
     """
 
     entries: list[ScheduledRequest]
-    inputs: ModelInputs
+    token_ids: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    slots: npt.NDArray[np.int64]
+    query_starts: list[int]
+    context_lens: list[int]
+    block_tables: npt.NDArray[np.int32]
+    logits_rows: npt.NDArray[np.int64]
     logits_ranges: list[tuple[int, int]]
+    adapters: list[tuple[Resident, int, int]]
     feeds: Feeds
 
 
 def build_batch(
     scheduled: Sequence[ScheduledRequest],
     block_size: int,
-    packed: Callable[[Digest], PackedAdapter],
+    resident: Callable[[Digest], Resident],
     previous: Batch | None = None,
 ) -> Batch:
-    """Return the step's tensors.
+    """Return the step's arrays.
 
     Args:
-        packed: gives the weights of an adapter that some scheduled request has pinned.
+        resident: gives an adapter that some scheduled request has pinned.
         previous: the step in flight, launched just before this one will be; None when every result is known.
 
     Raises:
@@ -87,17 +100,19 @@ def build_batch(
         logits_rows.append(np.arange(start, last))
         logits_ranges.append((num_logits, num_logits + last - start))
         num_logits += last - start
-    inputs = ModelInputs(
-        token_ids=torch.from_numpy(token_ids),
-        positions=torch.from_numpy(positions),
-        slot_mapping=torch.from_numpy(slots),
+    return Batch(
+        entries=entries,
+        token_ids=token_ids,
+        positions=positions,
+        slots=slots,
         query_starts=query_starts,
         context_lens=[entry.end for entry in entries],
-        block_tables=torch.from_numpy(tables),
-        logits_rows=torch.from_numpy(np.concatenate(logits_rows)),
-        lora=_plan(entries, query_starts, packed),
+        block_tables=tables,
+        logits_rows=np.concatenate(logits_rows),
+        logits_ranges=logits_ranges,
+        adapters=_adapters(entries, query_starts, resident),
+        feeds=_feeds(entries, query_starts, previous),
     )
-    return Batch(entries, inputs, logits_ranges, _feeds(entries, query_starts, previous))
 
 
 def _feeds(entries: Sequence[ScheduledRequest], query_starts: Sequence[int], previous: Batch | None) -> Feeds:
@@ -125,12 +140,12 @@ def _adapter_digest(entry: ScheduledRequest) -> str:
     return entry.request.adapter.digest if entry.request.adapter is not None else ""
 
 
-def _plan(
-    entries: Sequence[ScheduledRequest], query_starts: Sequence[int], packed: Callable[[Digest], PackedAdapter]
-) -> LoraPlan | None:
+def _adapters(
+    entries: Sequence[ScheduledRequest], query_starts: Sequence[int], resident: Callable[[Digest], Resident]
+) -> list[tuple[Resident, int, int]]:
     segments = []
     for digest, group in groupby(range(len(entries)), key=lambda i: _adapter_digest(entries[i])):
         if digest:
             members = list(group)
-            segments.append((packed(Digest(digest)), query_starts[members[0]], query_starts[members[-1] + 1]))
-    return make_plan(segments, query_starts[-1])
+            segments.append((resident(Digest(digest)), query_starts[members[0]], query_starts[members[-1] + 1]))
+    return segments
