@@ -23,15 +23,23 @@ _MIN_PARALLEL_BYTES = 128 << 10
 """A launch with less work than reading so many bytes isn't worth waking a second thread for."""
 
 
-def apply_lora(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: int) -> None:
+def apply_lora(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: int, bias: Tensor | None = None) -> None:
     """`launch.apply_lora` by the fastest way that this machine has. Tensors are taken as checked."""
     if HAS_NUMBA:
-        _apply_lora_numba(x, y, plan, site, layer)
+        _apply_lora_numba(x, y, plan, site, layer, bias)
     else:
-        apply_lora_torch(x, y, plan, site, layer)
+        apply_lora_torch(x, y, plan, site, layer, bias)
 
 
-def apply_lora_torch(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: int) -> None:
+def apply_embedding_lora(token_ids: Tensor, y: Tensor, plan: LoraPlan) -> None:
+    """`launch.apply_embedding_lora` by the fastest way that this machine has. Tensors are taken as checked."""
+    if HAS_NUMBA:
+        _apply_lora_numba(token_ids[:, None], y, plan, "embed", 0, None)
+    else:
+        apply_embedding_lora_torch(token_ids, y, plan)
+
+
+def apply_lora_torch(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: int, bias: Tensor | None = None) -> None:
     """`launch.apply_lora` in PyTorch, segment by segment."""
     first = MODULE_INDEX[SITES[site][0]]
     for segment in plan.segments:
@@ -46,8 +54,27 @@ def apply_lora_torch(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: int
             if rank:
                 b = adapter.lora_b(layer, module).to(x.dtype)
                 scaling = float(adapter.scalings[layer, index])
-                y[rows, column : column + width].addmm_(shrunk[:, rank_start : rank_start + rank], b, alpha=scaling)
+                part = y[rows, column : column + width].addmm_(
+                    shrunk[:, rank_start : rank_start + rank], b, alpha=scaling
+                )
+                _scale(part, adapter.delta(layer, module), None if bias is None else bias[column : column + width])
             rank_start, column = rank_start + rank, column + width
+
+
+def apply_embedding_lora_torch(token_ids: Tensor, y: Tensor, plan: LoraPlan) -> None:
+    """`launch.apply_embedding_lora` in PyTorch, segment by segment."""
+    for segment in plan.segments:
+        adapter, part = segment.adapter, y[segment.row_start : segment.row_end]
+        a, b = adapter.lora_a(0, "embed_tokens"), adapter.lora_b(0, "embed_tokens")
+        if a.shape[0]:
+            shrunk = a[:, token_ids[segment.row_start : segment.row_end]].to(y.dtype).T
+            part.addmm_(shrunk, b.to(y.dtype), alpha=float(adapter.scalings[0, MODULE_INDEX["embed_tokens"]]))
+            _scale(part, adapter.delta(0, "embed_tokens"), None)
+
+
+def _scale(y: Tensor, delta: Tensor | None, bias: Tensor | None) -> None:
+    if delta is not None:
+        y.addcmul_(y if bias is None else y - bias, delta)
 
 
 def warm_up(dtype: torch.dtype) -> None:
@@ -102,6 +129,9 @@ def _make_launches(plan: LoraPlan, site: str) -> _SiteLaunches:
 
     modules = SITES[site]
     first, adapter = MODULE_INDEX[modules[0]], plan.segments[0].adapter
+    widths = adapter.out_features[first : first + len(modules)]
+    # numbers read for each rank; the embedding reads one of A's for each row
+    width = sum(widths) // len(widths) + (adapter.in_features[first] if site != "embed" else 0)
     site_ranks = [s.adapter.ranks[:, first : first + len(modules)].sum(1).max(initial=0) for s in plan.segments]
     scratch = np.empty((plan.num_tokens, max(1, int(max(site_ranks)))), dtype=np.float32)
     launches = []
@@ -109,12 +139,13 @@ def _make_launches(plan: LoraPlan, site: str) -> _SiteLaunches:
         args = np.zeros(words.NUM_WORDS, dtype=np.int64)
         args[words.SEGMENTS], args[words.NUM_SEGMENTS] = table.ctypes.data, len(table)
         args[words.IN_FEATURES], args[words.NUM_SLICES] = adapter.in_features[first], len(modules)
-        args[words.WIDTHS : words.WIDTHS + len(modules)] = adapter.out_features[first : first + len(modules)]
+        args[words.WIDTHS : words.WIDTHS + len(modules)] = widths
         args[words.SCRATCH], args[words.SCRATCH_STRIDE] = scratch.ctypes.data, scratch.shape[1]
+        args[words.TAKES_TOKENS] = site == "embed"
         work = sum(
             # a row beyond the first costs arithmetic, about a quarter of what reading the weights did
-            s.adapter.num_bytes // (s.adapter.num_layers * len(SITES)) * (3 + s.row_end - s.row_start) // 4
-            for s in plan.segments
+            int(rank) * width * dtype.itemsize * (3 + s.row_end - s.row_start) // 4
+            for s, rank in zip(plan.segments, site_ranks, strict=True)
             if s.adapter.data.dtype == dtype
         )
         num_threads = threads.num_threads() if work >= _MIN_PARALLEL_BYTES else 1
@@ -122,7 +153,7 @@ def _make_launches(plan: LoraPlan, site: str) -> _SiteLaunches:
     return _SiteLaunches(tuple(launches), scratch, first, adapter.ranks.shape[1])
 
 
-def _apply_lora_numba(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: int) -> None:
+def _apply_lora_numba(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: int, bias: Tensor | None) -> None:
     prepared = plan.launches.get(site)
     if not isinstance(prepared, _SiteLaunches):
         prepared = plan.launches[site] = _make_launches(plan, site)
@@ -132,4 +163,6 @@ def _apply_lora_numba(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: in
         args[0] = args[8] = 0
         args[16:20] = (x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0))
         args[23] = layer * prepared.num_modules + prepared.first
+        # BIAS
+        args[31] = 0 if bias is None else bias.data_ptr()
         threads.run(launch.kernel.call, launch.kernel.address, launch.address, launch.num_threads)

@@ -40,10 +40,31 @@ from loraserve_kernels.simd import (
 
 # The argument block, in int64 words. The two counters are on cache lines of their own.
 CLAIMED, FINISHED, X, X_STRIDE, Y, Y_STRIDE, SEGMENTS, NUM_SEGMENTS = 0, 8, 16, 17, 18, 19, 20, 21
-IN_FEATURES, TABLE_INDEX, NUM_SLICES, WIDTHS, SCRATCH, SCRATCH_STRIDE, NUM_WORDS = 22, 23, 24, 25, 28, 29, 32
+IN_FEATURES, TABLE_INDEX, NUM_SLICES, WIDTHS, SCRATCH, SCRATCH_STRIDE, TAKES_TOKENS, BIAS = (
+    22,
+    23,
+    24,
+    25,
+    28,
+    29,
+    30,
+    31,
+)
+NUM_WORDS = 32
 
 # A segment's row of the segment table, in int64 words.
-ROW_START, ROW_END, DATA, RANKS, SCALINGS, A_OFFSETS, B_OFFSETS, SEGMENT_WORDS = 0, 1, 2, 3, 4, 5, 6, 8
+ROW_START, ROW_END, DATA, RANKS, SCALINGS, A_OFFSETS, B_OFFSETS, DELTAS, DELTA_OFFSETS, SEGMENT_WORDS = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    5,
+    6,
+    7,
+    8,
+    10,
+)
 
 ROW_BLOCK = 32
 RANK_BLOCK = 16
@@ -106,6 +127,36 @@ def _shrink(x, x_stride, num_rows, data, a, num_ranks, width, scratch, scratch_s
                     store_one(scratch, out + 3, d3)
             row += pair
         rank += 4
+
+
+@numba.njit(inline="never")
+def _gather(token_ids, stride, num_rows, data, a, num_ranks, width, scratch, scratch_stride, kind):  # type: ignore[no-untyped-def]
+    """Write column token_id of `num_ranks` rows of A for each of `num_rows` token ids."""
+    for row in range(num_rows):
+        token_id = load_int(token_ids, row * stride)
+        for rank in range(num_ranks):
+            store_one(scratch, row * scratch_stride + rank, load_one(data, a + rank * width + token_id, kind))
+
+
+@numba.njit(inline="never")
+def _scale(y, y_stride, num_rows, delta, bias, width):  # type: ignore[no-untyped-def]
+    """Add ``delta · (y − bias)`` to `width` columns of `num_rows` rows of y; a bias of 0 is none."""
+    whole = width // LANES * LANES
+    minus = splat(np.float32(-1))
+    for row in range(num_rows):
+        at = y + row * y_stride * F32_BYTES
+        for n in range(0, whole, LANES):
+            v = load(at, n, F32)
+            w = v
+            if bias != 0:
+                w = fma(load(bias, n, F32), minus, v)
+            store(at, n, fma(load(delta, n, F32), w, v))
+        for n in range(whole, width):
+            v = load_one(at, n, F32)
+            w = v
+            if bias != 0:
+                w = fma_one(load_one(bias, n, F32), np.float32(-1), v)
+            store_one(at, n, fma_one(load_one(delta, n, F32), w, v))
 
 
 @numba.njit(inline="never")
@@ -179,13 +230,14 @@ def _expand(y, y_stride, num_rows, scratch, scratch_stride, scaling, data, b, b_
 
 @numba.njit
 def _apply(args, kind):  # type: ignore[no-untyped-def]
-    """One thread's part of ``y += scaling · (x A^T) B``: it claims tasks until none is left."""
+    """One thread's part of ``y += scaling · (x A^T) B`` and, where there is a δ, ``y += δ · (y − bias)``: it claims tasks until none is left."""
     x, x_stride = load_int(args, X), load_int(args, X_STRIDE)
     y, y_stride = load_int(args, Y), load_int(args, Y_STRIDE)
     scratch, scratch_stride = load_int(args, SCRATCH), load_int(args, SCRATCH_STRIDE)
     segments, num_segments = load_int(args, SEGMENTS), load_int(args, NUM_SEGMENTS)
     in_features, table = load_int(args, IN_FEATURES), load_int(args, TABLE_INDEX)
     num_slices = load_int(args, NUM_SLICES)
+    takes_tokens, bias = load_int(args, TAKES_TOKENS), load_int(args, BIAS)
     finished = args + FINISHED * WORD
     claimed, task = fetch_add(args, 1), 0
     for s in range(num_segments):
@@ -198,18 +250,18 @@ def _apply(args, kind):  # type: ignore[no-untyped-def]
         for row in range(load_int(segment, ROW_START), row_end, ROW_BLOCK):
             for rank in range(0, num_ranks, RANK_BLOCK):
                 if task == claimed:
-                    _shrink(
-                        x + row * x_stride * F32_BYTES,
-                        x_stride,
+                    out = scratch + (row * scratch_stride + rank) * F32_BYTES
+                    rows, ranks, first = (
                         min(ROW_BLOCK, row_end - row),
-                        data,
-                        a + rank * in_features,
                         min(RANK_BLOCK, num_ranks - rank),
-                        in_features,
-                        scratch + (row * scratch_stride + rank) * F32_BYTES,
-                        scratch_stride,
-                        kind,
+                        a + rank * in_features,
                     )
+                    if takes_tokens != 0:
+                        ids = x + row * x_stride * WORD
+                        _gather(ids, x_stride, rows, data, first, ranks, in_features, out, scratch_stride, kind)
+                    else:
+                        xs = x + row * x_stride * F32_BYTES
+                        _shrink(xs, x_stride, rows, data, first, ranks, in_features, out, scratch_stride, kind)
                     fetch_add(finished, 1)
                     claimed = fetch_add(args, 1)
                 task += 1
@@ -225,12 +277,15 @@ def _apply(args, kind):  # type: ignore[no-untyped-def]
                 width = load_int(args, WIDTHS + i)
                 num_ranks = load_int32(load_int(segment, RANKS), table + i)
                 if num_ranks > 0:
+                    delta = load_int(load_int(segment, DELTA_OFFSETS), table + i)
                     for column in range(0, width, COLUMN_BLOCK):
                         if task == claimed:
+                            out = y + (row * y_stride + column_start + column) * F32_BYTES
+                            rows = min(ROW_BLOCK, row_end - row)
                             _expand(
-                                y + (row * y_stride + column_start + column) * F32_BYTES,
+                                out,
                                 y_stride,
-                                min(ROW_BLOCK, row_end - row),
+                                rows,
                                 scratch + (row * scratch_stride + rank_start) * F32_BYTES,
                                 scratch_stride,
                                 load_one(load_int(segment, SCALINGS), table + i, F32),
@@ -241,6 +296,15 @@ def _apply(args, kind):  # type: ignore[no-untyped-def]
                                 min(COLUMN_BLOCK, width - column),
                                 kind,
                             )
+                            if delta >= 0:
+                                _scale(
+                                    out,
+                                    y_stride,
+                                    rows,
+                                    load_int(segment, DELTAS) + (delta + column) * F32_BYTES,
+                                    bias + (column_start + column) * F32_BYTES if bias != 0 else 0,
+                                    min(COLUMN_BLOCK, width - column),
+                                )
                             claimed = fetch_add(args, 1)
                         task += 1
                 column_start += width

@@ -21,7 +21,7 @@ from loraserve_kernels.layout import MODULE_INDEX, SITES
 from loraserve_kernels.paged_layout import RANK_TILE, PagedPool
 
 BLOCK_K = 128
-HEADER = 4 * len(SITES)
+HEADER = -(-4 * len(SITES) // 16) * 16
 ITEM = 4
 ROW_TILE = 16
 ROWS_OF_A_TILE = (16, 32)

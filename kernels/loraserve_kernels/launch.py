@@ -12,15 +12,21 @@ from loraserve_kernels.layout import MODULE_INDEX, SITES
 from loraserve_kernels.plan import LoraPlan
 
 
-def apply_lora(x: Tensor, y: Tensor, plan: LoraPlan | GpuLoraPlan, site: str, layer: int) -> None:
+def apply_lora(
+    x: Tensor, y: Tensor, plan: LoraPlan | GpuLoraPlan, site: str, layer: int, bias: Tensor | None = None
+) -> None:
     """Add ``scaling · B A x`` to `y` in place, for every row that has an adapter and every slice of the site; leave other rows as they are.
+
+    Where an adapter has a δ for a slice (DoRA), what these columns of its rows then hold beside the bias is multiplied by 1 + δ.
 
     Args:
         x: [num_tokens, in_features] float32, or bfloat16 or float16 on a GPU, contiguous in the last dim.
-        y: [num_tokens, sum of the site's out_features], x's dtype, contiguous in the last dim; slices in the order of ``SITES[site]``.
-        plan: the step's: a `GpuLoraPlan` for tensors on a GPU, a `LoraPlan` for others.
-        site: ``qkv``, ``o``, ``gate_up`` or ``down``.
-        layer: which decoder layer.
+        y: [num_tokens, sum of the site's out_features], x's dtype, contiguous in the last dim; slices in the order of ``SITES[site]``. On a GPU it may
+            be float32 whatever x is.
+        plan: the step's: a `GpuLoraPlan` for tensors on a GPU, a `LoraPlan` for others. On a CPU the rows of ``lm_head`` have a plan of their own.
+        site: ``qkv``, ``o``, ``gate_up``, ``down`` or ``lm_head``. (For the embedding there is `apply_embedding_lora`.)
+        layer: which decoder layer; 0 for ``lm_head``.
+        bias: [sum of the site's out_features] float32, contiguous (on a GPU any float dtype): what y already holds of the linears' biases. Only δ needs it.
 
     Raises:
         ShapeMismatch: x, y and the plan disagree on rows or devices, or x and y on the adapters' widths.
@@ -33,8 +39,10 @@ def apply_lora(x: Tensor, y: Tensor, plan: LoraPlan | GpuLoraPlan, site: str, la
         # Triton is loaded by the first step on a GPU alone
         from loraserve_kernels import gpu_lora
 
-        gpu_lora.apply_lora(x, y, plan, site, layer)
+        gpu_lora.apply_lora(x, y, plan, site, layer, bias)
         return
+    if site == "embed":
+        raise ShapeMismatch("the embedding takes token ids, not rows of numbers: call apply_embedding_lora")
     adapter, first = plan.segments[0].adapter, MODULE_INDEX[SITES[site][0]]
     in_features = adapter.in_features[first]
     out_features = sum(adapter.out_features[first : first + len(SITES[site])])
@@ -47,7 +55,44 @@ def apply_lora(x: Tensor, y: Tensor, plan: LoraPlan | GpuLoraPlan, site: str, la
         raise ShapeMismatch(f"x is {x.dtype} and y is {y.dtype}; both must be float32 and contiguous in the last dim")
     if not 0 <= layer < adapter.num_layers:
         raise ShapeMismatch(f"layer {layer}; the adapters of this plan have layers 0 to {adapter.num_layers - 1}")
-    cpu.apply_lora(x, y, plan, site, layer)
+    if bias is not None and (bias.shape != (out_features,) or bias.dtype != torch.float32 or bias.stride(0) != 1):
+        raise ShapeMismatch(f"bias is {bias.dtype} {tuple(bias.shape)}; site {site} takes float32 ({out_features},)")
+    cpu.apply_lora(x, y, plan, site, layer, bias)
+
+
+def apply_embedding_lora(token_ids: Tensor, y: Tensor, plan: LoraPlan | GpuLoraPlan) -> None:
+    """Add ``scaling · B (column token_id of A)`` to `y` in place, for every row whose adapter has the module ``embed_tokens``; leave other rows as they are.
+
+    Where the adapter has a δ, these rows are then multiplied by 1 + δ.
+
+    Args:
+        token_ids: [num_tokens] int64, every one in the vocabulary.
+        y: [num_tokens, hidden_size] float32, contiguous in the last dim: the rows of the base's embedding.
+        plan: the step's: a `GpuLoraPlan` for tensors on a GPU, a `LoraPlan` for others.
+
+    Raises:
+        ShapeMismatch: the token ids, y and the plan disagree on rows or devices, or y and the adapters on the width.
+    """
+    if y.is_cuda != isinstance(plan, GpuLoraPlan):
+        raise ShapeMismatch(
+            f"y is on {y.device} and the plan is a {type(plan).__name__}; GPUs take a GpuLoraPlan, CPUs a LoraPlan"
+        )
+    if isinstance(plan, GpuLoraPlan):
+        from loraserve_kernels import gpu_lora
+
+        gpu_lora.apply_embedding_lora(token_ids, y, plan)
+        return
+    hidden_size = plan.segments[0].adapter.out_features[MODULE_INDEX["embed_tokens"]]
+    if token_ids.shape != (plan.num_tokens,) or y.shape != (plan.num_tokens, hidden_size):
+        raise ShapeMismatch(
+            f"token_ids is {tuple(token_ids.shape)} and y is {tuple(y.shape)}; the embedding of this plan takes "
+            f"({plan.num_tokens},) and ({plan.num_tokens}, {hidden_size})"
+        )
+    if token_ids.dtype != torch.int64 or y.dtype != torch.float32 or y.stride(1) != 1:
+        raise ShapeMismatch(
+            f"token_ids is {token_ids.dtype} and y is {y.dtype}; they must be int64 and float32, y contiguous in the last dim"
+        )
+    cpu.apply_embedding_lora(token_ids, y, plan)
 
 
 def warm_up(adapter_dtype: torch.dtype) -> None:

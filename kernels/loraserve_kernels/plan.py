@@ -32,7 +32,7 @@ class LoraPlan:
     Attributes:
         segments: at least one.
         num_tokens: rows of the step.
-        tables: dtype that adapters are stored in → [its segments, 8] int64, what kernels read of a segment: row_start, row_end, the adapter's five
+        tables: dtype that adapters are stored in → [its segments, 10] int64, what kernels read of a segment: row_start, row_end, the adapter's seven
             addresses, 0.
         launches: site → what the launches of this plan at that site need; filled by the first.
     """

@@ -5,25 +5,47 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from loraserve_kernels.layout import MODULE_INDEX, SITES
+from loraserve_kernels.layout import MODULE_INDEX, SITES, PackedAdapter
 from loraserve_kernels.plan import LoraPlan
 
 
-def apply_lora(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: int) -> None:
-    """Add ``scaling · (x A^T) B`` to `y` in place, for every row and slice of the site that has an adapter, in y's dtype.
+def apply_lora(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: int, bias: Tensor | None = None) -> None:
+    """Add ``scaling · (x A^T) B`` to `y` in place, for every row and slice of the site that has an adapter, in y's dtype; where the adapter has a δ, the
+    sum without the bias is multiplied by 1 + δ.
 
     Args:
         x: [num_tokens, in_features].
         y: [num_tokens, sum of the site's out_features].
+        bias: [sum of the site's out_features]: what y already holds of the linears' biases.
+
+    Source: DoRA, arXiv:2402.09353; PEFT computes the same as ``y + δ · (y − bias) + (1 + δ) · scaling · B A x``.
     """
     for segment in plan.segments:
         rows, adapter, column = slice(segment.row_start, segment.row_end), segment.adapter, 0
         for module in SITES[site]:
-            width = adapter.out_features[MODULE_INDEX[module]]
-            a, b = adapter.lora_a(layer, module).to(y.dtype), adapter.lora_b(layer, module).to(y.dtype)
-            scaling = float(adapter.scalings[layer, MODULE_INDEX[module]])
-            y[rows, column : column + width] += scaling * (x[rows].to(y.dtype) @ a.T) @ b
-            column += width
+            columns = slice(column, column := column + adapter.out_features[MODULE_INDEX[module]])
+            shrunk = x[rows].to(y.dtype) @ adapter.lora_a(layer, module).to(y.dtype).T
+            _expand(shrunk, y[rows, columns], adapter, module, layer, None if bias is None else bias[columns])
+
+
+def apply_embedding_lora(token_ids: Tensor, y: Tensor, plan: LoraPlan) -> None:
+    """The same for the embedding, whose input is one-hot: ``x A^T`` is row token_id of A^T.
+
+    Args:
+        token_ids: [num_tokens], integers.
+        y: [num_tokens, hidden_size], the rows of the base's embedding.
+    """
+    for segment in plan.segments:
+        rows, adapter = slice(segment.row_start, segment.row_end), segment.adapter
+        shrunk = adapter.lora_a(0, "embed_tokens").T[token_ids[rows].long()].to(y.dtype)
+        _expand(shrunk, y[rows], adapter, "embed_tokens", 0, None)
+
+
+def _expand(shrunk: Tensor, y: Tensor, adapter: PackedAdapter, module: str, layer: int, bias: Tensor | None) -> None:
+    y += float(adapter.scalings[layer, MODULE_INDEX[module]]) * shrunk @ adapter.lora_b(layer, module).to(y.dtype)
+    delta = adapter.delta(layer, module)
+    if delta is not None:
+        y += delta.to(y.dtype) * (y if bias is None else y - bias.to(y.dtype))
 
 
 def paged_attention(

@@ -22,7 +22,7 @@ from loraserve.model.lora import LoraLinear
 from loraserve.model.quantize import Linear
 from loraserve.model.rotary import RotaryEmbedding
 from loraserve.types import BaseSpec, Digest
-from loraserve_kernels.layout import SITES
+from loraserve_kernels.layout import LAYER_SITES, SITES
 
 _IGNORED_ENDING = ".rotary_emb.inv_freq"
 """A buffer that old Llama checkpoints carry; the config says the same."""
@@ -165,7 +165,7 @@ class _Loader:
             prefix = f"{architecture.layers}.{layer}."
             for name, size in norms.items():
                 self._expect(prefix + name, (size,), self._keep)
-            for site in SITES:
+            for site in LAYER_SITES:
                 self._plan_site(layer, site, prefix)
 
     def _plan_site(self, layer: int, site: str, prefix: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from loraserve_kernels.attention import AttentionPlan, make_attention_plan
-from loraserve_kernels.layout import MODULES, LoraModule, PackedAdapter, pack_adapter
+from loraserve_kernels.layout import LAYER_MODULES, MODULES, LoraModule, PackedAdapter, pack_adapter
 
 NUM_LAYERS = 2
 # odd widths: neither vectors nor blocks fit them
@@ -22,6 +22,8 @@ SHAPES: dict[str, tuple[int, int]] = {
     "gate_proj": (2100, 40),
     "up_proj": (2100, 40),
     "down_proj": (40, 2100),
+    "lm_head": (2105, 40),
+    "embed_tokens": (40, 2105),
 }
 
 
@@ -31,9 +33,13 @@ def _seed() -> None:
 
 
 def make_modules(
-    ranks: int | Mapping[str, int], *, layers: Sequence[int] = range(NUM_LAYERS), scaling: float = 0.5
+    ranks: int | Mapping[str, int],
+    *,
+    layers: Sequence[int] = range(NUM_LAYERS),
+    scaling: float = 0.5,
+    has_delta: Container[str] = (),
 ) -> list[LoraModule]:
-    """Random modules; `ranks` is one rank for all seven, or a rank for each module that the adapter has."""
+    """Random modules; `ranks` is one rank for all, or a rank for each module that the adapter has."""
     by_module = dict.fromkeys(MODULES, ranks) if isinstance(ranks, int) else ranks
     return [
         LoraModule(
@@ -42,16 +48,23 @@ def make_modules(
             torch.randn(rank, SHAPES[module][1]) / SHAPES[module][1] ** 0.5,
             torch.randn(SHAPES[module][0], rank) / rank**0.5,
             scaling + 0.25 * layer + 0.125 * MODULES.index(module),
+            torch.randn(SHAPES[module][0]) / 2 if module in has_delta else None,
         )
         for layer in layers
         for module, rank in by_module.items()
+        if layer == 0 or module in LAYER_MODULES
     ]
 
 
 def make_adapter(
-    ranks: int | Mapping[str, int], *, dtype: torch.dtype = torch.float32, layers: Sequence[int] = range(NUM_LAYERS)
+    ranks: int | Mapping[str, int],
+    *,
+    dtype: torch.dtype = torch.float32,
+    layers: Sequence[int] = range(NUM_LAYERS),
+    has_delta: Container[str] = (),
 ) -> PackedAdapter:
-    return pack_adapter(make_modules(ranks, layers=layers), num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=dtype)
+    modules = make_modules(ranks, layers=layers, has_delta=has_delta)
+    return pack_adapter(modules, num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=dtype)
 
 
 @dataclass

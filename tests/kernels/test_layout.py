@@ -2,7 +2,14 @@ import pytest
 import torch
 
 from loraserve_kernels.errors import ShapeMismatch
-from loraserve_kernels.layout import ALIGN_ELEMENTS, MODULE_INDEX, LoraModule, pack_adapter, packed_num_bytes
+from loraserve_kernels.layout import (
+    ALIGN_ELEMENTS,
+    LAYER_MODULES,
+    MODULE_INDEX,
+    LoraModule,
+    pack_adapter,
+    packed_num_bytes,
+)
 
 from .conftest import NUM_LAYERS, SHAPES, make_adapter, make_modules
 
@@ -30,7 +37,7 @@ def test_ranks_arent_padded() -> None:
     packed = make_adapter(MIXED)
     weights = sum(rank * sum(SHAPES[module]) for module, rank in MIXED.items()) * NUM_LAYERS
     gaps = packed.data.numel() - weights
-    assert 0 <= gaps < 8 * NUM_LAYERS * ALIGN_ELEMENTS
+    assert 0 <= gaps < 12 * NUM_LAYERS * ALIGN_ELEMENTS
 
 
 def test_gaps_are_zero() -> None:
@@ -73,6 +80,35 @@ def test_a_module_given_twice_is_refused() -> None:
 
 
 def test_a_module_that_the_base_lacks_is_refused() -> None:
+    shapes = {module: SHAPES[module] for module in LAYER_MODULES}
     module = LoraModule(0, "lm_head", torch.zeros(4, 40), torch.zeros(72, 4), 1.0)
     with pytest.raises(ShapeMismatch, match="LoRA on lm_head; this base has q_proj"):
+        pack_adapter([module], num_layers=NUM_LAYERS, module_shapes=shapes, dtype=torch.float32)
+
+
+def test_the_head_is_in_no_layer_but_0() -> None:
+    with pytest.raises(ShapeMismatch, match="lm_head, which is in no layer"):
+        packed_num_bytes([(1, "lm_head", 4)], num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.float32)
+
+
+def test_a_delta_comes_back_as_it_was_packed_and_counts() -> None:
+    modules = make_modules(MIXED, has_delta=("v_proj", "down_proj"))
+    packed = pack_adapter(modules, num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.bfloat16)
+    for m in modules:
+        delta = packed.delta(m.layer, m.module)
+        assert (delta is None) == (m.delta is None)
+        assert delta is None or m.delta is None or torch.equal(delta, m.delta)
+    known = packed_num_bytes(
+        [(m.layer, m.module, m.lora_a.shape[0]) for m in modules],
+        num_layers=NUM_LAYERS,
+        module_shapes=SHAPES,
+        dtype=torch.bfloat16,
+        deltas=[(m.layer, m.module) for m in modules if m.delta is not None],
+    )
+    assert known == packed.num_bytes > make_adapter(MIXED, dtype=torch.bfloat16).num_bytes
+
+
+def test_a_delta_of_another_width_is_refused() -> None:
+    module = LoraModule(1, "q_proj", torch.zeros(4, 40), torch.zeros(72, 4), 1.0, torch.zeros(71))
+    with pytest.raises(ShapeMismatch, match=r"delta \(71,\); this base takes \(72,\)"):
         pack_adapter([module], num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.float32)

@@ -6,21 +6,44 @@ from torch import Tensor
 
 from loraserve_kernels import cpu, launch, reference
 from loraserve_kernels.errors import ShapeMismatch
-from loraserve_kernels.layout import SITES, PackedAdapter
+from loraserve_kernels.layout import LAYER_SITES, MODULES, SITES, PackedAdapter
 from loraserve_kernels.plan import LoraPlan, make_plan
 
 from .conftest import SHAPES, make_adapter
 
-Apply = Callable[[Tensor, Tensor, LoraPlan, str, int], None]
+Apply = Callable[..., None]
 
+
+def entry(linear: Callable[..., None], embedding: Callable[[Tensor, Tensor, LoraPlan], None]) -> Apply:
+    """Both entries of a path as one: x is token ids at the embedding."""
+
+    def apply(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: int, bias: Tensor | None = None) -> None:
+        if site == "embed":
+            embedding(x, y, plan)
+        else:
+            linear(x, y, plan, site, layer, bias)
+
+    return apply
+
+
+launched = entry(launch.apply_lora, launch.apply_embedding_lora)
+expected_by = entry(reference.apply_lora, reference.apply_embedding_lora)
 PATHS = [
-    pytest.param(cpu.apply_lora_torch, id="torch"),
-    pytest.param(launch.apply_lora, id="numba", marks=pytest.mark.skipif(not cpu.HAS_NUMBA, reason="needs numba")),
+    pytest.param(entry(cpu.apply_lora_torch, cpu.apply_embedding_lora_torch), id="torch"),
+    pytest.param(launched, id="numba", marks=pytest.mark.skipif(not cpu.HAS_NUMBA, reason="needs numba")),
 ]
 # float32 sums of up to 2100 products, next to outputs of about 1
 TOLERANCE = 2e-6
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-MODULES_OF_MIXED_RANK = {"q_proj": 1, "v_proj": 12, "gate_proj": 64, "up_proj": 8, "down_proj": 5}
+MODULES_OF_MIXED_RANK = {
+    "q_proj": 1,
+    "v_proj": 12,
+    "gate_proj": 64,
+    "up_proj": 8,
+    "down_proj": 5,
+    "lm_head": 3,
+    "embed_tokens": 20,
+}
 
 
 def make_step(adapters: list[PackedAdapter | None], rows: list[int]) -> LoraPlan:
@@ -36,14 +59,16 @@ def make_step(adapters: list[PackedAdapter | None], rows: list[int]) -> LoraPlan
 
 def make_io(num_tokens: int, site: str) -> tuple[Tensor, Tensor]:
     modules = SITES[site]
-    return torch.randn(num_tokens, SHAPES[modules[0]][1]), torch.randn(num_tokens, sum(SHAPES[m][0] for m in modules))
+    width, y = SHAPES[modules[0]][1], torch.randn(num_tokens, sum(SHAPES[m][0] for m in modules))
+    return torch.randint(width, (num_tokens,)) if site == "embed" else torch.randn(num_tokens, width), y
 
 
-def assert_equals_reference(apply: Apply, plan: LoraPlan, site: str, layer: int) -> None:
+def assert_equals_reference(apply: Apply, plan: LoraPlan, site: str, layer: int, *, bias: Tensor | None = None) -> None:
     x, y = make_io(plan.num_tokens, site)
     expected = y.double()
-    reference.apply_lora(x.double(), expected, plan, site, layer)
-    apply(x, y, plan, site, layer)
+    layer = layer if site in LAYER_SITES else 0
+    expected_by(x if site == "embed" else x.double(), expected, plan, site, layer, bias)
+    apply(x, y, plan, site, layer, bias)
     assert (y - expected).abs().max() / expected.abs().max() < TOLERANCE
 
 
@@ -71,6 +96,22 @@ def test_adapters_of_mixed_dtypes_share_a_step(apply: Apply, site: str) -> None:
 
 
 @pytest.mark.parametrize("apply", PATHS)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("site", SITES)
+def test_a_delta_scales_all_but_the_bias_of_its_modules_alone(apply: Apply, site: str, has_bias: bool) -> None:
+    some = ("q_proj", "v_proj", "up_proj", "lm_head", "embed_tokens")
+    adapters = [
+        make_adapter(8, has_delta=MODULES),
+        make_adapter(3, has_delta=some, dtype=torch.bfloat16),
+        make_adapter(5),
+        make_adapter(dict.fromkeys(some, 2), has_delta=some),
+    ]
+    bias = torch.randn(sum(SHAPES[m][0] for m in SITES[site])) * 3 if has_bias and site != "embed" else None
+    plan = make_step([adapters[0], None, adapters[1], adapters[2], adapters[3]], [2, 1, 35, 1, 3])
+    assert_equals_reference(apply, plan, site, 1, bias=bias)
+
+
+@pytest.mark.parametrize("apply", PATHS)
 def test_rank_512_equals_the_reference(apply: Apply) -> None:
     assert_equals_reference(apply, make_step([make_adapter({"k_proj": 512, "q_proj": 3}), None], [3, 1]), "qkv", 0)
 
@@ -78,10 +119,11 @@ def test_rank_512_equals_the_reference(apply: Apply) -> None:
 @pytest.mark.parametrize("apply", PATHS)
 @pytest.mark.parametrize("site", SITES)
 def test_base_rows_keep_every_bit(apply: Apply, site: str) -> None:
-    plan = make_step([None, make_adapter(8), None], [2, 4, 3])
+    plan = make_step([None, make_adapter(8, has_delta=MODULES), None], [2, 4, 3])
     x, y = make_io(9, site)
     # a base row's input must not even be read
-    x[:2] = x[6:] = float("nan")
+    if site != "embed":
+        x[:2] = x[6:] = float("nan")
     before = y.clone()
     apply(x, y, plan, site, 0)
     assert torch.equal(y[:2], before[:2])
@@ -137,13 +179,16 @@ def test_rows_of_wider_tensors_are_read_and_written_in_place(apply: Apply) -> No
 @pytest.mark.parametrize("site", SITES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_rows_bits_dont_depend_on_its_batch(site: str, dtype: torch.dtype) -> None:
-    adapter, other = make_adapter(MODULES_OF_MIXED_RANK, dtype=dtype), make_adapter(64, dtype=dtype)
+    adapter = make_adapter(
+        MODULES_OF_MIXED_RANK, dtype=dtype, has_delta=("v_proj", "up_proj", "lm_head", "embed_tokens")
+    )
+    other, layer = make_adapter(64, dtype=dtype), 1 if site in LAYER_SITES else 0
     x, y = make_io(70, site)
     together = y.clone()
-    launch.apply_lora(x, together, make_step([other, adapter, None, other], [3, 60, 2, 5]), site, 1)
+    launched(x, together, make_step([other, adapter, None, other], [3, 60, 2, 5]), site, layer)
     for row in (3, 4, 34, 35, 62):
         alone = y[row : row + 1].clone()
-        launch.apply_lora(x[row : row + 1], alone, make_step([adapter], [1]), site, 1)
+        launched(x[row : row + 1], alone, make_step([adapter], [1]), site, layer)
         assert torch.equal(alone[0], together[row])
 
 
@@ -199,3 +244,12 @@ def test_tensors_that_dont_fit_the_plan_are_refused() -> None:
         launch.apply_lora(x.double(), y, plan, "qkv", 0)
     with pytest.raises(ShapeMismatch, match="layers 0 to 1"):
         launch.apply_lora(x, y, plan, "qkv", 2)
+    with pytest.raises(ShapeMismatch, match=r"bias is torch\.float32 \(7,\)"):
+        launch.apply_lora(x, y, plan, "qkv", 1, torch.zeros(7))
+    with pytest.raises(ShapeMismatch, match="call apply_embedding_lora"):
+        launch.apply_lora(x, y, plan, "embed", 0)
+    ids, embedded = make_io(4, "embed")
+    with pytest.raises(ShapeMismatch, match=r"takes \(4,\) and \(4, 40\)"):
+        launch.apply_embedding_lora(ids[:3], embedded, plan)
+    with pytest.raises(ShapeMismatch, match="int64 and float32"):
+        launch.apply_embedding_lora(ids.int(), embedded, plan)

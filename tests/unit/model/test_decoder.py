@@ -11,7 +11,7 @@ import torch
 from loraserve.errors import InvariantViolation
 from loraserve.model.decoder import Decoder
 from loraserve.model.inputs import select_rows
-from loraserve_kernels.layout import SITES, PackedAdapter
+from loraserve_kernels.layout import LAYER_MODULES, PackedAdapter
 from loraserve_kernels.plan import make_plan
 
 from .conftest import PagedRun, build_model, load, random_adapter, random_tokens, reference_logits, save_model
@@ -41,7 +41,7 @@ def with_adapter(adapter: PackedAdapter) -> Any:
     model = build_model("qwen3", **SIZES)
     with torch.no_grad():
         for layer, block in enumerate(model.model.layers):
-            for module in [module for site in SITES.values() for module in site]:
+            for module in LAYER_MODULES:
                 part = block.self_attn if module in ("q_proj", "k_proj", "v_proj", "o_proj") else block.mlp
                 update = adapter.lora_b(layer, module).T @ adapter.lora_a(layer, module)
                 getattr(part, module).weight.add_(0.5 * update)
