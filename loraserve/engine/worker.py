@@ -27,6 +27,7 @@ from loraserve.engine.core import Engine
 from loraserve.engine.runner import Runner
 from loraserve.errors import LoraserveError
 from loraserve.memory.adapter_pool import AdapterPool
+from loraserve.memory.device import CpuDevice
 from loraserve.memory.host_cache import HostCache
 from loraserve.memory.pager import Pager, Residency
 from loraserve.model.loader import load_model
@@ -169,7 +170,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, Runner]:
     pager = Pager(
         store=open_store(config.store_url),
         base=decoder.spec,
-        pool=AdapterPool(runner.adapter_budget_bytes),
+        pool=AdapterPool(CpuDevice(decoder.spec, runner.adapter_budget_bytes)),
         host_cache=HostCache(config.host_cache_bytes),
         num_threads=config.loader_threads,
     )

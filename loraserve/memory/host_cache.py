@@ -1,4 +1,4 @@
-"""Packed adapters in host memory, within a budget of bytes: what was evicted from the device, or waits to go there."""
+"""Packed adapters in host memory, within a budget of bytes: what was evicted from the device, waits to go there, or has a copy there."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from cachetools import LRUCache
 
+from loraserve.memory.device import HostAdapter
 from loraserve.types import Digest
-from loraserve_kernels.layout import PackedAdapter
 
 
 @dataclass(frozen=True, slots=True)
 class HostEntry:
-    packed: PackedAdapter
+    packed: HostAdapter
     last_used_s: float
     """The clock at its last use, carried over from the device."""
 
@@ -63,7 +63,7 @@ class HostCache:
         """Whether that many bytes fit once everything that isn't held has been evicted."""
         return self._held_bytes + num_bytes <= self.budget_bytes
 
-    def put(self, digest: Digest, packed: PackedAdapter, last_used_s: float, *, hold: bool = False) -> bool:
+    def put(self, digest: Digest, packed: HostAdapter, last_used_s: float, *, hold: bool = False) -> bool:
         """The adapter is in the cache, held if asked; the least recently used were evicted to make room.
 
         False, and nothing has changed, if it can't fit beside what is held.
@@ -80,6 +80,20 @@ class HostCache:
         else:
             self._evictable[digest] = entry
         return True
+
+    def get(self, digest: Digest) -> HostEntry | None:
+        """The adapter, which stays in the cache; None if it isn't there."""
+        entry = self._held.get(digest)
+        if entry is not None:
+            return entry
+        kept: HostEntry | None = self._evictable.get(digest)
+        return kept
+
+    def touch(self, digest: Digest, last_used_s: float) -> None:
+        """If the adapter is in the cache, it counts as the most recently used, at that time."""
+        where = self._held if digest in self._held else self._evictable
+        if digest in where:
+            where[digest] = HostEntry(where[digest].packed, last_used_s)
 
     def take(self, digest: Digest) -> HostEntry | None:
         """The adapter, which is no longer in the cache; None if it wasn't."""

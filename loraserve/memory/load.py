@@ -19,25 +19,21 @@ from loraserve.errors import (
     BlobNotFound,
     StorageError,
 )
+from loraserve.memory.device import AdapterDevice, HostAdapter
 from loraserve.types import AdapterRef, BaseSpec
-from loraserve_kernels.layout import LoraModule, PackedAdapter, pack_adapter, packed_num_bytes
+from loraserve_kernels.errors import ShapeMismatch
+from loraserve_kernels.layout import LoraModule
 
 _DTYPES: dict[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def load_adapter(
-    store: BlobStore, ref: AdapterRef, base: BaseSpec, dtype: torch.dtype | None, max_bytes: int
-) -> PackedAdapter:
-    """The adapter's weights, read, verified against their digests, compiled for `base` and packed.
-
-    Args:
-        dtype: what to pack in; None: as stored.
-        max_bytes: what the device can take at all.
+def load_adapter(store: BlobStore, ref: AdapterRef, base: BaseSpec, device: AdapterDevice) -> HostAdapter:
+    """The adapter's weights, read, verified against their digests, compiled for `base` and packed as `device` wants them.
 
     Raises:
         AdapterCorrupt: a blob is gone, or its bytes no longer hash to its digest.
-        AdapterTooLarge: it needs more than `max_bytes`.
-        AdapterUnavailable: the store can't be read, or the adapter doesn't fit this base.
+        AdapterTooLarge: it needs more than the device has, of whatever.
+        AdapterUnavailable: the store can't be read, or the adapter fits neither this base nor what the device holds.
 
     Messages name neither tenant nor adapter: the same weights may belong to several tenants, and each may see the message.
     """
@@ -61,20 +57,20 @@ def load_adapter(
             f"This adapter version can't be served on this base: {error.problems[0]}",
             hint="Push it again for this base.",
         ) from error
-    packed_dtype = dtype if dtype is not None else _DTYPES[ir.dtype]
-    num_bytes = packed_num_bytes(
-        ((m.layer, m.module, m.rank) for m in ir.modules),
-        num_layers=base.num_layers,
-        module_shapes=base.modules,
-        dtype=packed_dtype,
-    )
-    if num_bytes > max_bytes:
-        raise AdapterTooLarge(
-            f"This adapter version takes {num_bytes:,} bytes; the memory for adapters has {max_bytes:,}.",
-            hint="Start the server with a larger memory budget or adapter share.",
-        )
+    stored = _DTYPES[ir.dtype]
     modules = [LoraModule(m.layer, m.module, _as_tensor(m.lora_a), _as_tensor(m.lora_b), m.scaling) for m in ir.modules]
-    return pack_adapter(modules, num_layers=base.num_layers, module_shapes=base.modules, dtype=packed_dtype)
+    try:
+        footprint = device.footprint(((m.layer, m.module, m.rank) for m in ir.modules), stored)
+        if not footprint.fits(device.limits):
+            raise AdapterTooLarge(
+                f"This adapter version takes {footprint.excess(device.limits)}.",
+                hint="Start the server with a larger memory budget or adapter share.",
+            )
+        return device.pack(modules, stored)
+    except ShapeMismatch as error:
+        raise AdapterUnavailable(
+            f"This adapter version can't be served on this device: {error}", hint="Push it again with other settings."
+        ) from error
 
 
 def _as_tensor(view: TensorView) -> torch.Tensor:

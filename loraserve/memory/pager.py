@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from queue import Empty, SimpleQueue
 
-import torch
 from cachetools import LRUCache
 
 from adapters_store import BlobStore
-from loraserve.errors import AdapterUnavailable, LoraserveError
+from loraserve.errors import AdapterUnavailable, InvariantViolation, LoraserveError
 from loraserve.memory.adapter_pool import AdapterPool, Pin
+from loraserve.memory.device import Footprint, HostAdapter
 from loraserve.memory.host_cache import HostCache
 from loraserve.memory.load import load_adapter
 from loraserve.types import AdapterRef, AdapterResidency, BaseSpec, Digest, Tier
@@ -67,19 +67,28 @@ class _Failure:
 @dataclass(frozen=True, slots=True)
 class _Loaded:
     ref: AdapterRef
-    outcome: PackedAdapter | LoraserveError
+    outcome: HostAdapter | LoraserveError
     elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    footprint: Footprint
+    host_bytes: int
 
 
 class Pager:
     """Owns residency: which adapter is in which tier, who waits, who is pinned.
 
-    An adapter is in one tier at a time. On a CPU the device is host memory: moving between the tiers moves no bytes, and the two budgets
-    add up. Loaded adapters that wait for the device are held in the host cache; where that has no room they are dropped and read again
-    when their turn comes. At most `num_threads` adapters are in memory beside the two budgets, those that workers are making.
+    On a CPU the device is host memory: an adapter is in one tier at a time, moving between them moves no bytes, and the two budgets add up. On a GPU the host
+    cache keeps its copy of what is on the device, as long as it has room for it: an eviction from the device moves nothing, and coming back is one copy.
+    An adapter is resident once its copy has landed; until then its place is taken, and everyone else goes on.
+
+    Loaded adapters that wait for the device are held in the host cache; where that has no room they are dropped and read again
+    when their turn comes. Beside the two budgets, the host's memory holds at most `num_threads` adapters that workers are making and those on their way to a GPU.
 
     Invariants (`check`):
-        No adapter is in both tiers; what the host holds is in the line; at most `num_threads` loads are in flight.
+        On a CPU no adapter is in both tiers; what the host holds is in the line; at most `num_threads` loads are in flight.
     """
 
     def __init__(
@@ -90,14 +99,13 @@ class Pager:
         host_cache: HostCache,
         num_threads: int,
         *,
-        dtype: torch.dtype | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
             store: where the blobs are; it stays the caller's to close.
+            pool: its device says how adapters are packed.
             num_threads: worker threads, and loads in flight.
-            dtype: what adapters are packed in; None: each as it is stored.
             clock: monotonic seconds.
         """
         self._store = store
@@ -105,7 +113,6 @@ class Pager:
         self._pool = pool
         self._host = host_cache
         self._num_threads = num_threads
-        self._dtype = dtype
         self._clock = clock
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="adapter-loader")
         self._results: SimpleQueue[_Loaded] = SimpleQueue()
@@ -113,8 +120,8 @@ class Pager:
         self._waiting: OrderedDict[Digest, _Wait] = OrderedDict()
         self._loading: set[Digest] = set()
         self._failures: LRUCache[Digest, _Failure] = LRUCache(_MAX_REMEMBERED)
-        # packed bytes of everything ever loaded: says whether a load has a chance of a place
-        self._sizes: LRUCache[Digest, int] = LRUCache(_MAX_REMEMBERED)
+        # of everything ever loaded: says whether a load has a chance of a place
+        self._sizes: LRUCache[Digest, _Size] = LRUCache(_MAX_REMEMBERED)
         self._operator_pins: set[Digest] = set()
         # residents that take no new requests, so that the first in line gets their place
         self._draining: set[Digest] = set()
@@ -149,7 +156,9 @@ class Pager:
         """
         digest, now = ref.digest, self._clock()
         if digest in self._pool and digest not in self._draining:
-            self._waiting.pop(digest, None)
+            if not self._pool.has_landed(digest):
+                return Residency.LOADING
+            self._leave_line(digest)
             self._pool.touch(digest, now)
             return Residency.RESIDENT
         failure = self._failures.get(digest)
@@ -161,22 +170,22 @@ class Pager:
             self._host.hold(digest)
             # a hit in the host cache costs no step, unless it would pass somebody who has waited long enough
             if digest in self._host and self._line_closed_for is None and self._place(digest, {}, now):
-                return Residency.RESIDENT
+                return Residency.RESIDENT if self._pool.has_landed(digest) else Residency.LOADING
             self._start_load(wait)
         wait.asked_s = now
         size = self._sizes.get(digest)
-        if size is None or digest in self._loading or self._pool.can_admit(size, self._fresh):
+        if size is None or digest in self._loading or self._pool.can_admit(size.footprint, self._fresh):
             return Residency.LOADING
         return Residency.WAITING_FOR_SPACE
 
     def poll(self) -> list[Digest]:
-        """Take finished loads in, give the line what place there is; returns the digests that became resident, failed or left the line.
+        """Take finished loads and copies in, give the line what place there is; returns the digests that became resident, failed or left the line.
 
         Called by the step's thread once a step. Costs no more than a look at each waiting adapter.
         """
         now = self._clock()
-        self._fresh.clear()
-        changed: list[Digest] = []
+        changed = self._pool.take_landed()
+        self._fresh = set(changed)
         landed = self._take_results(now, changed)
         for digest, wait in list(self._waiting.items()):
             if now - wait.asked_s > INTEREST_S and digest not in self._operator_pins:
@@ -201,13 +210,35 @@ class Pager:
         """
         return self._pool.pin(digest, self._clock())
 
-    def packed(self, digest: Digest) -> PackedAdapter:
-        """The weights of a resident adapter.
+    def resident(self, digest: Digest) -> PackedAdapter | int:
+        """What a step names a resident adapter by: its packed tensors on a CPU, its slot in the pool on a GPU.
 
         Raises:
             InvariantViolation: it isn't resident.
         """
-        return self._pool.packed(digest)
+        return self._pool.handle(digest)
+
+    def packed(self, digest: Digest) -> PackedAdapter:
+        """The weights of an adapter that is resident on a CPU.
+
+        Raises:
+            InvariantViolation: it isn't.
+        """
+        handle = self._pool.handle(digest)
+        if isinstance(handle, int):
+            raise InvariantViolation(f"Adapter {digest} is on a GPU, in slot {handle}: it has no packed tensors.")
+        return handle
+
+    def slot(self, digest: Digest) -> int:
+        """The slot of an adapter that is resident on a GPU.
+
+        Raises:
+            InvariantViolation: it isn't.
+        """
+        handle = self._pool.handle(digest)
+        if not isinstance(handle, int):
+            raise InvariantViolation(f"Adapter {digest} is on a CPU: it has no slot.")
+        return handle
 
     def error(self, digest: Digest) -> LoraserveError | None:
         """Why the adapter's last load failed: `AdapterCorrupt`, `AdapterTooLarge` or `AdapterUnavailable`. None if it didn't."""
@@ -228,13 +259,22 @@ class Pager:
     def residency(self) -> list[AdapterResidency]:
         """Where each adapter is that is in memory or on its way."""
         now = self._clock()
+        in_host = dict(self._host.items())
         rows = [
-            self._row(digest, Tier.DEVICE, now - r.last_used_s, device_bytes=r.packed.num_bytes, num_pins=r.num_pins)
+            self._row(
+                digest,
+                Tier.DEVICE if r.has_landed else Tier.LOADING,
+                now - r.last_used_s,
+                device_bytes=r.footprint.num_bytes,
+                host_bytes=in_host[digest].packed.num_bytes if digest in in_host else 0,
+                num_pins=r.num_pins,
+            )
             for digest, r in self._pool.items()
         ]
         rows += [
             self._row(digest, Tier.HOST, now - entry.last_used_s, host_bytes=entry.packed.num_bytes)
-            for digest, entry in self._host.items()
+            for digest, entry in in_host.items()
+            if digest not in self._pool
         ]
         for digest, wait in self._waiting.items():
             if digest not in self._pool and digest not in self._host:
@@ -263,7 +303,7 @@ class Pager:
         """Every broken invariant, in words; empty when all hold."""
         problems = [*self._pool.check(), *self._host.check()]
         in_host = {digest for digest, _ in self._host.items()}
-        if any(digest in self._pool for digest in in_host):
+        if self._pool.device.is_host_memory and any(digest in self._pool for digest in in_host):
             problems.append("pager: an adapter is on the device and in the host cache")
         num_waiting_in_host = sum(digest in in_host for digest in self._waiting)
         if num_waiting_in_host != self._host.num_held:
@@ -289,7 +329,11 @@ class Pager:
         size = self._sizes.get(digest)
         # Of known size and without a place: it would only be dropped again, and read again.
         may_pass = self._line_closed_for is None or self._line_closed_for == digest
-        has_place = size is None or (may_pass and self._pool.can_admit(size, self._fresh)) or self._host.can_put(size)
+        has_place = (
+            size is None
+            or (may_pass and self._pool.can_admit(size.footprint, self._fresh))
+            or self._host.can_put(size.host_bytes)
+        )
         if not has_place:
             return
         self._loading.add(digest)
@@ -298,9 +342,9 @@ class Pager:
     def _load(self, ref: AdapterRef) -> None:
         """On a worker thread."""
         started = time.perf_counter()
-        outcome: PackedAdapter | LoraserveError
+        outcome: HostAdapter | LoraserveError
         try:
-            outcome = load_adapter(self._store, ref, self._base, self._dtype, self._pool.budget_bytes)
+            outcome = load_adapter(self._store, ref, self._base, self._pool.device)
         except LoraserveError as error:
             outcome = error
         except Exception as error:
@@ -308,9 +352,9 @@ class Pager:
             outcome = AdapterUnavailable(f"The adapter can't be loaded: {type(error).__name__}.")
         self._results.put(_Loaded(ref, outcome, time.perf_counter() - started))
 
-    def _take_results(self, now: float, changed: list[Digest]) -> dict[Digest, PackedAdapter]:
+    def _take_results(self, now: float, changed: list[Digest]) -> dict[Digest, HostAdapter]:
         """Finished loads that are good; failures are noted, and those adapters leave the line."""
-        landed: dict[Digest, PackedAdapter] = {}
+        landed: dict[Digest, HostAdapter] = {}
         while True:
             try:
                 result = self._results.get_nowait()
@@ -326,7 +370,8 @@ class Pager:
                 continue
             self._num_loads += 1
             self._failures.pop(digest, None)
-            self._sizes[digest] = result.outcome.num_bytes
+            footprint = self._pool.device.footprint_of(result.outcome)
+            self._sizes[digest] = _Size(footprint, result.outcome.num_bytes)
             landed[digest] = result.outcome
 
     def _note_failure(self, digest: Digest, error: LoraserveError, now: float) -> None:
@@ -340,11 +385,11 @@ class Pager:
         self._waiting.pop(digest, None)
         self._host.unhold(digest)
 
-    def _serve_line(self, landed: dict[Digest, PackedAdapter], now: float) -> list[Digest]:
-        """Give places in order of arrival; returns who got one.
+    def _serve_line(self, landed: dict[Digest, HostAdapter], now: float) -> list[Digest]:
+        """Give places in order of arrival; returns who is resident by that.
 
-        Whoever fits may pass the first in line until its patience is over. From then on nobody does, and residents that cover its bytes
-        are drained: they take no new requests and go when their last pin does. So a large adapter isn't starved by many small ones, nor
+        Whoever fits may pass the first in line until its patience is over. From then on nobody does, and residents that cover what
+        it takes are drained: they take no new requests and go when their last pin does. So a large adapter isn't starved by many small ones, nor
         a cold one by those that are always in use.
         """
         placed: list[Digest] = []
@@ -356,49 +401,62 @@ class Pager:
             if size is None or digest in self._pool:
                 continue
             if self._place(digest, landed, now):
-                placed.append(digest)
+                if self._pool.has_landed(digest):
+                    placed.append(digest)
                 continue
             # what operators have pinned no patience frees, and nobody is held up for it
-            can_ever = size + self._pool.operator_bytes <= self._pool.budget_bytes
+            can_ever = self._pool.can_ever_admit(size.footprint)
             if is_first and can_ever and now - wait.since_s > PATIENCE_S:
                 self._line_closed_for = digest
-                self._drain_for(size)
+                self._drain_for(size.footprint)
                 return placed
             is_first = is_first and not can_ever
-        placed += [digest for digest in self._draining if self._waiting.pop(digest, None) is not None]
+        returned = [digest for digest in self._draining if digest in self._waiting]
+        for digest in returned:
+            self._leave_line(digest)
         self._draining.clear()
-        return placed
+        return placed + returned
 
-    def _place(self, digest: Digest, landed: dict[Digest, PackedAdapter], now: float) -> bool:
-        """Whether a waiting adapter that is in memory could be admitted. What it evicts goes to the host cache."""
-        size = self._sizes[digest]
-        if not self._pool.can_admit(size, self._fresh):
+    def _place(self, digest: Digest, landed: dict[Digest, HostAdapter], now: float) -> bool:
+        """Whether a waiting adapter that is in memory got a place, from which it may still be a copy away."""
+        footprint = self._sizes[digest].footprint if digest in self._sizes else None
+        if footprint is None or not self._pool.can_admit(footprint, self._fresh):
             return False
+        is_host_memory = self._pool.device.is_host_memory
         packed = landed.pop(digest, None)
         if packed is None:
-            entry = self._host.take(digest)
+            entry = self._host.take(digest) if is_host_memory else self._host.get(digest)
             if entry is None:
                 return False
             packed = entry.packed
         is_operator_pinned = digest in self._operator_pins
         evicted = self._pool.admit(digest, packed, now, is_operator_pinned=is_operator_pinned, keep=self._fresh)
-        self._waiting.pop(digest)
-        self._fresh.add(digest)
-        for other, resident in evicted:
-            self._draining.discard(other)
-            self._host.put(other, resident.packed, resident.last_used_s, hold=other in self._waiting)
+        self._leave_line(digest)
+        if self._pool.has_landed(digest):
+            self._fresh.add(digest)
+        for other in evicted:
+            self._draining.discard(other.digest)
+            if other.moved is not None:
+                self._host.put(other.digest, other.moved, other.last_used_s, hold=other.digest in self._waiting)
+            else:
+                self._host.touch(other.digest, other.last_used_s)
+        if not is_host_memory and digest not in self._host:
+            self._host.put(digest, packed, now)
         return True
 
-    def _drain_for(self, num_bytes: int) -> None:
-        """Residents that are drained suffice, once idle, for that many bytes; the least recently used are chosen first."""
-        covered = self._pool.budget_bytes - self._pool.num_bytes
-        covered += sum(r.packed.num_bytes for d, r in self._pool.items() if d in self._draining)
+    def _drain_for(self, footprint: Footprint) -> None:
+        """Residents that are drained suffice, once idle, for that much; the least recently used are chosen first."""
+        room = self._pool.free
         for digest, resident in self._pool.items():
-            if covered >= num_bytes:
+            if digest in self._draining:
+                room += resident.footprint
+        for digest, resident in self._pool.items():
+            if self._pool.can_admit_without(footprint, self._draining, room):
                 return
-            if not resident.is_operator_pinned and digest not in self._draining:
+            # what is still on its way may be drained as soon as it has landed
+            if not resident.is_operator_pinned and resident.has_landed and digest not in self._draining:
                 self._draining.add(digest)
-                covered += resident.packed.num_bytes
+                room += resident.footprint
 
     def _row(
         self,

@@ -12,6 +12,9 @@ import torch
 from safetensors.torch import save
 
 from adapters_store import LocalStore
+from loraserve.memory.adapter_pool import AdapterPool
+from loraserve.memory.device import CpuDevice
+from loraserve.memory.host_cache import HostCache
 from loraserve.memory.pager import Pager
 from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
 from loraserve_kernels.layout import PackedAdapter
@@ -124,6 +127,7 @@ class Builders:
     """What the tests of this folder make things with."""
 
     base = BASE
+    cpu = CpuDevice(BASE, 1 << 30)
     rank_bytes = RANK_BYTES
     publish = staticmethod(publish)
     settle = staticmethod(settle)
@@ -153,21 +157,23 @@ def store(tmp_path: Path) -> Iterator[LocalStore]:
 
 @pytest.fixture
 def make_pager(store: LocalStore, clock: Clock) -> Iterator[Callable[..., Pager]]:
-    from loraserve.memory.adapter_pool import AdapterPool
-    from loraserve.memory.host_cache import HostCache
-
     made: list[Pager] = []
 
-    def run(*, device_ranks: float = 100, host_ranks: float = 100, num_threads: int = 2, **options: Any) -> Pager:
+    def run(
+        *,
+        device_ranks: float = 100,
+        host_ranks: float = 100,
+        num_threads: int = 2,
+        dtype: torch.dtype | None = None,
+    ) -> Pager:
         """Budgets in ranks of `publish`'s adapters."""
         pager = Pager(
             store,
             BASE,
-            AdapterPool(int(device_ranks * RANK_BYTES)),
+            AdapterPool(CpuDevice(BASE, int(device_ranks * RANK_BYTES), dtype)),
             HostCache(int(host_ranks * RANK_BYTES)),
             num_threads,
             clock=clock,
-            **options,
         )
         made.append(pager)
         return pager
