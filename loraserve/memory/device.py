@@ -12,9 +12,6 @@ from loraserve.errors import AdapterUnavailable, InvariantViolation
 from loraserve.types import BaseSpec
 from loraserve_kernels.layout import LoraModule, PackedAdapter, pack_adapter, packed_num_bytes
 
-Ranks = Iterable[tuple[int, str, int]]
-"""(layer, module, rank) of every module that an adapter has."""
-
 DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -99,8 +96,8 @@ class AdapterDevice(Protocol):
         """Whether the device's memory is the host's: an adapter is then in one tier at a time, and moves between them without a copy."""
         ...
 
-    def footprint(self, ranks: Ranks, stored: torch.dtype) -> Footprint:
-        """What an adapter of these ranks, stored in this dtype, will take, without a tensor at hand.
+    def footprint(self, modules: Sequence[LoraModule], stored: torch.dtype) -> Footprint:
+        """What these modules, stored in this dtype, will take once they are packed. Reads no weight.
 
         Raises:
             ShapeMismatch (the kernels'): it doesn't fit the base, or has a rank that the device's kernels don't.
@@ -163,10 +160,15 @@ class CpuDevice:
         self._dtype = dtype
         self.limits = Footprint(budget_bytes)
 
-    def footprint(self, ranks: Ranks, stored: torch.dtype) -> Footprint:
-        dtype = self._dtype if self._dtype is not None else stored
-        base = self._base
-        return Footprint(packed_num_bytes(ranks, num_layers=base.num_layers, module_shapes=base.modules, dtype=dtype))
+    def footprint(self, modules: Sequence[LoraModule], stored: torch.dtype) -> Footprint:
+        num_bytes = packed_num_bytes(
+            ((m.layer, m.module, m.lora_a.shape[0]) for m in modules),
+            num_layers=self._base.num_layers,
+            module_shapes=self._base.modules,
+            dtype=self._dtype if self._dtype is not None else stored,
+            deltas=((m.layer, m.module) for m in modules if m.delta is not None),
+        )
+        return Footprint(num_bytes)
 
     def pack(self, modules: Sequence[LoraModule], stored: torch.dtype) -> PackedAdapter:
         dtype = self._dtype if self._dtype is not None else stored

@@ -60,7 +60,7 @@ def load_adapter(store: BlobStore, ref: AdapterRef, base: BaseSpec, device: Adap
     stored = _DTYPES[ir.dtype]
     modules = [LoraModule(m.layer, m.module, _as_tensor(m.lora_a), _as_tensor(m.lora_b), m.scaling) for m in ir.modules]
     try:
-        footprint = device.footprint(((m.layer, m.module, m.rank) for m in ir.modules), stored)
+        footprint = device.footprint(modules, stored)
         if not footprint.fits(device.limits):
             raise AdapterTooLarge(
                 f"This adapter version takes {footprint.excess(device.limits)}.",
