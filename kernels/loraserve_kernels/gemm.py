@@ -75,12 +75,31 @@ class FloatWeight:
 def quantize_int8(weight: Tensor) -> Int8Weight:
     """Round a weight [out_features, in_features] to int8 by output channel; nothing of the float weight is kept."""
     weight = weight.detach().float()
-    out_features, in_features = weight.shape
     # a channel of zeros must not divide by zero
     scales = weight.abs().amax(1).clamp_min(1e-12) / 127
+    codes = (weight / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+    return pack_int8(codes, scales)
+
+
+def pack_int8(codes: Tensor, scales: Tensor) -> Int8Weight:
+    """Bring a weight that is in int8 already into the order that its library reads; codes and scales are used as they are, and not kept.
+
+    Args:
+        codes: [out_features, in_features] int8, from -128 to 127.
+        scales: [out_features] float32: a channel's weights are its codes times this.
+
+    Raises:
+        ShapeMismatch: codes and scales of other shapes or dtypes.
+    """
+    if codes.dim() != 2 or codes.dtype != torch.int8 or scales.dtype != torch.float32:
+        raise ShapeMismatch(
+            f"codes are {tuple(codes.shape)} {codes.dtype}, scales {scales.dtype}; they must be a matrix in int8, and float32"
+        )
+    out_features, in_features = codes.shape
+    if scales.shape != (out_features,):
+        raise ShapeMismatch(f"scales are {tuple(scales.shape)}; they must be ({out_features},)")
     if _onednn_is_exact():
-        codes = (weight / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8)
-        return Int8Weight(torch.ops.onednn.qlinear_prepack(codes, None), scales, in_features, out_features)
+        return Int8Weight(torch.ops.onednn.qlinear_prepack(codes, None), scales.clone(), in_features, out_features)
     with warnings.catch_warnings():
         # torch announces at the first call that its eager quantization moves to torchao one day. There's no other way yet to make the tensor that fbgemm packs;
         # constraints.txt and the range in pyproject.toml hold the versions where this works.
@@ -88,7 +107,7 @@ def quantize_int8(weight: Tensor) -> Int8Weight:
             "ignore", message="torch.quantize_per_tensor, torch.quantize_per_channel", category=UserWarning
         )
         zeros = torch.zeros(out_features, dtype=torch.int64)
-        quantized = torch.quantize_per_channel(weight, scales.double(), zeros, 0, torch.qint8)
+        quantized = torch._make_per_channel_quantized_tensor(codes, scales.double(), zeros, 0)
     return Int8Weight(torch.ops.quantized.linear_prepack(quantized, None), None, in_features, out_features)
 
 
@@ -184,7 +203,7 @@ def _onednn_is_exact() -> bool:
     """Whether oneDNN's int8 linear exists here and sums the largest products without overflow, for few rows and many."""
     try:
         signs = torch.tensor([1, -1, -1, 1], dtype=torch.int8).repeat(64)
-        weight = torch.stack((torch.full_like(signs, 127), 127 * signs, -127 * signs)).repeat(22, 1)
+        weight = torch.stack((torch.full_like(signs, 127), 127 * signs, torch.full_like(signs, -128))).repeat(22, 1)
         packed = torch.ops.onednn.qlinear_prepack(weight, None)
         for num_rows in (1, 3, 32, 200):
             codes = torch.stack((torch.full_like(signs, 127), 127 * signs, torch.full_like(signs, -127))).repeat(67, 1)[

@@ -17,8 +17,20 @@ from loraserve.errors import MissingTensor, ModelError
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""What float checkpoints are stored in."""
+FLOATS = ("F32", "F16", "BF16")
+"""What float weights are stored in."""
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+"""What can be read: what float weights, and quantized ones with their scales, are stored in."""
 
 # the format's own bound on the header
 _MAX_HEADER_BYTES = 100_000_000
@@ -155,10 +167,7 @@ def _stored(name: str, entry: Mapping[str, Any], body: int, path: Path) -> Store
 
 def _read_tensor(file: BinaryIO, stored: StoredTensor) -> tuple[StoredTensor, Tensor, memoryview]:
     if stored.dtype not in DTYPES:
-        raise ModelError(
-            f"The tensor {stored.name} is stored as {stored.dtype}; expected one of {', '.join(DTYPES)}.",
-            hint="Give the float checkpoint.",
-        )
+        raise ModelError(f"The tensor {stored.name} is stored as {stored.dtype}; expected one of {', '.join(DTYPES)}.")
     num_bytes = stored.end - stored.begin
     memory = torch.empty(num_bytes, dtype=torch.uint8)
     view = memory.numpy().data

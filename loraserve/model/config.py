@@ -12,6 +12,7 @@ from typing import Any
 
 from loraserve.errors import ModelError
 from loraserve.model.architectures import Architecture, Window, find_architecture
+from loraserve.model.quantization_config import QuantizationConfig, parse_quantization
 
 _MAX_CONFIG_BYTES = 16 << 20
 
@@ -57,6 +58,7 @@ class ModelConfig:
         max_model_len: the context that the config states.
         max_stretched_len: the longest context that the rope scaling covers, at least max_model_len.
         eos_token_ids: of config.json and generation_config.json together.
+        quantization: how linears are stored; None: in a float dtype.
     """
 
     architecture: Architecture
@@ -77,6 +79,7 @@ class ModelConfig:
     max_model_len: int
     max_stretched_len: int
     eos_token_ids: tuple[int, ...]
+    quantization: QuantizationConfig | None = None
 
     @property
     def module_shapes(self) -> dict[str, tuple[int, int]]:
@@ -111,7 +114,7 @@ class ModelConfig:
             "num_kv_heads",
             "head_dim",
         )
-        return {
+        identity = {
             "architecture": self.architecture.name,
             **{name: getattr(self, name) for name in names},
             "rms_norm_eps": self.rms_norm_eps,
@@ -119,6 +122,7 @@ class ModelConfig:
             "sliding_windows": list(self.sliding_windows),
             "rope": {"type": self.rope.type.value, **rope},
         }
+        return identity if self.quantization is None else {**identity, "quantization": self.quantization.identity()}
 
 
 def read_config(model_dir: Path) -> ModelConfig:
@@ -142,11 +146,6 @@ def parse_config(config: Mapping[str, Any], generation_config: Mapping[str, Any]
     Raises:
         UnknownArchitecture, ModelError: as `read_config`.
     """
-    if config.get("quantization_config"):
-        raise ModelError(
-            "config.json has quantization_config: the checkpoint is quantized already.",
-            hint="Give the float checkpoint and --quantize int8.",
-        )
     architecture = find_architecture(config.get("architectures"), config.get("model_type"))
     fields = _Fields(config, architecture)
     fields.require("hidden_act", "silu")
@@ -189,6 +188,7 @@ def parse_config(config: Mapping[str, Any], generation_config: Mapping[str, Any]
         max_model_len=context,
         max_stretched_len=_stretched(rope, context),
         eos_token_ids=_eos(config, generation_config),
+        quantization=parse_quantization(config),
     )
 
 

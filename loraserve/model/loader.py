@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from loraserve.errors import ConfigError, InvariantViolation, MissingTensor, ShapeMismatch, UnexpectedTensor
+from loraserve.errors import ConfigError, InvariantViolation, MissingTensor, ModelError, ShapeMismatch, UnexpectedTensor
 from loraserve.model.backend import Backend, CpuBackend, DecoderLayer, Norm
 from loraserve.model.checkpoint import Checkpoint, open_checkpoint
 from loraserve.model.config import ModelConfig, read_config
 from loraserve.model.decoder import Decoder
 from loraserve.model.layers import RMSNorm
 from loraserve.model.lora import LoraLinear
-from loraserve.model.quantize import Linear
+from loraserve.model.prequantized import Expected, StoredWeight, find_stored_weight
+from loraserve.model.quantize import Linear, group_size, quantize_weight
 from loraserve.model.rotary import RotaryEmbedding
+from loraserve.model.site import MakeLinear, Site, SiteModule, return_free_memory
 from loraserve.types import BaseSpec, Digest
 from loraserve_kernels.layout import LAYER_SITES, SITES
+from loraserve_kernels.quantized import QuantizedWeight
 
 _IGNORED_ENDING = ".rotary_emb.inv_freq"
 """A buffer that old Llama checkpoints carry; the config says the same."""
+
+_HEAD_FORMATS = {"int4": "int8", "nf4": "int8"}
+"""The head's error goes straight into the logits, so it has eight bits where the layers have four."""
 
 
 def load_model(
@@ -36,19 +42,59 @@ def load_model(
     Args:
         model_id: the name that clients use.
         dtype: what weights are kept in when they aren't quantized; activations are float32.
-        quantize: ``none`` or ``int8``.
+        quantize: ``none``: weights stay what they are in the checkpoint, also where it's quantized already. ``int8``, ``int4``, ``nf4`` or ``fp8``:
+            what a float checkpoint's linears are rounded to while they stream in; the head to int8 for the two of 4 bits.
         device: ``cpu`` or ``cuda``.
         max_model_len: None: what the config says. More than that only as far as its rope scaling covers.
 
     Raises:
-        ConfigError: this machine can't do what is asked, or max_model_len is more than the model has.
+        ConfigError: this machine can't do what is asked, max_model_len is more than the model has, or the checkpoint is quantized to something else than `quantize`.
         UnknownArchitecture, MissingTensor, UnexpectedTensor, ShapeMismatch, ModelError: what is wrong with the directory, and where.
     """
     backend = make_backend(device, dtype, quantize)
     config = read_config(model_dir)
     context = _context(config, max_model_len)
     checkpoint = open_checkpoint(model_dir)
-    return _Loader(config, checkpoint, backend, dtype, quantize).load(model_id, context)
+    stored = _find_stored_weights(config, checkpoint)
+    formats = sorted({weight.scheme.format for weight in stored.values()})
+    if formats:
+        _check_contradiction(config, formats, quantize)
+        for format in formats:
+            # refuses what this device can't multiply
+            make_backend(device, dtype, format)
+        # what the checkpoint has in a float dtype stays so
+        backend, quantize = make_backend(device, dtype, "none"), "none"
+    return _Loader(config, checkpoint, stored, backend, dtype, quantize).load(model_id, context)
+
+
+def _find_stored_weights(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, StoredWeight]:
+    """The linears that the checkpoint holds quantized, by path."""
+    architecture = config.architecture
+    linears = {
+        f"{architecture.layers}.{layer}.{architecture.module_paths[module]}": shape
+        for layer in range(config.num_layers)
+        for module, shape in config.module_shapes.items()
+    }
+    if not config.is_tied or any(name.startswith(_head_path(config) + ".") for name in checkpoint.tensors):
+        linears[_head_path(config)] = (config.vocab_size, config.hidden_size)
+    found = {
+        path: find_stored_weight(config.quantization, path, shape, checkpoint.tensors)
+        for path, shape in linears.items()
+    }
+    return {path: weight for path, weight in found.items() if weight is not None}
+
+
+def _head_path(config: ModelConfig) -> str:
+    return config.architecture.head.removesuffix(".weight")
+
+
+def _check_contradiction(config: ModelConfig, formats: list[str], quantize: str) -> None:
+    if quantize != "none" and formats != [quantize]:
+        method = "" if config.quantization is None else f" by {config.quantization.method}"
+        raise ConfigError(
+            f"--quantize {quantize}: the checkpoint is quantized to {' and '.join(formats)} already{method}; codes aren't rounded again.",
+            hint="Leave --quantize out, or give the float checkpoint.",
+        )
 
 
 def make_backend(device: str, dtype: torch.dtype, quantize: str) -> Backend:
@@ -73,49 +119,27 @@ def _context(config: ModelConfig, max_model_len: int | None) -> int:
     return max_model_len
 
 
-class _Site:
-    """Gathers the tensors of one site, fused, until the last is there; then they become a linear and the gathering memory is freed."""
-
-    def __init__(
-        self, config: ModelConfig, site: str, make: Callable[[Tensor, Tensor | None], Linear], dtype: torch.dtype
-    ) -> None:
-        modules = SITES[site]
-        shapes = config.module_shapes
-        self._make, self._dtype = make, dtype
-        self._shape = (sum(shapes[module][0] for module in modules), shapes[modules[0]][1])
-        self._weight: Tensor | None = None
-        self._bias = torch.zeros(self._shape[0]) if any(config.has_bias(module) for module in modules) else None
-        self._num_missing = sum(1 + config.has_bias(module) for module in modules)
-        self.linear: Linear | None = None
-
-    def put(self, part: Tensor, first_row: int) -> None:
-        if part.dim() == 1:
-            if self._bias is not None:
-                self._bias[first_row : first_row + part.shape[0]] = part
-        else:
-            if self._weight is None:
-                self._weight = torch.empty(self._shape, dtype=self._dtype)
-            self._weight[first_row : first_row + part.shape[0]] = part
-        self._num_missing -= 1
-        if self._num_missing == 0 and self._weight is not None:
-            self.linear = self._make(self._weight, self._bias)
-            self._weight = None
-            _return_free_memory()
-
-
 class _Loader:
     def __init__(
-        self, config: ModelConfig, checkpoint: Checkpoint, backend: Backend, dtype: torch.dtype, quantize: str
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        stored: Mapping[str, StoredWeight],
+        backend: Backend,
+        dtype: torch.dtype,
+        quantize: str,
     ) -> None:
         self._config, self._checkpoint, self._dtype, self._quantize = config, checkpoint, dtype, quantize
-        self._backend = backend
-        # int8 codes are made from float32, whatever the checkpoint has
-        self._gather_dtype = torch.float32 if quantize == "int8" else dtype
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._stored, self._backend = stored, backend
+        self._head_quantize = _HEAD_FORMATS.get(quantize, quantize)
+        # codes are made from float32, whatever the checkpoint has
+        self._gather_dtype = dtype if quantize == "none" else torch.float32
+        self._expected: dict[str, Expected] = {}
         self._sinks: dict[str, Callable[[str, Tensor], None]] = {}
+        self._unread: set[str] = set()
         self._tensors: dict[str, Tensor] = {}
-        self._sites: dict[tuple[int, str], _Site] = {}
-        self._head: Linear | None = None
+        self._sites: dict[tuple[int, str], Site] = {}
+        self._head: Site | None = None
         self._plan()
 
     def load(self, model_id: str, max_model_len: int) -> Decoder:
@@ -125,7 +149,7 @@ class _Loader:
         rotary = RotaryEmbedding(config.rope, config.head_dim, max_model_len)
         self._backend.bind(config, rotary)
         embedding = self._tensors[architecture.embedding]
-        head = self._head if self._head is not None else self._make_head(embedding)
+        head = self._make_head(embedding)
         embedding = embedding.to(self._backend.device)
         layers = tuple(self._layer(layer) for layer in range(config.num_layers))
         norm = self._norm(architecture.norm)
@@ -143,11 +167,11 @@ class _Loader:
             layers_path=architecture.layers,
             eos_token_ids=tuple(token_id for token_id in config.eos_token_ids if token_id < config.vocab_size),
             dtype=str(self._dtype).removeprefix("torch."),
-            quantization=self._quantize,
-            num_parameters=sum(torch.Size(shape).numel() for shape in self._shapes.values()),
+            quantization=self._quantization(),
+            num_parameters=self._num_parameters(),
             size_bytes=sum(sites) + sum(t.nbytes for t in self._tensors.values()) + head.num_bytes + rotary.num_bytes,
         )
-        _return_free_memory()
+        return_free_memory()
         return Decoder(config, spec, self._backend, embedding=embedding, layers=layers, norm=norm, head=head)
 
     def _plan(self) -> None:
@@ -156,8 +180,11 @@ class _Loader:
         self._expect(architecture.embedding, (config.vocab_size, config.hidden_size), self._keep_as_is)
         self._expect(architecture.norm, (config.hidden_size,), self._keep)
         # a checkpoint may hold a head although its config ties it to the embedding: transformers then takes the head's own
-        if not config.is_tied or architecture.head in self._checkpoint.tensors:
-            self._expect(architecture.head, (config.vocab_size, config.hidden_size), self._take_head)
+        path = _head_path(config)
+        if not config.is_tied or architecture.head in self._checkpoint.tensors or path in self._stored:
+            self._head = self._site(
+                [(path, config.vocab_size, False)], config.hidden_size, self._make_head_linear, self._head_quantize
+            )
         norms = {architecture.attention_norm: config.hidden_size, architecture.mlp_norm: config.hidden_size}
         if architecture.has_qk_norm:
             norms |= {architecture.q_norm: config.head_dim, architecture.k_norm: config.head_dim}
@@ -170,22 +197,47 @@ class _Loader:
 
     def _plan_site(self, layer: int, site: str, prefix: str) -> None:
         config = self._config
-        gathered = self._sites[layer, site] = _Site(config, site, self._backend.linear, self._gather_dtype)
-        first_row = 0
-        for module in SITES[site]:
-            path = prefix + config.architecture.module_paths[module]
-            shape = config.module_shapes[module]
+        modules = [
+            (
+                prefix + config.architecture.module_paths[module],
+                config.module_shapes[module][0],
+                config.has_bias(module),
+            )
+            for module in SITES[site]
+        ]
+        in_features = config.module_shapes[SITES[site][0]][1]
+        self._sites[layer, site] = self._site(modules, in_features, self._backend.linear, self._quantize)
 
-            def put(_: str, part: Tensor, gathered: _Site = gathered, first_row: int = first_row) -> None:
-                gathered.put(part, first_row)
-
-            self._expect(f"{path}.weight", shape, put)
-            if config.has_bias(module):
-                self._expect(f"{path}.bias", shape[:1], put)
-            first_row += shape[0]
+    def _site(
+        self, modules: Sequence[tuple[str, int, bool]], in_features: int, make: MakeLinear, quantize: str
+    ) -> Site:
+        """A site of these modules (path, out_features, whether it has a bias) that their tensors will go to."""
+        if quantize != "none":
+            # refuses a width before anything is read
+            group_size(quantize, in_features)
+        site = Site(
+            [SiteModule(out_features, has_bias, self._stored.get(path)) for path, out_features, has_bias in modules],
+            in_features,
+            make=make,
+            dtype=self._gather_dtype,
+            quantize=quantize,
+            device=self._backend.device,
+        )
+        for index, (path, out_features, has_bias) in enumerate(modules):
+            stored = self._stored.get(path)
+            if stored is None:
+                self._expect(f"{path}.weight", (out_features, in_features), _put(site.put_weight, index))
+            else:
+                self._unread.update(f"{path}.{suffix}" for suffix in stored.unread)
+                for suffix, expected in stored.tensors.items():
+                    self._expected[f"{path}.{suffix}"] = expected
+                    self._sinks[f"{path}.{suffix}"] = _put(site.put_part, index, stored, suffix)
+            if has_bias:
+                self._expect(f"{path}.bias", (out_features,), _put(site.put_bias, index))
+        return site
 
     def _expect(self, name: str, shape: tuple[int, ...], sink: Callable[[str, Tensor], None]) -> None:
-        self._shapes[name] = shape
+        self._expected[name] = Expected((shape,))
         self._sinks[name] = sink
 
     def _keep(self, name: str, tensor: Tensor) -> None:
@@ -194,34 +246,64 @@ class _Loader:
     def _keep_as_is(self, name: str, tensor: Tensor) -> None:
         self._tensors[name] = tensor
 
-    def _take_head(self, _: str, tensor: Tensor) -> None:
-        self._head = self._make_head(tensor)
+    def _make_head(self, embedding: Tensor) -> Linear:
+        """The checkpoint's head, or the embedding as the head."""
+        if self._head is not None:
+            if self._head.linear is None:
+                raise InvariantViolation("not every tensor of the head was put")
+            return self._head.linear
+        weight = embedding.to(self._gather_dtype)
+        if self._head_quantize == "none":
+            return self._backend.head(weight)
+        return self._backend.head(quantize_weight(weight.to(self._backend.device), self._head_quantize))
 
-    def _make_head(self, weight: Tensor) -> Linear:
-        return self._backend.head(weight.to(self._gather_dtype))
+    def _make_head_linear(self, weight: Tensor | QuantizedWeight, _: Tensor | None) -> Linear:
+        return self._backend.head(weight)
+
+    def _quantization(self) -> str:
+        """The linears' formats; of the layers alone where the head was rounded to another."""
+        return "+".join(sorted({weight.scheme.format for weight in self._stored.values()})) or self._quantize
+
+    def _num_parameters(self) -> int:
+        parts = {f"{path}.{suffix}" for path, weight in self._stored.items() for suffix in weight.tensors}
+        floats = (self._checkpoint.tensors[name] for name in self._expected if name not in parts)
+        return sum(prod(tensor.shape) for tensor in floats) + sum(
+            weight.out_features * weight.in_features for weight in self._stored.values()
+        )
 
     def _check(self) -> None:
         """Compare the headers with what the model needs, before a byte of weights is read."""
         stored = self._checkpoint.tensors
-        missing = [name for name in self._shapes if name not in stored]
+        missing = [name for name in self._expected if name not in stored]
         if missing:
+            shapes = self._expected[missing[0]].shapes
+            shape = f" of shape {list(shapes[0])}" if shapes else ""
             raise MissingTensor(
-                f"The checkpoint lacks {_listed(missing)}; {self._config.architecture.name} with this config.json has "
-                f"{_listed([f'{name} of shape {list(self._shapes[name])}' for name in missing[:1]])}.",
+                f"The checkpoint lacks {_listed(missing)}; {self._config.architecture.name} with this config.json has {missing[0]}{shape}.",
                 hint="Fetch the checkpoint again, or check config.json.",
             )
-        unexpected = [name for name in stored if name not in self._shapes and not name.endswith(_IGNORED_ENDING)]
+        unexpected = [
+            name
+            for name in stored
+            if name not in self._expected and name not in self._unread and not name.endswith(_IGNORED_ENDING)
+        ]
         if unexpected:
             raise UnexpectedTensor(
                 f"The checkpoint holds {_listed(unexpected)}, which {self._config.architecture.name} with this config.json doesn't have: "
                 "leaving tensors out would change the answers.",
-                hint="Check num_hidden_layers, the bias flags and the architecture in config.json.",
+                hint="Check num_hidden_layers, the bias flags, the architecture and quantization_config in config.json.",
             )
-        for name, shape in self._shapes.items():
-            if stored[name].shape != shape:
+        for name, expected in self._expected.items():
+            if expected.shapes is not None and stored[name].shape not in expected.shapes:
+                shapes_text = " or ".join(str(list(shape)) for shape in expected.shapes)
                 raise ShapeMismatch(
-                    f"The tensor {name} has the shape {list(stored[name].shape)}; expected {list(shape)} from config.json.",
+                    f"The tensor {name} has the shape {list(stored[name].shape)}; expected {shapes_text} from config.json.",
                     hint="Check that config.json belongs to this checkpoint.",
+                )
+            if stored[name].dtype not in expected.dtypes:
+                raise ModelError(
+                    f"The tensor {name} is stored as {stored[name].dtype}; expected {' or '.join(expected.dtypes)}.",
+                    hint="Check quantization_config in config.json, or give the float checkpoint.",
                 )
 
     def _stream(self) -> Digest:
@@ -229,7 +311,7 @@ class _Loader:
         tensors: list[tuple[str, str, tuple[int, ...], str]] = []
         # hashing a tensor and placing it take about as long, and both leave the interpreter's lock
         with ThreadPoolExecutor(1, "model-hash") as pool:
-            for stored, tensor, raw in self._checkpoint.read(frozenset(self._shapes)):
+            for stored, tensor, raw in self._checkpoint.read(frozenset(self._expected)):
                 hashed = pool.submit(_sha256, raw)
                 self._sinks[stored.name](stored.name, tensor)
                 tensors.append((stored.name, stored.dtype, stored.shape, hashed.result()))
@@ -264,6 +346,10 @@ class _Loader:
         return LoraLinear(linear, site, layer)
 
 
+def _put(put: Callable[..., None], *args: object) -> Callable[[str, Tensor], None]:
+    return lambda _, tensor: put(*args, tensor)
+
+
 def base_digest(identity: Mapping[str, object], tensors: list[tuple[str, str, tuple[int, ...], str]]) -> Digest:
     """Return the SHA-256 of what a base computes: its config's identity and its tensors' names, dtypes, shapes and content.
 
@@ -280,12 +366,3 @@ def _sha256(data: memoryview) -> str:
 
 def _listed(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _return_free_memory() -> None:
-    """Give back to the system what was freed: glibc keeps it otherwise, in pieces that the next tensors may not fit."""
-    try:
-        trim = ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError):
-        return
-    trim(0)

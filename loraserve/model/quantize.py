@@ -1,20 +1,24 @@
-"""Linears by how their weights are kept: float32, bfloat16 or float16, or int8. One object per site, made once, called every step.
+"""The CPU's linears by how their weights are kept: float32, bfloat16 or float16, int8, or packed (int4, nf4, fp8). One object per site, made once, called every step.
 
-Activations and sums are float32. With float32, float16 and int8 weights a row's result is the same bits whatever shares its batch, so that a
-greedy answer doesn't depend on the batch either; with bfloat16 weights it is so only nearly.
+Activations and sums are float32. Except with bfloat16 weights, where it is so only nearly, a row's result is the same bits whatever shares its batch, so that a
+greedy answer doesn't depend on the batch either.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from loraserve.errors import ConfigError
-from loraserve_kernels.gemm import Int8Weight, float_linear, int8_linear, pack_float, quantize_int8
+from loraserve.errors import ConfigError, ModelError
+from loraserve_kernels.cpu_packed import PackedWeight, pack_quantized, packed_linear
+from loraserve_kernels.errors import InvalidWeight
+from loraserve_kernels.gemm import Int8Weight, float_linear, int8_linear, pack_float, pack_int8
+from loraserve_kernels.quantized import FORMATS, INT4_GROUP_SIZES, NF4_GROUP_SIZE, QuantizedWeight, quantize
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -28,20 +32,53 @@ class Linear(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
-def make_linear(weight: Tensor, bias: Tensor | None, *, quantize: str, dtype: torch.dtype) -> Linear:
-    """Return the linear of these weights, in a form of its own: the given weight isn't kept.
+def make_linear(weight: Tensor | QuantizedWeight, bias: Tensor | None, *, quantize: str, dtype: torch.dtype) -> Linear:
+    """Return the linear of these weights, in a form of its own.
 
     Args:
-        weight: [out_features, in_features], any float dtype.
+        weight: [out_features, in_features]: any float dtype, which isn't kept; or quantized already, whose codes and scales are used as they are.
         bias: [out_features] float32.
-        quantize: ``none`` or ``int8``.
-        dtype: what the weights are kept in, when not quantized.
+        quantize: ``none`` or one of `FORMATS`: what a float weight is rounded to.
+        dtype: what a float weight is kept in, when not quantized.
+
+    Raises:
+        ModelError: the weight can't be rounded so.
     """
-    if quantize == "int8":
-        return Int8Linear(weight, bias)
+    if isinstance(weight, Tensor) and quantize != "none":
+        weight = quantize_weight(weight, quantize)
+    if isinstance(weight, QuantizedWeight):
+        return Int8Linear(weight, bias) if weight.format == "int8" else PackedLinear(weight, bias)
     if dtype == torch.float16:
         return Float16Linear(weight, bias)
     return BFloat16Linear(weight, bias) if dtype == torch.bfloat16 else Float32Linear(weight, bias)
+
+
+def quantize_weight(weight: Tensor, format: str) -> QuantizedWeight:
+    """Round a float weight [out_features, in_features] to one of `FORMATS`; int4 in the largest groups that in_features allows.
+
+    Raises:
+        ModelError: no groups fill in_features, or the weight holds numbers that aren't finite.
+    """
+    try:
+        return quantize(weight, format, group_size(format, weight.shape[1]))
+    except InvalidWeight as error:
+        raise ModelError(f"A weight can't be quantized to {format}: {error}.") from error
+
+
+def group_size(format: str, in_features: int) -> int:
+    """Return how many inputs share a scale when a float weight of this width is rounded to `format`.
+
+    Raises:
+        ModelError: no groups that the format has fill in_features.
+    """
+    sizes = {"int4": INT4_GROUP_SIZES, "nf4": (NF4_GROUP_SIZE,)}.get(format, (in_features,))
+    fitting = [size for size in sizes if in_features % size == 0]
+    if not fitting:
+        raise ModelError(
+            f"A linear with {in_features} inputs can't be quantized to {format}, whose groups have {' or '.join(map(str, sizes))} inputs.",
+            hint="Use --quantize int8.",
+        )
+    return max(fitting)
 
 
 def check_format(quantize: str, dtype: torch.dtype) -> None:
@@ -50,8 +87,8 @@ def check_format(quantize: str, dtype: torch.dtype) -> None:
     Raises:
         ConfigError: they can't, or nowhere.
     """
-    if quantize not in ("none", "int8"):
-        raise ConfigError(f"Quantization {quantize!r} isn't available on the CPU; expected none or int8.")
+    if quantize not in ("none", *FORMATS):
+        raise ConfigError(f"Quantization {quantize!r} isn't available; expected none, {', '.join(FORMATS)}.")
     if dtype not in DTYPES:
         raise ConfigError(f"The dtype {dtype} isn't available; expected float32, bfloat16 or float16.")
     if dtype == torch.float16 and quantize == "none" and "fbgemm" not in torch.backends.quantized.supported_engines:
@@ -121,13 +158,40 @@ class Int8Linear:
 
     __slots__ = ("_bias", "_weight", "num_bytes")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight: Int8Weight = quantize_int8(weight)
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
+        self._weight: Int8Weight = pack_int8(weight.codes, weight.scales.flatten())
         self._bias = bias
         self.num_bytes = self._weight.num_bytes + _num_bytes(bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         return int8_linear(x, self._weight, self._bias)
+
+
+class PackedLinear:
+    """int4, nf4 or fp8 weights, widened to float32 a block at a time while they're multiplied."""
+
+    __slots__ = ("_bias", "_weight", "num_bytes")
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
+        self._weight: PackedWeight = pack_quantized(weight)
+        self._bias = bias
+        self.num_bytes = self._weight.num_bytes + _num_bytes(bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return packed_linear(x, self._weight, self._bias)
+
+
+class JoinedLinear:
+    """Linears that share their input but not their format, as one: the outputs side by side, in order. On any device."""
+
+    __slots__ = ("_parts", "num_bytes")
+
+    def __init__(self, parts: Sequence[Linear]) -> None:
+        self._parts = tuple(parts)
+        self.num_bytes = sum(part.num_bytes for part in parts)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self._parts], dim=-1)
 
 
 def _num_bytes(bias: Tensor | None) -> int:

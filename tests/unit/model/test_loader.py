@@ -136,7 +136,7 @@ def test_tied_checkpoint_that_has_a_head_keeps_it_as_transformers_does(tmp_path:
     ("options", "message"),
     [
         ({"device": "cuda"}, "device 'cuda'"),
-        ({"quantize": "int4"}, "'int4'"),
+        ({"quantize": "int3"}, "'int3'"),
         ({"dtype": torch.float64}, "float64"),
         ({"max_model_len": 129}, "max_model_len is 129; this model's positions go to 128"),
         ({"max_model_len": 0}, "max_model_len is 0"),
@@ -145,6 +145,17 @@ def test_tied_checkpoint_that_has_a_head_keeps_it_as_transformers_does(tmp_path:
 def test_what_cannot_be_done_is_said(directory: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(directory, **options)
+
+
+@pytest.mark.parametrize(("quantize", "groups"), [("int4", "128 or 64 or 32|32 or 64 or 128"), ("nf4", "64")])
+def test_width_that_no_groups_fill_is_named_before_anything_is_read(
+    directory: Path, quantize: str, groups: str
+) -> None:
+    change_weights(directory, **{NAME: None})
+    with pytest.raises(
+        ModelError, match=f"48 inputs can't be quantized to {quantize}, whose groups have ({groups}) inputs"
+    ):
+        load(directory, quantize=quantize)
 
 
 _MEASURE = """
@@ -174,9 +185,9 @@ print(json.dumps([status("VmHWM") - before, status("VmRSS") - before, decoder.sp
 @pytest.mark.skipif(
     not os.access("/proc/self/clear_refs", os.W_OK), reason="peak memory is measured by way of Linux's /proc"
 )
-@pytest.mark.parametrize("quantize", ["none", "int8"])
+@pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
 def test_peak_memory_is_at_most_the_final_weights_and_one_shard(tmp_path: Path, quantize: str) -> None:
-    tiny = save_model(build_model(), tmp_path / "tiny")
+    tiny = save_model(build_model(hidden_size=64, intermediate_size=96), tmp_path / "tiny")
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 10, "vocab_size": 4096}
     big = save_model(build_model(**sizes, num_attention_heads=8), tmp_path / "big", max_shard_size="30MB")
     shards = [path.stat().st_size for path in big.glob("*.safetensors")]

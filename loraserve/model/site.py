@@ -1,0 +1,138 @@
+"""What a checkpoint holds of linears with a common input, gathered while it's read, until it becomes one linear."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from loraserve.model.prequantized import StoredWeight
+from loraserve.model.quantize import JoinedLinear, Linear, quantize_weight
+from loraserve_kernels.quantized import QuantizedWeight, concatenate
+
+MakeLinear = Callable[[Tensor | QuantizedWeight, Tensor | None], Linear]
+
+
+@dataclass(frozen=True, slots=True)
+class SiteModule:
+    """One of the linears.
+
+    Attributes:
+        stored: how its weight is stored; None: in a float dtype.
+    """
+
+    out_features: int
+    has_bias: bool
+    stored: StoredWeight | None
+
+
+class Site:
+    """Gathers the tensors of linears with a common input until the last is there; then they become a linear, and the gathering memory is freed.
+
+    Args:
+        make: gets the fused weight and bias.
+        dtype: what float weights are gathered in.
+        quantize: what they're rounded to then; ``none``: they aren't. Weights that are stored quantized stay what they are.
+        device: where they're rounded.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[SiteModule],
+        in_features: int,
+        *,
+        make: MakeLinear,
+        dtype: torch.dtype,
+        quantize: str,
+        device: torch.device,
+    ) -> None:
+        self._modules, self._in_features = tuple(modules), in_features
+        self._make, self._dtype, self._quantize, self._device = make, dtype, quantize, device
+        self._first_rows = [sum(module.out_features for module in modules[:i]) for i in range(len(modules) + 1)]
+        self._bias = torch.zeros(self._first_rows[-1]) if any(module.has_bias for module in modules) else None
+        self._is_float = all(module.stored is None for module in modules)
+        # of a site whose weights are all float: one matrix, so that nothing is copied twice
+        self._fused: Tensor | None = None
+        self._weights: dict[int, Tensor | QuantizedWeight] = {}
+        self._parts: dict[int, dict[str, Tensor]] = {}
+        self._num_missing = sum(1 + module.has_bias for module in modules)
+        self.linear: Linear | None = None
+
+    def put_bias(self, index: int, bias: Tensor) -> None:
+        if self._bias is not None:
+            self._bias[self._first_rows[index] : self._first_rows[index + 1]] = bias
+        self._count_down()
+
+    def put_weight(self, index: int, weight: Tensor) -> None:
+        """Take a module's float weight."""
+        if self._is_float:
+            if self._fused is None:
+                self._fused = torch.empty(self._first_rows[-1], self._in_features, dtype=self._dtype)
+            self._fused[self._first_rows[index] : self._first_rows[index + 1]] = weight
+        else:
+            self._weights[index] = weight.to(self._dtype)
+        self._count_down()
+
+    def put_part(self, index: int, stored: StoredWeight, suffix: str, part: Tensor) -> None:
+        """Take one tensor of a module's quantized weight.
+
+        Raises:
+            ModelError: it was the last, and they contradict each other.
+        """
+        parts = self._parts.setdefault(index, {})
+        parts[suffix] = part
+        if len(parts) == len(stored.tensors):
+            self._weights[index] = stored.assemble(parts)
+            del self._parts[index]
+            self._count_down()
+
+    def _count_down(self) -> None:
+        self._num_missing -= 1
+        if self._num_missing == 0:
+            self.linear = self._finish()
+            self._fused = None
+            self._weights.clear()
+            return_free_memory()
+
+    def _finish(self) -> Linear:
+        if self._fused is not None:
+            return self._make(self._rounded(self._fused), self._bias)
+        linears: list[Linear] = []
+        for _, group in groupby(range(len(self._modules)), key=self._kind):
+            indices = list(group)
+            weights = [self._weights.pop(index) for index in indices]
+            bias = self._bias
+            if bias is not None:
+                bias = bias[self._first_rows[indices[0]] : self._first_rows[indices[-1] + 1]]
+            linears.append(self._make(self._joined(weights), bias))
+        return linears[0] if len(linears) == 1 else JoinedLinear(linears)
+
+    def _kind(self, index: int) -> tuple[str, int]:
+        """Modules of one kind, side by side, become one weight."""
+        weight = self._weights[index]
+        return ("", 0) if isinstance(weight, Tensor) else (weight.format, weight.group_size)
+
+    def _joined(self, weights: Sequence[Tensor | QuantizedWeight]) -> Tensor | QuantizedWeight:
+        if len(weights) == 1:
+            weight = weights[0]
+            return self._rounded(weight) if isinstance(weight, Tensor) else weight
+        quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+        if quantized:
+            return concatenate(quantized)
+        return self._rounded(torch.cat([weight for weight in weights if isinstance(weight, Tensor)]))
+
+    def _rounded(self, weight: Tensor) -> Tensor | QuantizedWeight:
+        return weight if self._quantize == "none" else quantize_weight(weight.to(self._device), self._quantize)
+
+
+def return_free_memory() -> None:
+    """Give back to the system what was freed: glibc keeps it otherwise, in pieces that the next tensors may not fit."""
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):
+        return
+    trim(0)
