@@ -1,0 +1,151 @@
+"""What stands between the linears, as Triton kernels: a program works on one token's row, or on a part of it, in float32, and rounds once at the end.
+
+No program reads another row's data and no sum's order depends on how many rows there are: a row's bits don't depend on what shares its step.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def embed_kernel(  # type: ignore[no-untyped-def]
+    ids_ptr,  # [num_tokens] int32 or int64
+    table_ptr,  # [vocab_size, size]
+    out_ptr,  # [num_tokens, size] float32
+    stride_table,
+    stride_out,
+    vocab_size,
+    size,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(ids_ptr + row).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    # NaN rather than a fault or another token's row: sampling reports the row, and it alone
+    readable = tl.where((token >= 0) & (token < vocab_size), size, 0)
+    x = tl.load(table_ptr + token * stride_table + columns, mask=columns < readable, other=float("nan"))
+    tl.store(out_ptr + row * stride_out + columns, x.to(tl.float32), mask=columns < size)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def add_rms_norm_kernel(  # type: ignore[no-untyped-def]
+    hidden_ptr,  # [num_tokens, size] float32, in place
+    delta_ptr,  # [num_tokens, size] bf16 or fp16; not read unless HAS_DELTA
+    weight_ptr,  # [size] float32
+    out_ptr,  # [num_tokens, size] bf16 or fp16
+    stride_hidden,
+    stride_delta,
+    stride_out,
+    size,
+    eps,
+    HAS_DELTA: tl.constexpr,
+    BLOCK: tl.constexpr,  # a whole row
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    is_column = columns < size
+    x = tl.load(hidden_ptr + row * stride_hidden + columns, mask=is_column, other=0.0)
+    if HAS_DELTA:
+        x += tl.load(delta_ptr + row * stride_delta + columns, mask=is_column, other=0.0).to(tl.float32)
+        tl.store(hidden_ptr + row * stride_hidden + columns, x, mask=is_column)
+    weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0)
+    y = x * tl.rsqrt(tl.sum(x * x, axis=0) / size + eps) * weight
+    tl.store(out_ptr + row * stride_out + columns, y.to(out_ptr.dtype.element_ty), mask=is_column)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def rotate_and_store_kernel(  # type: ignore[no-untyped-def]
+    qkv_ptr,  # [num_tokens, (num_heads + 2 * num_kv_heads) * HEAD_DIM] bf16 or fp16; queries in place
+    positions_ptr,  # [num_tokens] int32 or int64
+    cos_sin_ptr,  # [max_len, HEAD_DIM] float32, cosines first
+    slots_ptr,  # [num_tokens] int64
+    k_ptr,  # [num_blocks, num_kv_heads, BLOCK_SIZE, HEAD_DIM]
+    v_ptr,
+    q_norm_ptr,  # [HEAD_DIM] float32; not read unless HAS_NORM
+    k_norm_ptr,
+    stride_qkv,
+    stride_block,  # of both caches
+    stride_head,
+    stride_slot,
+    max_len,
+    num_slots,
+    num_heads,
+    num_kv_heads,
+    eps,
+    HAS_NORM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,  # columns of half a head
+):
+    HALF: tl.constexpr = HEAD_DIM // 2
+    row = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    columns = tl.arange(0, BLOCK_HALF)
+    is_column = columns < HALF
+    is_rotated = heads < num_heads + num_kv_heads
+    is_q = heads < num_heads
+    is_element = (heads < num_heads + 2 * num_kv_heads)[:, None] & is_column[None, :]
+
+    qkv_ptrs = qkv_ptr + row * stride_qkv + heads[:, None] * HEAD_DIM + columns[None, :]
+    first = tl.load(qkv_ptrs, mask=is_element, other=0.0).to(tl.float32)
+    second = tl.load(qkv_ptrs + HALF, mask=is_element, other=0.0).to(tl.float32)
+    a, b = first, second
+    if HAS_NORM:
+        squares = tl.sum(first * first + second * second, axis=1)
+        scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        q_first = tl.load(q_norm_ptr + columns, mask=is_column, other=0.0)[None, :]
+        q_second = tl.load(q_norm_ptr + HALF + columns, mask=is_column, other=0.0)[None, :]
+        k_first = tl.load(k_norm_ptr + columns, mask=is_column, other=0.0)[None, :]
+        k_second = tl.load(k_norm_ptr + HALF + columns, mask=is_column, other=0.0)[None, :]
+        a = first * scale * tl.where(is_q[:, None], q_first, k_first)
+        b = second * scale * tl.where(is_q[:, None], q_second, k_second)
+    position = tl.load(positions_ptr + row)
+    # a position that the table doesn't have makes NaN, which sampling reports, rather than a fault
+    is_angle = columns < tl.where((position >= 0) & (position < max_len), HALF, 0)
+    angles_ptrs = cos_sin_ptr + position.to(tl.int64) * HEAD_DIM + columns
+    cos = tl.load(angles_ptrs, mask=is_angle, other=float("nan"))[None, :]
+    sin = tl.load(angles_ptrs + HALF, mask=is_angle, other=float("nan"))[None, :]
+    dtype: tl.constexpr = qkv_ptr.dtype.element_ty
+    first = tl.where(is_rotated[:, None], a * cos - b * sin, first).to(dtype)
+    second = tl.where(is_rotated[:, None], b * cos + a * sin, second).to(dtype)
+
+    to_q = is_q[:, None] & is_column[None, :]
+    tl.store(qkv_ptrs, first, mask=to_q)
+    tl.store(qkv_ptrs + HALF, second, mask=to_q)
+    slot = tl.load(slots_ptr + row)
+    num_stored = tl.where((slot >= 0) & (slot < num_slots), num_kv_heads, 0)
+    # slots fit 32 bits, where dividing is cheap; offsets in a pool of pages may not
+    block = slot.to(tl.int32) // BLOCK_SIZE
+    base = block.to(tl.int64) * stride_block + (slot.to(tl.int32) % BLOCK_SIZE) * stride_slot
+    k_heads = heads - num_heads
+    k_ptrs = k_ptr + base + (k_heads * stride_head)[:, None] + columns[None, :]
+    to_k = ((k_heads >= 0) & (k_heads < num_stored))[:, None] & is_column[None, :]
+    tl.store(k_ptrs, first, mask=to_k)
+    tl.store(k_ptrs + HALF, second, mask=to_k)
+    v_heads = k_heads - num_kv_heads
+    v_ptrs = v_ptr + base + (v_heads * stride_head)[:, None] + columns[None, :]
+    to_v = ((v_heads >= 0) & (v_heads < num_stored))[:, None] & is_column[None, :]
+    tl.store(v_ptrs, first, mask=to_v)
+    tl.store(v_ptrs + HALF, second, mask=to_v)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def swiglu_kernel(  # type: ignore[no-untyped-def]
+    gate_up_ptr,  # [num_tokens, 2 * size] bf16 or fp16
+    out_ptr,  # [num_tokens, size]
+    stride_gate_up,
+    stride_out,
+    size,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_column = columns < size
+    gate_ptrs = gate_up_ptr + row * stride_gate_up + columns
+    gate = tl.load(gate_ptrs, mask=is_column, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptrs + size, mask=is_column, other=0.0).to(tl.float32)
+    y = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out_ptr + row * stride_out + columns, y.to(out_ptr.dtype.element_ty), mask=is_column)

@@ -1,0 +1,153 @@
+"""Calls of the GPU's row kernels on poisoned memory, beside their references in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from loraserve.model.rotary import rotate
+from loraserve_kernels import gpu_rows
+
+MAX_LEN = 50
+BLOCK_SIZE = 16
+EPS = 1e-5
+
+
+def poisoned(num_rows: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A view into rows that go on with NaN, filled with NaN as well; and the rest of those rows, which must stay NaN."""
+    whole = torch.full((num_rows, width + 40), float("nan"), dtype=dtype)
+    return whole[:, :width], whole[:, width:]
+
+
+def random_rows(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    rows, _ = poisoned(num_rows, width, dtype)
+    return rows.copy_(torch.randn(num_rows, width))
+
+
+def is_close(result: Tensor, expected: Tensor) -> bool:
+    """Within one step of the dtype (the interpreter truncates to bf16) of each element, or of float32's rounding of the largest; NaN where NaN."""
+    expected = expected.double()
+    size = expected.nan_to_num().abs()
+    tolerance = torch.finfo(result.dtype).eps * size + 4e-7 * size.max()
+    error = (result.double() - expected).abs()
+    return bool((error.nan_to_num(0.0) <= tolerance).all()) and torch.equal(result.isnan(), expected.isnan())
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
+
+
+def add_rms_norm_is_right(num_tokens: int, size: int, dtype: torch.dtype, *, has_delta: bool) -> bool:
+    hidden = random_rows(num_tokens, size, torch.float32)
+    delta = random_rows(num_tokens, size, dtype) if has_delta else None
+    weight = torch.randn(size)
+    out, right_of_out = poisoned(num_tokens, size, dtype)
+    total = hidden + (delta.float() if delta is not None else 0.0)
+    gpu_rows.add_rms_norm(hidden, delta, weight, EPS, out)
+    expected = rms_norm(total.double(), weight.double())
+    return torch.equal(hidden, total) and is_close(out, expected) and bool(right_of_out.isnan().all())
+
+
+def swiglu_is_right(num_tokens: int, size: int, dtype: torch.dtype) -> bool:
+    gate_up = random_rows(num_tokens, 2 * size, dtype).mul_(2)
+    out, right_of_out = poisoned(num_tokens, size, dtype)
+    gpu_rows.swiglu(gate_up, out)
+    gate, up = gate_up.double().chunk(2, -1)
+    return is_close(out, F.silu(gate) * up) and bool(right_of_out.isnan().all())
+
+
+@dataclass
+class Attention:
+    """One step's queries, keys and values, and a cache of NaN whose blocks lie apart."""
+
+    qkv: Tensor
+    positions: Tensor
+    slots: Tensor
+    cos_sin: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    arena: Tensor
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+
+    def run(self) -> None:
+        gpu_rows.rotate_and_store(
+            self.qkv,
+            self.positions,
+            self.cos_sin,
+            self.slots,
+            self.k_cache,
+            self.v_cache,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+            eps=EPS,
+        )
+
+    def expected(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(queries, keys, values) in float64, [num_tokens, heads, head_dim]."""
+        x = self.qkv.double().unflatten(-1, (-1, self.head_dim)).clone()
+        q, k, v = x.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = rms_norm(q, self.q_norm.double()), rms_norm(k, self.k_norm.double())
+        cos, sin = self.cos_sin.double()[self.positions.long()].chunk(2, -1)
+        for heads in (q, k):
+            rotate(heads, torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None])
+        return q, k, v
+
+    def is_right(self) -> bool:
+        """Queries, cache and everything else: keys and values of qkv keep their bits, memory of no stored slot stays NaN."""
+        q, k, v = self.expected()
+        caches = [torch.full_like(cache, float("nan")) for cache in (self.k_cache, self.v_cache)]
+        for row, slot in enumerate(self.slots.tolist()):
+            if slot >= 0:
+                for cache, rows in zip(caches, (k, v), strict=True):
+                    cache[slot // BLOCK_SIZE, :, slot % BLOCK_SIZE] = rows[row]
+        num_stored = int((self.slots >= 0).sum()) * self.num_kv_heads * self.head_dim
+        before = self.qkv.clone()
+        self.run()
+        width = self.num_heads * self.head_dim
+        return (
+            is_close(self.qkv[:, :width], q.flatten(1))
+            and torch.equal(self.qkv[:, width:], before[:, width:])
+            and is_close(self.k_cache, caches[0])
+            and torch.equal(self.v_cache.nan_to_num(), caches[1].nan_to_num())
+            and int((~self.arena.isnan()).sum()) == 2 * num_stored
+        )
+
+
+def make_attention(
+    dtype: torch.dtype,
+    *,
+    num_heads: int = 6,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+    has_norm: bool = False,
+    slots: tuple[int, ...] = (37, -1, 0, 79, 16),
+) -> Attention:
+    # a block of the arena holds keys, then values, then something else; its first one is another owner's
+    num_elements = num_kv_heads * BLOCK_SIZE * head_dim
+    arena = torch.full((6, 2 * num_elements + 48), float("nan"), dtype=dtype)
+    shape = (5, num_kv_heads, BLOCK_SIZE, head_dim)
+    angles = torch.rand(MAX_LEN, head_dim // 2) * 6
+    return Attention(
+        qkv=random_rows(len(slots), (num_heads + 2 * num_kv_heads) * head_dim, dtype),
+        positions=torch.randperm(MAX_LEN)[: len(slots)].int(),
+        slots=torch.tensor(slots, dtype=torch.int64),
+        cos_sin=torch.cat((angles.cos(), angles.sin()), -1),
+        k_cache=arena[1:, :num_elements].view(shape),
+        v_cache=arena[1:, num_elements : 2 * num_elements].view(shape),
+        arena=arena,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        q_norm=torch.randn(head_dim) if has_norm else None,
+        k_norm=torch.randn(head_dim) if has_norm else None,
+    )

@@ -1,0 +1,115 @@
+"""What the compiler makes of the row kernels, for two generations of GPUs. No GPU is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+import triton
+
+from loraserve_kernels import gpu_rows, rows_kernels
+
+from .ahead_of_time import Machine, compile_for
+
+CAPABILITIES = pytest.mark.parametrize("capability", [80, 90])
+X = "bf16"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    if triton.knobs.runtime.interpret:
+        pytest.skip("Triton interprets kernels in this process")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield
+
+
+def compile_norm(capability: int, size: int, folder: Path, *, has_delta: bool = True) -> Machine:
+    block, num_warps = gpu_rows.norm_config(size)
+    signature = {"hidden_ptr": "*fp32", "delta_ptr": f"*{X}", "weight_ptr": "*fp32", "out_ptr": f"*{X}"}
+    signature |= dict.fromkeys(["stride_hidden", "stride_delta", "stride_out", "size"], "i32") | {"eps": "fp32"}
+    constants: dict[str, Any] = {"HAS_DELTA": has_delta, "BLOCK": block}
+    return compile_for(capability, rows_kernels.add_rms_norm_kernel, signature, constants, folder, num_warps=num_warps)
+
+
+def compile_heads(
+    capability: int, head_dim: int, num_heads: int, folder: Path, *, has_norm: bool, dtype: str = X
+) -> Machine:
+    block_heads, block_half = gpu_rows.heads_config(head_dim, num_heads)
+    signature = {"qkv_ptr": f"*{dtype}", "positions_ptr": "*i64", "cos_sin_ptr": "*fp32", "slots_ptr": "*i64"}
+    signature |= {"k_ptr": f"*{dtype}", "v_ptr": f"*{dtype}", "q_norm_ptr": "*fp32", "k_norm_ptr": "*fp32"}
+    sizes = ["stride_qkv", "stride_block", "stride_head", "stride_slot", "max_len", "num_slots"]
+    signature |= dict.fromkeys([*sizes, "num_heads", "num_kv_heads"], "i32") | {"eps": "fp32"}
+    constants: dict[str, Any] = {"HAS_NORM": has_norm, "HEAD_DIM": head_dim, "BLOCK_SIZE": 16}
+    constants |= {"BLOCK_HEADS": block_heads, "BLOCK_HALF": block_half}
+    return compile_for(
+        capability,
+        rows_kernels.rotate_and_store_kernel,
+        signature,
+        constants,
+        folder,
+        num_warps=gpu_rows.NUM_WARPS,
+        uneven=("max_len", "num_heads", "num_kv_heads"),
+    )
+
+
+def assert_wide(machine: Machine, *, loads: int, stores: int) -> None:
+    """No spills; at least so many loads and stores of 16 bytes, and none of an activation that is one element."""
+    assert machine.is_lean
+    assert machine.count(r"LDG\.E(\.\w+)*\.128") >= loads, machine.opcodes
+    assert machine.count(r"STG\.E(\.\w+)*\.128") >= stores, machine.opcodes
+    assert machine.count(r"(LDG|STG)\.E(\.\w+)*\.[US](8|16)") == 0, machine.opcodes
+
+
+@CAPABILITIES
+def test_embedding_reads_and_writes_wide(capability: int, tmp_path: Path) -> None:
+    signature = {"ids_ptr": "*i64", "table_ptr": f"*{X}", "out_ptr": "*fp32"}
+    signature |= dict.fromkeys(["stride_table", "stride_out", "vocab_size", "size"], "i32")
+    machine = compile_for(
+        capability,
+        rows_kernels.embed_kernel,
+        signature,
+        {"BLOCK": gpu_rows.BLOCK},
+        tmp_path,
+        num_warps=gpu_rows.NUM_WARPS,
+    )
+    assert_wide(machine, loads=1, stores=2)
+
+
+@CAPABILITIES
+@pytest.mark.parametrize("size", [896, 4096, gpu_rows.MAX_HIDDEN_SIZE])
+def test_norms_of_every_width_stay_in_registers(size: int, capability: int, tmp_path: Path) -> None:
+    # the smallest rows leave a thread fewer than eight elements of sixteen bits
+    assert_wide(compile_norm(capability, size, tmp_path), loads=2, stores=1)
+
+
+@CAPABILITIES
+@pytest.mark.parametrize(("head_dim", "num_heads"), [(64, 24), (80, 96), (128, 48), (256, 12)])
+def test_heads_of_every_dim_are_moved_wide(head_dim: int, num_heads: int, capability: int, tmp_path: Path) -> None:
+    machine = compile_heads(capability, head_dim, num_heads, tmp_path, has_norm=True)
+    # halves of the queries, of the keys and of the values
+    assert_wide(machine, loads=2, stores=6)
+
+
+@CAPABILITIES
+def test_swiglu_reads_and_writes_wide(capability: int, tmp_path: Path) -> None:
+    signature = {"gate_up_ptr": f"*{X}", "out_ptr": f"*{X}", "stride_gate_up": "i32", "stride_out": "i32"}
+    machine = compile_for(
+        capability,
+        rows_kernels.swiglu_kernel,
+        signature | {"size": "i32"},
+        {"BLOCK": gpu_rows.BLOCK},
+        tmp_path,
+        num_warps=gpu_rows.NUM_WARPS,
+    )
+    assert_wide(machine, loads=2, stores=1)
+
+
+def test_heads_without_norms_and_rows_without_a_sum_are_moved_as_wide(tmp_path: Path) -> None:
+    assert_wide(compile_heads(90, 128, 48, tmp_path, has_norm=False, dtype="fp16"), loads=2, stores=6)
+    assert_wide(compile_norm(90, 4096, tmp_path, has_delta=False), loads=2, stores=1)

@@ -1,0 +1,68 @@
+"""Row kernels that are wrong in one place: the comparisons of test_gpu_rows must fail for each."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from loraserve_kernels import gpu_rows
+
+from .mutation import mutant_of
+from .row_steps import add_rms_norm_is_right, make_attention, swiglu_is_right
+
+pytestmark = pytest.mark.interpreted
+
+
+def heads_are_right() -> bool:
+    return make_attention(torch.float16, num_heads=5, num_kv_heads=3, head_dim=80, has_norm=True).is_right()
+
+
+def norm_is_right() -> bool:
+    return add_rms_norm_is_right(3, 100, torch.float16, has_delta=True)
+
+
+def activation_is_right() -> bool:
+    return swiglu_is_right(3, 1100, torch.float16)
+
+
+COMPARISONS = {"rotate_and_store": heads_are_right, "add_rms_norm": norm_is_right, "swiglu": activation_is_right}
+
+
+@pytest.mark.parametrize("kernel", COMPARISONS)
+def test_the_unmutated_kernel_is_right(kernel: str) -> None:
+    torch.manual_seed(0)
+    assert COMPARISONS[kernel]()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "old", "new"),
+    [
+        pytest.param("add_rms_norm", "tl.store(hidden_ptr + row * stride_hidden + columns, x, mask=is_column)", "pass", id="the sum isn't kept"),
+        pytest.param("add_rms_norm", "/ size + eps", "/ BLOCK + eps", id="the mean is the block's"),
+        pytest.param("add_rms_norm", "+ row * stride_delta + columns, mask=is_column", "+ row * stride_delta + columns, mask=columns < BLOCK", id="delta is read past its end"),
+        pytest.param("add_rms_norm", "* stride_out + columns, y.to(out_ptr.dtype.element_ty), mask=is_column)\n\n\n@triton.jit  # type: ignore[untyped-decorator]\ndef rotate", "* stride_out + columns, y.to(out_ptr.dtype.element_ty))\n\n\n@triton.jit  # type: ignore[untyped-decorator]\ndef rotate", id="out is written past its end"),
+        pytest.param("add_rms_norm", "+ eps) * weight", "+ eps)", id="the weight is forgotten"),
+        pytest.param("rotate_and_store", "a * cos - b * sin", "a * cos + b * sin", id="heads turn backwards"),
+        pytest.param("rotate_and_store", "is_rotated = heads < num_heads + num_kv_heads", "is_rotated = heads < num_heads", id="keys aren't rotated"),
+        pytest.param("rotate_and_store", "is_rotated = heads < num_heads + num_kv_heads", "is_rotated = heads < num_heads + 2 * num_kv_heads", id="values are rotated"),
+        pytest.param("rotate_and_store", "(slot >= 0) & (slot < num_slots)", "slot < num_slots", id="rows without a slot are stored"),
+        pytest.param("rotate_and_store", "% BLOCK_SIZE) * stride_slot", "% BLOCK_SIZE) * 0", id="every slot of a block is the first"),
+        pytest.param("rotate_and_store", "v_heads = k_heads - num_kv_heads", "v_heads = k_heads", id="keys are stored as values"),
+        pytest.param("rotate_and_store", "b = second * scale * tl.where(is_q[:, None], q_second, k_second)", "b = second * scale * q_second", id="keys are normed as queries"),
+        pytest.param("rotate_and_store", "first * first + second * second, axis=1", "first * first, axis=1", id="half a head is normed"),
+        pytest.param("rotate_and_store", "to_q = is_q[:, None] & is_column[None, :]", "to_q = is_element", id="qkv's keys are overwritten"),
+        pytest.param("rotate_and_store", "to_v = ((v_heads >= 0)", "to_v = ((v_heads > 0)", id="a value's head is lost"),
+        pytest.param("rotate_and_store", "(v_heads < num_stored))[:, None] & is_column[None, :]", "(v_heads < num_stored))[:, None]", id="the next slot is overwritten"),
+        pytest.param("swiglu", "gate / (1.0 + tl.exp(-gate)) * up", "up / (1.0 + tl.exp(-up)) * gate", id="up is the gate"),
+        pytest.param("swiglu", "tl.load(gate_ptrs + size, mask", "tl.load(gate_ptrs + BLOCK, mask", id="up is looked for after a block"),
+    ],
+)  # fmt: skip
+def test_a_mutant_kernel_is_caught(
+    kernel: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    name = f"{kernel}_kernel"
+    monkeypatch.setattr(gpu_rows, name, mutant_of(getattr(gpu_rows, name), old, new, tmp_path))
+    assert not COMPARISONS[kernel]()
