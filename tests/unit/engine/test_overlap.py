@@ -100,6 +100,10 @@ def test_an_unknown_token_that_no_step_in_flight_samples_is_our_own_bug():
     scheduled = simulation.engine._scheduler.schedule()
     with pytest.raises(InvariantViolation, match="up to token 4; 1 of them"):
         build_batch(scheduled, 4, simulation.pager.packed, None)
+    # nor do two steps in a row
+    scheduled = simulation.engine._scheduler.schedule()
+    with pytest.raises(InvariantViolation, match="up to token 5; 2 of them"):
+        build_batch(scheduled, 4, simulation.pager.packed, simulation.device.batches[0])
 
 
 def test_the_row_after_an_eos_is_dropped(overlapped):
@@ -159,6 +163,8 @@ def test_a_place_is_free_as_soon_as_its_last_token_is_in_flight(overlapped):
     simulation.run()
     names = [[str(entry.request.request_id) for entry in batch.entries] for batch in simulation.device.batches]
     assert names == [["r0"], ["r0"], ["r1"], ["r1"], ["r2"], ["r2"]]
+    # and the device never waits for the host
+    assert simulation.device.log == ["launch", *["launch", "results"] * 5, "results"]
 
 
 def test_an_aborted_request_in_flight_gets_nothing_more_and_is_drained(overlapped):
