@@ -1,0 +1,250 @@
+"""A linear on a GPU with its weight as it is stored, quantized or not: one entry for any number of rows. Needs Triton.
+
+Up to `MAX_DECODE_ROWS` rows, one kernel reads each weight once and a row's bits depend on that row alone. Above, tiles of the weight are unpacked on their way to the tensor
+cores, and a row's bits depend on the row alone again, but aren't those of the first kernel; a weight that isn't quantized goes to the vendor's library there.
+
+With ``TRITON_INTERPRET=1`` in the environment before Triton's first import, the kernels run on CPU tensors, slowly: for tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from loraserve_kernels.decode_gemm import decode_gemm_kernel
+from loraserve_kernels.errors import ShapeMismatch
+from loraserve_kernels.gpu_device import INTERPRETED
+from loraserve_kernels.prefill_gemm import prefill_gemm_kernel
+from loraserve_kernels.quantized import QuantizedWeight
+
+MAX_DECODE_ROWS = 64
+
+_DTYPES = (torch.bfloat16, torch.float16)
+# column tiles of the narrowest configuration
+_COLUMNS = 64
+# two for each of an H200's multiprocessors; a constant, so that a row's bits don't depend on the device either
+_ENOUGH_PROGRAMS = 256
+_SHORTEST_PART = 256
+_MAX_PARTS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """How the kernel for few rows is cut. Chosen by reasoning about bytes in flight and by reading compiled code; not measured."""
+
+    block_m: int
+    halves: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """How the kernel for many rows is cut. Chosen in the same way; not measured."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    rows_first: int
+    num_warps: int
+    num_stages: int
+
+
+DECODE_CONFIGS: dict[int, DecodeConfig] = {
+    16: DecodeConfig(16, 1, 64, 4, 5),
+    32: DecodeConfig(32, 1, 64, 4, 5),
+    # instructions for 64 rows would add a row's products in another order than those for 16
+    64: DecodeConfig(32, 2, 128, 8, 4),
+}
+"""By the most rows."""
+
+PREFILL_CONFIG = PrefillConfig(128, 128, 64, 8, 8, 3)
+
+BLOCK_K: dict[str, int] = {"plain": 64, "int8": 128, "fp8": 128, "int4": 128, "nf4": 128}
+"""Inputs for each step of the decode kernel's pipeline. Part of the order of additions, so the same for any number of rows."""
+
+
+def split_k(out_features: int, in_features: int) -> int:
+    """Into how many parts a row's sum is cut by the kernel for few rows: fixed by the weight's shape."""
+    tiles, parts = -(-out_features // _COLUMNS), 1
+    while tiles * parts < _ENOUGH_PROGRAMS and in_features >= 2 * parts * _SHORTEST_PART and parts < _MAX_PARTS:
+        parts *= 2
+    return parts
+
+
+def weight_only_linear(
+    x: Tensor, weight: QuantizedWeight | Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return ``x W^T + bias``, summed in float32 and rounded once.
+
+    One launch, no synchronisation; may be captured in a CUDA graph once it has run on the device before. Calls on several streams at a time aren't
+    possible: those of one device share the counters of `_counters`.
+
+    Args:
+        x: [num_tokens, in_features] bfloat16 or float16, contiguous in the last dim.
+        weight: a plain one has x's dtype and is contiguous.
+        bias: [out_features], x's dtype.
+        out_dtype: x's (None), or float32.
+
+    Raises:
+        ShapeMismatch: x, the weight and the bias disagree on shapes, dtypes or devices.
+    """
+    out_features, in_features = _check(x, weight, bias, out_dtype)
+    out = torch.empty((x.shape[0], out_features), dtype=out_dtype or x.dtype, device=x.device)
+    if x.shape[0] == 0:
+        return out
+    if x.shape[0] <= MAX_DECODE_ROWS:
+        _decode(x, weight, bias, out, in_features)
+    elif isinstance(weight, QuantizedWeight):
+        _prefill(x, weight, bias, out)
+    elif out.dtype == x.dtype:
+        return F.linear(x, weight, bias)
+    else:
+        _float32_linear(x, weight, bias, out)
+    return out
+
+
+def _decode(x: Tensor, weight: QuantizedWeight | Tensor, bias: Tensor | None, out: Tensor, in_features: int) -> None:
+    num_rows, out_features = out.shape
+    config = DECODE_CONFIGS[next(most for most in DECODE_CONFIGS if num_rows <= most)]
+    format, scales, zeros, dtype = "plain", None, None, x.dtype
+    if isinstance(weight, QuantizedWeight):
+        format, scales, zeros = weight.format, weight.scales, weight.zeros
+    group = BLOCK_K[format]
+    if isinstance(weight, QuantizedWeight) and weight.is_packed:
+        group, x = weight.group_size, _as_words(x)
+    tiles, parts = -(-out_features // config.block_n), split_k(out_features, in_features)
+    planes = counters = out
+    if parts > 1:
+        shape = (tiles, parts, config.halves * config.block_m, config.block_n)
+        planes, counters = torch.empty(shape, dtype=torch.float32, device=x.device), _counters(x.device)
+    scale_strides = (1, 1) if scales is None else scales.stride()
+    decode_gemm_kernel[(tiles * parts,)](
+        x,
+        _codes(weight),
+        out if scales is None else scales,
+        out if zeros is None else zeros,
+        out if bias is None else bias,
+        out,
+        planes,
+        counters,
+        num_rows,
+        out_features,
+        in_features,
+        x.stride(0),
+        *scale_strides,
+        out.stride(0),
+        FORMAT=format,
+        IS_BF16=dtype == torch.bfloat16,
+        GROUP=group,
+        GROUPS=BLOCK_K[format] // group,
+        SPLIT_K=parts,
+        BLOCK_M=config.block_m,
+        HALVES=config.halves,
+        BLOCK_N=config.block_n,
+        HAS_ZEROS=zeros is not None,
+        HAS_BIAS=bias is not None,
+        EVEN_N=out_features % config.block_n == 0,
+        EVEN_K=in_features % BLOCK_K[format] == 0,
+        NUM_STAGES=config.num_stages,
+        WIDEN=INTERPRETED,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        enable_fp_fusion=True,
+    )
+
+
+def _prefill(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor) -> None:
+    num_rows, out_features = out.shape
+    config, zeros = PREFILL_CONFIG, weight.zeros
+    # a step of the pipeline stays within a group
+    block_k = min(config.block_k, weight.group_size) if weight.is_packed else config.block_k
+    tiles = -(-num_rows // config.block_m) * -(-out_features // config.block_n)
+    prefill_gemm_kernel[(tiles,)](
+        x,
+        _codes(weight),
+        weight.scales,
+        out if zeros is None else zeros,
+        out if bias is None else bias,
+        out,
+        num_rows,
+        out_features,
+        weight.in_features,
+        x.stride(0),
+        *weight.scales.stride(),
+        out.stride(0),
+        FORMAT=weight.format,
+        IS_BF16=x.dtype == torch.bfloat16,
+        GROUP=weight.group_size if weight.is_packed else block_k,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=block_k,
+        ROWS_FIRST=config.rows_first,
+        HAS_ZEROS=zeros is not None,
+        HAS_BIAS=bias is not None,
+        EVEN_N=out_features % config.block_n == 0,
+        EVEN_K=weight.in_features % block_k == 0,
+        NUM_STAGES=config.num_stages,
+        WIDEN=INTERPRETED,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        enable_fp_fusion=True,
+    )
+
+
+def _float32_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if x.device.type == "cuda":
+        torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
+    else:
+        torch.mm(x.float(), weight.float().t(), out=out)
+    if bias is not None:
+        out += bias
+
+
+def _codes(weight: QuantizedWeight | Tensor) -> Tensor:
+    """What the kernels read: bytes, or the plain weight."""
+    return weight.codes.view(torch.uint8) if isinstance(weight, QuantizedWeight) else weight
+
+
+def _as_words(x: Tensor) -> Tensor:
+    """The same memory in pairs of inputs, which the two codes of a byte meet."""
+    if x.stride(0) % 2 or x.storage_offset() % 2:
+        x = x.contiguous()
+    return x.view(torch.int32)
+
+
+@cache
+def _counters(device: torch.device) -> Tensor:
+    """Zeros, one for each column tile of a weight that is cut into parts: how many of its parts have arrived. Kernels leave zeros behind."""
+    return torch.zeros(_ENOUGH_PROGRAMS, dtype=torch.int32, device=device)
+
+
+def _check(
+    x: Tensor, weight: QuantizedWeight | Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
+) -> tuple[int, int]:
+    """The weight's shape, when everything agrees with it."""
+    if isinstance(weight, QuantizedWeight):
+        shape = (weight.out_features, weight.in_features)
+    elif weight.dim() != 2 or weight.dtype != x.dtype or not weight.is_contiguous():
+        raise ShapeMismatch(
+            f"the weight is {tuple(weight.shape)} {weight.dtype} of strides {weight.stride()}; it must be a contiguous matrix of {x.dtype}, as x"
+        )
+    else:
+        shape = (weight.shape[0], weight.shape[1])
+    if x.dim() != 2 or x.shape[1] != shape[1] or x.dtype not in _DTYPES or (shape[1] > 1 and x.stride(1) != 1):
+        raise ShapeMismatch(
+            f"x is {tuple(x.shape)} {x.dtype} of strides {x.stride()}; this linear takes (num_tokens, {shape[1]}) in bfloat16 or float16, "
+            "contiguous in the last dim"
+        )
+    if bias is not None and (bias.shape != shape[:1] or bias.dtype != x.dtype or not bias.is_contiguous()):
+        raise ShapeMismatch(f"the bias is {tuple(bias.shape)} {bias.dtype}; it must be ({shape[0]},) {x.dtype}")
+    if x.device != weight.device or (bias is not None and bias.device != x.device):
+        raise ShapeMismatch(f"x is on {x.device}, the weight on {weight.device}; they and the bias must be together")
+    if out_dtype not in (None, x.dtype, torch.float32):
+        raise ShapeMismatch(f"out_dtype {out_dtype}; x's, {x.dtype}, or float32 can be had")
+    return shape
