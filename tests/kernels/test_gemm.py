@@ -7,7 +7,7 @@ import torch
 
 from loraserve_kernels import gemm, reference
 from loraserve_kernels.errors import ShapeMismatch
-from loraserve_kernels.gemm import float_linear, int8_linear, pack_float, quantize_int8, quantize_rows
+from loraserve_kernels.gemm import float_linear, int8_linear, pack_float, pack_int8, quantize_int8, quantize_rows
 
 SHAPES = [(61, 40), (128, 64), (96, 333)]
 
@@ -31,6 +31,33 @@ def test_int8_is_within_rounding_of_float(num_tokens: int, out_features: int, in
     bias = torch.randn(out_features)
     difference = int8_linear(x, quantize_int8(weight), bias) - (y + bias)
     assert (difference.abs() <= 1e-6 * (y.abs() + bias.abs())).all()
+
+
+@pytest.mark.usefixtures("_library")
+@pytest.mark.parametrize("num_tokens", [1, 9])
+def test_given_int8_codes_are_used_as_they_are(num_tokens: int) -> None:
+    """-128 among them, which rounding never makes; of rows that int8 and 7 bits hold exactly, the products are exact too."""
+    codes = torch.randint(-128, 128, (61, 40)).to(torch.int8)
+    codes[3], codes[:, 5] = -128, -128
+    scales = 2.0 ** torch.randint(-9, 3, (61,))
+    x = torch.tensor([-1.0, 1.0, 0.0])[torch.randint(0, 3, (num_tokens, 40))]
+    x[:, 5] = 1.0
+    expected = x.double() @ (codes.double() * scales.double()[:, None]).T
+    torch.testing.assert_close(int8_linear(x, pack_int8(codes, scales)).double(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("codes", "scales"),
+    [
+        (torch.zeros(6, 4, dtype=torch.uint8), torch.ones(6)),
+        (torch.zeros(6, 4, dtype=torch.int8), torch.ones(6, dtype=torch.float64)),
+        (torch.zeros(6, 4, dtype=torch.int8), torch.ones(4)),
+        (torch.zeros(6, 4, dtype=torch.int8), torch.ones(6, 1)),
+    ],
+)
+def test_int8_codes_and_scales_that_dont_fit_are_refused(codes: torch.Tensor, scales: torch.Tensor) -> None:
+    with pytest.raises(ShapeMismatch):
+        pack_int8(codes, scales)
 
 
 @pytest.mark.usefixtures("_library")

@@ -4,19 +4,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from loraserve.model.quantize import Linear, make_linear
+from loraserve.errors import ModelError
+from loraserve.model.quantize import JoinedLinear, Linear, make_linear, quantize_weight
+from loraserve_kernels.quantized import quantize
 
 FORMATS = {
     "float32": ("none", torch.float32, 1e-6),
     "bfloat16": ("none", torch.bfloat16, 1e-2),
     "float16": ("none", torch.float16, 1e-3),
     "int8": ("int8", torch.float32, 2e-2),
+    "int4": ("int4", torch.float32, 0.2),
+    "nf4": ("nf4", torch.float32, 0.2),
+    "fp8": ("fp8", torch.float32, 5e-2),
 }
-EXACT_BY_ROW = ["float32", "float16", "int8"]
+EXACT_BY_ROW = ["float32", "float16", "int8", "int4", "nf4", "fp8"]
+PACKED = ["int4", "nf4", "fp8"]
+WIDTH = 64
 
 
 def make(
-    name: str, *, out_features: int = 70, in_features: int = 52, bias: bool = False
+    name: str, *, out_features: int = 70, in_features: int = WIDTH, bias: bool = False
 ) -> tuple[Linear, Tensor, Tensor | None]:
     quantize, dtype, _ = FORMATS[name]
     weight = torch.randn(out_features, in_features)
@@ -30,7 +37,7 @@ def make(
 def test_linear_is_as_near_to_the_exact_product_as_its_format_allows(name: str, num_tokens: int, bias: bool) -> None:
     torch.manual_seed(num_tokens)
     linear, weight, b = make(name, bias=bias)
-    x = torch.randn(num_tokens, 52)
+    x = torch.randn(num_tokens, WIDTH)
     y = linear(x)
     exact = x.double() @ weight.double().T + (0 if b is None else b.double())
     assert y.dtype == torch.float32
@@ -43,6 +50,9 @@ def test_linear_is_as_near_to_the_exact_product_as_its_format_allows(name: str, 
 @pytest.mark.parametrize("name", EXACT_BY_ROW)
 def test_row_has_the_same_bits_whatever_shares_its_batch(name: str, out_features: int, in_features: int) -> None:
     torch.manual_seed(0)
+    if name in ("int4", "nf4"):
+        # whole groups
+        in_features = -(-in_features // 64) * 64
     linear, _, _ = make(name, out_features=out_features, in_features=in_features, bias=True)
     x = torch.randn(130, in_features)
     # an outlier that would spoil a scale shared by the batch
@@ -55,7 +65,7 @@ def test_row_has_the_same_bits_whatever_shares_its_batch(name: str, out_features
 @pytest.mark.parametrize("name", FORMATS)
 def test_result_is_the_callers_to_change(name: str) -> None:
     linear, _, _ = make(name, bias=True)
-    x = torch.randn(1, 52)
+    x = torch.randn(1, WIDTH)
     first = linear(x)
     kept = first.clone()
     first.fill_(7)
@@ -65,7 +75,7 @@ def test_result_is_the_callers_to_change(name: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_weight_that_was_given_is_not_kept(name: str) -> None:
     linear, weight, _ = make(name)
-    x = torch.randn(3, 52)
+    x = torch.randn(3, WIDTH)
     before = linear(x)
     weight.zero_()
     assert torch.equal(linear(x), before)
@@ -73,6 +83,51 @@ def test_weight_that_was_given_is_not_kept(name: str) -> None:
 
 def test_num_bytes_follow_the_format() -> None:
     sizes = {name: make(name)[0].num_bytes for name in FORMATS}
-    assert sizes["float32"] == 4 * 70 * 52
-    assert sizes["bfloat16"] == sizes["float16"] == 2 * 70 * 52
-    assert 70 * 52 <= sizes["int8"] <= 70 * 52 + 8 * 70
+    weights = 70 * WIDTH
+    assert sizes["float32"] == 4 * weights
+    assert sizes["bfloat16"] == sizes["float16"] == 2 * weights
+    assert weights <= sizes["int8"] <= weights + 8 * 70
+    assert sizes["fp8"] == weights + 4 * 70
+    # a float32 scale for each 64 inputs
+    assert sizes["int4"] == sizes["nf4"] == weights // 2 + 4 * 70
+
+
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 5])
+@pytest.mark.parametrize("name", PACKED)
+def test_given_codes_are_multiplied_exactly(name: str, num_tokens: int, has_zeros: bool) -> None:
+    """Within the rounding of float32 sums: nothing is rounded to 8 bits on the way."""
+    given = quantize(
+        torch.randn(70, 192), name, has_zeros=has_zeros and name == "int4", group_size=64 if name == "int4" else None
+    )
+    bias, x = torch.randn(70), torch.randn(num_tokens, 192)
+    y = make_linear(given, bias, quantize="none", dtype=torch.float32)(x)
+    exact = x.double() @ given.dequantize(torch.float64).T + bias
+    torch.testing.assert_close(y.double(), exact, rtol=0, atol=1e-4)
+
+
+def test_given_int8_codes_give_the_bits_that_rounding_gave() -> None:
+    weight, x = torch.randn(70, 52), torch.randn(9, 52)
+    given = make_linear(quantize_weight(weight, "int8"), None, quantize="none", dtype=torch.float32)
+    assert torch.equal(given(x), make_linear(weight, None, quantize="int8", dtype=torch.float32)(x))
+
+
+@pytest.mark.parametrize(("in_features", "group_size"), [(256, 128), (192, 64), (96, 32)])
+def test_int4_groups_are_the_largest_that_fill_the_width(in_features: int, group_size: int) -> None:
+    assert quantize_weight(torch.randn(8, in_features), "int4").group_size == group_size
+
+
+def test_weight_that_isnt_finite_is_refused() -> None:
+    weight = torch.randn(8, 64)
+    weight[3, 5] = float("nan")
+    with pytest.raises(ModelError, match="quantized to nf4: 1 of 8 output channels hold numbers that aren't finite"):
+        quantize_weight(weight, "nf4")
+
+
+def test_joined_linears_give_their_outputs_side_by_side() -> None:
+    (first, *_), (second, *_) = make("int4", bias=True), make("float32", out_features=30)
+    joined, x = JoinedLinear([first, second]), torch.randn(5, WIDTH)
+    y = joined(x)
+    assert torch.equal(y, torch.cat((first(x), second(x)), 1))
+    assert y.is_contiguous()
+    assert joined.num_bytes == first.num_bytes + second.num_bytes

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from loraserve_kernels import cpu_packed
+from loraserve_kernels.cpu_packed import pack_quantized, packed_linear, widen
+from loraserve_kernels.errors import InvalidWeight, ShapeMismatch
+from loraserve_kernels.quantized import QuantizedWeight, quantize
+
+KINDS = {"int4": ("int4", False), "int4 with zeros": ("int4", True), "nf4": ("nf4", False), "fp8": ("fp8", False)}
+
+
+def make(kind: str, out_features: int, in_features: int, group_size: int = 64) -> QuantizedWeight:
+    name, has_zeros = KINDS[kind]
+    # groups of very different sizes, and far from zero
+    weight = torch.randn(out_features, in_features) * 10.0 ** torch.randint(-3, 3, (out_features, 1)) + 0.3
+    return quantize(weight, name, group_size if name == "int4" else None, has_zeros=has_zeros)
+
+
+@pytest.fixture
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_packed, "_BLOCK_WEIGHTS", 5000)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_widened_weight_is_the_references_bit_for_bit(kind: str) -> None:
+    weight = make(kind, 37, 192, group_size=32)
+    assert torch.equal(widen(weight), weight.dequantize(torch.float32))
+
+
+def test_every_code_of_fp8_is_widened_as_torch_does() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(2, 128)
+    weight = QuantizedWeight("fp8", codes, torch.ones(2, 1), None, 128, 128, 2)
+    assert torch.equal(widen(weight).nan_to_num(999), codes.float().nan_to_num(999))
+
+
+@pytest.mark.usefixtures("_small_blocks")
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 63])
+@pytest.mark.parametrize("kind", KINDS)
+def test_product_is_that_of_the_widened_weight(kind: str, num_tokens: int, has_bias: bool) -> None:
+    weight = make(kind, 101, 192)
+    x, bias = torch.randn(num_tokens, 192), torch.randn(101) if has_bias else None
+    packed = pack_quantized(weight)
+    assert len(packed.blocks) == 7
+    wide = weight.dequantize(torch.float64)
+    exact, magnitude = x.double() @ wide.T, x.double().abs() @ wide.abs().T
+    if bias is not None:
+        exact, magnitude = exact + bias, magnitude + bias.abs()
+    assert ((packed_linear(x, packed, bias) - exact).abs() <= 1e-6 * magnitude).all()
+
+
+@pytest.mark.usefixtures("_small_blocks")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rows_bits_dont_depend_on_its_batch(kind: str) -> None:
+    packed, row = pack_quantized(make(kind, 101, 192)), torch.randn(1, 192)
+    alone = packed_linear(row, packed)[0]
+    for num_tokens in (2, 3, 8, 17, 64, 200):
+        x = torch.randn(num_tokens, 192)
+        x[0] = float("nan")
+        x[-1] = row[0]
+        assert torch.equal(packed_linear(x, packed)[-1], alone)
+
+
+def test_blocks_keep_scratch_memory_small_and_codes_unshared_copies_away() -> None:
+    weight = make("nf4", 4100, 1024)
+    packed = pack_quantized(weight)
+    assert all(block.out_features * block.in_features <= 1 << 20 for block in packed.blocks)
+    assert packed.blocks[0].codes.data_ptr() == weight.codes.data_ptr()
+    assert packed.num_bytes == weight.num_bytes
+
+
+def test_int8_is_refused() -> None:
+    with pytest.raises(InvalidWeight, match="pack_int8"):
+        pack_quantized(quantize(torch.randn(4, 8), "int8"))
+
+
+@pytest.mark.parametrize("x", [torch.randn(3, 63), torch.randn(64), torch.randn(3, 64).half()])
+def test_input_that_doesnt_fit_is_refused(x: torch.Tensor) -> None:
+    with pytest.raises(ShapeMismatch, match="this linear takes"):
+        packed_linear(x, pack_quantized(make("nf4", 8, 64)))

@@ -1,0 +1,332 @@
+"""A checkpoint that is quantized already computes what transformers computes with the float weights that it means."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from loraserve.errors import ConfigError, MissingTensor, ModelError, UnexpectedTensor
+from loraserve.model.checkpoint import open_checkpoint
+from loraserve.model.config import read_config
+from loraserve.model.prequantized import find_stored_weight
+from loraserve_kernels.quantized import QuantizedWeight
+
+from .conftest import PagedRun, build_model, edit_json, load, random_tokens, reference_logits
+from .stored_quantized import WIDE, group, save_compressed, save_nf4
+
+DATA = Path(__file__).parent / "data"
+NAME = "model.layers.1.mlp.up_proj"
+FP8_DYNAMIC = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+FP8_STATIC = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+
+CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+    "int4-groups": ([group(4, "group", group_size=128)], {}),
+    "int4-zero-points": ([group(4, "group", group_size=64, symmetric=False)], {}),
+    "int4-groups-of-32": ([group(4, "group", group_size=32, actorder="weight")], {}),
+    "int4-channels": ([group(4, "channel")], {}),
+    "int4-channels-with-zero-points": ([group(4, "channel", symmetric=False)], {}),
+    "int4-head-too": ([group(4, "group", group_size=64, symmetric=False)], {"ignore": []}),
+    "fp8-channels": ([group(8, "channel", type="float")], {}),
+    "fp8-tensor": ([group(8, "tensor", type="float")], {}),
+    "fp8-dynamic-activations": ([group(8, "channel", type="float", input_activations=FP8_DYNAMIC)], {}),
+    "fp8-static-activations": ([group(8, "tensor", type="float", input_activations=FP8_STATIC)], {}),
+    "fp8-head-too": ([group(8, "channel", type="float")], {"ignore": [], "format": "float-quantized"}),
+    "float-within-a-site": ([group(4, "group", group_size=128)], {"ignore": ["lm_head", "re:.*k_proj$", NAME]}),
+    "two-formats": (
+        [
+            group(4, "group", group_size=32, targets=["re:.*self_attn.*"], symmetric=False),
+            group(8, "channel", type="float", targets=["Linear"]),
+        ],
+        {},
+    ),
+}
+FORMATS = {"int4": "int4", "fp8": "fp8", "float": "int4", "two": "fp8+int4"}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_transformers_on_the_weights_that_the_library_reads(tmp_path: Path, case: str) -> None:
+    groups, options = CASES[case]
+    model = save_compressed(build_model("qwen2", **WIDE), tmp_path, groups, **options)
+    decoder = load(tmp_path)
+    token_ids = random_tokens(30)
+    ours = PagedRun(decoder).logits(token_ids, [20, 5])
+    torch.testing.assert_close(ours, reference_logits(model, token_ids), rtol=0, atol=1e-4)
+    assert decoder.spec.quantization == FORMATS[case.split("-")[0]]
+    assert decoder.spec.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_scales_in_half_precision_are_used_as_they_are(tmp_path: Path) -> None:
+    base = build_model(**WIDE).to(torch.bfloat16)
+    model = save_compressed(base, tmp_path, [group(4, "group", group_size=64, symmetric=False)])
+    token_ids = random_tokens(30)
+    ours = PagedRun(load(tmp_path)).logits(token_ids, [30])
+    # rotary frequencies in float32
+    reference = build_model(**WIDE)
+    reference.load_state_dict(model.state_dict())
+    torch.testing.assert_close(ours, reference_logits(reference, token_ids), rtol=0, atol=1e-4)
+
+
+def assembled(directory: Path, path: str) -> QuantizedWeight:
+    """The weight of one linear, as the loader hands it on."""
+    config, checkpoint = read_config(directory), open_checkpoint(directory)
+    shape = config.module_shapes[path.rsplit(".", 1)[1]]
+    stored = find_stored_weight(config.quantization, path, shape, checkpoint.tensors)
+    assert stored is not None
+    names = frozenset(f"{path}.{suffix}" for suffix in stored.tensors)
+    parts = {entry.name.removeprefix(f"{path}."): tensor for entry, tensor, _ in checkpoint.read(names)}
+    return stored.assemble(parts)
+
+
+@pytest.mark.parametrize("format", ["pack-quantized", "int-quantized", "naive-quantized"])
+@pytest.mark.parametrize("strategy", ["channel", "tensor"])
+def test_int8_codes_and_scales_are_used_as_they_are(tmp_path: Path, format: str, strategy: str) -> None:
+    # 130 inputs don't fill the last word of four codes
+    sizes = {**WIDE, "hidden_size": 130, "head_dim": 32, "num_attention_heads": 2}
+    model = save_compressed(build_model(**sizes), tmp_path, [group(8, strategy)], format=format)
+    for name in ("self_attn.k_proj", "mlp.down_proj"):
+        weight = assembled(tmp_path, f"model.layers.1.{name}")
+        assert weight.codes.min() == -128 or weight.codes.max() == 127
+        expected = model.get_submodule(f"model.layers.1.{name}").weight
+        assert torch.equal(weight.dequantize(torch.float32), expected)
+    # activations are rounded by row on the CPU, to 7 bits on some machines; this model of noise forgives little
+    decoder, token_ids = load(tmp_path), random_tokens(30)
+    ours, expected = PagedRun(decoder).logits(token_ids, [30]), reference_logits(model, token_ids)
+    assert ((ours - expected).norm(dim=1) / expected.norm(dim=1)).max() < 0.1
+    assert decoder.spec.quantization == "int8"
+
+
+@pytest.mark.parametrize("kind", ["nested", "plain"])
+def test_nf4_that_bitsandbytes_wrote_means_what_it_means_to_bitsandbytes(kind: str) -> None:
+    """`data` holds a model of one layer that transformers 5.23 with bitsandbytes 0.50.2 quantized on a CPU (bnb_4bit_quant_type nf4, with and without
+    bnb_4bit_use_double_quant) and saved with save_pretrained; and the logits that transformers computes of the tokens below with the linears' weights replaced
+    by what bitsandbytes.functional.dequantize_4bit gives in float32."""
+    directory = DATA / f"bitsandbytes-nf4-{kind}"
+    decoder = load(directory)
+    ours = PagedRun(decoder).logits([(7 * i + 3) % 24 for i in range(20)], [13])
+    expected = load_file(directory / "expected-logits")["logits"]
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
+    assert decoder.spec.quantization == "nf4"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_nested": True},
+        {"block_size": 128},
+        {"block_size": 4096, "is_nested": True},
+        {"storage": torch.bfloat16},
+        {"storage": torch.float32, "is_nested": True},
+    ],
+    ids=["plain", "nested", "blocks-of-128", "blocks-over-rows", "as-bfloat16", "nested-as-float32"],
+)
+def test_nf4_logits_equal_transformers(tmp_path: Path, options: dict[str, Any]) -> None:
+    model = save_nf4(tmp_path, **options)
+    decoder, token_ids = load(tmp_path), random_tokens(30)
+    torch.testing.assert_close(
+        PagedRun(decoder).logits(token_ids, [20]), reference_logits(model, token_ids), rtol=0, atol=1e-4
+    )
+    assert decoder.spec.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_weights_of_bitsandbytes_without_a_state_are_float(tmp_path: Path) -> None:
+    model = save_nf4(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(NAME)}
+    kept[f"{NAME}.weight"] = model.get_submodule(NAME).weight.detach()
+    save_file(kept, tmp_path / "model.safetensors")
+    ours = PagedRun(load(tmp_path)).logits(random_tokens(30), [30])
+    torch.testing.assert_close(ours, reference_logits(model, random_tokens(30)), rtol=0, atol=1e-4)
+
+
+def test_shards_give_the_same_base_as_one_file(tmp_path: Path) -> None:
+    """A weight's codes in one shard, its scales and zero points in another."""
+    save_compressed(build_model(**WIDE), tmp_path, [group(4, "group", group_size=64, symmetric=False)])
+    whole = load(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    shards: dict[str, dict[str, torch.Tensor]] = {"a.safetensors": {}, "b.safetensors": {}, "c.safetensors": {}}
+    for name, tensor in tensors.items():
+        kind = "c" if name.endswith("zero_point") else "b" if name.endswith("packed") else "a"
+        shards[f"{kind}.safetensors"][name] = tensor
+    places = {name: file for file, content in shards.items() for name in content}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    for file, content in shards.items():
+        save_file(content, tmp_path / file)
+    parts = load(tmp_path)
+    token_ids = random_tokens(20)
+    assert torch.equal(PagedRun(whole).logits(token_ids, [20]), PagedRun(parts).logits(token_ids, [20]))
+    assert whole.spec.digest == parts.spec.digest
+
+
+@pytest.fixture(scope="module")
+def int4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("int4")
+    save_compressed(build_model(**WIDE), directory, [group(4, "group", group_size=64, symmetric=False)])
+    return directory
+
+
+@pytest.fixture
+def directory(int4: Path, tmp_path: Path) -> Path:
+    """A copy of an int4 checkpoint, to break."""
+    return Path(shutil.copytree(int4, tmp_path / "model"))
+
+
+def change(directory: Path, **tensors: torch.Tensor | None) -> None:
+    """Set these tensors of `NAME`; None deletes."""
+    path = directory / "model.safetensors"
+    weights = {**load_file(path), **{f"{NAME}.{suffix}": tensor for suffix, tensor in tensors.items()}}
+    save_file({name: tensor for name, tensor in weights.items() if tensor is not None}, path)
+
+
+@pytest.mark.parametrize("suffix", ["weight_packed", "weight_scale", "weight_zero_point", "weight_shape"])
+def test_digest_follows_every_part_of_a_weight(directory: Path, suffix: str) -> None:
+    digest = load(directory).spec.digest
+    part = load_file(directory / "model.safetensors")[f"{NAME}.{suffix}"]
+    if suffix == "weight_shape":
+        # the same numbers, stored otherwise
+        part = part.int()
+    else:
+        part[3, 1] += 1
+    change(directory, **{suffix: part})
+    assert load(directory).spec.digest != digest
+
+
+def test_digest_follows_the_config(directory: Path) -> None:
+    """The same tensors of a square weight, read in groups of 64 or as channels … must not be one base."""
+    save_compressed(build_model(**WIDE), directory / "a", [group(8, "channel", type="float")])
+    digest = load(directory / "a").spec.digest
+    config = json.loads((directory / "a" / "config.json").read_text())["quantization_config"]
+    assert load(directory / "a", quantize="fp8").spec.digest == digest
+    config["config_groups"]["group_0"]["weights"]["strategy"] = "tensor"
+    edit_json(directory / "a" / "config.json", quantization_config=config)
+    # the scales are by channel still, and are used so
+    assert load(directory / "a").spec.digest == digest
+    config["ignore"].append("model.layers.7")
+    edit_json(directory / "a" / "config.json", quantization_config=config)
+    assert load(directory / "a").spec.digest != digest
+
+
+@pytest.mark.parametrize("suffix", ["weight_packed", "weight_scale", "weight_zero_point", "weight_shape"])
+def test_missing_part_is_named(directory: Path, suffix: str) -> None:
+    change(directory, **{suffix: None})
+    with pytest.raises(MissingTensor, match=f"lacks {NAME}.{suffix};"):
+        load(directory)
+
+
+@pytest.mark.parametrize("suffix", ["weight_g_idx", "weight", "weight_global_scale"])
+def test_part_that_the_config_doesnt_imply_is_named(directory: Path, suffix: str) -> None:
+    change(directory, **{suffix: torch.zeros(128)})
+    with pytest.raises(UnexpectedTensor, match=f"holds {NAME}.{suffix}, which"):
+        load(directory)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "part", "message"),
+    [
+        ("weight_scale", torch.ones(2, 256), r"weight_scale has the shape \[2, 256\]; expected \[256, 2\]"),
+        ("weight_scale", torch.ones(256, 1), r"expected \[256, 2\]"),
+        ("weight_packed", torch.zeros(128, 32, dtype=torch.int32), r"weight_packed .* expected \[256, 16\]"),
+        ("weight_zero_point", torch.zeros(256, 2, dtype=torch.int32), r"weight_zero_point .* expected \[32, 2\]"),
+        ("weight_shape", torch.tensor([128, 256]), r"weight_shape says \[128, 256\]; expected \[256, 128\]"),
+        ("weight_packed", torch.zeros(256, 16), "weight_packed is stored as F32; expected I32"),
+        ("weight_scale", torch.zeros(256, 2, dtype=torch.float64), "weight_scale is stored as F64; expected F32 or"),
+        ("weight_zero_point", torch.zeros(32, 2, dtype=torch.int8), "weight_zero_point is stored as I8"),
+    ],
+)
+def test_part_that_doesnt_fit_is_named(directory: Path, suffix: str, part: torch.Tensor, message: str) -> None:
+    change(directory, **{suffix: part})
+    with pytest.raises(ModelError, match=message):
+        load(directory)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("shape", [256, 64], "expected nf4 of shape"),
+        ("quant_type", "fp4", "expected nf4 of shape"),
+        ("blocksize", 32, "blocks of 32 weights"),
+        ("blocksize", 128, "absmax has 512 scales; expected 256"),
+        ("blocksize", 0, "blocksize is 0"),
+        ("blocksize", True, "blocksize is true"),
+        ("nested_blocksize", 512, "nested_absmax has 2 scales"),
+        ("nested_offset", None, "nested_offset is null"),
+    ],
+)
+def test_nf4_state_that_contradicts_its_tensors_is_refused(
+    tmp_path: Path, key: str, value: object, message: str
+) -> None:
+    save_nf4(tmp_path, is_nested=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = f"{NAME}.weight.quant_state.bitsandbytes__nf4"
+    state = {**json.loads(bytes(tensors[name].tolist())), key: value}
+    tensors[name] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=message):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xff"])
+def test_nf4_state_that_isnt_an_object_is_refused(tmp_path: Path, content: bytes) -> None:
+    save_nf4(tmp_path)
+    change(tmp_path, **{"weight.quant_state.bitsandbytes__nf4": torch.tensor(list(content), dtype=torch.uint8)})
+    with pytest.raises(ModelError, match="isn't a quantization state"):
+        load(tmp_path)
+
+
+def test_table_that_isnt_nf4s_is_refused(tmp_path: Path) -> None:
+    save_nf4(tmp_path)
+    change(tmp_path, **{"weight.quant_map": torch.linspace(-1, 1, 16)})
+    with pytest.raises(ModelError, match=r"quant_map isn't NF4's"):
+        load(tmp_path)
+
+
+def test_fp4_of_bitsandbytes_is_named(tmp_path: Path) -> None:
+    save_nf4(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    state = tensors.pop(f"{NAME}.weight.quant_state.bitsandbytes__nf4")
+    change_to = {**tensors, f"{NAME}.weight.quant_state.bitsandbytes__fp4": state}
+    save_file(change_to, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"bitsandbytes__fp4 says that this weight isn't NF4"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("quantize", ["int8", "nf4", "fp8"])
+def test_asking_for_another_format_is_refused(int4: Path, quantize: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"--quantize {quantize}: the checkpoint is quantized to int4 already by compr"
+    ):
+        load(int4, quantize=quantize)
+
+
+def test_asking_for_the_format_that_it_has_changes_nothing(int4: Path) -> None:
+    decoder, asked = load(int4), load(int4, quantize="int4")
+    token_ids = random_tokens(20)
+    assert torch.equal(PagedRun(decoder).logits(token_ids, [20]), PagedRun(asked).logits(token_ids, [20]))
+    assert decoder.spec == asked.spec
+
+
+def test_weights_stay_packed(int4: Path) -> None:
+    files = sum(path.stat().st_size for path in int4.glob("*.safetensors"))
+    # scales are widened, and rotary tables added
+    assert load(int4).spec.size_bytes < 1.2 * files
+
+
+def test_width_that_groups_dont_fill_is_named(tmp_path: Path) -> None:
+    save_nf4(tmp_path)
+    edit_json(tmp_path / "config.json", intermediate_size=224)
+    with pytest.raises(ModelError, match=r"down_proj has 224 inputs; NF4 is implemented for multiples of 64"):
+        load(tmp_path)
+    save_compressed(build_model(**WIDE), tmp_path / "int4", [group(4, "group", group_size=128)])
+    edit_json(tmp_path / "int4" / "config.json", intermediate_size=224)
+    with pytest.raises(ModelError, match=r"down_proj has 224 inputs, which groups of 128 \(group_size\) don't fill"):
+        load(tmp_path / "int4")
+    save_compressed(build_model(**{**WIDE, "intermediate_size": 200}), tmp_path / "channels", [group(4, "channel")])
+    with pytest.raises(ModelError, match="down_proj has 200 inputs with a common int4 scale; only multiples of 32"):
+        load(tmp_path / "channels")

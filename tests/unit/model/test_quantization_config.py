@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from loraserve.errors import ModelError
+from loraserve.model.quantization_config import Layout, QuantizationConfig, Scheme, parse_quantization
+
+INT4: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+INT8: dict[str, Any] = {"num_bits": 8, "type": "int", "strategy": "channel"}
+FP8: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": "channel"}
+NF4: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+FP8_INPUT: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+Q, UP, HEAD = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj", "lm_head"
+
+
+def compressed(
+    weights: dict[str, Any] | None, *, group: dict[str, Any] | None = None, **changes: Any
+) -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, **(group or {})}},
+        "ignore": ["lm_head"],
+        **changes,
+    }
+
+
+def parse(value: Any) -> QuantizationConfig:
+    config = parse_quantization({"quantization_config": value})
+    assert config is not None
+    return config
+
+
+@pytest.mark.parametrize("config", [{}, {"quantization_config": None}, {"quantization_config": {}}])
+def test_config_without_it_is_a_float_checkpoints(config: dict[str, Any]) -> None:
+    assert parse_quantization(config) is None
+
+
+def test_ignored_linears_are_float() -> None:
+    config = parse(compressed(INT4, ignore=["lm_head", "re:.*q_proj", "model.layers.0"]))
+    assert config.scheme(UP) == Scheme("int4", Layout.PACKED, 128)
+    assert config.scheme(HEAD) is None
+    assert config.scheme(Q) is None
+    # a name is a whole path; an expression is one that the path begins with
+    assert config.scheme("model.lm_head") is not None
+    assert config.scheme("my_q_proj_too") is None
+    assert parse(compressed(INT4, ignore=["Linear"])).scheme(UP) is None
+
+
+def test_paths_go_before_expressions_and_they_before_classes() -> None:
+    groups = {
+        "all": {"targets": ["Linear"], "weights": INT4},
+        "attention": {"targets": ["re:.*self_attn"], "weights": {**INT4, "group_size": 32}},
+        "one": {"targets": [Q], "weights": {**INT4, "group_size": 64}},
+    }
+    config = parse(compressed(INT4, config_groups=groups))
+    sizes = [scheme.group_size for scheme in map(config.scheme, (Q, Q.replace("q_", "k_"), UP)) if scheme]
+    assert sizes == [64, 32, 128]
+
+
+def test_linear_that_nothing_targets_is_float() -> None:
+    assert parse(compressed(INT4, group={"targets": ["re:.*mlp", "LlamaAttention"]})).scheme(Q) is None
+
+
+@pytest.mark.parametrize(
+    ("weights", "changes", "scheme"),
+    [
+        (INT4, {}, Scheme("int4", Layout.PACKED, 128)),
+        ({**INT4, "symmetric": False}, {}, Scheme("int4", Layout.PACKED, 128, is_symmetric=False)),
+        ({**INT4, "strategy": None, "group_size": -1}, {}, Scheme("int4", Layout.PACKED)),
+        ({**INT4, "actorder": "static"}, {}, Scheme("int4", Layout.PACKED, 128)),
+        (INT8, {}, Scheme("int8", Layout.PACKED)),
+        (INT8, {"format": "int-quantized"}, Scheme("int8", Layout.NAIVE)),
+        ({**INT8, "strategy": "tensor"}, {"format": "naive-quantized"}, Scheme("int8", Layout.NAIVE)),
+        (FP8, {"format": "float-quantized"}, Scheme("fp8", Layout.NAIVE)),
+        (FP8, {"format": "naive-quantized"}, Scheme("fp8", Layout.NAIVE)),
+        (FP8, {"format": "mixed-precision", "group": {"format": "float-quantized"}}, Scheme("fp8", Layout.NAIVE)),
+        (FP8, {"format": "float-quantized", "group": {"input_activations": FP8_INPUT}}, Scheme("fp8", Layout.NAIVE)),
+        (
+            FP8,
+            {"format": "float-quantized", "group": {"input_activations": {**FP8_INPUT, "dynamic": False}}},
+            Scheme("fp8", Layout.NAIVE, has_input_scale=True),
+        ),
+        (INT4, {"sparsity_config": {"format": "dense"}, "transform_config": {}}, Scheme("int4", Layout.PACKED, 128)),
+    ],
+)
+def test_supported_settings_are_understood(weights: dict[str, Any], changes: dict[str, Any], scheme: Scheme) -> None:
+    assert parse(compressed(weights, **changes)).scheme(UP) == scheme
+
+
+def test_older_key_means_the_same() -> None:
+    assert parse_quantization({"compression_config": compressed(INT4)}) == parse(compressed(INT4))
+
+
+@pytest.mark.parametrize("changes", [{}, {"quant_method": None}, {"load_in_8bit": False}])
+def test_nf4_of_bitsandbytes_is_understood(changes: dict[str, Any]) -> None:
+    assert parse({**NF4, **changes}).scheme(UP) == Scheme("nf4", Layout.BITSANDBYTES)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "hqq", "torchao", "mxfp4", "quark", None, 4])
+def test_other_methods_are_named_with_what_is_supported(method: object) -> None:
+    with pytest.raises(
+        ModelError, match=r"quantization_config\.quant_method is .*; only compressed-tensors or"
+    ) as raised:
+        parse({"quant_method": method, "bits": 4})
+    assert raised.value.hint is not None
+    assert "bitsandbytes NF4" in raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("gptq", "quantization_config is \"gptq\"; expected an object"),
+        ({**NF4, "load_in_4bit": False, "load_in_8bit": True}, "load_in_8bit is true; only NF4"),
+        ({**NF4, "load_in_4bit": False}, "load_in_4bit is false; only NF4"),
+        ({**NF4, "bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type is \"fp4\""),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bnb_4bit_quant_type is null"),
+        # W8A8, W4A8 and what else rounds activations
+        (compressed(INT8, group={"input_activations": {"num_bits": 8, "type": "int", "dynamic": True}}), "input_activations is"),
+        (compressed(INT4, group={"input_activations": FP8_INPUT}), "input_activations is"),
+        (compressed(FP8, format="float-quantized", group={"input_activations": {**FP8_INPUT, "num_bits": 4}}), "input_activations is"),
+        (compressed(FP8, format="float-quantized", group={"input_activations": {**FP8_INPUT, "strategy": "group"}}), "input_activations.strategy is"),
+        (compressed(INT4, group={"output_activations": FP8_INPUT}), "output_activations is"),
+        (compressed(INT4, kv_cache_scheme=FP8_INPUT), "kv_cache_scheme is"),
+        (compressed(INT4, transform_config={"config_groups": {"u": {}}}), "transform_config is"),
+        (compressed(INT4, sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config is"),
+        (compressed(INT4, quantization_status="frozen"), "quantization_status is \"frozen\""),
+        # other ways to store weights
+        (compressed(INT4, format="marlin-24"), "quantization_config.format is \"marlin-24\""),
+        (compressed(INT4, format="mixed-precision"), "format is \"mixed-precision\""),
+        (compressed(INT4, format=None), "format is null"),
+        (compressed(INT4, group={"format": "nvfp4-pack-quantized"}), "group_0.format is \"nvfp4-pack-quantized\""),
+        (compressed({**FP8, "num_bits": 4}, format="nvfp4-pack-quantized"), "format is"),
+        (compressed(FP8), "num_bits is 8; only int4 or int8 in pack-quantized"),
+        (compressed(INT4, format="int-quantized"), "num_bits is 4; only int4 or int8 in pack-quantized"),
+        (compressed({**INT4, "num_bits": 3}), "num_bits is 3"),
+        (compressed({**INT4, "num_bits": 4.0}), "num_bits is 4.0"),
+        (compressed({**INT4, "type": "uint"}), "type is \"uint\""),
+        (compressed({**INT8, "symmetric": False}), "symmetric is false; only true with int8"),
+        (compressed({**FP8, "symmetric": False}, format="float-quantized"), "symmetric is false; only true with fp8"),
+        (compressed({**INT4, "symmetric": 0}), "symmetric is 0"),
+        (compressed({**INT4, "group_size": 16}), "group_size is 16; only a multiple of 32"),
+        (compressed({**INT4, "group_size": None}), "group_size is null"),
+        (compressed({**INT4, "group_size": "128"}), "group_size is \"128\""),
+        (compressed({**INT4, "strategy": "tensor"}), "strategy is \"tensor\"; only channel or group"),
+        (compressed({**INT8, "strategy": "group", "group_size": 128}), "strategy is \"group\"; only channel or tensor with int8"),
+        (compressed({**FP8, "strategy": "block", "block_structure": [128, 128]}, format="float-quantized"), "block_structure is"),
+        (compressed({**FP8, "strategy": "block"}, format="float-quantized"), "strategy is \"block\""),
+        (compressed({**INT4, "actorder": "group"}), "actorder is \"group\""),
+        (compressed({**INT4, "actorder": True}), "actorder is true"),
+        (compressed({**INT4, "dynamic": True}), "dynamic is true"),
+        (compressed(None), "weights is null; expected an object"),
+        (compressed(INT4, config_groups={"W4A16": ["Linear"]}), "config_groups.W4A16 is"),
+        (compressed(INT4, config_groups=None), "config_groups is null; expected an object"),
+        (compressed(INT4, group={"targets": ["Embedding"]}), "targets is .*Embedding"),
+        (compressed(INT4, group={"targets": "Linear"}), "targets is \"Linear\"; expected a list of strings"),
+        (compressed(INT4, ignore=["re:("]), "isn't a regular expression"),
+    ],
+)  # fmt: skip
+def test_what_would_need_another_computation_is_refused_by_name(value: Any, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        parse(value)
+
+
+def test_identity_follows_what_is_read_otherwise() -> None:
+    values = [
+        compressed(INT4),
+        compressed({**INT4, "symmetric": False}),
+        compressed({**INT4, "group_size": 64}),
+        compressed(INT8),
+        compressed(INT4, ignore=[]),
+        compressed(INT4, group={"targets": ["re:.*mlp"]}),
+        NF4,
+    ]
+    identities = [parse(value).identity() for value in values]
+    assert all(a != b for i, a in enumerate(identities) for b in identities[:i])
+    # how it was calibrated is nothing to the function
+    assert parse(compressed({**INT4, "observer": "mse"}, version="0.9")).identity() == identities[0]
