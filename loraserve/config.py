@@ -7,18 +7,25 @@ from loraserve.types import Struct
 
 
 class EngineConfig(Struct, frozen=True):
-    """Everything the engine needs; complete and checked (`loraserve.settings` resolves ``auto``)."""
+    """Everything the engine needs, checked by `loraserve.settings`. What is ``auto`` the engine resolves: only it knows the machine's devices."""
 
     model_dir: str
     model_id: str
     store_url: str
-    device: str = "cpu"
-    dtype: str = "float32"
+    device: str = "auto"
+    """auto, cpu or cuda."""
+    dtype: str = "auto"
+    """auto: float32 on a CPU, bfloat16 on a GPU."""
     quantize: str = "none"
-    memory_budget_bytes: int = 8 * GIB
-    """Device bytes for KV blocks and adapter weights together, beside the base's weights."""
+    """none: weights stay as the checkpoint has them."""
+    memory_budget_bytes: int = 0
+    """Device bytes for KV blocks and adapter weights together, beside the base's weights; 0: 8 GiB on a CPU, on a GPU what is free."""
+    memory_utilization: float = 0.9
+    """With a budget of 0 on a GPU: the part of its memory that the engine may take in all."""
     adapter_share: float = 0.5
     """The part of the memory budget that adapters may take."""
+    adapter_dtype: str = "auto"
+    """What a GPU holds adapters in: auto (the activations' dtype), bf16, fp16 or int8. A CPU holds each as it's stored."""
     host_cache_bytes: int = 4 * GIB
     max_model_len: int | None = None
     """None: what the model's config says."""
@@ -26,6 +33,8 @@ class EngineConfig(Struct, frozen=True):
     max_num_batched_tokens: int = 512
     block_size: int = 16
     enable_prefix_cache: bool = True
+    cuda_graphs: bool = True
+    """Whether a GPU's decode steps are captured as graphs."""
     num_threads: int = 0
     """0: torch's own choice."""
     loader_threads: int = 2

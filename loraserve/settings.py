@@ -84,8 +84,15 @@ class Settings(BaseSettings):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    quantize: Literal["none", "int8", "int4"] = "none"
-    memory_budget: Size = 8 * GIB
+    quantize: Literal["none", "int8", "int4", "nf4", "fp8"] = "none"
+    """What a float checkpoint's linears are rounded to while they're loaded; none: they stay as they're stored."""
+    memory_budget: Size | None = None
+    """None: 8 GiB on a CPU, on a GPU what is free."""
+    memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    """The part of a GPU's memory that the engine may take in all, where no budget is given."""
+    adapter_dtype: Literal["auto", "bf16", "fp16", "int8"] = "auto"
+    """What a GPU holds adapters in; auto: the activations' dtype."""
+    cuda_graphs: bool = True
     host_cache: Size = 4 * GIB
     adapter_share: float = Field(default=0.5, gt=0, lt=1)
     """The part of the memory budget that adapters may take; KV blocks have the rest."""
@@ -146,26 +153,27 @@ class Settings(BaseSettings):
         return path.resolve().name if path.is_dir() else self.model
 
     def engine_config(self, model_dir: str | Path) -> EngineConfig:
-        """What the engine process is told, with ``auto`` resolved.
+        """What the engine process is told. It resolves what is ``auto``: the server's process knows no devices.
 
         Raises:
-            ConfigError: a combination that this release can't run.
+            ConfigError: flags that contradict each other.
         """
-        if self.device == "cuda":
+        if self.device == "cpu" and self.adapter_dtype != "auto":
             raise ConfigError(
-                "--device cuda: the engine runs on the CPU only in this release.", hint="Use --device cpu."
+                f"--adapter-dtype {self.adapter_dtype} is for GPUs; on a CPU each adapter is held as it's stored.",
+                hint="Leave --adapter-dtype out.",
             )
-        if self.quantize == "int4":
-            raise ConfigError("--quantize int4 isn't available on the CPU.", hint="Use --quantize int8 or none.")
         return EngineConfig(
             model_dir=str(Path(model_dir).absolute()),
             model_id=self.base_id,
             store_url=self.resolved_store_url,
-            device="cpu",
-            # CPUs without AMX or AVX512-BF16 emulate the half-width types.
-            dtype="float32" if self.dtype == "auto" else self.dtype,
+            device=self.device,
+            dtype=self.dtype,
             quantize=self.quantize,
-            memory_budget_bytes=self.memory_budget,
+            memory_budget_bytes=self.memory_budget or 0,
+            memory_utilization=self.memory_utilization,
+            adapter_dtype=self.adapter_dtype,
+            cuda_graphs=self.cuda_graphs,
             adapter_share=self.adapter_share,
             host_cache_bytes=self.host_cache,
             max_model_len=self.max_model_len,

@@ -25,15 +25,23 @@ def serve(
     ] = None,
     device: Annotated[Text, typer.Option(help="auto, cpu or cuda.", rich_help_panel=MODEL)] = None,
     dtype: Annotated[Text, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=MODEL)] = None,
-    quantize: Annotated[Text, typer.Option(help="none, int8 or int4.", rich_help_panel=MODEL)] = None,
+    quantize: Annotated[
+        Text, typer.Option(help="none (as stored), int8, int4, nf4 or fp8.", rich_help_panel=MODEL)
+    ] = None,
     max_model_len: Annotated[
         Text, typer.Option(help="The longest prompt and answer together, in tokens.", rich_help_panel=MODEL)
     ] = None,
     memory_budget: Annotated[
         Text, typer.Option(help="For KV blocks and adapters together, such as 8GiB.", rich_help_panel=ENGINE)
     ] = None,
+    memory_utilization: Annotated[
+        Text, typer.Option(help="Without it: the part of a GPU's memory to take.", rich_help_panel=ENGINE)
+    ] = None,
     adapter_share: Annotated[
         Text, typer.Option(help="The part of it that adapters may take.", rich_help_panel=ENGINE)
+    ] = None,
+    adapter_dtype: Annotated[
+        Text, typer.Option(help="What a GPU holds adapters in: auto, bf16, fp16 or int8.", rich_help_panel=ENGINE)
     ] = None,
     host_cache: Annotated[
         Text, typer.Option(help="For adapters that wait in host memory.", rich_help_panel=ENGINE)
@@ -47,6 +55,10 @@ def serve(
         typer.Option(
             "--enable-prefix-cache/--no-enable-prefix-cache", help="Reuse KV of equal prefixes.", rich_help_panel=ENGINE
         ),
+    ] = None,
+    cuda_graphs: Annotated[
+        bool | None,
+        typer.Option("--cuda-graphs/--no-cuda-graphs", help="Capture a GPU's decode steps.", rich_help_panel=ENGINE),
     ] = None,
     num_threads: Annotated[Text, typer.Option(help="Threads of the forward pass.", rich_help_panel=ENGINE)] = None,
     loader_threads: Annotated[Text, typer.Option(help="Threads that load adapters.", rich_help_panel=ENGINE)] = None,

@@ -125,7 +125,8 @@ class Engine:
         outputs = self._scheduler.take_failed()
         if scheduled or self._in_flight:
             outputs += self._launch(scheduled)
-            while len(self._in_flight) > self._num_left_in_flight(scheduled):
+            num_left = self._num_left_in_flight(scheduled)
+            while len(self._in_flight) > num_left:
                 outputs += self._update(self._in_flight.popleft())
             self._num_steps += bool(scheduled)
             self._step_s += self._clock() - started

@@ -1,4 +1,4 @@
-"""Runs the model over a batch: owns the base and the KV cache's bytes."""
+"""Runs the model over batches, and what the engine asks of whoever does. This one runs it on a CPU; `gpu_runner` on a GPU."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from loraserve.config import EngineConfig
 from loraserve.engine.batch import Batch, Resident
 from loraserve.engine.request import Request
 from loraserve.engine.sampler import Sampler, has_penalties
 from loraserve.engine.scheduler import StepResult
-from loraserve.errors import ConfigError, InvariantViolation
-from loraserve.limits import MIB
+from loraserve.errors import InvariantViolation
 from loraserve.model.decoder import Decoder
 from loraserve.model.inputs import KVTensors, ModelInputs
 from loraserve_kernels.layout import PackedAdapter
@@ -76,38 +74,33 @@ class FinishedStep:
         return self.step_results
 
 
+def kv_block_bytes(decoder: Decoder, block_size: int) -> int:
+    """Bytes of one KV block, keys and values of all layers."""
+    num_layers, num_kv_heads, head_dim = decoder.kv_shape
+    return 2 * num_layers * num_kv_heads * block_size * head_dim * decoder.kv_dtype.itemsize
+
+
+def allocate_kv(decoder: Decoder, num_blocks: int, block_size: int) -> KVTensors:
+    """Return a cache of so many blocks on the decoder's device."""
+    num_layers, num_kv_heads, head_dim = decoder.kv_shape
+    shape, dtype, device = (num_blocks, num_kv_heads, block_size, head_dim), decoder.kv_dtype, decoder.backend.device
+    # empty, not zeros: nothing reads a slot that wasn't written, and on a CPU untouched pages cost no memory
+    return KVTensors(
+        k=tuple(torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)),
+        v=tuple(torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)),
+        block_size=block_size,
+    )
+
+
 class Runner:
-    """The base model, resident, with its paged KV cache.
+    """The base model on a CPU, with its paged KV cache: a step is computed when it's launched."""
 
-    Raises:
-        ConfigError: the memory budget can't hold one sequence of the model's full length.
-    """
-
-    def __init__(self, decoder: Decoder, config: EngineConfig) -> None:
-        self._decoder = decoder
+    def __init__(self, decoder: Decoder, kv: KVTensors) -> None:
+        self._decoder, self._kv = decoder, kv
+        self.num_blocks = kv.k[0].shape[0]
         self._sampler = Sampler(decoder.spec.eos_token_ids)
         # of the step before, for the rows that the next one is fed
         self._token_ids: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
-        num_layers, num_kv_heads, head_dim = decoder.kv_shape
-        dtype = decoder.kv_dtype
-        block_bytes = 2 * num_layers * num_kv_heads * config.block_size * head_dim * dtype.itemsize
-        budget = int(config.memory_budget_bytes * (1 - config.adapter_share))
-        self.num_blocks = budget // block_bytes
-        self.adapter_budget_bytes = config.memory_budget_bytes - self.num_blocks * block_bytes
-        needed = -(-decoder.spec.max_model_len // config.block_size)
-        if self.num_blocks < needed:
-            raise ConfigError(
-                f"The KV cache's part of the memory budget, {budget / MIB:.0f} MiB, holds {self.num_blocks * config.block_size} "
-                f"tokens; one sequence of the model's {decoder.spec.max_model_len} takes {needed * block_bytes / MIB:.0f} MiB.",
-                hint="Raise --memory-budget or lower --max-model-len.",
-            )
-        shape = (self.num_blocks, num_kv_heads, config.block_size, head_dim)
-        # empty, not zeros: nothing reads a slot that wasn't written, and untouched pages cost no memory
-        self._kv = KVTensors(
-            k=tuple(torch.empty(shape, dtype=dtype) for _ in range(num_layers)),
-            v=tuple(torch.empty(shape, dtype=dtype) for _ in range(num_layers)),
-            block_size=config.block_size,
-        )
 
     def launch(self, batch: Batch) -> FinishedStep:
         """Compute the step here and now."""

@@ -66,6 +66,17 @@ class Sampler:
                 results.append(self._sample_entry(entry, logits[start:end], greedy[end - 1]))
         return results
 
+    @torch.inference_mode()
+    def sample_entry(self, entry: ScheduledRequest, logits: Tensor) -> StepResult:
+        """Return one entry's result.
+
+        Args:
+            logits: [its part of the step's, vocab_size] float32; at least one row.
+        """
+        if not bool(torch.isfinite(logits.sum())):
+            return StepResult(is_finite=False)
+        return self._sample_entry(entry, logits, int(logits[-1].argmax()))
+
     def _sample_entry(self, entry: ScheduledRequest, logits: Tensor, greedy: int) -> StepResult:
         request = entry.request
         prompt_logprobs = _score_prompt(entry, logits) if entry.is_scored else ()

@@ -13,27 +13,18 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 import msgspec
-import torch
 import zmq
 
-from adapters_store import open_store
 from loraserve import faults
 from loraserve.config import EngineConfig
 from loraserve.engine import messages as m
+from loraserve.engine.assembly import build_engine
 from loraserve.engine.core import Engine
-from loraserve.engine.runner import Runner
 from loraserve.errors import LoraserveError
-from loraserve.memory.adapter_pool import AdapterPool
-from loraserve.memory.device import CpuDevice
-from loraserve.memory.host_cache import HostCache
-from loraserve.memory.pager import Pager, Residency
-from loraserve.model.loader import load_model
+from loraserve.memory.pager import Residency
 from loraserve.types import AdapterRef
-from loraserve_kernels.launch import warm_up
-from loraserve_kernels.layout import DTYPES
 
 logger = logging.getLogger("loraserve.engine")
 
@@ -147,36 +138,6 @@ def _failed_reply(call_id: int, error: LoraserveError | None) -> m.CallReply:
     )
 
 
-def build_engine(config: EngineConfig) -> tuple[Engine, Runner]:
-    """Load the base and set memory aside.
-
-    Raises:
-        ModelError, ConfigError: what is wrong with the model's directory or the memory budget.
-    """
-    if config.num_threads:
-        torch.set_num_threads(config.num_threads)
-    dtype: torch.dtype = getattr(torch, config.dtype)
-    decoder = load_model(
-        Path(config.model_dir),
-        model_id=config.model_id,
-        dtype=dtype,
-        quantize=config.quantize,
-        device=config.device,
-        max_model_len=config.max_model_len,
-    )
-    runner = Runner(decoder, config)
-    for adapter_dtype in DTYPES:
-        warm_up(adapter_dtype)  # no step shall wait for a compiler
-    pager = Pager(
-        store=open_store(config.store_url),
-        base=decoder.spec,
-        pool=AdapterPool(CpuDevice(decoder.spec, runner.adapter_budget_bytes)),
-        host_cache=HostCache(config.host_cache_bytes),
-        num_threads=config.loader_threads,
-    )
-    return Engine(config, decoder.spec, runner, pager), runner
-
-
 def main() -> int:
     logging.basicConfig(
         stream=sys.stderr,
@@ -197,13 +158,7 @@ def main() -> int:
     outputs.connect(sys.argv[2])
     engine: Engine | None = None
     try:
-        engine, runner = build_engine(config)
-        ready = m.Ready(
-            base=engine.base,
-            num_kv_blocks=runner.num_blocks,
-            block_size=config.block_size,
-            adapter_budget_bytes=runner.adapter_budget_bytes,
-        )
+        engine, ready = build_engine(config)
         outputs.send(m.encode_output(ready))
         Worker(config, engine, inputs, outputs, server_pid=int(sys.argv[3])).run()
     except LoraserveError as error:

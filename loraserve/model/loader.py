@@ -105,7 +105,13 @@ def make_backend(device: str, dtype: torch.dtype, quantize: str) -> Backend:
     """
     if device == "cpu":
         return CpuBackend(dtype, quantize)
-    raise ConfigError(f"The device {device!r} isn't available; this version runs on the CPU.", hint="Use --device cpu.")
+    if device == "cuda":
+        # Triton is loaded for GPUs alone
+        from loraserve.model.gpu_backend import GpuBackend
+
+        # without a GPU only Triton's interpreter brings us here
+        return GpuBackend(torch.device("cuda" if torch.cuda.is_available() else "cpu"), dtype, quantize)
+    raise ConfigError(f"The device {device!r} isn't available; expected cpu or cuda.")
 
 
 def _context(config: ModelConfig, max_model_len: int | None) -> int:

@@ -27,6 +27,10 @@ class RotaryEmbedding:
         cos, sin = self._cos[positions], self._sin[positions]
         return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
 
+    def table(self) -> Tensor:
+        """Return every position's cosines and then sines, [max_model_len, head_dim] float32: for kernels that look them up themselves."""
+        return torch.cat((self._cos, self._sin), -1)
+
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotate x [num_tokens, num_heads, head_dim] in place by its positions; `cos` and `sin` are `RotaryEmbedding.at`'s."""

@@ -96,17 +96,15 @@ def test_the_admin_key_is_in_no_repr_and_no_error(monkeypatch: pytest.MonkeyPatc
     assert "tooshortasecret" not in str(caught.value)
 
 
-def test_the_engine_gets_resolved_values(tmp_path: Path) -> None:
+def test_the_engine_gets_absolute_places_and_resolves_its_device_itself(tmp_path: Path) -> None:
     (tmp_path / "my-base").mkdir()
     config = Settings.load(model=str(tmp_path / "my-base"), data_dir=tmp_path / "data").engine_config(
         tmp_path / "my-base"
     )
-    assert (config.device, config.dtype, config.model_id) == ("cpu", "float32", "my-base")
+    assert (config.device, config.dtype, config.model_id) == ("auto", "auto", "my-base")
     assert config.store_url == (tmp_path / "data" / "blobs").as_uri()
 
 
-def test_what_this_release_cannot_run_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--device cuda"):
-        Settings.load(model="m", device="cuda").engine_config("m")
-    with pytest.raises(ConfigError, match="--quantize int4"):
-        Settings.load(model="m", quantize="int4").engine_config("m")
+def test_adapters_on_a_cpu_have_no_dtype_of_their_own() -> None:
+    with pytest.raises(ConfigError, match="--adapter-dtype int8 is for GPUs"):
+        Settings.load(model="m", device="cpu", adapter_dtype="int8").engine_config("m")

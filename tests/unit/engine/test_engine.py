@@ -13,7 +13,8 @@ import zmq
 
 from loraserve.engine.core import Engine
 from loraserve.engine.messages import AddRequest
-from loraserve.engine.worker import Worker, build_engine
+from loraserve.engine.assembly import build_engine
+from loraserve.engine.worker import Worker
 from loraserve.memory.pager import Residency
 from loraserve.types import FinishReason, RequestId, SamplingParams, TenantId, TokenOutput
 
@@ -284,7 +285,7 @@ def test_a_worker_does_not_spin_while_every_request_waits_for_a_place(world, mak
     engine.pager.set_operator_pin(world.refs["r8"], True)
     while engine.pager.request(world.refs["r8"]) is not Residency.RESIDENT:
         engine.pager.poll()
-    pool.budget_bytes = pool.num_bytes
+    pool.device.limits = pool.used
     add(engine, world, [5, 5, 5], "mixed")
     with zmq.Context() as context, context.socket(zmq.PULL) as inputs, context.socket(zmq.PUSH) as outputs:
         worker = Worker(config, engine, inputs, outputs, server_pid=os.getppid())

@@ -135,7 +135,7 @@ def test_tied_checkpoint_that_has_a_head_keeps_it_as_transformers_does(tmp_path:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"device": "cuda"}, "device 'cuda'"),
+        ({"device": "tpu"}, "device 'tpu'"),
         ({"quantize": "int3"}, "'int3'"),
         ({"dtype": torch.float64}, "float64"),
         ({"max_model_len": 129}, "max_model_len is 129; this model's positions go to 128"),

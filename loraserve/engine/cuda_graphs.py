@@ -1,0 +1,73 @@
+"""The decode step as CUDA graphs: one for each size of batch, with adapters and without. On the CPU (Triton's interpreter) the same steps run as they are."""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+
+def bucket_sizes(max_num_seqs: int) -> list[int]:
+    """Sizes that a decode step is filled up to: close together where steps are small, each at most twice the one before it; the last is the largest step."""
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32), *range(576, 4097, 64)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+class DecodeGraphs:
+    """Decode steps by (bucket, whether any row has an adapter), each captured once and replayed with what the static buffers hold by then.
+
+    Args:
+        device: a CUDA device, or the CPU, where nothing is captured.
+        sizes: the buckets, ascending.
+        run: computes a step of so many rows, with LoRA's kernels or without, from buffers at fixed addresses, and returns its logits. It doesn't wait for the
+            device, and computes rows that stand for nobody without reading or writing anything of others.
+    """
+
+    def __init__(self, device: torch.device, sizes: list[int], run: Callable[[int, bool], Tensor]) -> None:
+        self._device, self._sizes, self._run = device, sizes, run
+        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+
+    def bucket(self, num_rows: int) -> int | None:
+        """Return the smallest bucket that holds so many rows; None when there's none."""
+        index = bisect_left(self._sizes, num_rows)
+        return self._sizes[index] if index < len(self._sizes) else None
+
+    def capture(self, prepare: Callable[[int], None]) -> None:
+        """Capture every step, largest first, so that the smaller ones live in the memory of the largest.
+
+        Args:
+            prepare: fills the static buffers with a step of so many rows that stand for nobody.
+        """
+        if self._device.type != "cuda":
+            return
+        started = time.monotonic()
+        pool = None
+        for size in reversed(self._sizes):
+            prepare(size)
+            for with_lora in (True, False):
+                # kernels are compiled, and libraries take their workspaces, before the capture
+                self._run(size, with_lora)
+                torch.cuda.synchronize(self._device)
+                graph = torch.cuda.CUDAGraph()
+                # threads that load adapters may allocate pinned memory meanwhile
+                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                    logits = self._run(size, with_lora)
+                pool = graph.pool() if pool is None else pool
+                self._graphs[size, with_lora] = graph, logits
+        seconds = time.monotonic() - started
+        logger.info("captured %d decode steps in %.1f s", len(self._graphs), seconds)
+
+    def replay(self, size: int, with_lora: bool) -> Tensor:
+        """Run a step of a bucket; the logits [size, vocab_size] stand until the next step."""
+        captured = self._graphs.get((size, with_lora))
+        if captured is None:
+            return self._run(size, with_lora)
+        graph, logits = captured
+        graph.replay()
+        return logits

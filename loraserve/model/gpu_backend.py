@@ -1,0 +1,161 @@
+"""The decoder on a GPU: activations in bfloat16 or float16 between linears, the residual stream in float32, Triton's kernels in between.
+
+With ``TRITON_INTERPRET=1`` the same code runs on CPU tensors, slowly: for tests.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from loraserve.errors import ConfigError
+from loraserve.model.backend import DecoderLayer
+from loraserve.model.config import ModelConfig
+from loraserve.model.inputs import GpuInputs, KVTensors
+from loraserve.model.rotary import RotaryEmbedding
+from loraserve_kernels import gpu_rows
+from loraserve_kernels.gpu_attention import paged_attention
+from loraserve_kernels.gpu_gemm import weight_only_linear
+from loraserve_kernels.quantized import QuantizedWeight, quantize
+
+GPU_DTYPES = (torch.bfloat16, torch.float16)
+GPU_FORMATS = ("none", "int8", "int4", "nf4", "fp8")
+
+
+class GpuBackend:
+    """Weights in the activations' dtype, or quantized; multiplied as they are stored.
+
+    Raises:
+        ConfigError: the device can't keep weights so.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, quantize: str) -> None:
+        if dtype not in GPU_DTYPES:
+            raise ConfigError(
+                f"The dtype {str(dtype).removeprefix('torch.')} isn't available on a GPU; expected bfloat16 or float16.",
+                hint="Leave --dtype out.",
+            )
+        if quantize not in GPU_FORMATS:
+            raise ConfigError(f"Quantization {quantize!r} isn't available; expected one of {', '.join(GPU_FORMATS)}.")
+        if quantize == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+            major, minor = torch.cuda.get_device_capability(device)
+            raise ConfigError(
+                f"This GPU, of compute capability {major}.{minor}, has no fp8; that takes 8.9.",
+                hint="Use --quantize int8.",
+            )
+        self.device = device
+        self.kv_dtype = dtype
+        self._format = None if quantize == "none" else quantize
+
+    def linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> GpuLinear:
+        return GpuLinear(self._place(weight), self._place_bias(bias), None)
+
+    def head(self, weight: Tensor | QuantizedWeight) -> GpuLinear:
+        return GpuLinear(self._place(weight), None, torch.float32)
+
+    def norm(self, weight: Tensor, eps: float) -> GpuNorm:
+        return GpuNorm(weight.to(self.device), eps, self.kv_dtype)
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        gpu_rows.swiglu(gate_up, out)
+        return out
+
+    def bind(self, config: ModelConfig, rotary: RotaryEmbedding) -> None:
+        self._config = config
+        self._cos_sin = rotary.table().to(self.device)
+
+    def begin(self, inputs: GpuInputs, kv: KVTensors) -> GpuStep:
+        return GpuStep(self._config, self._cos_sin, inputs, self.kv_dtype)
+
+    def _place(self, weight: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:
+        if isinstance(weight, Tensor):
+            if self._format is None:
+                return weight.to(self.device, self.kv_dtype, copy=True)
+            weight = quantize(weight, self._format)
+        return weight.to(self.device)
+
+    def _place_bias(self, bias: Tensor | None) -> Tensor | None:
+        return None if bias is None else bias.to(self.device, self.kv_dtype)
+
+
+class GpuLinear:
+    """``x W^T + bias`` with the weight as it is stored; x and the result in the activations' dtype, or the result in `out_dtype`."""
+
+    __slots__ = ("_bias", "_out_dtype", "_weight", "num_bytes")
+
+    def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:
+        self._weight, self._bias, self._out_dtype = weight, bias, out_dtype
+        self.num_bytes = weight.nbytes if isinstance(weight, Tensor) else weight.num_bytes
+        self.num_bytes += 0 if bias is None else bias.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return weight_only_linear(x, self._weight, self._bias, out_dtype=self._out_dtype)
+
+
+class GpuNorm:
+    """RMSNorm from the float32 stream to the activations' dtype, the sum before it in the same pass."""
+
+    __slots__ = ("_dtype", "_eps", "_weight")
+
+    def __init__(self, weight: Tensor, eps: float, dtype: torch.dtype) -> None:
+        self._weight, self._eps, self._dtype = weight, eps, dtype
+
+    def __call__(self, hidden: Tensor, /) -> Tensor:
+        return self._norm(hidden, None)
+
+    def after_adding(self, hidden: Tensor, delta: Tensor, /) -> Tensor:
+        return self._norm(hidden, delta)
+
+    def _norm(self, hidden: Tensor, delta: Tensor | None) -> Tensor:
+        out = torch.empty(hidden.shape, dtype=self._dtype, device=hidden.device)
+        gpu_rows.add_rms_norm(hidden, delta, self._weight, self._eps, out)
+        return out
+
+
+class GpuStep:
+    """One step's rotation and attention, and scratch memory for what heads gather."""
+
+    __slots__ = ("_attended", "_config", "_cos_sin", "_inputs")
+
+    def __init__(self, config: ModelConfig, cos_sin: Tensor, inputs: GpuInputs, dtype: torch.dtype) -> None:
+        self._config, self._cos_sin, self._inputs = config, cos_sin, inputs
+        shape = (inputs.token_ids.shape[0], config.num_heads, config.head_dim)
+        self._attended = torch.empty(shape, dtype=dtype, device=cos_sin.device)
+
+    def embed(self, embedding: Tensor) -> Tensor:
+        shape = (self._inputs.token_ids.shape[0], embedding.shape[1])
+        hidden = torch.empty(shape, dtype=torch.float32, device=embedding.device)
+        gpu_rows.embed(self._inputs.token_ids, embedding, hidden)
+        return hidden
+
+    def store(self, layer: DecoderLayer, qkv: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+        config, q_norm, k_norm = self._config, layer.q_norm, layer.k_norm
+        gpu_rows.rotate_and_store(
+            qkv,
+            self._inputs.positions,
+            self._cos_sin,
+            self._inputs.slot_mapping,
+            k_cache,
+            v_cache,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            q_norm=None if q_norm is None else q_norm.weight,
+            k_norm=None if k_norm is None else k_norm.weight,
+            eps=config.rms_norm_eps,
+        )
+
+    def attend(self, layer: DecoderLayer, qkv: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        self.store(layer, qkv, k_cache, v_cache)
+        config = self._config
+        q = qkv.view(qkv.shape[0], -1, config.head_dim)[:, : config.num_heads]
+        paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            self._inputs.attention,
+            self._attended,
+            scale=config.head_dim**-0.5,
+            sliding_window=layer.sliding_window,
+        )
+        return self._attended.view(qkv.shape[0], -1)
