@@ -36,6 +36,7 @@ def save_compressed(
     *,
     ignore: list[str] | None = None,
     format: str | None = None,
+    max_shard_size: str = "5GB",
 ) -> Any:
     """Quantize the model, save it with the library, and return a float32 model with the weights that the library reads from it."""
     plain = copy.deepcopy(model).float()
@@ -55,7 +56,7 @@ def save_compressed(
             module.input_scale.data.fill_(0.1)
     compressor = ModelCompressor.from_pretrained_model(model, format)
     compressor.compress_model(model)
-    model.save_pretrained(directory)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
     compressor.update_config(str(directory))
     with torch.no_grad():
         for name, module in quantized.items():

@@ -12,8 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loraserve.errors import ConfigError, MissingTensor, ModelError, ShapeMismatch, UnexpectedTensor
+from loraserve.model.quantize import quantize_weight
 
 from .conftest import PagedRun, build_model, edit_json, load, random_tokens, reference_logits, save_model
+from .stored_quantized import group, save_compressed
 
 NAME = "model.layers.1.self_attn.k_proj.weight"
 
@@ -81,6 +83,29 @@ def test_digest_follows_the_weights_and_the_function(directory: Path) -> None:
     weights[NAME].view(-1)[7] += 1e-3
     change_weights(directory, **{NAME: weights[NAME]})
     assert load(directory).spec.digest != digest
+
+
+@pytest.mark.parametrize(("quantize", "bound"), [("fp8", 1e-4), ("int4", 0.03), ("nf4", 0.03)])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_float_checkpoint_is_rounded_while_it_is_loaded(
+    tmp_path: Path, quantize: str, bound: float, is_tied: bool
+) -> None:
+    model = build_model("qwen2", hidden_size=64, intermediate_size=96 * 2, tie_word_embeddings=is_tied)
+    decoder = load(save_model(model, tmp_path), quantize=quantize)
+    token_ids = random_tokens(30)
+    ours = PagedRun(decoder).logits(token_ids, [20])
+    # only a head of its own can be rounded without the embedding
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if isinstance(module, torch.nn.Linear):
+                # the head has eight bits where the layers have four
+                format = "int8" if name == "lm_head" and quantize != "fp8" else quantize
+                module.weight.copy_(quantize_weight(module.weight, format).dequantize(torch.float32))
+    expected = reference_logits(model, token_ids)
+    # int8 rounds activations too
+    assert ((ours - expected).norm(dim=1) / expected.norm(dim=1)).max() < bound
+    assert decoder.spec.quantization == quantize
 
 
 @pytest.mark.parametrize("name", [NAME, "model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"])
@@ -185,15 +210,29 @@ print(json.dumps([status("VmHWM") - before, status("VmRSS") - before, decoder.sp
 @pytest.mark.skipif(
     not os.access("/proc/self/clear_refs", os.W_OK), reason="peak memory is measured by way of Linux's /proc"
 )
-@pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
-def test_peak_memory_is_at_most_the_final_weights_and_one_shard(tmp_path: Path, quantize: str) -> None:
-    tiny = save_model(build_model(hidden_size=64, intermediate_size=96), tmp_path / "tiny")
+@pytest.mark.parametrize(("is_quantized", "quantize"), [(False, "none"), (False, "int8"), (True, "none")])
+def test_peak_memory_is_at_most_the_final_weights_and_one_shard(
+    tmp_path: Path, is_quantized: bool, quantize: str
+) -> None:
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 10, "vocab_size": 4096}
-    big = save_model(build_model(**sizes, num_attention_heads=8), tmp_path / "big", max_shard_size="30MB")
-    shards = [path.stat().st_size for path in big.glob("*.safetensors")]
+    big, tiny = build_model(**sizes, num_attention_heads=8), build_model(hidden_size=64, intermediate_size=64)
+    for model, name, shard_size in ((tiny, "tiny", "5GB"), (big, "big", "5MB" if is_quantized else "30MB")):
+        if is_quantized:
+            groups = [group(4, "group", group_size=64)]
+            save_compressed(model, tmp_path / name, groups, ignore=[], max_shard_size=shard_size)
+        else:
+            save_model(model, tmp_path / name, max_shard_size=shard_size)
+    shards = [path.stat().st_size for path in (tmp_path / "big").glob("*.safetensors")]
     assert len(shards) >= 4
     result = subprocess.run(
-        [sys.executable, "-c", _MEASURE, str(tiny), str(big), quantize],
+        [
+            sys.executable,
+            "-c",
+            _MEASURE,
+            str(tmp_path / "tiny"),
+            str(tmp_path / "big"),
+            quantize,
+        ],
         capture_output=True,
         text=True,
         check=True,
