@@ -1,4 +1,4 @@
-"""A step's requests as the arrays that a runner hands to its device. Built with NumPy, per sequence, never per token."""
+"""A step's requests as the arrays that a runner hands to its device. Built with NumPy, for all sequences at once where that can be: it takes time of every step."""
 
 from __future__ import annotations
 
@@ -78,41 +78,51 @@ def build_batch(
         InvariantViolation: a token isn't known and ``previous`` doesn't sample it.
     """
     entries = sorted(scheduled, key=_adapter_digest)
-    counts = [entry.num_tokens for entry in entries]
-    query_starts = [0, *np.cumsum(counts).tolist()]
-    token_ids = np.empty(query_starts[-1], dtype=np.int64)
-    positions = np.empty(query_starts[-1], dtype=np.int64)
-    slots = np.empty(query_starts[-1], dtype=np.int64)
-    tables = np.zeros((len(entries), max(len(entry.request.blocks) for entry in entries)), dtype=np.int32)
-    logits_rows: list[np.ndarray] = []
-    logits_ranges: list[tuple[int, int]] = []
-    num_logits = 0
-    for i, entry in enumerate(entries):
-        request, first, last = entry.request, query_starts[i], query_starts[i + 1]
-        known = request.token_ids[entry.start : entry.end]
-        token_ids[first : first + len(known)] = known
-        token_ids[first + len(known) : last] = 0
-        positions[first:last] = np.arange(entry.start, entry.end)
-        tables[i, : len(request.blocks)] = request.blocks
-        here = positions[first:last]
-        slots[first:last] = tables[i, here // block_size].astype(np.int64) * block_size + here % block_size
-        start = first if entry.is_scored else last - 1 if entry.is_sampled else last
-        logits_rows.append(np.arange(start, last))
-        logits_ranges.append((num_logits, num_logits + last - start))
-        num_logits += last - start
+    num_entries = len(entries)
+    starts = np.fromiter((entry.start for entry in entries), np.int64, num_entries)
+    counts = np.fromiter((entry.num_tokens for entry in entries), np.int64, num_entries)
+    ends = np.cumsum(counts)
+    # which entry a row is of, and its position
+    owners = np.repeat(np.arange(num_entries), counts)
+    positions = np.arange(len(owners)) + np.repeat(starts + counts - ends, counts)
+    tables = _block_tables(entries)
+    slots = tables[owners, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    # rows from the first, of those that score their prompt, or the last, if it is sampled from
+    num_logits = [entry.num_tokens if entry.is_scored else int(entry.is_sampled) for entry in entries]
+    logits_ends = np.cumsum(num_logits)
+    logits_rows = np.arange(logits_ends[-1]) + np.repeat(ends - logits_ends, num_logits)
+    query_starts = [0, *ends.tolist()]
     return Batch(
         entries=entries,
-        token_ids=token_ids,
+        token_ids=_token_ids(entries),
         positions=positions,
         slots=slots,
         query_starts=query_starts,
-        context_lens=[entry.end for entry in entries],
+        context_lens=(starts + counts).tolist(),
         block_tables=tables,
-        logits_rows=np.concatenate(logits_rows),
-        logits_ranges=logits_ranges,
+        logits_rows=logits_rows,
+        logits_ranges=[(end - count, end) for end, count in zip(logits_ends.tolist(), num_logits, strict=True)],
         adapters=_adapters(entries, query_starts, resident),
         feeds=_feeds(entries, query_starts, previous),
     )
+
+
+def _token_ids(entries: Sequence[ScheduledRequest]) -> npt.NDArray[np.int64]:
+    token_ids: list[int] = []
+    for entry in entries:
+        known = entry.request.token_ids[entry.start : entry.end]
+        token_ids += known
+        if len(known) < entry.num_tokens:
+            token_ids += [0] * (entry.num_tokens - len(known))
+    return np.array(token_ids, dtype=np.int64)
+
+
+def _block_tables(entries: Sequence[ScheduledRequest]) -> npt.NDArray[np.int32]:
+    tables = np.zeros((len(entries), max(len(entry.request.blocks) for entry in entries)), dtype=np.int32)
+    for i, entry in enumerate(entries):
+        blocks = entry.request.blocks
+        tables[i, : len(blocks)] = blocks
+    return tables
 
 
 def _feeds(entries: Sequence[ScheduledRequest], query_starts: Sequence[int], previous: Batch | None) -> Feeds:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
-from loraserve.memory.kv_cache import BlockId, PrefixKey
+from loraserve.memory.kv_cache import PrefixKey
 from loraserve.types import AdapterRef, FinishReason, RequestId, SamplingParams, TenantId, TokenLogprobs
 
 
@@ -49,7 +50,8 @@ class Request:
     """Computed, or about to be by a step in flight."""
     num_in_flight_tokens: int = 0
     """The last of `num_tokens`: steps in flight sample them, and their ids aren't known yet."""
-    blocks: list[BlockId] = field(default_factory=list)
+    blocks: array[int] = field(default_factory=lambda: array("i"))
+    """Ids of its KV blocks, as int32: a step's block table is made of them at once."""
     block_keys: list[PrefixKey] = field(default_factory=list)
     """Keys of the leading blocks that are published or were prefix hits."""
     num_cached_tokens: int = 0

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from typing import Any, Protocol
 
 from loraserve.engine.request import Pin, Request, Status
 from loraserve.errors import AdapterNumerics, EngineError, InvariantViolation, LoraserveError
-from loraserve.memory.kv_cache import KVCache
+from loraserve.memory.kv_cache import BlockId, KVCache
 from loraserve.memory.pager import Residency
 from loraserve.types import AdapterRef, Digest, FinishReason, RequestId, TokenLogprobs, TokenOutput
 
@@ -164,14 +165,15 @@ class Scheduler:
         scheduled: list[ScheduledRequest] = []
         preempted = False
         # those whose last token is in flight have no part in this step, and keep no place in it from others
-        max_running = self._max_num_seqs + sum(1 for request in self._running if request.num_pending_tokens == 0)
-        for request in sorted(self._running, key=lambda r: r.num_pending_tokens > 1):
+        running = [(request.num_pending_tokens, request) for request in self._running]
+        max_running = self._max_num_seqs + sum(1 for num_pending, _ in running if num_pending == 0)
+        for num_pending, request in sorted(running, key=lambda entry: entry[0] > 1):
             if budget == 0:
                 break
             # preempted for an earlier one in this very loop, or with nothing left to compute
-            if request.status is not Status.RUNNING or request.num_pending_tokens == 0:
+            if request.status is not Status.RUNNING or num_pending == 0:
                 continue
-            count = min(request.num_pending_tokens, budget)
+            count = min(num_pending, budget)
             while not self._reserve(request, count):
                 preempted = True
                 victim = self._choose_victim(scheduled)
@@ -246,7 +248,7 @@ class Scheduler:
     def _take_prefix(self, request: Request) -> None:
         # The last token is always computed: its logits are what the step is for.
         blocks, keys = self._kv.match_prefix(request.prefix_root, request.token_ids, request.num_tokens - 1)
-        request.blocks, request.block_keys = blocks, keys
+        request.blocks, request.block_keys = array("i", blocks), keys
         request.num_computed_tokens = len(blocks) * self._kv.block_size
 
     def _reserve(self, request: Request, count: int) -> bool:
@@ -279,8 +281,8 @@ class Scheduler:
         insort(self._waiting, request, key=_ORDER)
 
     def _drop_blocks(self, request: Request) -> None:
-        self._kv.release(request.blocks)
-        request.blocks = []
+        self._kv.release([BlockId(block) for block in request.blocks])
+        request.blocks = array("i")
         request.block_keys = []
         request.num_computed_tokens = 0
 
@@ -341,7 +343,7 @@ class Scheduler:
         for index in range(len(request.block_keys), num_tokens // size):
             parent = request.block_keys[-1] if request.block_keys else request.prefix_root
             content = request.token_ids[index * size : (index + 1) * size]
-            request.block_keys.append(self._kv.publish(request.blocks[index], parent, content))
+            request.block_keys.append(self._kv.publish(BlockId(request.blocks[index]), parent, content))
 
     def _finish_reason(self, request: Request, token_id: int | None) -> tuple[FinishReason | None, int | None]:
         params = request.params
