@@ -13,10 +13,9 @@ from torch import Tensor
 from loraserve_kernels.errors import ShapeMismatch
 from loraserve_kernels.expand import expand_kernel
 from loraserve_kernels.gpu_device import INTERPRETED, num_programs
-from loraserve_kernels.gpu_plan import BLOCK_K, HEADER, SITE_INDEX, GpuLoraPlan, split_k
+from loraserve_kernels.gpu_plan import BLOCK_K, HEADER, SITE_INDEX, GpuLoraPlan
 from loraserve_kernels.layout import MODULE_INDEX, SITES
-from loraserve_kernels.paged_layout import row_stride
-from loraserve_kernels.shrink import shrink_kernel
+from loraserve_kernels.shrink import look_up_kernel, shrink_kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,52 +32,48 @@ EXPAND_CONFIGS: dict[int, KernelConfig] = {16: KernelConfig(256, 4, 2), 32: Kern
 """By block_m. A block is columns of x (shrink) or of y (expand)."""
 
 
-def apply_lora(x: Tensor, y: Tensor, plan: GpuLoraPlan, site: str, layer: int) -> None:
+def apply_lora(x: Tensor, y: Tensor, plan: GpuLoraPlan, site: str, layer: int, bias: Tensor | None = None) -> None:
     """Add ``scaling · B A x`` to `y` in place, for every row that has an adapter and every slice of the site; leave other rows as they are.
+
+    Where an adapter has a δ for a slice (DoRA), what these columns of its rows then hold beside the bias is multiplied by 1 + δ.
 
     Two launches, no synchronisation, no allocation: may be captured in a CUDA graph and replayed after any later ``plan.fill``.
 
     Args:
-        x: [at least num_tokens, in_features] bfloat16 or float16, contiguous in the last dim.
-        y: [as many rows, sum of the site's out_features], x's dtype, contiguous in the last dim; slices in the order of ``SITES[site]``.
+        x: [at least num_tokens, in_features] of the pool's dtype, contiguous in the last dim. At ``lm_head``, the sampled rows: at least num_sampled.
+        y: [as many rows, sum of the site's out_features], x's dtype or float32, contiguous in the last dim; slices in the order of ``SITES[site]``.
         plan: the step's.
-        site: ``qkv``, ``o``, ``gate_up`` or ``down``.
-        layer: which decoder layer.
+        site: ``qkv``, ``o``, ``gate_up``, ``down`` or ``lm_head``.
+        layer: which decoder layer; 0 for ``lm_head``.
+        bias: [sum of the site's out_features], contiguous: what y already holds of the linears' biases. Only δ needs it.
 
     Raises:
-        ShapeMismatch: x, y and the plan disagree on rows, widths, dtypes or devices.
+        ShapeMismatch: x, y, the bias and the plan disagree on rows, widths, dtypes or devices.
     """
     plan.check_layer(site, layer)
-    pool, first = plan.pool, MODULE_INDEX[SITES[site][0]]
-    in_features = pool.module_shapes[first][1]
-    widths = [pool.module_shapes[first + s][0] if s < len(SITES[site]) else 0 for s in range(3)]
-    num_rows = x.shape[0]
-    if num_rows < plan.num_tokens or x.shape != (num_rows, in_features) or y.shape != (num_rows, sum(widths)):
+    if site == "embed":
+        raise ShapeMismatch("the embedding takes token ids, not rows of numbers: call apply_embedding_lora")
+    pool = plan.pool
+    in_features = pool.module_shapes[MODULE_INDEX[SITES[site][0]]][1]
+    num_rows = plan.num_sampled if site == "lm_head" else plan.num_tokens
+    if x.shape[0] < num_rows or x.shape[1:] != (in_features,) or x.dtype != pool.dtype or x.stride(1) != 1:
         raise ShapeMismatch(
-            f"x is {tuple(x.shape)} and y is {tuple(y.shape)}; site {site} of this plan takes at least "
-            f"{plan.num_tokens} rows of {in_features} and {sum(widths)}"
+            f"x is {x.dtype} {tuple(x.shape)}; site {site} of this plan takes at least {num_rows} rows of {in_features}, "
+            f"{pool.dtype} and contiguous in the last dim"
         )
-    dtypes = (torch.bfloat16, torch.float16) if pool.data.dtype == torch.int8 else (pool.data.dtype,)
-    if x.dtype != y.dtype or x.dtype not in dtypes or x.stride(1) != 1 or y.stride(1) != 1:
-        raise ShapeMismatch(
-            f"x is {x.dtype} and y is {y.dtype}; with a pool of {pool.data.dtype} both must be one of {dtypes} and contiguous in the last dim"
-        )
-    if x.device != pool.data.device or y.device != pool.data.device:
-        raise ShapeMismatch(f"x is on {x.device}, y on {y.device}, the adapters on {pool.data.device}")
-    grid = (num_programs(x.device),)
-    split, header_at = split_k(in_features), 4 * SITE_INDEX[site]
-    config = SHRINK_CONFIGS[plan.block_m]
-    shrink_kernel[grid](
+    _check_output(y, x, plan, site, bias)
+    split, config = plan.split_k(site), SHRINK_CONFIGS[plan.block_m]
+    shrink_kernel[(num_programs(x.device),)](
         x,
-        pool.data,
-        pool.a_units[layer],
-        pool.multipliers[layer],
+        pool.weights,
+        pool.codes,
+        pool.records[0, layer],
         plan.buffer,
         plan.scratch,
         in_features,
         x.stride(0),
-        row_stride(in_features),
-        HEADER_AT=header_at,
+        pool.records.stride(0),
+        HEADER_AT=4 * SITE_INDEX[site],
         PERM_AT=HEADER,
         SPLIT_K=split,
         BLOCK_M=plan.block_m,
@@ -90,19 +85,82 @@ def apply_lora(x: Tensor, y: Tensor, plan: GpuLoraPlan, site: str, layer: int) -
         num_stages=config.num_stages,
         enable_fp_fusion=True,
     )
-    config = EXPAND_CONFIGS[plan.block_m]
-    expand_kernel[grid](
+    _expand(y, plan, site, layer, bias)
+
+
+def apply_embedding_lora(token_ids: Tensor, y: Tensor, plan: GpuLoraPlan) -> None:
+    """Add ``scaling · B (column token_id of A)`` to `y` in place, for every row whose adapter has the module ``embed_tokens``; leave other rows as they are.
+
+    Where the adapter has a δ, these rows are then multiplied by 1 + δ. Launches as `apply_lora` does.
+
+    Args:
+        token_ids: [at least num_tokens] int64 or int32, contiguous; those of rows with an adapter are in the vocabulary.
+        y: [as many rows, hidden_size] float32 or the pool's dtype, contiguous in the last dim: the rows of the base's embedding.
+        plan: the step's.
+
+    Raises:
+        ShapeMismatch: the token ids, y and the plan disagree on rows, widths, dtypes or devices.
+    """
+    pool = plan.pool
+    if token_ids.dim() != 1 or token_ids.shape[0] < plan.num_tokens or token_ids.stride(0) != 1:
+        raise ShapeMismatch(
+            f"token_ids is {tuple(token_ids.shape)}; this plan takes at least {plan.num_tokens} of them, contiguous"
+        )
+    if token_ids.dtype not in (torch.int64, torch.int32):
+        raise ShapeMismatch(f"token_ids is {token_ids.dtype}, not int64 or int32")
+    _check_output(y, token_ids, plan, "embed", None)
+    look_up_kernel[(num_programs(y.device),)](
+        token_ids,
+        pool.weights,
+        pool.codes,
+        pool.records,
+        plan.buffer,
         plan.scratch,
-        pool.data,
-        pool.b_units[layer],
-        pool.multipliers[layer],
+        pool.records.stride(0),
+        HEADER_AT=4 * SITE_INDEX["embed"],
+        PERM_AT=HEADER,
+        BLOCK_M=plan.block_m,
+        num_warps=4,
+    )
+    _expand(y, plan, "embed", 0, None)
+
+
+def _widths(plan: GpuLoraPlan, site: str) -> list[int]:
+    first, num_slices = MODULE_INDEX[SITES[site][0]], len(SITES[site])
+    return [plan.pool.module_shapes[first + s][0] if s < num_slices else 0 for s in range(3)]
+
+
+def _check_output(y: Tensor, x: Tensor, plan: GpuLoraPlan, site: str, bias: Tensor | None) -> None:
+    pool, width = plan.pool, sum(_widths(plan, site))
+    if y.shape != (x.shape[0], width) or y.dtype not in (pool.dtype, torch.float32) or y.stride(1) != 1:
+        raise ShapeMismatch(
+            f"y is {y.dtype} {tuple(y.shape)} beside {x.shape[0]} rows; site {site} of this plan takes as many rows of {width}, "
+            f"{pool.dtype} or float32 and contiguous in the last dim"
+        )
+    if bias is not None and (bias.shape != (width,) or not bias.is_floating_point() or bias.stride(0) != 1):
+        raise ShapeMismatch(f"bias is {bias.dtype} {tuple(bias.shape)}; site {site} takes {width} numbers, contiguous")
+    devices = {t.device for t in (x, y, pool.data, *(() if bias is None else (bias,)))}
+    if len(devices) > 1:
+        raise ShapeMismatch(f"x is on {x.device}, y on {y.device}, the adapters on {pool.data.device}")
+
+
+def _expand(y: Tensor, plan: GpuLoraPlan, site: str, layer: int, bias: Tensor | None) -> None:
+    pool, widths, config = plan.pool, _widths(plan, site), EXPAND_CONFIGS[plan.block_m]
+    expand_kernel[(num_programs(y.device),)](
+        plan.scratch,
+        pool.weights,
+        pool.codes,
+        pool.deltas,
+        pool.records[0, layer],
         plan.buffer,
         y,
+        bias,
         y.stride(0),
+        pool.records.stride(0),
         *widths,
-        HEADER_AT=header_at,
+        HEADER_AT=4 * SITE_INDEX[site],
         PERM_AT=HEADER,
-        SPLIT_K=split,
+        SPLIT_K=plan.split_k(site),
         BLOCK_M=plan.block_m,
         BLOCK_N=config.block,
         EVEN_N=all(width % 16 == 0 for width in widths),

@@ -2,12 +2,14 @@
 
 The buffer is int32. Its first `HEADER` numbers say, for each site in turn, how many work items there are, where they start, how many row tiles there are
 and where they start (in elements of the buffer); kernels read the counts there, so one captured CUDA graph serves every mix of adapters,
-ranks and rows. At `HEADER` stands the permutation: token rows sorted by adapter, base rows left out. Then, packed:
+ranks and rows. At `HEADER` stands the permutation: token rows sorted by adapter, base rows left out; then the same of the sampled rows, where the head
+has adapters. Then, packed:
 
-    work item (shrink)   row0, num_rows, tile, 0: sixteen ranks of one module for up to block_m rows of one adapter
-    row tile (expand)    row0, num_rows, 0, 0, then for each of up to three slices: first work item, work items, first tile, 0; all 0 at the end
+    work item (shrink)   row0, num_rows, tile, kind: sixteen ranks of one module for up to block_m rows of one adapter
+    row tile (expand)    row0, num_rows, kind, 0, then for each of up to three slices: first work item, work items, first tile, whether there is a δ
 
-row0 counts in the permutation. Item i leaves its sums at place i of `scratch`, so a row tile finds a slice's sums one after the other.
+row0 counts in the permutation. The kind is 1 for an adapter stored in int8, 0 otherwise. Item i of a site leaves its sums at place i of `scratch`, so a row tile
+finds a slice's sums one after the other.
 """
 
 from __future__ import annotations
@@ -18,21 +20,35 @@ import torch
 
 from loraserve_kernels.errors import InvalidPlan, ShapeMismatch
 from loraserve_kernels.layout import MODULE_INDEX, SITES
-from loraserve_kernels.paged_layout import RANK_TILE, PagedPool
+from loraserve_kernels.paged_layout import (
+    FIRST_ITEM,
+    FIRST_SLICE,
+    FIRST_TILE,
+    KIND,
+    NUM_TILES,
+    RANK_TILE,
+    SITE_WORDS,
+    SLICE_WORDS,
+)
+from loraserve_kernels.paged_pool import PagedPool
 
 BLOCK_K = 128
 HEADER = -(-4 * len(SITES) // 16) * 16
 ITEM = 4
-ROW_TILE = 16
+ROW_TILE = SITE_WORDS
 ROWS_OF_A_TILE = (16, 32)
 """Rows that a tile may hold, small for decoding and large for prefill: below 64 the tensor cores take their first operand from registers safely."""
 
 SITE_INDEX: dict[str, int] = {site: index for index, site in enumerate(SITES)}
+_HEAD = SITE_INDEX["lm_head"]
+_ITEMS, _COUNTS, _TILES = (slice(FIRST_SLICE + word, None, SLICE_WORDS) for word in (FIRST_ITEM, NUM_TILES, FIRST_TILE))
+
+Rows = npt.NDArray[np.int32]
 
 
-def split_k(in_features: int) -> int:
+def split_k(site: str, in_features: int) -> int:
     """Into how many parts shrink cuts a row's sum: fixed by its length, never by the batch, so a row's bits don't depend on what shares its step."""
-    return min(16, max(1, in_features // 512))
+    return 1 if site == "embed" else min(16, max(1, in_features // 512))
 
 
 class GpuLoraPlan:
@@ -42,6 +58,7 @@ class GpuLoraPlan:
         pool: where the adapters lie.
         block_m: rows of a tile.
         num_tokens: rows of the step that was filled in last; 0 before.
+        num_sampled: those of them whose logits are computed.
         buffer: int32, on the pool's device; see the module's docstring.
         scratch: [max_work_items, split_k, block_m, 16] float32, on the pool's device; a site with a lower split_k packs its items closer.
     """
@@ -62,95 +79,106 @@ class GpuLoraPlan:
             raise InvalidPlan(f"tiles of {block_m} rows; the kernels have {ROWS_OF_A_TILE}")
         self.pool = pool
         self.block_m = block_m
-        self.num_tokens = 0
+        self.num_tokens = self.num_sampled = 0
         self._max_num_tokens = max_num_tokens
         self._max_work_items = max_work_items
         device = pool.data.device
         # a row tile has at least one work item
-        num_elements = HEADER + max_num_tokens + 16 + len(SITES) * (max_work_items * (ITEM + ROW_TILE) + 16)
+        num_elements = HEADER + 2 * max_num_tokens + 32 + len(SITES) * max_work_items * (ITEM + ROW_TILE)
         self.buffer = torch.zeros(num_elements, dtype=torch.int32, device=device)
-        self._staged = torch.zeros(num_elements, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._host: npt.NDArray[np.int32] = self._staged.numpy()
-        most = max(split_k(shape[1]) for shape in pool.module_shapes)
+        # used in turn: one is filled while the other's copy may still wait for the step before
+        self._staging = [
+            torch.zeros(num_elements, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(2)
+        ]
+        most = max(self.split_k(site) for site in SITES)
         self.scratch = torch.empty(max_work_items * most * block_m * RANK_TILE, dtype=torch.float32, device=device)
 
-    def fill(self, row_slots: npt.NDArray[np.int32]) -> bool:
+    def split_k(self, site: str) -> int:
+        """Planes of a work item's sums at this site."""
+        return split_k(site, self.pool.module_shapes[MODULE_INDEX[SITES[site][0]]][1])
+
+    def fill(self, row_slots: Rows, sampled_rows: Rows | None = None) -> bool:
         """Describe the next step and send it to the device in one copy; False when every row is the base's, so that the step launches no LoRA kernel.
 
-        The copy doesn't wait: call again only once the last one is done, as it is when that step's result is known.
+        The copy is enqueued on the current stream and isn't waited for. Two buffers take turns, so the copy of the fill before last must be done: a step may be
+        filled in while the one before it runs.
 
         Args:
             row_slots: [num_tokens]: the slot of each row's adapter in the pool; 0 for a base row.
+            sampled_rows: the rows that the head's inputs are made of, in their order; None: all, each in its own place.
 
         Raises:
-            InvalidPlan: more rows or work items than the plan was made for, or a slot that the pool doesn't have; the last step stands.
+            InvalidPlan: more rows or work items than the plan was made for, or a row or slot that doesn't exist; the last step stands.
         """
         if len(row_slots) > self._max_num_tokens:
             raise InvalidPlan(f"a step of {len(row_slots)} rows; this plan was made for {self._max_num_tokens}")
-        if len(row_slots) and not 0 <= int(row_slots.min()) <= int(row_slots.max()) < len(self.pool.num_tiles):
-            raise InvalidPlan(f"slots {row_slots.min()} to {row_slots.max()}; the pool has {len(self.pool.num_tiles)}")
-        num_elements = self._describe(row_slots)
-        self.num_tokens = len(row_slots)
+        if len(row_slots) and not 0 <= int(row_slots.min()) <= int(row_slots.max()) < self.pool.max_slots:
+            raise InvalidPlan(f"slots {row_slots.min()} to {row_slots.max()}; the pool has {self.pool.max_slots}")
+        num_sampled = len(row_slots) if sampled_rows is None else len(sampled_rows)
+        if sampled_rows is not None and num_sampled:
+            first, last = int(sampled_rows.min()), int(sampled_rows.max())
+            if not 0 <= first <= last < len(row_slots) or num_sampled > self._max_num_tokens:
+                raise InvalidPlan(f"{num_sampled} sampled rows, {first} to {last}, of a step of {len(row_slots)}")
+        staged = self._staging[0]
+        num_elements = self._describe(row_slots, sampled_rows, staged.numpy())
+        self.num_tokens, self.num_sampled = len(row_slots), num_sampled
         if num_elements:
-            self.buffer[:num_elements].copy_(self._staged[:num_elements], non_blocking=True)
+            self.buffer[:num_elements].copy_(staged[:num_elements], non_blocking=True)
+            self._staging.reverse()
         return num_elements > 0
 
-    def _describe(self, row_slots: npt.NDArray[np.int32]) -> int:
-        """Write the step's description to the host's buffer; its length, or 0 when there is nothing to do."""
-        order = np.argsort(row_slots, kind="stable").astype(np.int32)
-        perm = order[len(order) - np.count_nonzero(row_slots) :]
-        slots = row_slots[perm]
-        starts = np.flatnonzero(np.diff(slots, prepend=0))
-        sizes = np.diff(starts, append=len(slots))
-        tiles_of_group = -(-sizes // self.block_m)
-        group = np.repeat(np.arange(len(starts)), tiles_of_group)
-        first_tile_of_group = np.cumsum(tiles_of_group) - tiles_of_group
-        done = (np.arange(len(group)) - first_tile_of_group[group]) * self.block_m
-        row0 = starts[group] + done
-        num_rows = np.minimum(self.block_m, sizes[group] - done)
-        tile_slots = slots[row0]
-
-        header = np.zeros((len(SITES), 4), dtype=np.int32)
-        parts: list[npt.NDArray[np.int32]] = []
-        position = HEADER + -(-len(perm) // 16) * 16
-        for site, modules in SITES.items():
-            first = MODULE_INDEX[modules[0]]
-            columns = slice(first, first + len(modules))
-            counts = self.pool.num_tiles[tile_slots, columns]
-            kept = np.flatnonzero(counts.any(axis=1))
-            counts, first_tiles = counts[kept], self.pool.first_tiles[tile_slots[kept], columns]
-            flat = counts.ravel()
-            first_items = np.cumsum(flat) - flat
-            num_items = int(flat.sum())
-            if num_items > self._max_work_items:
-                raise InvalidPlan(
-                    f"{num_items} work items at site {site}; this plan was made for {self._max_work_items}: admit fewer rows with high ranks"
-                )
-            row_tiles = np.zeros((len(kept), ROW_TILE), dtype=np.int32)
-            row_tiles[:, 0], row_tiles[:, 1] = row0[kept], num_rows[kept]
-            for s in range(len(modules)):
-                row_tiles[:, 4 + 4 * s] = first_items.reshape(counts.shape)[:, s]
-                row_tiles[:, 5 + 4 * s] = counts[:, s]
-                row_tiles[:, 6 + 4 * s] = first_tiles[:, s]
-            # the (row tile, slice) of each item
-            owner = np.repeat(np.arange(len(flat)), flat)
-            items = np.zeros((num_items, ITEM), dtype=np.int32)
-            row_tile = kept[owner // len(modules)]
-            items[:, 0], items[:, 1] = row0[row_tile], num_rows[row_tile]
-            items[:, 2] = first_tiles.ravel()[owner] + np.arange(num_items) - first_items[owner]
-            items_end = position + -(-items.size // 16) * 16
-            header[SITE_INDEX[site]] = num_items, position, len(kept), items_end
-            parts += [items.ravel(), row_tiles.ravel()]
-            position = items_end + row_tiles.size
-        if not header[:, 0].any():
+    def _describe(self, row_slots: Rows, sampled_rows: Rows | None, out: Rows) -> int:
+        """Write the step's description; its length, or 0 when there is nothing to do."""
+        perm, row0, num_rows, slots = _tiles_of_rows(row_slots, self.block_m)
+        if not len(slots):
             return 0
-        self._host[:HEADER] = header.ravel()
-        self._host[HEADER : HEADER + len(perm)] = perm
-        for site_index in range(len(SITES)):
-            for which in (0, 1):
-                part, start = parts[2 * site_index + which], int(header[site_index, 1 + 2 * which])
-                self._host[start : start + part.size] = part
-        return position
+        num_sites = len(SITES)
+        num_tiles, first_tiles = np.full(num_sites, len(slots)), np.zeros(num_sites, dtype=np.int64)
+        if sampled_rows is not None and self.pool.sites[slots, _HEAD, FIRST_SLICE + NUM_TILES].any():
+            sampled = _tiles_of_rows(row_slots[sampled_rows], self.block_m)
+            num_tiles[_HEAD], first_tiles[_HEAD] = len(sampled[3]), len(slots)
+            row0 = np.concatenate((row0, sampled[1] + np.int32(len(perm))))
+            num_rows, slots = np.concatenate((num_rows, sampled[2])), np.concatenate((slots, sampled[3]))
+            perm = np.concatenate((perm, sampled[0]))
+        # a row tile at a site: which site, which tile of rows
+        site = np.repeat(np.arange(num_sites), num_tiles)
+        tile = np.arange(len(site)) + (first_tiles - np.cumsum(num_tiles) + num_tiles)[site]
+        row_tiles = self.pool.sites[slots[tile], site]
+        row_tiles[:, 0], row_tiles[:, 1] = row0[tile], num_rows[tile]
+        kept = row_tiles[:, _COUNTS].any(axis=1)
+        if not kept.all():
+            row_tiles, site = row_tiles[kept], site[kept]
+            if not len(row_tiles):
+                return 0
+        counts = row_tiles[:, _COUNTS].ravel()
+        ends = np.cumsum(counts)
+        first_items = ends - counts
+        bounds = np.searchsorted(site, np.arange(num_sites + 1))
+        items_before = np.concatenate((first_items, ends[-1:]))[3 * bounds]
+        num_items = np.diff(items_before)
+        if int(num_items.max()) > self._max_work_items:
+            most = int(num_items.argmax())
+            raise InvalidPlan(
+                f"{num_items[most]} work items at site {list(SITES)[most]}; this plan was made for {self._max_work_items}: "
+                "admit fewer rows with high ranks"
+            )
+        row_tiles[:, _ITEMS] = first_items.reshape(-1, 3) - items_before[site][:, None]
+        # the (row tile, slice) of each item
+        owner = np.repeat(np.arange(len(counts)), counts)
+        items = row_tiles[owner // 3, :ITEM]
+        items[:, 3] = items[:, KIND]
+        items[:, 2] = (row_tiles[:, _TILES].ravel() - first_items)[owner] + np.arange(len(owner))
+
+        items_at = HEADER + -(-len(perm) // 16) * 16
+        tiles_at = items_at + -(-items.size // 16) * 16
+        end: int = tiles_at + row_tiles.size
+        header = out[: 4 * num_sites].reshape(num_sites, 4)
+        header[:, 0], header[:, 1] = num_items, items_at + ITEM * items_before[:-1]
+        header[:, 2], header[:, 3] = np.diff(bounds), tiles_at + ROW_TILE * bounds[:-1]
+        out[HEADER : HEADER + len(perm)] = perm
+        out[items_at : items_at + items.size] = items.ravel()
+        out[tiles_at:end] = row_tiles.ravel()
+        return end
 
     def check_layer(self, site: str, layer: int) -> None:
         """Raises: ShapeMismatch: no such layer or site."""
@@ -158,3 +186,18 @@ class GpuLoraPlan:
             raise ShapeMismatch(
                 f"site {site}, layer {layer}; sites are {', '.join(SITES)}, layers 0 to {self.pool.num_layers - 1}"
             )
+
+
+def _tiles_of_rows(row_slots: Rows, block_m: int) -> tuple[Rows, Rows, Rows, Rows]:
+    """Rows sorted by adapter, base rows left out; then, of each tile: where it starts among them, how many rows it has, the slot of its adapter."""
+    order = np.argsort(row_slots, kind="stable").astype(np.int32)
+    perm = order[len(order) - np.count_nonzero(row_slots) :]
+    slots = row_slots[perm]
+    starts = np.flatnonzero(np.diff(slots, prepend=0))
+    sizes = np.diff(starts, append=len(slots))
+    tiles_of_group = -(-sizes // block_m)
+    group = np.repeat(np.arange(len(starts)), tiles_of_group)
+    first_tile_of_group = np.cumsum(tiles_of_group) - tiles_of_group
+    done = (np.arange(len(group)) - first_tile_of_group[group]) * block_m
+    row0 = starts[group] + done
+    return perm, row0.astype(np.int32), np.minimum(block_m, sizes[group] - done).astype(np.int32), slots[row0]

@@ -7,59 +7,112 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from paged_pools import MIXED_RANKS, ODD, Fleet
+from paged_pools import EVEN, MIXED_RANKS, ODD, Fleet
 
 from loraserve_kernels import gpu_plan, launch
 from loraserve_kernels.errors import InvalidPlan, ShapeMismatch
-from loraserve_kernels.gpu_plan import HEADER, GpuLoraPlan, split_k
-from loraserve_kernels.layout import MODULE_INDEX, SITES
+from loraserve_kernels.gpu_plan import HEADER, SITE_INDEX, GpuLoraPlan, split_k
+from loraserve_kernels.layout import SITES
+
+STORED = [torch.float16, torch.int8, torch.float16, torch.int8, torch.float16]
 
 
 @pytest.fixture(scope="module")
 def fleet() -> Fleet:
     torch.manual_seed(0)
-    return Fleet(MIXED_RANKS, ODD, torch.float16)
+    return Fleet(MIXED_RANKS, ODD, torch.float16, stored=STORED, has_delta=["v_proj"])
 
 
 def make_slots(fleet: Fleet, num_tokens: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).choice([0, *fleet.slots], num_tokens).astype(np.int32)
 
 
+def words_of(fleet: Fleet, slot: int, site: str) -> list[list[int]]:
+    """For each of the site's slices: 0, tiles, first tile, whether there is a δ."""
+    index = list(SITES).index(site)
+    words: list[list[int]] = fleet.pool.sites[slot, index, 4:].reshape(3, 4).tolist()
+    return words
+
+
 @pytest.mark.parametrize("block_m", [16, 32])
-@pytest.mark.parametrize("num_tokens", [1, 63, 1000])
-def test_every_row_meets_every_tile_of_its_adapter_once(fleet: Fleet, num_tokens: int, block_m: int) -> None:
+@pytest.mark.parametrize(("num_tokens", "num_sampled"), [(1, 1), (63, None), (63, 20), (1000, 3)])
+def test_every_row_meets_every_tile_of_its_adapter_once(
+    fleet: Fleet, num_tokens: int, num_sampled: int | None, block_m: int
+) -> None:
     plan = GpuLoraPlan(fleet.pool, max_num_tokens=1000, max_work_items=2000, block_m=block_m)
     slots = make_slots(fleet, num_tokens) if num_tokens > 1 else np.array(fleet.slots[:1], dtype=np.int32)
-    assert plan.fill(slots)
+    sampled = None
+    if num_sampled is not None:
+        sampled = np.sort(np.random.default_rng(1).choice(num_tokens, num_sampled, replace=False)).astype(np.int32)
+    assert plan.fill(slots, sampled)
     buffer = plan.buffer.numpy()
     perm = buffer[HEADER:]
     for index, (site, modules) in enumerate(SITES.items()):
         num_items, items_at, num_row_tiles, row_tiles_at = buffer[4 * index : 4 * index + 4].tolist()
-        assert items_at % 16 == row_tiles_at % 16 == 0
-        columns = [MODULE_INDEX[module] for module in modules]
+        assert items_at % 4 == row_tiles_at % 16 == 0
+        site_slots = slots[sampled] if site == "lm_head" and sampled is not None else slots
         expected = Counter(
-            (row, int(fleet.pool.first_tiles[slot, c]) + t)
-            for row, slot in enumerate(slots)
-            for c in columns
-            for t in range(int(fleet.pool.num_tiles[slot, c]))
+            (row, first_tile + t)
+            for row, slot in enumerate(site_slots)
+            for _, num_tiles, first_tile, _ in words_of(fleet, slot, site)
+            for t in range(num_tiles)
         )
         items = buffer[items_at : items_at + 4 * num_items].reshape(-1, 4).tolist()
         assert Counter((int(perm[row0 + i]), tile) for row0, n, tile, _ in items for i in range(n)) == expected, site
         # what expand will read: a slice's items, in order, each with its tile
         seen: Counter[tuple[int, int]] = Counter()
         for row_tile in buffer[row_tiles_at : row_tiles_at + 16 * num_row_tiles].reshape(-1, 16).tolist():
-            row0, num_rows = row_tile[:2]
+            row0, num_rows, kind, _ = row_tile[:4]
             assert 1 <= num_rows <= block_m
-            for s, column in enumerate(columns):
-                first_item, count, first_tile, _ = row_tile[4 + 4 * s : 8 + 4 * s]
-                for j in range(count):
-                    assert items[first_item + j] == [row0, num_rows, first_tile + j, 0]
-                    seen.update((int(perm[row0 + i]), first_tile + j) for i in range(num_rows))
-                for i in range(num_rows):
-                    slot = int(slots[perm[row0 + i]])
-                    assert count == fleet.pool.num_tiles[slot, column]
-            assert not any(row_tile[4 + 4 * len(columns) :])
+            rows = [int(perm[row0 + i]) for i in range(num_rows)]
+            slot = int(site_slots[rows[0]])
+            assert {int(site_slots[row]) for row in rows} == {slot}
+            assert kind == (STORED[fleet.slots.index(slot)] == torch.int8)
+            for s, (_, num_tiles, first_tile, has_delta) in enumerate(words_of(fleet, slot, site)):
+                first_item = row_tile[4 + 4 * s]
+                assert row_tile[5 + 4 * s : 8 + 4 * s] == [num_tiles, first_tile, has_delta]
+                assert has_delta == (slot in fleet.slots[1::2] and modules[s : s + 1] == ("v_proj",))
+                for j in range(num_tiles):
+                    assert items[first_item + j] == [row0, num_rows, first_tile + j, kind]
+                    seen.update((row, first_tile + j) for row in rows)
         assert seen == expected
+
+
+def test_a_step_is_filled_in_while_the_last_ones_copy_waits(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = GpuLoraPlan(fleet.pool, max_num_tokens=40, max_work_items=100)
+    waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+    copy = torch.Tensor.copy_
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "copy_", lambda self, source, non_blocking: waiting.append((self, source)))
+        plan.fill(make_slots(fleet, 40, 1))
+        first = waiting[0][1].clone()
+        plan.fill(make_slots(fleet, 40, 2))
+    assert torch.equal(waiting[0][1], first)
+    copy(*waiting[0])
+    third = make_slots(fleet, 40, 3)
+    plan.fill(third)
+    found = plan.buffer.clone()
+    copy(*waiting[1])
+    plan.fill(third)
+    header = found[:HEADER]
+    assert torch.equal(header, plan.buffer[:HEADER])
+
+
+def test_sampled_rows_cost_nothing_where_no_head_has_an_adapter() -> None:
+    lonely = Fleet([{"q_proj": 8}, {"q_proj": 8, "lm_head": 4}], EVEN, torch.float16)
+    plan = GpuLoraPlan(lonely.pool, max_num_tokens=8, max_work_items=8)
+    a, b = lonely.slots
+    everything, one = np.full(8, a, dtype=np.int32), np.array([3], dtype=np.int32)
+    plan.fill(everything, one)
+    assert plan.buffer[4 * SITE_INDEX["lm_head"]] == plan.buffer[4 * SITE_INDEX["lm_head"] + 2] == 0
+    everything[3] = b
+    plan.fill(everything, one)
+    assert (plan.num_tokens, plan.num_sampled) == (8, 1)
+    assert plan.buffer[4 * SITE_INDEX["lm_head"]] == plan.buffer[4 * SITE_INDEX["lm_head"] + 2] == 1
+    # the head's row stands behind the layers' eight and is its own first
+    tiles_at = int(plan.buffer[4 * SITE_INDEX["lm_head"] + 3])
+    assert plan.buffer[tiles_at : tiles_at + 2].tolist() == [8, 1]
+    assert plan.buffer[HEADER + 8] == 0
 
 
 def test_rows_of_one_adapter_share_tiles_wherever_they_stand(fleet: Fleet) -> None:
@@ -101,19 +154,22 @@ def test_a_step_over_the_plans_capacity_is_refused_and_the_last_one_stands(fleet
     assert torch.equal(plan.buffer, before)
     with pytest.raises(InvalidPlan, match="tiles of 64 rows"):
         GpuLoraPlan(fleet.pool, max_num_tokens=8, max_work_items=3, block_m=64)
+    with pytest.raises(InvalidPlan, match="sampled rows, 0 to 3, of a step of 3"):
+        plan.fill(np.zeros(3, dtype=np.int32), np.array([0, 3], dtype=np.int32))
 
 
 def test_the_largest_step_fits_its_buffer(fleet: Fleet) -> None:
     # one row for each tile, and as many work items as the plan takes
     slot = fleet.slots[-1]
-    num_items = int(fleet.pool.num_tiles[slot, :3].sum())
+    num_items = sum(words[1] for words in words_of(fleet, slot, "qkv"))
     plan = GpuLoraPlan(fleet.pool, max_num_tokens=16, max_work_items=num_items)
     assert plan.fill(np.array([slot] * 16, dtype=np.int32))
 
 
 @pytest.mark.parametrize(("in_features", "parts"), [(40, 1), (1024, 2), (4096, 8), (14336, 16)])
 def test_the_number_of_parts_follows_the_length_alone(in_features: int, parts: int) -> None:
-    assert split_k(in_features) == parts
+    assert split_k("qkv", in_features) == parts
+    assert split_k("embed", in_features) == 1
 
 
 def test_python_runs_the_same_lines_whatever_the_number_of_rows(fleet: Fleet) -> None:

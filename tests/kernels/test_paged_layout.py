@@ -6,83 +6,181 @@ from paged_pools import (
     MIXED_RANKS,
     NUM_LAYERS,
     ODD,
-    PAGE_NUM_ELEMENTS,
+    PAGE_NUM_BYTES,
     empty_pool,
     pages_of,
     random_modules,
-    read_block,
+    read_row,
 )
 
 from loraserve_kernels.errors import PoolFull, ShapeMismatch
-from loraserve_kernels.layout import MODULE_INDEX, LoraModule
-from loraserve_kernels.paged_layout import POOL_DTYPES, RANK_BLOCK, PagedPool, make_pages, num_pages_of
+from loraserve_kernels.layout import LAYER_MODULES, SITES, LoraModule
+from loraserve_kernels.paged_layout import (
+    A_UNITS,
+    B_UNITS,
+    DELTA_UNIT,
+    FIRST_SLICE,
+    FIRST_TILE,
+    HAS_DELTA,
+    KIND,
+    MULTIPLIERS,
+    NUM_TILES,
+    SLICE_HAS_DELTA,
+    STORED_DTYPES,
+    make_pages,
+    num_pages_of,
+    num_tiles_of,
+)
+from loraserve_kernels.paged_pool import PagedPool
 
 
-def read_back(pool: PagedPool, slot: int, m: LoraModule) -> torch.Tensor:
-    """scaling · B A of one module, through the pool's tables."""
+def slice_of(pool: PagedPool, slot: int, module: str) -> dict[str, int]:
+    """What a plan will copy of the slot's module."""
+    for site, names in enumerate(SITES.values()):
+        if module in names:
+            words = pool.sites[slot, site]
+            at = FIRST_SLICE + 4 * names.index(module)
+            return {
+                "is_int8": int(words[KIND]),
+                "num_tiles": int(words[at + NUM_TILES]),
+                "first_tile": int(words[at + FIRST_TILE]),
+                "has_delta": int(words[at + SLICE_HAS_DELTA]),
+            }
+    raise AssertionError(module)
+
+
+def read_back(pool: PagedPool, slot: int, m: LoraModule) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """scaling · B A of one module, and its δ, through the pool's tables."""
     out_features, in_features = m.lora_b.shape[0], m.lora_a.shape[1]
-    update = np.zeros((out_features, in_features))
-    first_tile = int(pool.first_tiles[slot, MODULE_INDEX[m.module]])
-    for block in range(2 * first_tile, 2 * (first_tile + int(pool.num_tiles[slot, MODULE_INDEX[m.module]]))):
-        multipliers = pool.multipliers[m.layer, block * RANK_BLOCK : (block + 1) * RANK_BLOCK].numpy()
-        present = multipliers != 0
-        if not present.any():
-            continue
-        a = read_block(pool, int(pool.a_units[m.layer, block]), in_features)
-        b = read_block(pool, int(pool.b_units[m.layer, block]), out_features)
-        for matrix, width in ((a, in_features), (b, out_features)):
-            assert not matrix[:, width:].any()
-            assert not matrix[~present].any()
-        update += (multipliers[:, None] * b[:, :out_features]).T @ a[:, :in_features]
-    return torch.from_numpy(update)
+    update, found = np.zeros((out_features, in_features)), slice_of(pool, slot, m.module)
+    dtype = torch.int8 if found["is_int8"] else pool.dtype
+    for tile in range(found["first_tile"], found["first_tile"] + found["num_tiles"]):
+        record = pool.records[tile, m.layer]
+        for r, multiplier in enumerate(record.view(torch.float32)[MULTIPLIERS:].tolist()):
+            if multiplier:
+                a = read_row(pool, int(record[A_UNITS + r]), in_features, dtype)
+                b = read_row(pool, int(record[B_UNITS + r]), out_features, dtype)
+                assert not a[in_features:].any()
+                assert not b[out_features:].any()
+                update += multiplier * np.outer(b[:out_features], a[:in_features])
+    delta = None
+    record = pool.records[found["first_tile"], m.layer]
+    if found["has_delta"] and record[HAS_DELTA]:
+        delta = torch.from_numpy(read_row(pool, int(record[DELTA_UNIT]), out_features, torch.float32)[:out_features])
+    return torch.from_numpy(update), delta
 
 
-@pytest.mark.parametrize("dtype", POOL_DTYPES)
+@pytest.mark.parametrize("stored", STORED_DTYPES)
 @pytest.mark.parametrize("shapes", [ODD, EVEN], ids=["odd", "even"])
-def test_the_tables_lead_to_every_rank_and_padding_is_zero(
-    shapes: dict[str, tuple[int, int]], dtype: torch.dtype
+def test_the_tables_lead_to_every_rank_and_delta_and_padding_is_zero(
+    shapes: dict[str, tuple[int, int]], stored: torch.dtype
 ) -> None:
     torch.manual_seed(0)
-    pool = empty_pool(shapes, dtype)
+    pool = empty_pool(shapes, torch.float16 if stored == torch.int8 else stored)
     loaded = {}
     for ranks in MIXED_RANKS:
-        modules = random_modules(ranks, shapes, dtype)
-        loaded[pool.load(pages_of(modules, shapes, dtype))] = modules
+        modules = random_modules(ranks, shapes, stored, has_delta=("v_proj", "up_proj", "lm_head", "embed_tokens"))
+        loaded[pool.load(pages_of(modules, shapes, stored))] = modules
     for slot, modules in loaded.items():
         for m in modules:
             expected = m.scaling * m.lora_b.double() @ m.lora_a.double()
-            assert (read_back(pool, slot, m) - expected).abs().max() <= 1e-5 * expected.abs().max()
+            update, delta = read_back(pool, slot, m)
+            assert (update - expected).abs().max() <= 1e-5 * expected.abs().max()
+            assert (delta is None) == (m.delta is None)
+            assert delta is None or m.delta is None or torch.equal(delta, m.delta)
+
+
+def test_int8_and_16_bit_adapters_share_a_pool() -> None:
+    torch.manual_seed(0)
+    pool = empty_pool(ODD, torch.bfloat16)
+    for stored in (torch.bfloat16, torch.int8, torch.bfloat16):
+        m = random_modules({"down_proj": 5}, ODD, stored, [1])[0]
+        slot = pool.load(pages_of([m], ODD, stored))
+        expected = m.scaling * m.lora_b.double() @ m.lora_a.double()
+        assert (read_back(pool, slot, m)[0] - expected).abs().max() <= 1e-5 * expected.abs().max()
+    with pytest.raises(ShapeMismatch, match="another page size, dtype or base"):
+        pool.load(pages_of([m], ODD, torch.float16))
 
 
 def test_ranks_may_differ_by_layer_and_layers_may_be_missing() -> None:
     torch.manual_seed(0)
     pool = empty_pool(ODD, torch.float16)
-    deep, shallow = (random_modules({"q_proj": r}, ODD, torch.float16, [layer])[0] for layer, r in ((0, 40), (1, 3)))
+    deep = random_modules({"q_proj": 40}, ODD, torch.float16, [0])[0]
+    shallow = random_modules({"q_proj": 3}, ODD, torch.float16, [1], has_delta=["q_proj"])[0]
     slot = pool.load(pages_of([deep, shallow], ODD, torch.float16))
     for m in (deep, shallow):
-        assert torch.allclose(read_back(pool, slot, m), m.scaling * m.lora_b.double() @ m.lora_a.double(), atol=1e-6)
+        update, delta = read_back(pool, slot, m)
+        assert torch.allclose(update, m.scaling * m.lora_b.double() @ m.lora_a.double(), atol=1e-6)
+        assert (delta is None) == (m is deep)
     lonely = pool.load(pages_of([shallow], ODD, torch.float16))
-    assert not read_back(pool, lonely, deep).any()
+    update, delta = read_back(pool, lonely, deep)
+    assert not update.any()
+    assert delta is None
+
+
+def test_a_base_without_a_head_of_its_own_takes_adapters_of_its_layers() -> None:
+    torch.manual_seed(0)
+    shapes = {module: ODD[module] for module in LAYER_MODULES}
+    pool = empty_pool(shapes, torch.float16)
+    m = random_modules({"o_proj": 4}, shapes, torch.float16, [1])[0]
+    slot = pool.load(pages_of([m], shapes, torch.float16))
+    assert torch.allclose(read_back(pool, slot, m)[0], m.scaling * m.lora_b.double() @ m.lora_a.double(), atol=1e-6)
 
 
 @pytest.mark.parametrize("shapes", [ODD, EVEN], ids=["odd", "even"])
 def test_pages_are_counted_before_they_are_made(shapes: dict[str, tuple[int, int]]) -> None:
     for ranks in MIXED_RANKS:
-        modules = random_modules(ranks, shapes, torch.float16)
-        counted = num_pages_of(
-            ((m.layer, m.module, m.lora_a.shape[0]) for m in reversed(modules)),
-            num_layers=NUM_LAYERS,
-            module_shapes=shapes,
-            page_num_elements=PAGE_NUM_ELEMENTS,
-        )
-        assert counted == pages_of(modules, shapes, torch.float16).pages.shape[0]
+        for stored in (torch.float16, torch.int8):
+            modules = random_modules(ranks, shapes, stored, has_delta=("q_proj", "lm_head"))
+            all_ranks = [(m.layer, m.module, m.lora_a.shape[0]) for m in reversed(modules)]
+            counted = num_pages_of(
+                all_ranks,
+                num_layers=NUM_LAYERS,
+                module_shapes=shapes,
+                page_num_bytes=PAGE_NUM_BYTES,
+                dtype=stored,
+                deltas=[(m.layer, m.module) for m in modules if m.delta is not None],
+            )
+            pages = pages_of(modules, shapes, stored)
+            assert counted == pages.num_pages
+            assert num_tiles_of(all_ranks) == pages.num_tiles
 
 
-def test_pages_waste_less_than_a_block_each() -> None:
-    modules = random_modules(64, EVEN, torch.float16)
+def test_pages_waste_little() -> None:
+    modules = random_modules(12, EVEN, torch.float16)
     pages = pages_of(modules, EVEN, torch.float16)
     num_weights = sum(m.lora_a.numel() + m.lora_b.numel() for m in modules)
-    assert num_weights * 2 >= 0.75 * pages.num_bytes
+    assert num_weights * 2 >= 0.9 * pages.num_bytes
+
+
+def test_pages_that_follow_one_another_are_copied_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = empty_pool(ODD, torch.float16)
+    adapter = pages_of(random_modules(8, ODD, torch.float16), ODD, torch.float16)
+    copies = []
+    copy = torch.Tensor.copy_
+
+    def counted(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        copies.append((source.is_contiguous(), non_blocking))
+        return copy(self, source, non_blocking=non_blocking)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", counted)
+    pool.load(adapter, non_blocking=True)
+    # the pages and the records, none of them waited for
+    assert copies == [(True, True)] * 2
+
+
+def test_room_is_known_before_it_is_taken() -> None:
+    pool = empty_pool(ODD, torch.float16, num_pages=4, max_slots=3)
+    one = pages_of(random_modules({"k_proj": 8}, ODD, torch.float16), ODD, torch.float16)
+    first, second = pool.load(one), pool.load(one)
+    assert not pool.can_load(1, 1)
+    assert pool.can_load(3, 1, leaving=[first])
+    assert not pool.can_load(4, 1, leaving=[first])
+    assert pool.can_load(4, 1, leaving=[first, second])
+    assert pool.can_load(0, 299, leaving=[second])
+    assert not pool.can_load(0, 300, leaving=[second])
+    pool.unload(first)
+    assert pool.can_load(3, 1)
 
 
 def test_an_unloaded_adapters_room_serves_the_next() -> None:
@@ -92,7 +190,7 @@ def test_an_unloaded_adapters_room_serves_the_next() -> None:
         modules = random_modules(ranks, ODD, torch.float16)
         slot = pool.load(pages_of(modules, ODD, torch.float16))
         expected = modules[3].scaling * modules[3].lora_b.double() @ modules[3].lora_a.double()
-        assert torch.allclose(read_back(pool, slot, modules[3]), expected, atol=1e-5)
+        assert torch.allclose(read_back(pool, slot, modules[3])[0], expected, atol=1e-5)
         pool.unload(slot)
         assert pool.num_free_pages == free
     with pytest.raises(KeyError):
@@ -101,14 +199,14 @@ def test_an_unloaded_adapters_room_serves_the_next() -> None:
 
 def test_a_full_pool_refuses_and_changes_nothing() -> None:
     adapter = pages_of(random_modules(8, ODD, torch.float16), ODD, torch.float16)
-    few_pages = empty_pool(ODD, torch.float16, num_pages=adapter.pages.shape[0] + 1)
+    few_pages = empty_pool(ODD, torch.float16, num_pages=adapter.num_pages + 1)
     few_slots = empty_pool(ODD, torch.float16, max_slots=2)
     for pool in (few_pages, few_slots):
         slot = pool.load(adapter)
         before, free = pool.data.clone(), pool.num_free_pages
         with pytest.raises(PoolFull):
             pool.load(adapter)
-        assert torch.equal(pool.data.view(torch.int16), before.view(torch.int16))
+        assert torch.equal(pool.data, before)
         assert pool.num_free_pages == free
         pool.unload(slot)
         pool.load(adapter)
@@ -116,15 +214,22 @@ def test_a_full_pool_refuses_and_changes_nothing() -> None:
 
 def test_what_doesnt_fit_the_base_or_the_pool_is_refused() -> None:
     def make(
-        modules: list[LoraModule], page_num_elements: int = PAGE_NUM_ELEMENTS, dtype: torch.dtype = torch.float16
+        modules: list[LoraModule],
+        page_num_bytes: int = PAGE_NUM_BYTES,
+        dtype: torch.dtype = torch.float16,
+        shapes: dict[str, tuple[int, int]] = ODD,
     ) -> None:
-        make_pages(modules, num_layers=NUM_LAYERS, module_shapes=ODD, page_num_elements=page_num_elements, dtype=dtype)
+        make_pages(modules, num_layers=NUM_LAYERS, module_shapes=shapes, page_num_bytes=page_num_bytes, dtype=dtype)
 
     good = random_modules({"q_proj": 4}, ODD, torch.float16)
     with pytest.raises(ShapeMismatch, match="layer 7"):
         make([LoraModule(7, "q_proj", good[0].lora_a, good[0].lora_b, 1.0)])
-    with pytest.raises(ShapeMismatch, match="lm_head"):
-        make([LoraModule(0, "lm_head", good[0].lora_a, good[0].lora_b, 1.0)])
+    with pytest.raises(ShapeMismatch, match="this base has q_proj"):
+        make(random_modules({"lm_head": 1}, ODD, torch.float16), shapes={m: ODD[m] for m in LAYER_MODULES})
+    with pytest.raises(ShapeMismatch, match="lm_head, which is in no layer"):
+        make([LoraModule(1, "lm_head", good[0].lora_a, good[0].lora_b, 1.0)])
+    with pytest.raises(ShapeMismatch, match=r"delta \(71,\)"):
+        make([LoraModule(0, "q_proj", good[0].lora_a, good[0].lora_b, 1.0, torch.zeros(71))])
     with pytest.raises(ShapeMismatch, match="twice"):
         make([good[0], good[0]])
     with pytest.raises(ShapeMismatch, match="rank 513"):
@@ -132,9 +237,13 @@ def test_what_doesnt_fit_the_base_or_the_pool_is_refused() -> None:
     with pytest.raises(ShapeMismatch, match=r"this base takes \(r, 200\)"):
         make([LoraModule(0, "q_proj", good[0].lora_a[:, 1:], good[0].lora_b, 1.0)])
     with pytest.raises(ShapeMismatch, match="make pages larger"):
-        make(good, page_num_elements=512)
+        make(good, page_num_bytes=384)
+    with pytest.raises(ShapeMismatch, match="multiple of 32"):
+        make(good, page_num_bytes=4100)
     with pytest.raises(ShapeMismatch, match="float32"):
         make(good, dtype=torch.float32)
+    with pytest.raises(ShapeMismatch, match="int8 adapters lie in a pool of either"):
+        empty_pool(ODD, torch.int8)
     with pytest.raises(ShapeMismatch, match="another page size, dtype or base"):
         empty_pool(ODD, torch.bfloat16).load(pages_of(good, ODD, torch.float16))
     with pytest.raises(ShapeMismatch, match="another page size, dtype or base"):

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import numpy as np
 import torch
 
-from loraserve_kernels.layout import MODULES, LoraModule, PackedAdapter, pack_adapter
-from loraserve_kernels.paged_layout import RANK_BLOCK, UNIT, AdapterPages, PagedPool, make_pages, row_stride
+from loraserve_kernels.layout import LAYER_MODULES, MODULES, LoraModule, PackedAdapter, pack_adapter
+from loraserve_kernels.paged_layout import (
+    HAS_DELTA,
+    MULTIPLIERS,
+    UNIT_BYTES,
+    AdapterPages,
+    make_pages,
+    row_num_bytes,
+)
+from loraserve_kernels.paged_pool import PagedPool
 from loraserve_kernels.plan import LoraPlan, make_plan
 
 Ranks = int | Mapping[str, int]
@@ -24,6 +32,8 @@ ODD: Shapes = {
     "gate_proj": (300, 200),
     "up_proj": (300, 200),
     "down_proj": (200, 1058),
+    "lm_head": (603, 200),
+    "embed_tokens": (200, 603),
 }
 EVEN: Shapes = {
     "q_proj": (256, 256),
@@ -33,13 +43,26 @@ EVEN: Shapes = {
     "gate_proj": (1024, 256),
     "up_proj": (1024, 256),
     "down_proj": (256, 1024),
+    "lm_head": (1040, 256),
+    "embed_tokens": (256, 1040),
 }
-PAGE_NUM_ELEMENTS = 3 * RANK_BLOCK * row_stride(1058)
-MIXED_RANKS: list[Ranks] = [1, 8, 12, {"q_proj": 5, "v_proj": 64, "up_proj": 20, "down_proj": 33}, 16]
+PAGE_NUM_BYTES = 8 * row_num_bytes(1058, torch.float16)
+MIXED_RANKS: list[Ranks] = [
+    1,
+    8,
+    12,
+    {"q_proj": 5, "v_proj": 64, "up_proj": 20, "down_proj": 33, "lm_head": 17, "embed_tokens": 18},
+    16,
+]
 
 
 def random_modules(
-    ranks: Ranks, shapes: Shapes, dtype: torch.dtype, layers: Sequence[int] = range(NUM_LAYERS)
+    ranks: Ranks,
+    shapes: Shapes,
+    dtype: torch.dtype,
+    layers: Sequence[int] = range(NUM_LAYERS),
+    *,
+    has_delta: Container[str] = (),
 ) -> list[LoraModule]:
     """Modules whose weights `dtype` holds exactly; int8 with the scale of each rank."""
     by_module = dict.fromkeys(MODULES, ranks) if isinstance(ranks, int) else ranks
@@ -50,9 +73,11 @@ def random_modules(
             _random(rank, shapes[module][1], dtype) / (16 if dtype == torch.int8 else 1),
             _random(rank, shapes[module][0], dtype).T,
             0.5 + 0.25 * layer + 0.125 * MODULES.index(module),
+            torch.randn(shapes[module][0]) / 2 if module in has_delta else None,
         )
         for layer in layers
         for module, rank in by_module.items()
+        if layer == 0 or module in LAYER_MODULES
     ]
 
 
@@ -65,16 +90,14 @@ def _random(rank: int, width: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def pages_of(modules: Sequence[LoraModule], shapes: Shapes, dtype: torch.dtype) -> AdapterPages:
-    return make_pages(
-        modules, num_layers=NUM_LAYERS, module_shapes=shapes, page_num_elements=PAGE_NUM_ELEMENTS, dtype=dtype
-    )
+    return make_pages(modules, num_layers=NUM_LAYERS, module_shapes=shapes, page_num_bytes=PAGE_NUM_BYTES, dtype=dtype)
 
 
 def empty_pool(shapes: Shapes, dtype: torch.dtype, *, num_pages: int = 300, max_slots: int = 8) -> PagedPool:
-    """A pool that no adapter has touched: NaN, or 127 where there are no NaNs."""
+    """A pool that no adapter has touched: NaN in any float dtype, -1 and 127 in int8; records of tiles that look used."""
     pool = PagedPool(
         num_pages=num_pages,
-        page_num_elements=PAGE_NUM_ELEMENTS,
+        page_num_bytes=PAGE_NUM_BYTES,
         num_layers=NUM_LAYERS,
         max_tiles=300,
         max_slots=max_slots,
@@ -82,31 +105,47 @@ def empty_pool(shapes: Shapes, dtype: torch.dtype, *, num_pages: int = 300, max_
         dtype=dtype,
         device="cpu",
     )
-    pool.data.fill_(127 if dtype == torch.int8 else float("nan"))
+    poison(pool)
+    pool.records[..., HAS_DELTA] = 1
+    pool.records.view(torch.float32)[..., MULTIPLIERS:] = float("nan")
     return pool
+
+
+def poison(pool: PagedPool) -> None:
+    pool.data.view(torch.int16).fill_(0x7FFF)
 
 
 class Fleet:
     """A pool with several resident adapters, and the same adapters as the reference reads them.
 
-    Page 0 is poisoned: it is where tables point for blocks that don't exist. The adapters' pages are out of order.
+    Page 0 is poisoned: it is where records point for ranks that don't exist. The adapters' pages are out of order.
     """
 
-    def __init__(self, all_ranks: Sequence[Ranks], shapes: Shapes, dtype: torch.dtype) -> None:
-        self.shapes = shapes
+    def __init__(
+        self,
+        all_ranks: Sequence[Ranks],
+        shapes: Shapes,
+        dtype: torch.dtype,
+        *,
+        stored: Sequence[torch.dtype] = (),
+        has_delta: Container[str] = (),
+    ) -> None:
+        """`stored`: what each adapter is stored in; `dtype` where it says nothing. `has_delta`: of every second adapter."""
+        self.shapes, self.dtype = shapes, dtype
         self.pool = empty_pool(shapes, dtype)
         nobodys = pages_of(random_modules({"k_proj": 1}, shapes, dtype), shapes, dtype)
         self.pool.load(nobodys)
         first, second = self.pool.load(nobodys), self.pool.load(nobodys)
         self.pool.unload(second)
         self.pool.unload(first)
-        self.pool.data.fill_(127 if dtype == torch.int8 else float("nan"))
+        poison(self.pool)
         self.packed: dict[int, PackedAdapter] = {}
-        for ranks in all_ranks:
-            self.add(random_modules(ranks, shapes, dtype), dtype)
+        for i, ranks in enumerate(all_ranks):
+            kept = stored[i] if i < len(stored) else dtype
+            self.add(random_modules(ranks, shapes, kept, has_delta=has_delta if i % 2 else ()), kept)
 
-    def add(self, modules: Sequence[LoraModule], dtype: torch.dtype) -> int:
-        slot = self.pool.load(pages_of(modules, self.shapes, dtype))
+    def add(self, modules: Sequence[LoraModule], stored: torch.dtype) -> int:
+        slot = self.pool.load(pages_of(modules, self.shapes, stored))
         self.packed[slot] = pack_adapter(modules, num_layers=NUM_LAYERS, module_shapes=self.shapes, dtype=torch.float32)
         return slot
 
@@ -121,7 +160,7 @@ class Fleet:
         return plan
 
 
-def read_block(pool: PagedPool, unit: int, width: int) -> np.ndarray:
-    """[8, row_stride(width)]: the block that starts at this unit."""
-    start = unit * UNIT
-    return pool.data[start : start + RANK_BLOCK * row_stride(width)].float().numpy().reshape(RANK_BLOCK, -1)
+def read_row(pool: PagedPool, unit: int, width: int, dtype: torch.dtype) -> np.ndarray:
+    """The row that starts at this unit, with what follows it up to the next unit."""
+    start = unit * UNIT_BYTES
+    return pool.data[start : start + row_num_bytes(width, dtype)].view(dtype).float().numpy()
