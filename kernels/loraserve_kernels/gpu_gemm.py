@@ -19,7 +19,7 @@ from loraserve_kernels.decode_gemm import decode_gemm_kernel
 from loraserve_kernels.errors import ShapeMismatch
 from loraserve_kernels.gpu_device import INTERPRETED
 from loraserve_kernels.prefill_gemm import prefill_gemm_kernel
-from loraserve_kernels.quantized import QuantizedWeight
+from loraserve_kernels.quantized import QuantizedWeight, zero_words
 
 MAX_DECODE_ROWS = 64
 
@@ -114,7 +114,8 @@ def _decode(x: Tensor, weight: QuantizedWeight | Tensor, bias: Tensor | None, ou
     config = DECODE_CONFIGS[next(most for most in DECODE_CONFIGS if num_rows <= most)]
     format, scales, zeros, dtype = "plain", None, None, x.dtype
     if isinstance(weight, QuantizedWeight):
-        format, scales, zeros = weight.format, weight.scales, weight.zeros
+        format, scales = weight.format, weight.scales
+        zeros = None if weight.zeros is None else zero_words(weight.zeros)
     group = BLOCK_K[format]
     if isinstance(weight, QuantizedWeight) and weight.is_packed:
         group, x = weight.group_size, _as_words(x)
@@ -138,6 +139,7 @@ def _decode(x: Tensor, weight: QuantizedWeight | Tensor, bias: Tensor | None, ou
         in_features,
         x.stride(0),
         *scale_strides,
+        1 if zeros is None else zeros.stride(0),
         out.stride(0),
         FORMAT=format,
         IS_BF16=dtype == torch.bfloat16,
@@ -161,7 +163,7 @@ def _decode(x: Tensor, weight: QuantizedWeight | Tensor, bias: Tensor | None, ou
 
 def _prefill(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor) -> None:
     num_rows, out_features = out.shape
-    config, zeros = PREFILL_CONFIG, weight.zeros
+    config, zeros = PREFILL_CONFIG, None if weight.zeros is None else zero_words(weight.zeros)
     # a step of the pipeline stays within a group
     block_k = min(config.block_k, weight.group_size) if weight.is_packed else config.block_k
     tiles = -(-num_rows // config.block_m) * -(-out_features // config.block_n)
@@ -177,6 +179,7 @@ def _prefill(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tenso
         weight.in_features,
         x.stride(0),
         *weight.scales.stride(),
+        1 if zeros is None else zeros.stride(0),
         out.stride(0),
         FORMAT=weight.format,
         IS_BF16=x.dtype == torch.bfloat16,

@@ -223,6 +223,13 @@ def unpack_nibbles(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def zeros_of(words, channels, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The zeros of some channels, float32 [WIDTH, channels], from the words that hold them."""
+    zeros = ((words >> (channels % 4 * 8)) & 0xFF).to(tl.float32)
+    return tl.broadcast_to(zeros[None, :], (WIDTH, channels.shape[0]))
+
+
+@triton.jit
 def nf4_value(code):  # type: ignore[no-untyped-def]
     """NF4's number of each code, float32: for the interpreter."""
     value = tl.zeros(code.shape, tl.float32)

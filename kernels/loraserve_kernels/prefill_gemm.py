@@ -9,15 +9,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from loraserve_kernels.gpu_unpack import unpack_bytes, unpack_nibbles
+from loraserve_kernels.gpu_unpack import unpack_bytes, unpack_nibbles, zeros_of
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# one compiled kernel for any number of rows, whatever it can be divided by
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def prefill_gemm_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [num_rows, K], bf16 or fp16
     codes_ptr,  # [N, K] uint8, or [N, K / 2] uint8 for formats of 4 bits
     scales_ptr,  # float32 by output channel and group
-    zeros_ptr,  # uint8, the same; read with HAS_ZEROS
+    zeros_ptr,  # int32, by group; four neighbouring output channels' in a word; read with HAS_ZEROS
     bias_ptr,  # [N], read with HAS_BIAS
     out_ptr,  # [num_rows, N], x's dtype or float32
     num_rows,
@@ -26,6 +27,7 @@ def prefill_gemm_kernel(  # type: ignore[no-untyped-def]
     stride_x,
     stride_scale_n,
     stride_scale_g,
+    stride_zero_g,  # in words
     stride_out,
     FORMAT: tl.constexpr,  # "int8", "fp8", "int4", "nf4"
     IS_BF16: tl.constexpr,  # x's dtype, which tensor cores multiply
@@ -78,8 +80,8 @@ def prefill_gemm_kernel(  # type: ignore[no-untyped-def]
         if IS_PACKED:
             scale = tl.load(scales_ptr + scale_at + (k // GROUP) * stride_scale_g, mask=is_column, other=0.0)
             if HAS_ZEROS:
-                zeros = tl.load(zeros_ptr + scale_at + (k // GROUP) * stride_scale_g, mask=is_column, other=0)
-                zeros = tl.broadcast_to(zeros.to(tl.float32)[None, :], (WIDTH, BLOCK_N))
+                words = tl.load(zeros_ptr + offs_n // 4 + (k // GROUP) * stride_zero_g, mask=is_column, other=0)
+                zeros = zeros_of(words, offs_n, WIDTH)
             else:
                 zeros = 0.0
             lo, hi = unpack_nibbles(codes, zeros, FORMAT, HAS_ZEROS, IS_BF16, WIDEN)

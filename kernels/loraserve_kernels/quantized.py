@@ -223,8 +223,24 @@ def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def _by_channel(grid: Tensor) -> Tensor:
-    """The same [channels, groups] with neighbouring channels side by side in memory, as tiles of channels read them."""
-    return grid.t().contiguous().t()
+    """The same [channels, groups] with neighbouring channels side by side in memory, as tiles of channels read them.
+
+    Bytes go on to a multiple of four channels for each group, so that they can be read in words.
+    """
+    if grid.element_size() > 1:
+        return grid.t().contiguous().t()
+    padded = grid.new_zeros(grid.shape[1], -(-grid.shape[0] // 4) * 4)
+    padded[:, : grid.shape[0]] = grid.t()
+    return padded[:, : grid.shape[0]].t()
+
+
+def zero_words(zeros: Tensor) -> Tensor:
+    """Zeros as kernels read them: [groups, channels / 4] int32. The same memory when `QuantizedWeight.to` or `quantize` made them."""
+    channels, groups = zeros.shape
+    width = -(-channels // 4) * 4
+    if zeros.stride() != (1, width) or zeros.storage_offset() % 4:
+        zeros = _by_channel(zeros)
+    return zeros.as_strided((groups, width), (width, 1)).view(torch.int32)
 
 
 def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:

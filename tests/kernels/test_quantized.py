@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 from loraserve_kernels.errors import InvalidWeight, ShapeMismatch
-from loraserve_kernels.quantized import FORMATS, NF4_CODE, QuantizedWeight, concatenate, quantize
+from loraserve_kernels.quantized import FORMATS, NF4_CODE, QuantizedWeight, concatenate, quantize, zero_words
 
 CONFIGS = [
     ("int8", None, False),
@@ -128,8 +128,20 @@ def test_a_moved_weight_has_its_scales_by_channel_and_means_the_same() -> None:
     loaded = QuantizedWeight("int4", made.codes, made.scales.contiguous(), made.zeros.contiguous(), 32, 256, 10)
     moved = loaded.to("cpu")
     assert moved.zeros is not None
-    assert moved.scales.stride() == moved.zeros.stride() == made.scales.stride() == (1, 10)
+    assert moved.scales.stride() == made.scales.stride() == (1, 10)
+    # in words of four
+    assert moved.zeros.stride() == made.zeros.stride() == (1, 12)
     assert torch.equal(moved.dequantize(torch.float32), made.dequantize(torch.float32))
+
+
+def test_zeros_are_read_in_words() -> None:
+    made = quantize(torch.randn(10, 256), "int4", 32, has_zeros=True).zeros
+    assert made is not None
+    words = zero_words(made)
+    assert (words.shape, words.data_ptr()) == ((8, 3), made.data_ptr())
+    assert torch.equal(words.view(torch.uint8)[:, :10].t(), made)
+    assert torch.equal(zero_words(made.contiguous()), words)
+    assert torch.equal(zero_words(made[1:]).view(torch.uint8)[:, :9].t(), made[1:])
 
 
 def test_formats_and_groups_that_dont_exist_are_refused() -> None:
