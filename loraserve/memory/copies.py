@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
 import torch
@@ -19,8 +19,17 @@ MAX_IDLE_PINNED_BYTES = 1024 * MIB
 class Copies(Protocol):
     """When a copy starts, and whether it has landed. Nothing here waits for the device."""
 
-    def to_pinned(self, tensor: Tensor) -> tuple[Tensor, int]:
-        """The tensor in memory that a device copies from by itself, and the bytes of host memory that this takes. On any thread."""
+    @property
+    def needs_pinned(self) -> bool:
+        """Whether what is copied must be in pinned memory."""
+        ...
+
+    def host_bytes(self, tensors: Iterable[Tensor]) -> int:
+        """Bytes of host memory that such tensors take. On any thread."""
+        ...
+
+    def trim(self) -> None:
+        """Pinned memory that nobody uses is bounded. May take a while: for a worker's thread."""
         ...
 
     def step_launched(self) -> None:
@@ -35,8 +44,13 @@ class Copies(Protocol):
 class DirectCopies:
     """For tensors in host memory: a copy has landed when its call returns, and no step runs meanwhile."""
 
-    def to_pinned(self, tensor: Tensor) -> tuple[Tensor, int]:
-        return tensor, tensor.nbytes
+    needs_pinned = False
+
+    def host_bytes(self, tensors: Iterable[Tensor]) -> int:
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def trim(self) -> None:
+        pass
 
     def step_launched(self) -> None:
         pass
@@ -48,8 +62,10 @@ class DirectCopies:
 class CudaCopies:
     """A stream of their own for copies. It waits for the event that is recorded behind each step; one more event behind each copy says when that has landed.
 
-    Copies land in the order in which they were started. Call all but `to_pinned` on the thread that launches the steps, with their stream current.
+    Copies land in the order in which they were started. `step_launched` and `start` are for the thread that launches the steps, with their stream current.
     """
+
+    needs_pinned = True
 
     def __init__(self, device: torch.device) -> None:
         """From now on; what the current stream does until then, such as clearing the tensors that are copied to, is waited for too."""
@@ -58,16 +74,17 @@ class CudaCopies:
         self._last_step = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.step_launched()
 
-    def to_pinned(self, tensor: Tensor) -> tuple[Tensor, int]:
-        pinned = tensor.pin_memory()
+    def host_bytes(self, tensors: Iterable[Tensor]) -> int:
+        # torch's allocator of pinned memory takes powers of two
+        return sum(1 << max(0, tensor.nbytes - 1).bit_length() for tensor in tensors)
+
+    def trim(self) -> None:
         stats = torch.cuda.host_memory_stats()
         idle_bytes = stats.get("allocated_bytes.current", 0) - stats.get("active_bytes.current", 0)
-        # only torch from 2.12 on can give it back
+        # not every torch that is supported can give it back
         give_back = getattr(torch.accelerator, "empty_host_cache", None)
         if idle_bytes > MAX_IDLE_PINNED_BYTES and give_back is not None:
             give_back()
-        # the allocator takes powers of two
-        return pinned, 1 << max(0, tensor.nbytes - 1).bit_length()
 
     def step_launched(self) -> None:
         self._last_step.record(torch.cuda.current_stream(self._device))

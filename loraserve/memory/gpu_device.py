@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -16,21 +16,27 @@ from loraserve.memory.device import DTYPE_NAMES, Footprint, HostAdapter, Placed,
 from loraserve.types import BaseSpec
 from loraserve_kernels import threads
 from loraserve_kernels.errors import PoolFull
-from loraserve_kernels.layout import MODULES, LoraModule
+from loraserve_kernels.layout import LAYER_MODULES, SITES, LoraModule
 from loraserve_kernels.paged_layout import (
+    FIRST_SLICE,
+    FIRST_TILE,
     MAX_RANK,
-    RANK_BLOCK,
+    MULTIPLIERS,
+    NUM_TILES,
     RANK_TILE,
-    UNIT,
+    RECORD,
+    SLICE_WORDS,
+    UNIT_BYTES,
     AdapterPages,
-    PagedPool,
     make_pages,
     num_pages_of,
-    row_stride,
+    num_tiles_of,
+    row_num_bytes,
 )
+from loraserve_kernels.paged_pool import PagedPool
 
 PAGE_BYTES = 2 * MIB
-"""At most, unless eight rows of the base's widest linear take more."""
+"""At most, unless a row of the base's widest linear takes more."""
 TABLES_SHARE = 1 / 128
 """Of the budget, for the tables."""
 
@@ -41,7 +47,7 @@ class HostPages:
 
     pages: AdapterPages
     num_bytes: int
-    """What they take there, which may be more than they hold."""
+    """What they take there, records and the allocator's rounding included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +55,7 @@ class PoolSize:
     """How a budget of bytes is divided into a pool; see `PagedPool`."""
 
     num_pages: int
-    page_num_elements: int
+    page_num_bytes: int
     max_tiles: int
     max_slots: int
 
@@ -58,7 +64,7 @@ def adapter_dtype(name: str, compute_dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a GPU holds adapters: ``auto`` is that of the activations.
 
     Raises:
-        ConfigError: a name that isn't one of auto, bf16, fp16 and int8.
+        ConfigError: a name that isn't one of auto, bf16, fp16 and int8, or 16 bits of the other kind than the activations'.
     """
     names: Mapping[str, torch.dtype] = {
         "auto": compute_dtype,
@@ -68,35 +74,43 @@ def adapter_dtype(name: str, compute_dtype: torch.dtype) -> torch.dtype:
     }
     if name not in names:
         raise ConfigError(f"Adapters can't be held in {name!r}; expected one of {', '.join(names)}.")
+    if names[name] not in (compute_dtype, torch.int8):
+        raise ConfigError(
+            f"Adapters can't be held in {name} where activations are {DTYPE_NAMES[compute_dtype]}.",
+            hint="Use auto or int8, or the same --dtype.",
+        )
     return names[name]
 
 
-def pool_size(base: BaseSpec, budget_bytes: int, dtype: torch.dtype) -> PoolSize:
+def pool_size(base: BaseSpec, budget_bytes: int) -> PoolSize:
     """Divide a budget so that pages are what runs out first.
 
-    A page is small beside an adapter: a sixteenth of one with eight ranks everywhere, at most `PAGE_BYTES`. Every adapter takes a page, so there are as many
-    slots as pages. Tables take a share of the budget that has several tiles for each one that such adapters would use: runs of free
-    tiles stay long, and only adapters on very few layers can run out of tiles before pages.
+    A page is small beside an adapter: at most a sixteenth of one with eight ranks everywhere, and at most `PAGE_BYTES`. Every adapter takes a page, so there
+    are as many slots as pages. Tables take a share of the budget that has several tiles for each one that such adapters use: runs of free
+    tiles stay long, and only adapters of one or two ranks, or on very few layers, can run out of tiles before pages.
 
     Raises:
         ConfigError: the budget holds no page.
     """
-    block_elements = [RANK_BLOCK * row_stride(width) for shape in base.modules.values() for width in shape]
-    small_adapter = base.num_layers * sum(block_elements)
-    page = max(max(block_elements), min(PAGE_BYTES // dtype.itemsize, small_adapter // 16))
-    # whole cache lines, whatever the dtype
-    page = -(-page // 128) * 128
-    # two blocks of A and of B, and sixteen multipliers, in each layer
-    tile_bytes = base.num_layers * (4 * 4 + RANK_TILE * 4)
+    widths = {module: max(shape) for module, shape in base.modules.items()}
+    rank_bytes = sum(
+        (base.num_layers if module in LAYER_MODULES else 1)
+        * sum(row_num_bytes(width, torch.bfloat16) for width in shape)
+        for module, shape in base.modules.items()
+    )
+    # of weights and of deltas, which are float32
+    widest = row_num_bytes(max(widths.values()), torch.float32)
+    page = max(widest, min(PAGE_BYTES, 8 * rank_bytes // 16))
+    page = -(-page // 256) * 256
+    tile_bytes = base.num_layers * RECORD * 4
     largest = len(base.modules) * MAX_RANK // RANK_TILE
     floor = min(4 * largest, budget_bytes // 8 // tile_bytes)
-    max_tiles = max(8, floor, int(budget_bytes * TABLES_SHARE) // tile_bytes) // 8 * 8
-    num_pages = (budget_bytes - max_tiles * tile_bytes) // (page * dtype.itemsize)
+    max_tiles = max(1, floor, int(budget_bytes * TABLES_SHARE) // tile_bytes)
     # kernels count in int32 units
-    num_pages = min(num_pages, (2**31 - 1) * UNIT // page)
+    num_pages = min((budget_bytes - max_tiles * tile_bytes) // page, (2**31 - 1) * UNIT_BYTES // page)
     if num_pages < 1:
         raise ConfigError(
-            f"The adapters' part of the memory budget, {budget_bytes:,} bytes, doesn't hold a page of {page * dtype.itemsize:,}.",
+            f"The adapters' part of the memory budget, {budget_bytes:,} bytes, doesn't hold a page of {page:,}.",
             hint="Raise --memory-budget or --adapter-share.",
         )
     return PoolSize(num_pages, page, max_tiles, num_pages + 1)
@@ -109,7 +123,7 @@ class GpuDevice:
     run is free; nothing is moved.
 
     Invariants (`check`):
-        free pages + pages of what is placed == pages of the pool; the tiles in use are those of what is placed, each of one adapter.
+        free pages + pages of what is placed == pages of the pool; no tile is of two adapters; the slots that copies are under way to are placed.
 
     Attributes:
         pool: what the kernels' plan and launches take.
@@ -117,45 +131,45 @@ class GpuDevice:
 
     is_host_memory = False
 
-    def __init__(self, base: BaseSpec, pool: PagedPool, copies: Copies) -> None:
+    def __init__(self, base: BaseSpec, pool: PagedPool, copies: Copies, dtype: torch.dtype | None = None) -> None:
         """
         Args:
             pool: empty, made for `base`; nobody else loads into it.
             copies: to the pool's device.
+            dtype: what adapters are packed in: the pool's (None) or int8.
         """
         self.pool = pool
         self._base = base
         self._copies = copies
-        self._dtype = pool.data.dtype
-        self._page_bytes = pool.page_num_elements * self._dtype.itemsize
-        self._tile_is_used = np.zeros(pool.multipliers.shape[1] // RANK_TILE, dtype=np.bool_)
-        # the longest run of free tiles, until something is placed or removed
-        self._longest_run: int | None = None
-        self._tiles: dict[int, slice] = {}
-        self._landings: dict[int, Callable[[], bool]] = {}
-        self.limits = Footprint(
-            pool.num_free_pages * self._page_bytes, len(self._tile_is_used), len(pool.num_tiles) - 1
-        )
+        self._dtype = dtype if dtype is not None else pool.dtype
+        # the copies under way: what is copied from is kept until they have landed
+        self._landings: dict[int, tuple[Callable[[], bool], HostPages]] = {}
+        # a run of free tiles is at least so long: saves most looks at the tables
+        self._known_run = 0
+        self.limits = Footprint(pool.num_free_pages * pool.page_num_bytes, pool.records.shape[0], pool.max_slots - 1)
 
     @classmethod
     def of_size(cls, base: BaseSpec, budget_bytes: int, dtype: torch.dtype, device: torch.device) -> GpuDevice:
         """A device with a new pool of that many bytes, tables included.
 
+        Args:
+            dtype: what adapters are packed in: the activations' dtype or int8.
+
         Raises:
             ConfigError: the budget holds no page.
         """
-        size = pool_size(base, budget_bytes, dtype)
+        size = pool_size(base, budget_bytes)
         pool = PagedPool(
             num_pages=size.num_pages,
-            page_num_elements=size.page_num_elements,
+            page_num_bytes=size.page_num_bytes,
             num_layers=base.num_layers,
             max_tiles=size.max_tiles,
             max_slots=size.max_slots,
             module_shapes=base.modules,
-            dtype=dtype,
+            dtype=getattr(torch, base.dtype) if dtype == torch.int8 else dtype,
             device=device,
         )
-        return cls(base, pool, CudaCopies(device) if device.type == "cuda" else DirectCopies())
+        return cls(base, pool, CudaCopies(device) if device.type == "cuda" else DirectCopies(), dtype)
 
     def footprint(self, modules: Sequence[LoraModule], stored: torch.dtype) -> Footprint:
         ranks = [(m.layer, m.module, m.lora_a.shape[0]) for m in modules]
@@ -163,69 +177,60 @@ class GpuDevice:
             ranks,
             num_layers=self._base.num_layers,
             module_shapes=self._base.modules,
-            page_num_elements=self.pool.page_num_elements,
+            page_num_bytes=self.pool.page_num_bytes,
+            dtype=self._dtype,
+            deltas=[(m.layer, m.module) for m in modules if m.delta is not None],
         )
-        num_tiles: dict[str, int] = {}
-        for _, module, rank in ranks:
-            num_tiles[module] = max(num_tiles.get(module, 0), -(-rank // RANK_TILE))
-        return Footprint(num_pages * self._page_bytes, sum(num_tiles.values()), 1)
+        return Footprint(num_pages * self.pool.page_num_bytes, num_tiles_of(ranks), 1)
 
     def pack(self, modules: Sequence[LoraModule], stored: torch.dtype) -> HostPages:
-        refuse_out_of_range(modules, stored, self._dtype)
         with threads.alone():
+            refuse_out_of_range(modules, stored, self._dtype)
             pages = make_pages(
                 modules,
                 num_layers=self._base.num_layers,
                 module_shapes=self._base.modules,
-                page_num_elements=self.pool.page_num_elements,
+                page_num_bytes=self.pool.page_num_bytes,
                 dtype=self._dtype,
+                pin_memory=self._copies.needs_pinned,
             )
-            _refuse_infinite_multipliers(pages, self._dtype)
-            pinned, num_bytes = self._copies.to_pinned(pages.pages)
-        return HostPages(replace(pages, pages=pinned), num_bytes)
+        _refuse_infinite_multipliers(pages)
+        self._copies.trim()
+        return HostPages(pages, self._copies.host_bytes((pages.pages, pages.records)))
 
     def footprint_of(self, packed: HostAdapter) -> Footprint:
-        pages = self._pages(packed)
-        return Footprint(pages.pages.shape[0] * self._page_bytes, int(pages.num_tiles.sum()), 1)
+        pages = self._host_pages(packed).pages
+        return Footprint(pages.num_pages * self.pool.page_num_bytes, pages.num_tiles, 1)
 
     def can_lay_out(self, footprint: Footprint, leaving: Iterable[Placed] = ()) -> bool:
-        if self._longest_run is None:
-            self._longest_run = _longest_run(self._tile_is_used)
-        if footprint.num_tiles <= self._longest_run:
-            return True
-        is_used = self._tile_is_used.copy()
-        for placed in leaving:
-            is_used[self._tiles[self._slot(placed)]] = False
-        return footprint.num_tiles <= _longest_run(is_used)
+        num_tiles = footprint.num_tiles
+        if num_tiles > self._known_run:
+            # pages are all alike: their number is all that counts, and has been counted
+            if not self.pool.can_load(0, num_tiles):
+                return self.pool.can_load(0, num_tiles, [self._slot(p) for p in leaving])
+            self._known_run = num_tiles
+        return True
 
     def place(self, packed: HostAdapter) -> Placed:
-        pages = self._pages(packed)
+        host = self._host_pages(packed)
+        non_blocking = self._copies.needs_pinned
         try:
-            slot, has_landed = self._copies.start(lambda: self.pool.load(pages))
+            slot, has_landed = self._copies.start(lambda: self.pool.load(host.pages, non_blocking=non_blocking))
         except PoolFull as error:
             raise InvariantViolation(f"An adapter was placed where there is no room: {error}") from error
-        num_tiles = self.pool.num_tiles[slot]
-        start = int(self.pool.first_tiles[slot][num_tiles > 0].min(initial=len(self._tile_is_used)))
-        self._tiles[slot] = slice(start, start + int(num_tiles.sum()))
-        self._tile_is_used[self._tiles[slot]] = True
-        self._longest_run = None
-        self._landings[slot] = has_landed
+        self._known_run = 0
+        self._landings[slot] = (has_landed, host)
         return Placed(slot, self.footprint_of(packed))
 
     def is_ready(self, placed: Placed) -> bool:
-        has_landed = self._landings.get(self._slot(placed))
-        if has_landed is not None and has_landed():
-            del self._landings[self._slot(placed)]
-            return True
-        return has_landed is None
+        slot = self._slot(placed)
+        if slot in self._landings and self._landings[slot][0]():
+            del self._landings[slot]
+        return slot not in self._landings
 
     def remove(self, placed: Placed) -> HostAdapter | None:
-        slot = self._slot(placed)
-        self.pool.unload(slot)
-        self._tile_is_used[self._tiles.pop(slot)] = False
-        self._longest_run = None
-        # a copy that is still on its way lands before any later one, on the same stream
-        self._landings.pop(slot, None)
+        self.pool.unload(self._slot(placed))
+        self._landings.pop(self._slot(placed), None)
         return None
 
     def step_launched(self) -> None:
@@ -233,26 +238,28 @@ class GpuDevice:
 
     def check(self, placed: Sequence[Placed]) -> list[str]:
         problems: list[str] = []
-        num_pages = sum(p.footprint.num_bytes for p in placed) // self._page_bytes
-        if (num_pages + self.pool.num_free_pages) * self._page_bytes != self.limits.num_bytes:
+        num_pages = sum(p.footprint.num_bytes for p in placed) // self.pool.page_num_bytes
+        if (num_pages + self.pool.num_free_pages) * self.pool.page_num_bytes != self.limits.num_bytes:
             problems.append(
                 f"adapter pages: {num_pages} are in use and {self.pool.num_free_pages} free, which isn't all of them"
             )
-        owners = np.zeros(len(self._tile_is_used), dtype=np.int32)
-        for tiles in self._tiles.values():
-            owners[tiles] += 1
+        owners = np.zeros(self.limits.num_tiles, dtype=np.int32)
+        for p in placed:
+            for _, first, count in _tiles(self.pool.sites[self._slot(p)]):
+                owners[first : first + count] += 1
         if (owners > 1).any():
-            problems.append("adapter tiles: one belongs to two adapters")
-        if (owners.astype(np.bool_) != self._tile_is_used).any():
-            problems.append("adapter tiles: those in use aren't those of the adapters")
-        if {self._slot(p) for p in placed} != self._tiles.keys() or 0 in self._tiles:
-            problems.append("adapter slots: those in use aren't those of the adapters")
+            problems.append("adapter tiles: one is of two adapters")
+        if owners.sum() != sum(p.footprint.num_tiles for p in placed):
+            problems.append("adapter tiles: an adapter has others than it takes")
+        slots = [self._slot(p) for p in placed]
+        if len(set(slots)) != len(slots) or not self._landings.keys() <= set(slots) or 0 in slots:
+            problems.append("adapter slots: one is the base's, or of two adapters, or of one that has left")
         return problems
 
-    def _pages(self, packed: HostAdapter) -> AdapterPages:
+    def _host_pages(self, packed: HostAdapter) -> HostPages:
         if not isinstance(packed, HostPages):
             raise InvariantViolation("An adapter that was packed for another device can't be placed on this GPU.")
-        return packed.pages
+        return packed
 
     def _slot(self, placed: Placed) -> int:
         if not isinstance(placed.handle, int):
@@ -260,21 +267,23 @@ class GpuDevice:
         return placed.handle
 
 
-def _longest_run(is_used: npt.NDArray[np.bool_]) -> int:
-    # the mask starts and ends as used, so edges come in pairs: a free run's start, its end
-    edges = np.flatnonzero(np.diff(is_used, prepend=True, append=True)).reshape(-1, 2)
-    return int((edges[:, 1] - edges[:, 0]).max(initial=0))
+def _tiles(sites: npt.NDArray[np.int32]) -> list[tuple[str, int, int]]:
+    """(module, first tile, tiles) of an adapter, from its words for each site."""
+    found = []
+    for words, modules in zip(sites, SITES.values(), strict=True):
+        slices = words[FIRST_SLICE:].reshape(-1, SLICE_WORDS)
+        for module, of_slice in zip(modules, slices.tolist(), strict=False):
+            if of_slice[NUM_TILES]:
+                found.append((module, of_slice[FIRST_TILE], of_slice[NUM_TILES]))
+    return found
 
 
-def _refuse_infinite_multipliers(pages: AdapterPages, dtype: torch.dtype) -> None:
+def _refuse_infinite_multipliers(pages: AdapterPages) -> None:
     """A rank's multiplier is its scaling, times its rows' scales in int8."""
-    found = np.argwhere(~np.isfinite(pages.multipliers))
-    if not len(found):
-        return
-    layer, rank = found[0].tolist()
-    tile = rank // RANK_TILE
-    index = int(np.flatnonzero((pages.first_tiles <= tile) & (tile < pages.first_tiles + pages.num_tiles))[0])
-    raise AdapterUnavailable(
-        f"Layer {layer} {MODULES[index]} has weights so large that their scales in {DTYPE_NAMES[dtype]} have no finite product.",
-        hint="Serve with --adapter-dtype bf16.",
-    )
+    infinite = np.argwhere(~np.isfinite(pages.records.view(torch.float32).numpy()[..., MULTIPLIERS:]))
+    for tile, layer, _ in infinite.tolist():
+        module = next(name for name, first, count in _tiles(pages.sites) if first <= tile < first + count)
+        raise AdapterUnavailable(
+            f"Layer {layer} {module} has weights so large that the product of their scales in {DTYPE_NAMES[pages.dtype]} isn't finite.",
+            hint="Serve with --adapter-dtype bf16.",
+        )

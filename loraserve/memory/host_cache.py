@@ -81,14 +81,6 @@ class HostCache:
             self._evictable[digest] = entry
         return True
 
-    def get(self, digest: Digest) -> HostEntry | None:
-        """The adapter, which stays in the cache; None if it isn't there."""
-        entry = self._held.get(digest)
-        if entry is not None:
-            return entry
-        kept: HostEntry | None = self._evictable.get(digest)
-        return kept
-
     def touch(self, digest: Digest, last_used_s: float) -> None:
         """If the adapter is in the cache, it counts as the most recently used, at that time."""
         where = self._held if digest in self._held else self._evictable

@@ -422,10 +422,9 @@ class Pager:
         footprint = self._sizes[digest].footprint if digest in self._sizes else None
         if footprint is None or not self._pool.can_admit(footprint, self._fresh):
             return False
-        is_host_memory = self._pool.device.is_host_memory
         packed = landed.pop(digest, None)
         if packed is None:
-            entry = self._host.take(digest) if is_host_memory else self._host.get(digest)
+            entry = self._host.take(digest)
             if entry is None:
                 return False
             packed = entry.packed
@@ -440,7 +439,7 @@ class Pager:
                 self._host.put(other.digest, other.moved, other.last_used_s, hold=other.digest in self._waiting)
             else:
                 self._host.touch(other.digest, other.last_used_s)
-        if not is_host_memory and digest not in self._host:
+        if not self._pool.device.is_host_memory:
             self._host.put(digest, packed, now)
         return True
 

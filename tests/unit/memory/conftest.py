@@ -13,11 +13,12 @@ from safetensors.torch import save
 
 from adapters_store import LocalStore
 from loraserve.memory.adapter_pool import AdapterPool
-from loraserve.memory.device import CpuDevice
+from loraserve.memory.device import AdapterDevice, CpuDevice
 from loraserve.memory.host_cache import HostCache
 from loraserve.memory.pager import Pager
 from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
-from loraserve_kernels.layout import PackedAdapter
+from loraserve_kernels.layout import LoraModule, PackedAdapter, pack_adapter
+from loraserve_kernels.paged_pool import PagedPool
 
 MODULES = {"q_proj": (32, 32), "v_proj": (16, 32), "down_proj": (32, 48)}
 BASE = BaseSpec(
@@ -94,8 +95,6 @@ def settle(pager: Pager, timeout_s: float = 10.0) -> list[Digest]:
 
 
 def make_packed(rank: int = 4) -> PackedAdapter:
-    from loraserve_kernels.layout import LoraModule, pack_adapter
-
     out_features, in_features = MODULES["q_proj"]
     modules = [
         LoraModule(layer, "q_proj", torch.ones(rank, in_features), torch.ones(out_features, rank), 1.0)
@@ -123,6 +122,43 @@ def restore(store: LocalStore, data: bytes) -> None:
         staged.commit()
 
 
+PAGE_BYTES = 256
+"""Four rows of q_proj in bfloat16: one rank in both layers."""
+
+
+def make_pool(*, num_pages: int = 64, max_tiles: int = 32, max_slots: int = 33) -> PagedPool:
+    """An empty pool for `BASE`, of random bytes."""
+    pool = PagedPool(
+        num_pages=num_pages,
+        page_num_bytes=PAGE_BYTES,
+        num_layers=BASE.num_layers,
+        max_tiles=max_tiles,
+        max_slots=max_slots,
+        module_shapes=MODULES,
+        dtype=torch.bfloat16,
+        device="cpu",
+    )
+    pool.data.copy_(torch.randint(0, 256, pool.data.shape, dtype=torch.uint8))
+    return pool
+
+
+def make_modules(
+    rank: int = 4, *, seed: int = 0, names: tuple[str, ...] = ("q_proj",), layers: tuple[int, ...] = (0, 1)
+) -> list[LoraModule]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        LoraModule(
+            layer,
+            name,
+            torch.randn(rank, MODULES[name][1], generator=generator),
+            torch.randn(MODULES[name][0], rank, generator=generator),
+            2.0,
+        )
+        for layer in layers
+        for name in names
+    ]
+
+
 class Builders:
     """What the tests of this folder make things with."""
 
@@ -132,6 +168,9 @@ class Builders:
     publish = staticmethod(publish)
     settle = staticmethod(settle)
     packed = staticmethod(make_packed)
+    page_bytes = PAGE_BYTES
+    pool = staticmethod(make_pool)
+    modules = staticmethod(make_modules)
     digest = staticmethod(make_digest)
     damage = staticmethod(damage)
     restore = staticmethod(restore)
@@ -165,12 +204,13 @@ def make_pager(store: LocalStore, clock: Clock) -> Iterator[Callable[..., Pager]
         host_ranks: float = 100,
         num_threads: int = 2,
         dtype: torch.dtype | None = None,
+        device: AdapterDevice | None = None,
     ) -> Pager:
-        """Budgets in ranks of `publish`'s adapters."""
+        """Budgets in ranks of `publish`'s adapters; a CPU's device unless one is given."""
         pager = Pager(
             store,
             BASE,
-            AdapterPool(CpuDevice(BASE, int(device_ranks * RANK_BYTES), dtype)),
+            AdapterPool(device or CpuDevice(BASE, int(device_ranks * RANK_BYTES), dtype)),
             HostCache(int(host_ranks * RANK_BYTES)),
             num_threads,
             clock=clock,

@@ -1,0 +1,55 @@
+"""What a device has room for is counted in every dimension, and what its dtype can't hold is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from loraserve.errors import AdapterUnavailable, InvariantViolation
+from loraserve.memory.copies import DirectCopies
+from loraserve.memory.device import CpuDevice, Footprint, refuse_out_of_range
+from loraserve.memory.gpu_device import GpuDevice
+from loraserve_kernels.layout import LoraModule
+
+
+@pytest.mark.parametrize("over", [Footprint(11, 5, 1), Footprint(10, 6, 1), Footprint(10, 5, 2)], ids=str)
+def test_what_is_over_one_limit_does_not_fit(over: Footprint) -> None:
+    limits = Footprint(10, 5, 1)
+    assert limits.fits(limits)
+    assert not over.fits(limits)
+    assert over.excess(limits).split()[0] in ("11", "6", "2")
+
+
+def test_the_footprint_before_packing_is_that_of_what_is_packed(make: Any) -> None:
+    modules = make.modules(5, names=("q_proj", "down_proj"))
+    # its matrices fill their pages to the last byte
+    with_delta = LoraModule(1, "q_proj", torch.ones(4, 32), torch.ones(32, 4), 1.0, delta=torch.ones(32))
+    for device in (CpuDevice(make.base, 1 << 20), GpuDevice(make.base, make.pool(), DirectCopies())):
+        for some in (modules, [with_delta]):
+            assert device.footprint(some, torch.float32) == device.footprint_of(device.pack(some, torch.float32))
+
+
+@pytest.mark.parametrize("side", ["lora_A", "lora_B"])
+def test_a_weight_beyond_the_range_of_the_dtype_is_refused_by_name(make: Any, side: str) -> None:
+    modules = make.modules(2, names=("q_proj", "v_proj"))
+    matrix = modules[3].lora_a if side == "lora_A" else modules[3].lora_b
+    matrix[1, 1] = -7e4
+    with pytest.raises(
+        AdapterUnavailable, match=rf"Layer 1 v_proj\.{side} has a weight of size 7e\+04.*fp16"
+    ) as caught:
+        refuse_out_of_range(modules, torch.float32, torch.float16)
+    assert "bf16" in (caught.value.hint or "")
+    refuse_out_of_range(modules, torch.float32, torch.bfloat16)
+    matrix[1, 1] = 65519.0
+    refuse_out_of_range(modules, torch.float32, torch.float16)
+
+
+def test_an_adapter_packed_for_one_device_is_not_placed_on_another(make: Any) -> None:
+    cpu, gpu = CpuDevice(make.base, 1 << 20), GpuDevice(make.base, make.pool(), DirectCopies())
+    modules = make.modules()
+    with pytest.raises(InvariantViolation, match="another device"):
+        gpu.place(cpu.pack(modules, torch.float32))
+    with pytest.raises(InvariantViolation, match="another device"):
+        cpu.place(gpu.pack(modules, torch.float32))

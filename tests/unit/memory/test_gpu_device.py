@@ -1,0 +1,210 @@
+"""A GPU's pool of pages as a place for adapters: sizes, limits of three kinds, scattered tiles, and int8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from simulated_gpu import SimulatedCopies, read_module
+
+from loraserve.errors import AdapterUnavailable, ConfigError
+from loraserve.memory.adapter_pool import AdapterPool
+from loraserve.memory.copies import DirectCopies
+from loraserve.memory.device import Footprint
+from loraserve.memory.gpu_device import GpuDevice, adapter_dtype, pool_size
+from loraserve_kernels.layout import LAYER_MODULES
+from loraserve_kernels.paged_layout import RECORD, num_pages_of, num_tiles_of
+
+LLAMA_8B = {
+    "q_proj": (4096, 4096),
+    "k_proj": (1024, 4096),
+    "v_proj": (1024, 4096),
+    "o_proj": (4096, 4096),
+    "gate_proj": (14336, 4096),
+    "up_proj": (14336, 4096),
+    "down_proj": (4096, 14336),
+}
+
+
+def make_device(make: Any, **pool: int) -> GpuDevice:
+    return GpuDevice(make.base, make.pool(**pool), DirectCopies())
+
+
+def fill(make: Any, pool: AdapterPool, names: str, rank: int = 1) -> None:
+    for seed, name in enumerate(names):
+        pool.admit(make.digest(name), pool.device.pack(make.modules(rank, seed=seed), torch.float32), float(seed))
+
+
+def test_a_placed_adapter_lies_in_the_pool_as_it_was(make: Any) -> None:
+    device = make_device(make)
+    modules = make.modules(20, seed=3)
+    packed = device.pack(modules, torch.float32)
+    placed = device.place(packed)
+    assert device.is_ready(placed)
+    assert placed.footprint == Footprint(20 * make.page_bytes, 2, 1)
+    for m in modules:
+        a, b, multipliers = read_module(device.pool, 0, m.layer, 20, 32, 32)
+        assert torch.equal(a, m.lora_a.bfloat16())
+        assert torch.equal(b, m.lora_b.T.bfloat16())
+        assert torch.equal(multipliers, torch.full((20,), 2.0))
+
+
+def test_a_place_is_there_again_after_the_adapter_has_left(make: Any) -> None:
+    device = make_device(make, num_pages=4, max_tiles=1, max_slots=2)
+    packed = device.pack(make.modules(4), torch.float32)
+    for _ in range(3):
+        placed = device.place(packed)
+        assert device.check([placed]) == []
+        assert not device.can_lay_out(Footprint(0, 1, 1))
+        assert device.can_lay_out(Footprint(0, 1, 1), [placed])
+        assert device.remove(placed) is None
+        assert device.can_lay_out(Footprint(0, 1, 1))
+        assert device.check([]) == []
+
+
+@pytest.mark.parametrize("tight", ["num_pages", "max_tiles", "max_slots"])
+def test_eviction_goes_on_until_every_limit_is_kept(make: Any, tight: str) -> None:
+    # room for four adapters of one page, tile and slot each, by one of the limits
+    pool = AdapterPool(make_device(make, **{tight: 5 if tight == "max_slots" else 4}))
+    fill(make, pool, "abcd")
+    pin = pool.pin(make.digest("a"), 9.0)
+    # one page, two tiles (the modules), one slot; or two pages
+    modules = make.modules(1, names=("q_proj", "v_proj"), layers=(0,))
+    if tight == "num_pages":
+        modules = make.modules(2)
+    packed = pool.device.pack(modules, torch.float32)
+    evicted = [e.digest for e in pool.admit(make.digest("x"), packed, 9.0)]
+    assert evicted == [make.digest(name) for name in ("b" if tight == "max_slots" else "bc")]
+    assert pool.check() == []
+    pin.release()
+
+
+def test_scattered_tiles_cost_further_evictions_and_no_failure(make: Any) -> None:
+    pool = AdapterPool(make_device(make, max_tiles=4))
+    fill(make, pool, "abcd")
+    # least recently used: a and c, whose tiles aren't neighbours; then b, between them
+    for name in "bd":
+        pool.touch(make.digest(name), 5.0)
+    packed = pool.device.pack(make.modules(17), torch.float32)
+    assert pool.can_admit(pool.device.footprint_of(packed))
+    evicted = [e.digest for e in pool.admit(make.digest("x"), packed, 9.0)]
+    assert evicted == [make.digest(name) for name in "acb"]
+    assert pool.check() == []
+
+
+def test_tiles_scattered_between_pinned_adapters_are_no_place(make: Any) -> None:
+    pool = AdapterPool(make_device(make, max_tiles=3))
+    fill(make, pool, "abc")
+    pin = pool.pin(make.digest("b"), 5.0)
+    packed = pool.device.pack(make.modules(17), torch.float32)
+    footprint = pool.device.footprint_of(packed)
+    assert footprint.fits(pool.free + pool.idle)
+    assert not pool.can_admit(footprint)
+    assert pool.can_ever_admit(footprint)
+    pin.release()
+    assert pool.can_admit(footprint)
+    assert not pool.can_admit(footprint, {make.digest("b")})
+    pool.set_operator_pin(make.digest("b"), True)
+    assert not pool.can_ever_admit(footprint)
+    pool.set_operator_pin(make.digest("b"), False)
+    pool.admit(make.digest("x"), packed, 9.0)
+    assert pool.check() == []
+
+
+def test_an_adapter_on_its_way_is_neither_resident_nor_idle(make: Any) -> None:
+    pool = make.pool(num_pages=4)
+    copies = SimulatedCopies(pool)
+    adapters = AdapterPool(GpuDevice(make.base, pool, copies))
+    fill(make, adapters, "a", rank=3)
+    assert adapters.used == Footprint(3 * make.page_bytes, 1, 1)
+    assert adapters.take_landed() == []
+    assert not adapters.has_landed(make.digest("a"))
+    assert not adapters.can_admit(Footprint(2 * make.page_bytes, 1, 1))
+    assert adapters.check() == []
+    copies.run_all()
+    assert adapters.take_landed() == [make.digest("a")]
+    assert adapters.has_landed(make.digest("a"))
+    assert adapters.can_admit(Footprint(2 * make.page_bytes, 1, 1))
+    assert adapters.check() == []
+
+
+def test_int8_takes_half_the_pages_and_a_scale_for_each_rank(make: Any) -> None:
+    device = GpuDevice(make.base, make.pool(), DirectCopies(), torch.int8)
+    modules = make.modules(8)
+    placed = device.place(device.pack(modules, torch.float32))
+    assert placed.footprint.num_bytes == 4 * make.page_bytes
+    assert placed.footprint == device.footprint(modules, torch.float32)
+    *_, multipliers = read_module(device.pool, 0, 1, 8, 32, 32)
+    scales = modules[1].lora_a.abs().amax(1) / 127 * modules[1].lora_b.abs().amax(0) / 127
+    assert torch.allclose(multipliers, 2.0 * scales)
+
+
+def test_scales_without_a_finite_product_are_refused_by_name(make: Any) -> None:
+    device = GpuDevice(make.base, make.pool(), DirectCopies(), torch.int8)
+    modules = make.modules(20, names=("q_proj", "v_proj"))
+    modules[3].lora_a[18] = 1e30
+    modules[3].lora_b[:, 18] = 1e30
+    with pytest.raises(AdapterUnavailable, match="Layer 1 v_proj has weights so large"):
+        device.pack(modules, torch.float32)
+
+
+def test_adapters_are_held_in_the_activations_dtype_or_in_int8() -> None:
+    assert adapter_dtype("auto", torch.float16) is torch.float16
+    assert adapter_dtype("int8", torch.float16) is torch.int8
+    assert adapter_dtype("bf16", torch.bfloat16) is torch.bfloat16
+    with pytest.raises(ConfigError, match="in fp16 where activations are bf16"):
+        adapter_dtype("fp16", torch.bfloat16)
+    with pytest.raises(ConfigError, match="auto, bf16, fp16, int8"):
+        adapter_dtype("fp8", torch.bfloat16)
+
+
+@pytest.mark.parametrize("gib", [1, 8, 60, 120])
+@pytest.mark.parametrize("rank", [4, 16, 64, 512])
+def test_bytes_run_out_before_tiles_for_adapters_of_every_layer(make: Any, gib: int, rank: int) -> None:
+    base = msgspec.structs.replace(make.base, num_layers=32, modules=LLAMA_8B)
+    size = pool_size(base, gib << 30)
+    ranks = [(layer, module, rank) for layer in range(32) for module in LAYER_MODULES]
+    num_pages = num_pages_of(
+        ranks,
+        num_layers=32,
+        module_shapes=LLAMA_8B,
+        page_num_bytes=size.page_num_bytes,
+        dtype=torch.bfloat16,
+    )
+    # half of them free leave room for runs
+    assert 2 * (size.num_pages // num_pages) * num_tiles_of(ranks) <= size.max_tiles
+    assert size.max_slots > size.num_pages
+    spent = size.num_pages * size.page_num_bytes + size.max_tiles * 32 * RECORD * 4
+    assert 0.98 * min(gib, 64) * 2**30 < spent <= gib << 30
+
+
+def test_a_device_of_a_size_has_a_pool_of_that_size(make: Any) -> None:
+    device = GpuDevice.of_size(make.base, 200_000, torch.bfloat16, torch.device("cpu"))
+    assert device.pool.data.nbytes + device.pool.records.nbytes <= 200_000
+    assert device.limits.num_bytes == device.pool.data.nbytes
+    with pytest.raises(ConfigError, match="doesn't hold a page"):
+        GpuDevice.of_size(make.base, 200, torch.bfloat16, torch.device("cpu"))
+    in_int8 = GpuDevice.of_size(
+        msgspec.structs.replace(make.base, dtype="float16"), 200_000, torch.int8, torch.device("cpu")
+    )
+    assert in_int8.pool.dtype is torch.float16
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_copies_land_on_a_gpu_without_anybody_waiting(make: Any) -> None:
+    device = GpuDevice.of_size(make.base, 1 << 20, torch.bfloat16, torch.device("cuda"))
+    modules = make.modules(20)
+    packed = device.pack(modules, torch.float32)
+    assert packed.pages.pages.is_pinned()
+    torch.cuda._sleep(100_000_000)
+    device.step_launched()
+    placed = device.place(packed)
+    assert not device.is_ready(placed)
+    torch.cuda.synchronize()
+    assert device.is_ready(placed)
+    a, b, _ = read_module(device.pool, 0, 1, 20, 32, 32)
+    assert torch.equal(a.cpu(), modules[1].lora_a.bfloat16())
+    assert torch.equal(b.cpu(), modules[1].lora_b.T.bfloat16())
