@@ -17,12 +17,15 @@ from pathlib import Path
 import asyncpg
 import numpy as np
 import pytest
+from interpreted import pytest_pyfunc_call, pytest_runtest_logreport
 from safetensors.numpy import save
 from sqlalchemy import make_url
 
 from loraserve.db import migrate
 from loraserve.db.models import Base
 from loraserve.types import BaseSpec, Digest
+
+__all__ = ["pytest_pyfunc_call", "pytest_runtest_logreport"]
 
 POSTGRES_URL = os.environ.get("LORASERVE_TEST_POSTGRES_URL")
 BACKENDS = ["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)]

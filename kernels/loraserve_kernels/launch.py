@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 
@@ -31,7 +33,7 @@ def apply_lora(
     Raises:
         ShapeMismatch: x, y and the plan disagree on rows or devices, or x and y on the adapters' widths.
     """
-    if x.is_cuda != isinstance(plan, GpuLoraPlan):
+    if not _may_meet(x, plan):
         raise ShapeMismatch(
             f"x is on {x.device} and the plan is a {type(plan).__name__}; GPUs take a GpuLoraPlan, CPUs a LoraPlan"
         )
@@ -73,7 +75,7 @@ def apply_embedding_lora(token_ids: Tensor, y: Tensor, plan: LoraPlan | GpuLoraP
     Raises:
         ShapeMismatch: the token ids, y and the plan disagree on rows or devices, or y and the adapters on the width.
     """
-    if y.is_cuda != isinstance(plan, GpuLoraPlan):
+    if not _may_meet(y, plan):
         raise ShapeMismatch(
             f"y is on {y.device} and the plan is a {type(plan).__name__}; GPUs take a GpuLoraPlan, CPUs a LoraPlan"
         )
@@ -93,6 +95,13 @@ def apply_embedding_lora(token_ids: Tensor, y: Tensor, plan: LoraPlan | GpuLoraP
             f"token_ids is {token_ids.dtype} and y is {y.dtype}; they must be int64 and float32, y contiguous in the last dim"
         )
     cpu.apply_embedding_lora(token_ids, y, plan)
+
+
+def _may_meet(rows: Tensor, plan: LoraPlan | GpuLoraPlan) -> bool:
+    """Whether the plan is of the rows' kind of device. In Triton's interpreter a GPU's plan is on the CPU."""
+    if isinstance(plan, GpuLoraPlan):
+        return rows.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+    return not rows.is_cuda
 
 
 def warm_up(adapter_dtype: torch.dtype) -> None:

@@ -140,6 +140,10 @@ class SimulatedDevice:
             slots = [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(batch.context_lens[i])]
             context = [self.memory[slot] for slot in slots]
             assert None not in context
+            start, end = batch.logits_ranges[i]
+            wanted = entry.num_tokens if entry.is_scored else int(entry.is_sampled)
+            last_row = batch.query_starts[i + 1]
+            assert batch.logits_rows[start:end].tolist() == list(range(last_row - wanted, last_row))
             results.append(self._result(entry, adapters[batch.query_starts[i]], context, step.histories[i]))
         self._sampled = [result.token_id or 0 for result in results]
         step.step_results = results

@@ -11,9 +11,9 @@ import pytest
 import torch
 import zmq
 
+from loraserve.engine.assembly import build_engine
 from loraserve.engine.core import Engine
 from loraserve.engine.messages import AddRequest
-from loraserve.engine.assembly import build_engine
 from loraserve.engine.worker import Worker
 from loraserve.memory.pager import Residency
 from loraserve.types import FinishReason, RequestId, SamplingParams, TenantId, TokenOutput

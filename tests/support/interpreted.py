@@ -1,7 +1,7 @@
 """Tests marked ``interpreted`` run in one child process of pytest, where Triton interprets its kernels on the CPU.
 
 Triton decides on its first import, for the whole process, whether kernels are interpreted or compiled; other tests here compile them. So the child runs every
-marked test of the session at once, with ``TRITON_INTERPRET=1``, and each one's outcome is reported here under its own name.
+marked test of the session at once, with ``TRITON_INTERPRET=1``, and each one's outcome is reported here under its own name. `tests/conftest.py` imports the hooks.
 """
 
 from __future__ import annotations

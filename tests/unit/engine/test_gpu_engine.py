@@ -1,0 +1,125 @@
+"""A GPU's engine, its kernels in Triton's interpreter: the same base, adapters and oracles as on a CPU, in float16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from loraserve.engine.assembly import build_engine
+from loraserve.memory.pager import Residency
+from loraserve.types import TokenOutput
+
+from .conftest import ADAPTERS, World
+from .test_engine import add, prompts, run
+
+pytestmark = pytest.mark.interpreted
+
+GPU = {"device": "cuda", "dtype": "float16", "max_num_seqs": 5, "max_num_batched_tokens": 24}
+NAMES = [None, *ADAPTERS]
+
+
+@pytest.fixture
+def make_gpu_engine(world: World):
+    engines = []
+
+    def make(**changes: object):
+        engine, _ = build_engine(world.config(**{**GPU, **changes}))
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.pager.close()
+
+
+@torch.inference_mode()
+def logprobs_of(world: World, adapter: str | None, token_ids: list[int]) -> torch.Tensor:
+    if adapter is None:
+        with world.model.disable_adapter():
+            logits = world.model(torch.tensor([token_ids])).logits[0]
+    else:
+        world.model.set_adapter(adapter)
+        logits = world.model(torch.tensor([token_ids])).logits[0]
+    return logits.log_softmax(-1)
+
+
+def test_mixed_batch_gives_each_token_the_probability_that_peft_gives_it(world, make_gpu_engine):
+    engine = make_gpu_engine()
+    outputs: list[TokenOutput] = []
+    wanted = {}
+    for i, prompt in enumerate(prompts(5, high=20)):
+        name = NAMES[i % len(NAMES)]
+        wanted[add(engine, world, prompt, name, max_tokens=3, logprobs=2)] = (prompt, name)
+    tokens = run(engine, outputs)
+    for request_id, (prompt, name) in wanted.items():
+        expected = logprobs_of(world, name, [*prompt, *tokens[request_id]])
+        scores = [score for output in outputs if output.request_id == request_id for score in output.logprobs or ()]
+        assert len(scores) == 3
+        for i, score in enumerate(scores):
+            row = expected[len(prompt) - 1 + i]
+            assert score.logprob == pytest.approx(float(row[score.token_id]), abs=0.05)
+            assert score.top[0][1] == pytest.approx(float(row.max()), abs=0.05)
+
+
+def test_text_is_the_same_alone_and_in_company(world, make_gpu_engine):
+    work = [(prompt, NAMES[i % len(NAMES)]) for i, prompt in enumerate(prompts(5, seed=3, high=20))]
+    sampled = {"temperature": 0.9, "top_p": 0.9, "seed": 5}
+    engine = make_gpu_engine()
+    ids = [
+        add(engine, world, prompt, name, max_tokens=3, **(sampled if i % 2 else {}))
+        for i, (prompt, name) in enumerate(work)
+    ]
+    together = run(engine)
+    alone = {}
+    for i, (prompt, name) in enumerate(work):
+        request_id = add(engine, world, prompt, name, max_tokens=3, **(sampled if i % 2 else {}))
+        alone[ids[i]] = run(engine)[request_id]
+    assert together == alone
+
+
+def test_steps_that_are_chosen_on_the_host_and_steps_in_flight_give_one_text(world, make_gpu_engine):
+    """Penalties, biases and minimal lengths are the host's: their requests wait for each result, and nobody's text changes."""
+    prompt = prompts(1, seed=9, low=8, high=8)[0]
+    hard = {"repetition_penalty": 1.3, "logit_bias": {3: 2.0}, "min_tokens": 2}
+    engine = make_gpu_engine()
+    plain, biased = (
+        add(engine, world, prompt, "r8", max_tokens=3),
+        add(engine, world, prompt, "r8", max_tokens=3, **hard),
+    )
+    both = run(engine)
+    again = add(engine, world, prompt, "r8", max_tokens=3)
+    assert run(engine)[again] == both[plain]
+    again = add(engine, world, prompt, "r8", max_tokens=3, **hard)
+    assert run(engine)[again] == both[biased]
+
+
+def test_prompts_are_scored_as_peft_scores_them(world, make_gpu_engine):
+    engine = make_gpu_engine()
+    prompt = prompts(1, seed=4, low=30, high=30)[0]
+    outputs: list[TokenOutput] = []
+    add(engine, world, prompt, "mixed", max_tokens=1, prompt_logprobs=1)
+    run(engine, outputs)
+    scores = outputs[0].prompt_logprobs
+    expected = logprobs_of(world, "mixed", prompt)
+    assert scores is not None
+    assert [s.logprob for s in scores[1:]] == pytest.approx(
+        [float(expected[i, token]) for i, token in enumerate(prompt[1:])], abs=0.05
+    )
+
+
+def test_an_adapter_that_is_not_finite_fails_alone(world, make_gpu_engine):
+    engine = make_gpu_engine()
+    base = add(engine, world, [1, 2, 3], None, max_tokens=2)
+    wanted = run(engine)[base]
+    bad, base = add(engine, world, [1, 2, 3], "r8", max_tokens=2), add(engine, world, [1, 2, 3], None, max_tokens=2)
+    while engine.pager.request(world.refs["r8"]) is not Residency.RESIDENT:
+        engine.pager.poll()
+    engine._runner._adapters.pool.data.view(torch.float16).fill_(float("nan"))
+    outputs: list[TokenOutput] = []
+    while engine.has_requests:
+        outputs += engine.step()
+    assert [o.error.code for o in outputs if o.request_id == bad] == ["adapter_numerics"]
+    assert [t for o in outputs if o.request_id == base for t in o.token_ids] == wanted
+    assert engine.check() == []
