@@ -97,7 +97,7 @@ def attend_kernel(  # type: ignore[no-untyped-def]
             key = key0 + offs_n
             is_key = key < key_end
             in_block = (kv_head * BLOCK_SIZE + key % BLOCK_SIZE) * HEAD_DIM
-            # nothing past the context is read: it may be NaN, and NaN times a weight of zero isn't zero
+            # nothing past the context is read: a value may be NaN there, and NaN times a weight of zero isn't zero
             k_at = block.to(tl.int64) * stride_k_block + in_block
             k = tl.load(k_ptr + (k_at[None, :] + offs_d[:, None]), mask=is_d[:, None] & is_key[None, :], other=0.0)
             v_at = block.to(tl.int64) * stride_v_block + in_block

@@ -3,7 +3,9 @@
 The buffer is int32. Its first `HEADER` numbers say where its parts start (in elements of the buffer) and how long they are; kernels read them there, so one
 captured CUDA graph serves every mix of context lengths. The parts:
 
-    query_starts   max_num_seqs + 1          context_lens   max_num_seqs, zeros behind the step's sequences
+    query_starts   max_num_seqs + 1
+    key_starts     max_num_seqs + 1: the sum of the contexts before a sequence's
+    context_lens   max_num_seqs, zeros behind the step's sequences
     items          eight numbers each: row0, num_rows, position of row0, sequence, split, num_splits, 0, 0
                    decode items come first: one split of the keys of a sequence that has a single row; then tiles: up to `tile_rows` rows of a chunk
     rows           four numbers for each sequence with a single row: row0, its first item, num_splits, 0
@@ -88,14 +90,15 @@ class GpuAttentionPlan:
         )
         self.max_num_tokens, self.max_num_seqs, self.max_model_len = max_num_tokens, max_num_seqs, max_model_len
         self.max_splits = max_splits(num_kv_heads)
-        self.num_tokens = self.num_seqs = self.num_decode_rows = self.num_tiles = 0
+        self.num_tokens = self.num_seqs = self.num_decode_rows = self.num_tiles = self._tables_at = 0
         self.max_query_len = self.max_context_len = self.table_width = 0
         self.is_decode_only = True
         self.device = torch.device(device)
         self._tile_rows = tile_rows(num_heads, num_kv_heads)
 
         self._query_starts_at = HEADER
-        self._context_lens_at = _aligned(HEADER + max_num_seqs + 1)
+        self._key_starts_at = _aligned(self._query_starts_at + max_num_seqs + 1)
+        self._context_lens_at = _aligned(self._key_starts_at + max_num_seqs + 1)
         self._items_at = _aligned(self._context_lens_at + max_num_seqs)
         most_splits = max_num_seqs * min(self.max_splits, -(-max_model_len // MIN_SPLIT))
         # a chunk has a tile for each whole tile of rows, and one for what is left of a sequence's
@@ -215,6 +218,8 @@ class GpuAttentionPlan:
         host[tables_at : tables_at + tables.size].reshape(tables.shape)[:] = tables
 
         host[self._query_starts_at : self._query_starts_at + num_seqs + 1] = starts
+        key_starts = host[self._key_starts_at : self._key_starts_at + num_seqs + 1]
+        key_starts[0], key_starts[1:] = 0, np.cumsum(contexts)
         lengths = host[self._context_lens_at : self._context_lens_at + self.max_num_seqs]
         lengths[:num_seqs], lengths[num_seqs:] = contexts, 0
         header = (num_decode_items, num_items, self._items_at, len(decode), rows_at, tables_at, tables.shape[1])
@@ -226,6 +231,11 @@ class GpuAttentionPlan:
     def device_query_starts(self) -> torch.Tensor:
         """[num_seqs + 1] int32, on the device."""
         return self.buffer[self._query_starts_at : self._query_starts_at + self.num_seqs + 1]
+
+    @property
+    def device_key_starts(self) -> torch.Tensor:
+        """[num_seqs + 1] int32, on the device: the contexts' running sum."""
+        return self.buffer[self._key_starts_at : self._key_starts_at + self.num_seqs + 1]
 
     @property
     def device_context_lens(self) -> torch.Tensor:

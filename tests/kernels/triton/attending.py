@@ -77,9 +77,9 @@ def make_attending(
     # two layers' keys and values side by side in each page: this layer's are its second quarter and its last
     arena = torch.full((num_blocks, 4, num_kv_heads, block_size, head_dim), float("nan"), dtype=dtype)
     k_cache, v_cache = arena[:, 1], arena[:, 3]
-    order = torch.randperm(num_blocks).int()
-    # numbers past a context's blocks name no block at all
-    tables = torch.full((len(counts), max(counts) + 2), 2**30, dtype=torch.int32)
+    order = torch.randperm(num_blocks - 2).int() + 1
+    # numbers past a context's blocks name one that is NaN throughout, and so is block 0, where masked numbers would lead
+    tables = torch.full((len(counts), max(counts) + 2), num_blocks - 1, dtype=torch.int32)
     used = 0
     for i, (count, context) in enumerate(zip(counts, context_lens, strict=True)):
         tables[i, :count] = order[used : used + count]
@@ -99,7 +99,7 @@ def make_attending(
         max_model_len=max_model_len,
         device=torch.device("cpu"),
     )
-    plan.buffer.fill_(2**30)
+    plan.buffer.fill_(1)
     plan.partials.fill_(float("nan"))
     plan.lse.fill_(float("nan"))
     plan.fill(np.array(starts, dtype=np.int32), np.array(context_lens, dtype=np.int32), tables.numpy())
