@@ -57,7 +57,7 @@ class PrefillConfig:
 
 DECODE_CONFIGS: dict[int, DecodeConfig] = {
     16: DecodeConfig(16, 1, 64, 4, 5),
-    32: DecodeConfig(32, 1, 64, 4, 5),
+    32: DecodeConfig(32, 1, 64, 4, 4),
     # instructions for 64 rows would add a row's products in another order than those for 16
     64: DecodeConfig(32, 2, 128, 8, 4),
 }

@@ -1,0 +1,179 @@
+"""What the compiler makes of the weight-only linears, launched as the server launches them, for two generations of GPUs. No GPU is needed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from loraserve_kernels import gpu_gemm
+from loraserve_kernels.quantized import QuantizedWeight, quantize
+
+KINDS = ["plain", "int8", "fp8", "nf4", "int4", "int4-32", "int4-zeros"]
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.uint8: "*u8",
+}
+OPCODE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    if triton.knobs.runtime.interpret:
+        pytest.skip("Triton interprets kernels in this process")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield
+
+
+class Recorder:
+    """Stands for a kernel; keeps what it would have been launched with."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.launches: list[tuple[list[Any], dict[str, Any]]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **options: self.launches.append((list(args), options))
+
+
+def compile_launch(recorder: Recorder, capability: int) -> Any:
+    """As Triton specialises a launch: ones are constants, multiples of 16 are known to be."""
+    ((args, options),) = recorder.launches
+    kernel = recorder.kernel
+    names = kernel.arg_names
+    constants = {name: value for name, value in options.items() if name in names}
+    launch = {name: value for name, value in options.items() if name not in names}
+    signature = dict.fromkeys(names, "constexpr")
+    attrs: dict[tuple[int, ...], list[list[Any]]] = {}
+    for index, (name, value) in enumerate(zip(names, args, strict=False)):
+        if isinstance(value, Tensor):
+            signature[name], attrs[(index,)] = TYPES[value.dtype], [["tt.divisibility", 16]]
+        elif value == 1 and name != "num_rows":
+            constants[name] = 1
+        else:
+            signature[name] = "i32"
+            if value % 16 == 0 and name != "num_rows":
+                attrs[(index,)] = [["tt.divisibility", 16]]
+    constexprs = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature=signature, constexprs=constexprs, attrs=attrs)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch)
+
+
+def compile_linear(
+    kind: str,
+    num_rows: int,
+    dtype: torch.dtype,
+    capability: int,
+    patch: pytest.MonkeyPatch,
+    *,
+    out_features: int = 256,
+    in_features: int = 1024,
+) -> Any:
+    format, _, what = kind.partition("-")
+    weight: Tensor | QuantizedWeight = torch.zeros(out_features, in_features, dtype=dtype)
+    if format != "plain":
+        weight = quantize(weight, format, int(what) if what.isdigit() else None, has_zeros=what == "zeros")
+    name = "decode_gemm_kernel" if num_rows <= gpu_gemm.MAX_DECODE_ROWS else "prefill_gemm_kernel"
+    recorder = Recorder(getattr(gpu_gemm, name))
+    patch.setattr(gpu_gemm, name, recorder)
+    gpu_gemm.weight_only_linear(
+        torch.zeros(num_rows, in_features, dtype=dtype), weight, torch.zeros(out_features, dtype=dtype)
+    )
+    return compile_launch(recorder, capability)
+
+
+def dump(compiled: Any, folder: Path) -> str:
+    """Resources and instructions."""
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    tool = triton.knobs.nvidia.cuobjdump.path
+    return subprocess.run([tool, "-res-usage", "-sass", str(cubin)], capture_output=True, text=True, check=True).stdout
+
+
+def assert_lean(compiled: Any, folder: Path, *, programs: int) -> list[tuple[str, str]]:
+    """No spills, and resources for so many programs on a multiprocessor of the smaller generation; the instructions and their operands."""
+    text = dump(compiled, folder)
+    usage = {name: found[1] for name in ("REG", "STACK", "LOCAL") if (found := re.search(rf"\b{name}:(\d+)", text))}
+    assert usage["STACK"] == usage["LOCAL"] == "0"
+    assert int(usage["REG"]) * 32 * compiled.metadata.num_warps * programs <= 65536
+    assert (compiled.metadata.shared + 1024) * programs <= 164 * 1024
+    instructions = OPCODE.findall(text)
+    names = {opcode.split(".")[0] for opcode, _ in instructions}
+    assert not names & {"LDL", "STL"}
+    # sums are never added to memory atomically
+    assert not any(opcode.startswith(("RED", "ATOM")) and "F32" in opcode for opcode, _ in instructions)
+    return instructions
+
+
+def copy_widths(instructions: list[tuple[str, str]]) -> set[int]:
+    """Bytes of the asynchronous copies."""
+    copies = [opcode for opcode, _ in instructions if opcode.startswith("LDGSTS")]
+    return {int(m[1]) // 8 if (m := re.search(r"\.(64|128)$", opcode)) else 4 for opcode in copies}
+
+
+def assert_decode(compiled: Any, kind: str, num_rows: int, folder: Path) -> None:
+    instructions = assert_lean(compiled, folder, programs=1 if num_rows > 32 else 2 if num_rows > 16 else 3)
+    # scales and zeros by four bytes; a group of 32 is 16 bytes of codes, which four threads share with x's tile
+    expected = {16} if kind in ("plain", "int8", "fp8") else {4, 8} if kind == "int4-32" else {4, 16}
+    assert expected <= copy_widths(instructions) <= {4, 8, 16}
+    assert not [opcode for opcode, _ in instructions if re.match(r"LDG\b.*\.[US](8|16)\b", opcode)]
+    assert any(opcode.startswith("HMMA") for opcode, _ in instructions)
+    # another instruction would add a row's products in another order
+    assert not any(opcode.startswith("HGMMA") for opcode, _ in instructions)
+
+
+# the whole product takes minutes: every height of row tile with every kind, both generations with the lowest, every way to unpack
+CONFIGURATIONS = [
+    *[(kind, 16, 80) for kind in ("plain", "int8", "nf4", "int4-zeros")],
+    *[(kind, rows, 90) for kind in KINDS for rows in gpu_gemm.DECODE_CONFIGS],
+]
+
+
+@pytest.mark.parametrize(("kind", "num_rows", "capability"), CONFIGURATIONS)
+def test_few_rows_read_weights_wide_and_ahead(
+    kind: str, num_rows: int, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_decode(compile_linear(kind, num_rows, torch.bfloat16, capability, monkeypatch), kind, num_rows, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4", "int4-zeros"])
+def test_few_rows_in_float16_do_too(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_decode(compile_linear(kind, 16, torch.float16, 90, monkeypatch), kind, 16, tmp_path)
+
+
+def test_shapes_that_fill_no_tile_are_lean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = compile_linear("int4", 5, torch.bfloat16, 80, monkeypatch, out_features=100, in_features=1152)
+    assert_lean(compiled, tmp_path, programs=2)
+
+
+MANY = [*[(kind, 90) for kind in KINDS[1:]], ("int8", 80), ("nf4", 80)]
+
+
+@pytest.mark.parametrize(("kind", "capability"), MANY)
+def test_many_rows_keep_tensor_cores_fed_from_shared_memory(
+    kind: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = compile_linear(kind, 128, torch.bfloat16, capability, monkeypatch)
+    instructions = assert_lean(compiled, tmp_path, programs=1)
+    assert 16 in copy_widths(instructions)
+    products = [operands for opcode, operands in instructions if opcode.startswith("HGMMA")]
+    assert bool(products) == (capability == 90)
+    # destination, then both operands by descriptor, then the sum: a first operand in registers can go wrong
+    assert all(re.fullmatch(r"x\S+ R\d+, gdesc\[UR\d+\](\.\w+)*, R\d+.*", operands.strip()) for operands in products), (
+        products
+    )
