@@ -430,7 +430,7 @@ class Pager:
             packed = entry.packed
         is_operator_pinned = digest in self._operator_pins
         evicted = self._pool.admit(digest, packed, now, is_operator_pinned=is_operator_pinned, keep=self._fresh)
-        self._leave_line(digest)
+        self._waiting.pop(digest)
         if self._pool.has_landed(digest):
             self._fresh.add(digest)
         for other in evicted:

@@ -150,6 +150,13 @@ def test_scales_without_a_finite_product_are_refused_by_name(make: Any) -> None:
         device.pack(modules, torch.float32)
 
 
+def test_a_weight_beyond_the_pools_range_is_refused_by_name(make: Any) -> None:
+    modules = make.modules(2)
+    modules[1].lora_b[3, 1] = 3.4e38
+    with pytest.raises(AdapterUnavailable, match=r"Layer 1 q_proj\.lora_B has a weight of size 3\.4e\+38.*bf16"):
+        make_device(make).pack(modules, torch.float32)
+
+
 def test_adapters_are_held_in_the_activations_dtype_or_in_int8() -> None:
     assert adapter_dtype("auto", torch.float16) is torch.float16
     assert adapter_dtype("int8", torch.float16) is torch.int8

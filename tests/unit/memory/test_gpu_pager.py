@@ -164,6 +164,29 @@ def test_what_leaves_the_gpu_is_the_last_to_leave_the_host(
     assert (rows[used.digest].tier, rows[used.digest].last_used_s) == (Tier.HOST, 2.0)
 
 
+def test_what_is_on_its_way_is_drained_once_it_has_landed(make: Any, store: LocalStore, gpu: OnGpu, clock: Any) -> None:
+    running, large, small = (make.publish(store, rank=rank, seed=rank) for rank in (4, 8, 2))
+    gpu.pager.request(running)
+    make.settle(gpu.pager)
+    gpu.copies.run_all()
+    gpu.pager.poll()
+    pin = gpu.pager.pin(running.digest)
+    gpu.pager.request(large)
+    gpu.pager.request(small)
+    make.settle(gpu.pager)
+    clock.advance(PATIENCE_S + 0.1)
+    gpu.pager.poll()
+    assert gpu.pager.request(small) is Residency.LOADING
+    assert gpu.pager.request(running) is Residency.WAITING_FOR_SPACE
+    gpu.copies.run_all()
+    gpu.pager.poll()
+    assert gpu.pager.request(small) is not Residency.RESIDENT
+    pin.release()
+    gpu.pager.poll()
+    gpu.copies.run_all()
+    assert gpu.pager.poll() == [large.digest]
+
+
 def test_a_drain_that_ends_holds_nothing_in_the_host(
     make: Any, store: LocalStore, make_pager: MakePager, clock: Any
 ) -> None:
