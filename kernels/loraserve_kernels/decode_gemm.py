@@ -1,4 +1,4 @@
-"""A linear for up to 64 rows: every weight is read once, at the pace of memory. A Triton kernel.
+"""A linear for up to 64 rows: every weight is read once, at the pace of memory. A Triton kernel, and its parts.
 
 Work is cut into tiles of output columns and K into `SPLIT_K` parts, both fixed by the weight's shape. With several parts each leaves its sums in a plane of
 its own; the last to arrive at a tile adds the planes in their order, whoever it is. So the sum of an output is formed in one order, whatever the number of rows: by
@@ -47,12 +47,68 @@ def decode_gemm_kernel(  # type: ignore[no-untyped-def]
     NUM_STAGES: tl.constexpr,
     WIDEN: tl.constexpr,  # multiply in float32: for the interpreter, which can't compute in bf16
 ):
+    tile = tl.program_id(0) // SPLIT_K
+    split = tl.program_id(0) % SPLIT_K
+    acc, acc2 = part_of_sums(
+        x_ptr, codes_ptr, scales_ptr, zeros_ptr, tile, split, num_rows, N, K, stride_x, stride_scale_n, stride_scale_g,
+        stride_zero_g, FORMAT, IS_BF16, GROUP, GROUPS, SPLIT_K, BLOCK_M, HALVES, BLOCK_N, HAS_ZEROS, EVEN_N, EVEN_K,
+        NUM_STAGES, WIDEN,
+    )  # fmt: skip
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_last = True
+    planes = planes_ptr + tile.to(tl.int64) * (SPLIT_K * HALVES * BLOCK_M * BLOCK_N)
+    if SPLIT_K > 1:
+        store_part(planes, split, acc, acc2, num_rows, BLOCK_M, HALVES, BLOCK_N)
+        is_last = arrive(counters_ptr + tile, SPLIT_K)
+    if is_last:
+        for half in tl.static_range(HALVES):
+            rows = offs_m + half * BLOCK_M
+            if SPLIT_K > 1:
+                y = sum_of_parts(planes, half, num_rows, SPLIT_K, BLOCK_M, HALVES, BLOCK_N)
+            else:
+                y = acc if half == 0 else acc2
+            y = scaled(y, scales_ptr, stride_scale_n, offs_n, N, FORMAT)
+            if HAS_BIAS:
+                y = y + tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
+            out = out_ptr + rows[:, None].to(tl.int64) * stride_out + offs_n[None, :]
+            tl.store(out, y.to(out_ptr.dtype.element_ty), mask=(rows < num_rows)[:, None] & (offs_n < N)[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def part_of_sums(  # type: ignore[no-untyped-def]
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    zeros_ptr,
+    tile,
+    split,
+    num_rows,
+    N,
+    K,
+    stride_x,
+    stride_scale_n,
+    stride_scale_g,
+    stride_zero_g,
+    FORMAT: tl.constexpr,
+    IS_BF16: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HALVES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """The sums of one part of K for a tile's columns, [BLOCK_M, BLOCK_N] for each of two row tiles; a channel's own scale isn't in yet."""
     IS_PACKED: tl.constexpr = FORMAT == "int4" or FORMAT == "nf4"
     PER_BYTE: tl.constexpr = 2 if IS_PACKED else 1
     WIDTH: tl.constexpr = GROUP // PER_BYTE
     BLOCK_K: tl.constexpr = GROUP * GROUPS
-    tile = tl.program_id(0) // SPLIT_K
-    split = tl.program_id(0) % SPLIT_K
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, WIDTH)
@@ -115,36 +171,63 @@ def decode_gemm_kernel(  # type: ignore[no-untyped-def]
                     if WIDEN:
                         x2 = x2.to(tl.float32)
                     acc2 = tl.dot(x2, values, acc2)
-    HAS_SCALE: tl.constexpr = FORMAT == "int8" or FORMAT == "fp8"
-    is_last = True
-    if SPLIT_K > 1:
-        planes = planes_ptr + tile.to(tl.int64) * (SPLIT_K * HALVES * BLOCK_M * BLOCK_N)
-        planes += offs_m[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        own = planes + split * (HALVES * BLOCK_M * BLOCK_N)
-        tl.store(own, acc, mask=is_row[:, None])
-        if HALVES == 2:
-            tl.store(own + BLOCK_M * BLOCK_N, acc2, mask=(offs_m + BLOCK_M < num_rows)[:, None])
-        # all threads' stores come before the arrival, and the last arrival comes before all threads' loads
-        tl.debug_barrier()
-        is_last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel", scope="gpu") == SPLIT_K - 1
-        tl.debug_barrier()
+    return acc, acc2
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_part(  # type: ignore[no-untyped-def]
+    planes,  # the tile's
+    part,
+    acc,
+    acc2,
+    num_rows,
+    BLOCK_M: tl.constexpr,
+    HALVES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    offs_m = tl.arange(0, BLOCK_M)
+    own = planes + part * (HALVES * BLOCK_M * BLOCK_N) + offs_m[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    tl.store(own, acc, mask=(offs_m < num_rows)[:, None])
+    if HALVES == 2:
+        tl.store(own + BLOCK_M * BLOCK_N, acc2, mask=(offs_m + BLOCK_M < num_rows)[:, None])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def arrive(counter_ptr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Whether this program is the last of so many; what the others stored before they arrived can then be read past the nearest cache."""
+    # all threads' stores come before the arrival, and the last arrival comes before all threads' loads
+    tl.debug_barrier()
+    is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == PARTS - 1
+    tl.debug_barrier()
     if is_last:
-        if SPLIT_K > 1:
-            tl.store(counters_ptr + tile, 0)
-        for half in tl.static_range(HALVES):
-            rows = offs_m + half * BLOCK_M
-            mask = (rows < num_rows)[:, None]
-            if SPLIT_K > 1:
-                # past the nearest cache, which may hold what another multiprocessor has changed since
-                y = tl.load(planes + half * (BLOCK_M * BLOCK_N), mask=mask, other=0.0, cache_modifier=".cg")
-                for s in tl.static_range(1, SPLIT_K):
-                    plane = planes + (s * HALVES + half) * (BLOCK_M * BLOCK_N)
-                    y += tl.load(plane, mask=mask, other=0.0, cache_modifier=".cg")
-            else:
-                y = acc if half == 0 else acc2
-            if HAS_SCALE:
-                y = y * tl.load(scales_ptr + scale_at, mask=is_column, other=0.0)[None, :]
-            if HAS_BIAS:
-                y = y + tl.load(bias_ptr + offs_n, mask=is_column, other=0.0).to(tl.float32)[None, :]
-            out = out_ptr + rows[:, None].to(tl.int64) * stride_out + offs_n[None, :]
-            tl.store(out, y.to(out_ptr.dtype.element_ty), mask=mask & is_column[None, :])
+        tl.store(counter_ptr, 0)
+    return is_last
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def sum_of_parts(  # type: ignore[no-untyped-def]
+    planes,  # the tile's
+    half,
+    num_rows,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HALVES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """A row tile's sums, part by part in their order."""
+    offs_m = tl.arange(0, BLOCK_M)
+    is_row = (offs_m + half * BLOCK_M < num_rows)[:, None]
+    own = planes + half * (BLOCK_M * BLOCK_N) + offs_m[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    # past the nearest cache, which may hold what another multiprocessor has changed since
+    y = tl.load(own, mask=is_row, other=0.0, cache_modifier=".cg")
+    for part in tl.static_range(1, PARTS):
+        y += tl.load(own + part * (HALVES * BLOCK_M * BLOCK_N), mask=is_row, other=0.0, cache_modifier=".cg")
+    return y
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def scaled(y, scales_ptr, stride_scale_n, offs_n, N, FORMAT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """y times the scales of its channels, in formats that have one for each."""
+    if FORMAT == "int8" or FORMAT == "fp8":
+        y = y * tl.load(scales_ptr + offs_n.to(tl.int64) * stride_scale_n, mask=offs_n < N, other=0.0)[None, :]
+    return y
