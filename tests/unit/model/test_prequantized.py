@@ -49,6 +49,15 @@ CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
 FORMATS = {"int4": "int4", "fp8": "fp8", "float": "int4", "two": "fp8+int4"}
 
 
+def test_int4_groups_that_kernels_dont_have_are_cut_into_ones_that_they_have(tmp_path: Path) -> None:
+    sizes = {**WIDE, "hidden_size": 192, "intermediate_size": 384}
+    groups = [group(4, "group", group_size=96, symmetric=False)]
+    model = save_compressed(build_model(**sizes), tmp_path, groups)
+    weight = assembled(tmp_path, NAME)
+    assert weight.group_size == 32
+    assert torch.equal(weight.dequantize(torch.float32), model.get_submodule(NAME).weight)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_transformers_on_the_weights_that_the_library_reads(tmp_path: Path, case: str) -> None:
     groups, options = CASES[case]
