@@ -7,6 +7,7 @@ would need another computation is refused by name: nothing is passed over that c
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -21,6 +22,8 @@ _HINT = (
 )
 
 _SMALLEST_GROUP = 32
+
+logger = logging.getLogger(__name__)
 
 
 class Layout(StrEnum):
@@ -248,7 +251,11 @@ def _has_input_scale(group: _Fields, kind: str) -> bool:
     if kind != "float" or activations.get("type") != "float" or activations.get("num_bits") != 8:
         raise group.refusal("input_activations", "null (weights alone), or FP8 with FP8 weights,")
     activations.require("strategy", ("token", "tensor"), '"token" or "tensor"')
-    return activations.require("dynamic", (None, True, False), "true or false") is not True
+    is_dynamic = activations.require("dynamic", (None, True, False), "true or false") is True
+    logger.warning(
+        "config.json: %s asks for FP8; activations keep their precision, weights are used as stored", activations.path
+    )
+    return not is_dynamic
 
 
 def _is_match(path: str, target: str) -> bool:

@@ -91,6 +91,13 @@ def test_supported_settings_are_understood(weights: dict[str, Any], changes: dic
     assert parse(compressed(weights, **changes)).scheme(UP) == scheme
 
 
+def test_activations_that_keep_their_precision_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    parse(compressed(FP8, format="float-quantized"))
+    assert not caplog.records
+    parse(compressed(FP8, format="float-quantized", group={"input_activations": FP8_INPUT}))
+    assert "group_0.input_activations asks for FP8; activations keep their precision" in caplog.text
+
+
 def test_older_key_means_the_same() -> None:
     assert parse_quantization({"compression_config": compressed(INT4)}) == parse(compressed(INT4))
 
