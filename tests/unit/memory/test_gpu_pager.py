@@ -187,6 +187,28 @@ def test_what_is_on_its_way_is_drained_once_it_has_landed(make: Any, store: Loca
     assert gpu.pager.poll() == [large.digest]
 
 
+def test_a_drain_that_ends_calls_nobody_resident_who_is_on_the_way(
+    make: Any, store: LocalStore, gpu: OnGpu, clock: Any
+) -> None:
+    running, large, small = (make.publish(store, rank=rank, seed=rank) for rank in (4, 8, 2))
+    gpu.pager.request(running)
+    make.settle(gpu.pager)
+    gpu.copies.run_all()
+    gpu.pager.poll()
+    pin = gpu.pager.pin(running.digest)
+    gpu.pager.request(large)
+    gpu.pager.request(small)
+    make.settle(gpu.pager)
+    clock.advance(INTEREST_S - 0.1)
+    gpu.pager.poll()
+    gpu.pager.request(small)
+    clock.advance(0.2)
+    assert gpu.pager.poll() == [large.digest]
+    gpu.copies.run_all()
+    assert gpu.pager.poll() == [small.digest]
+    pin.release()
+
+
 def test_a_drain_that_ends_holds_nothing_in_the_host(
     make: Any, store: LocalStore, make_pager: MakePager, clock: Any
 ) -> None:
