@@ -68,7 +68,7 @@ def paged_attention(
 
     The rows of a sequence are its last ones: row j of m stands at position ``context_len - m + j`` and sees the positions up to its own; with
     `sliding_window` w, its own and the w − 1 before it. Slots past a context aren't read, nor are rows past the plan's read or written. A row's bits
-    don't depend on what shares its step.
+    don't depend on what shares its step, nor on which rows of its own sequence do; they may on whether any does, since a sequence's only row has its keys split.
 
     Up to three launches, no synchronisation, no allocation. A step that `is_decode_only` may be captured in a CUDA graph and replayed after any later fill
     with as many rows, each a sequence's only one.

@@ -184,7 +184,6 @@ class GpuAttentionPlan:
         splits = self.num_splits(contexts[decode])
         first_item = np.cumsum(splits) - splits
         num_decode_items = int(splits.sum())
-        owner = np.repeat(np.arange(len(decode)), splits)
 
         chunks = np.flatnonzero(lens > 1)
         num_tiles = -(-lens[chunks] // self._tile_rows)
@@ -198,12 +197,12 @@ class GpuAttentionPlan:
         num_items = num_decode_items + len(chunk)
         items = host[self._items_at : self._items_at + num_items * ITEM].reshape(num_items, ITEM)
         of_decode, of_tiles = items[:num_decode_items], items[num_decode_items:]
-        of_decode[:, 0] = starts[decode][owner]
-        of_decode[:, 1] = 1
-        of_decode[:, 2] = contexts[decode][owner] - 1
-        of_decode[:, 3] = decode[owner]
-        of_decode[:, 4] = np.arange(num_decode_items) - first_item[owner]
-        of_decode[:, 5] = splits[owner]
+        split_rows = np.zeros((len(decode), ITEM), dtype=np.int32)
+        split_rows[:, 0], split_rows[:, 1], split_rows[:, 2] = starts[decode], 1, contexts[decode] - 1
+        # as if each split were the row's first: its number less its item's
+        split_rows[:, 3], split_rows[:, 4], split_rows[:, 5] = decode, -first_item, splits
+        of_decode[:] = np.repeat(split_rows, splits, axis=0)
+        of_decode[:, 4] += np.arange(num_decode_items, dtype=np.int32)
         of_tiles[:, 0] = starts[chunk] + done
         of_tiles[:, 1] = np.minimum(self._tile_rows, lens[chunk] - done)
         of_tiles[:, 2] = positions

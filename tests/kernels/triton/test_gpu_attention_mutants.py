@@ -29,8 +29,8 @@ WINDOW = 100
 
 def make() -> Attending:
     torch.manual_seed(0)
-    # KV head 0 and 1, a row in two splits, a row without context, a chunk of two tiles with three head rows each
-    return make_attending([1, 1, 11, 1], [MIN_SPLIT + 40, 0, 40, 9], num_heads=6, num_kv_heads=2)
+    # KV head 0 and 1, a row in two splits, a row without context, a chunk of two tiles, the second not full
+    return make_attending([1, 1, 19, 1], [MIN_SPLIT + 40, 0, 40, 9], num_heads=4, num_kv_heads=2)
 
 
 def make_late() -> Attending:
