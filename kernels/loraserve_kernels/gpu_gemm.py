@@ -10,14 +10,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from loraserve_kernels.decode_gemm import decode_gemm_kernel
+from loraserve_kernels.decode_lora_gemm import decode_lora_gemm_kernel
 from loraserve_kernels.errors import ShapeMismatch
 from loraserve_kernels.gpu_device import INTERPRETED
+from loraserve_kernels.gpu_lora import apply_lora, shrink, site_widths
+from loraserve_kernels.gpu_plan import HEADER, SITE_INDEX, GpuLoraPlan
 from loraserve_kernels.prefill_gemm import prefill_gemm_kernel
 from loraserve_kernels.quantized import QuantizedWeight, zero_words
 
@@ -30,6 +34,9 @@ _COLUMNS = 64
 _ENOUGH_PROGRAMS = 256
 _SHORTEST_PART = 256
 _MAX_PARTS = 16
+# that multiply by adapters' B, over all column tiles: enough to fill a GPU beside the others; a row's bits don't depend on it
+_LORA_PROGRAMS = 512
+_MAX_TILES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +116,106 @@ def weight_only_linear(
     return out
 
 
+def weight_only_linear_lora(
+    x: Tensor,
+    weight: QuantizedWeight | Tensor,
+    bias: Tensor | None,
+    plan: GpuLoraPlan,
+    site: str,
+    layer: int,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return what `weight_only_linear` and then `apply_lora` give, up to rounding: with few rows, by shrink and one launch for everything else.
+
+    Rows without an adapter have the bits of `weight_only_linear`; those of a row with one depend on that row alone. More than `MAX_DECODE_ROWS` rows, and slices that column
+    tiles don't fill, take the two steps themselves.
+
+    Args:
+        x, weight, bias, out_dtype: as `weight_only_linear` takes them; x's dtype is the pool's.
+        plan, site, layer: as `apply_lora` takes them. The plan's last `fill` was True.
+
+    Raises:
+        ShapeMismatch: as both.
+    """
+    out_features, in_features = _check(x, weight, bias, out_dtype)
+    config = decode_config(min(x.shape[0], MAX_DECODE_ROWS))
+    plan.check_layer(site, layer)
+    if site == "embed":
+        raise ShapeMismatch("the embedding is no linear: gather its rows, then call apply_embedding_lora")
+    widths = site_widths(plan, site)
+    if x.shape[0] not in range(1, MAX_DECODE_ROWS + 1) or any(width % config.block_n for width in widths):
+        y = weight_only_linear(x, weight, bias, out_dtype=out_dtype)
+        apply_lora(x, y, plan, site, layer, bias)
+        return y
+    if out_features != sum(widths):
+        raise ShapeMismatch(f"the weight has {out_features} outputs; site {site} of this plan has {sum(widths)}")
+    shrink(x, plan, site, layer)
+    pool, num_rows = plan.pool, x.shape[0]
+    out = torch.empty((num_rows, out_features), dtype=out_dtype or x.dtype, device=x.device)
+    tiles, parts = out_features // config.block_n, split_k(out_features, in_features)
+    lora_parts = max(1, min(_MAX_PARTS, _LORA_PROGRAMS // tiles))
+    tensors, numbers, constants = _decode_launch(x, weight, bias, out, in_features, config)
+    decode_lora_gemm_kernel[(tiles * (parts + lora_parts),)](
+        *tensors,
+        _planes(x, tiles, parts + 2, config),
+        _counters(x.device),
+        plan.scratch,
+        pool.weights,
+        pool.codes,
+        pool.deltas,
+        pool.records[0, layer],
+        plan.buffer,
+        *numbers,
+        pool.records.stride(0),
+        *widths[:2],
+        HEADER_AT=4 * SITE_INDEX[site],
+        PERM_AT=HEADER,
+        LORA_PARTS=lora_parts,
+        LORA_SPLIT_K=plan.split_k(site),
+        LORA_BLOCK_M=plan.block_m,
+        LORA_STAGES=2,
+        **constants,
+    )
+    return out
+
+
 def _decode(x: Tensor, weight: QuantizedWeight | Tensor, bias: Tensor | None, out: Tensor, in_features: int) -> None:
-    num_rows, out_features = out.shape
-    config = DECODE_CONFIGS[next(most for most in DECODE_CONFIGS if num_rows <= most)]
+    config = decode_config(x.shape[0])
+    tiles, parts = -(-out.shape[1] // config.block_n), split_k(out.shape[1], in_features)
+    planes = counters = out
+    if parts > 1:
+        planes, counters = _planes(x, tiles, parts, config), _counters(x.device)
+    tensors, numbers, constants = _decode_launch(x, weight, bias, out, in_features, config)
+    decode_gemm_kernel[(tiles * parts,)](
+        *tensors,
+        planes,
+        counters,
+        *numbers,
+        EVEN_N=out.shape[1] % config.block_n == 0,
+        **constants,
+    )
+
+
+def decode_config(num_rows: int) -> DecodeConfig:
+    """How the kernel for few rows is cut for so many."""
+    return DECODE_CONFIGS[next(most for most in DECODE_CONFIGS if num_rows <= most)]
+
+
+def _planes(x: Tensor, tiles: int, planes: int, config: DecodeConfig) -> Tensor:
+    shape = (tiles, planes, config.halves * config.block_m, config.block_n)
+    return torch.empty(shape, dtype=torch.float32, device=x.device)
+
+
+def _decode_launch(
+    x: Tensor,
+    weight: QuantizedWeight | Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    in_features: int,
+    config: DecodeConfig,
+) -> tuple[list[Tensor], list[int], dict[str, Any]]:
+    """What both kernels for few rows take: tensors down to `out`, numbers down to `stride_out`, constants and options."""
     format, scales, zeros, dtype = "plain", None, None, x.dtype
     if isinstance(weight, QuantizedWeight):
         format, scales = weight.format, weight.scales
@@ -119,46 +223,30 @@ def _decode(x: Tensor, weight: QuantizedWeight | Tensor, bias: Tensor | None, ou
     group = BLOCK_K[format]
     if isinstance(weight, QuantizedWeight) and weight.is_packed:
         group, x = weight.group_size, _as_words(x)
-    tiles, parts = -(-out_features // config.block_n), split_k(out_features, in_features)
-    planes = counters = out
-    if parts > 1:
-        shape = (tiles, parts, config.halves * config.block_m, config.block_n)
-        planes, counters = torch.empty(shape, dtype=torch.float32, device=x.device), _counters(x.device)
+    # what isn't read is any tensor
+    tensors = [x, _codes(weight), *(out if part is None else part for part in (scales, zeros, bias)), out]
     scale_strides = (1, 1) if scales is None else scales.stride()
-    decode_gemm_kernel[(tiles * parts,)](
-        x,
-        _codes(weight),
-        out if scales is None else scales,
-        out if zeros is None else zeros,
-        out if bias is None else bias,
-        out,
-        planes,
-        counters,
-        num_rows,
-        out_features,
-        in_features,
-        x.stride(0),
-        *scale_strides,
-        1 if zeros is None else zeros.stride(0),
-        out.stride(0),
-        FORMAT=format,
-        IS_BF16=dtype == torch.bfloat16,
-        GROUP=group,
-        GROUPS=BLOCK_K[format] // group,
-        SPLIT_K=parts,
-        BLOCK_M=config.block_m,
-        HALVES=config.halves,
-        BLOCK_N=config.block_n,
-        HAS_ZEROS=zeros is not None,
-        HAS_BIAS=bias is not None,
-        EVEN_N=out_features % config.block_n == 0,
-        EVEN_K=in_features % BLOCK_K[format] == 0,
-        NUM_STAGES=config.num_stages,
-        WIDEN=INTERPRETED,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        enable_fp_fusion=True,
-    )
+    numbers = [out.shape[0], out.shape[1], in_features, x.stride(0), *scale_strides]
+    numbers += [1 if zeros is None else zeros.stride(0), out.stride(0)]
+    constants: dict[str, Any] = {
+        "FORMAT": format,
+        "IS_BF16": dtype == torch.bfloat16,
+        "GROUP": group,
+        "GROUPS": BLOCK_K[format] // group,
+        "SPLIT_K": split_k(out.shape[1], in_features),
+        "BLOCK_M": config.block_m,
+        "HALVES": config.halves,
+        "BLOCK_N": config.block_n,
+        "HAS_ZEROS": zeros is not None,
+        "HAS_BIAS": bias is not None,
+        "EVEN_K": in_features % BLOCK_K[format] == 0,
+        "NUM_STAGES": config.num_stages,
+        "WIDEN": INTERPRETED,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "enable_fp_fusion": True,
+    }
+    return tensors, numbers, constants
 
 
 def _prefill(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor) -> None:
@@ -223,8 +311,8 @@ def _as_words(x: Tensor) -> Tensor:
 
 @cache
 def _counters(device: torch.device) -> Tensor:
-    """Zeros, one for each column tile of a weight that is cut into parts: how many of its parts have arrived. Kernels leave zeros behind."""
-    return torch.zeros(_ENOUGH_PROGRAMS, dtype=torch.int32, device=device)
+    """Zeros, one for each column tile of a weight: how many of its parts have arrived. Kernels leave zeros behind."""
+    return torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
 
 
 def _check(

@@ -53,6 +53,17 @@ def apply_lora(x: Tensor, y: Tensor, plan: GpuLoraPlan, site: str, layer: int, b
     plan.check_layer(site, layer)
     if site == "embed":
         raise ShapeMismatch("the embedding takes token ids, not rows of numbers: call apply_embedding_lora")
+    _check_output(y, x, plan, site, bias)
+    shrink(x, plan, site, layer)
+    _expand(y, plan, site, layer, bias)
+
+
+def shrink(x: Tensor, plan: GpuLoraPlan, site: str, layer: int) -> None:
+    """Leave the sums of each row's x with its adapter's A in the plan's scratch memory, for an expand to come. x as `apply_lora` takes it.
+
+    Raises:
+        ShapeMismatch: x and the plan disagree on rows, widths or dtypes.
+    """
     pool = plan.pool
     in_features = pool.module_shapes[MODULE_INDEX[SITES[site][0]]][1]
     num_rows = plan.num_sampled if site == "lm_head" else plan.num_tokens
@@ -61,7 +72,6 @@ def apply_lora(x: Tensor, y: Tensor, plan: GpuLoraPlan, site: str, layer: int, b
             f"x is {x.dtype} {tuple(x.shape)}; site {site} of this plan takes at least {num_rows} rows of {in_features}, "
             f"{pool.dtype} and contiguous in the last dim"
         )
-    _check_output(y, x, plan, site, bias)
     split, config = plan.split_k(site), SHRINK_CONFIGS[plan.block_m]
     shrink_kernel[(num_programs(x.device),)](
         x,
@@ -85,7 +95,6 @@ def apply_lora(x: Tensor, y: Tensor, plan: GpuLoraPlan, site: str, layer: int, b
         num_stages=config.num_stages,
         enable_fp_fusion=True,
     )
-    _expand(y, plan, site, layer, bias)
 
 
 def apply_embedding_lora(token_ids: Tensor, y: Tensor, plan: GpuLoraPlan) -> None:
@@ -125,13 +134,14 @@ def apply_embedding_lora(token_ids: Tensor, y: Tensor, plan: GpuLoraPlan) -> Non
     _expand(y, plan, "embed", 0, None)
 
 
-def _widths(plan: GpuLoraPlan, site: str) -> list[int]:
+def site_widths(plan: GpuLoraPlan, site: str) -> list[int]:
+    """Columns of the site's three slices; 0 where it has fewer."""
     first, num_slices = MODULE_INDEX[SITES[site][0]], len(SITES[site])
     return [plan.pool.module_shapes[first + s][0] if s < num_slices else 0 for s in range(3)]
 
 
 def _check_output(y: Tensor, x: Tensor, plan: GpuLoraPlan, site: str, bias: Tensor | None) -> None:
-    pool, width = plan.pool, sum(_widths(plan, site))
+    pool, width = plan.pool, sum(site_widths(plan, site))
     if y.shape != (x.shape[0], width) or y.dtype not in (pool.dtype, torch.float32) or y.stride(1) != 1:
         raise ShapeMismatch(
             f"y is {y.dtype} {tuple(y.shape)} beside {x.shape[0]} rows; site {site} of this plan takes as many rows of {width}, "
@@ -145,7 +155,7 @@ def _check_output(y: Tensor, x: Tensor, plan: GpuLoraPlan, site: str, bias: Tens
 
 
 def _expand(y: Tensor, plan: GpuLoraPlan, site: str, layer: int, bias: Tensor | None) -> None:
-    pool, widths, config = plan.pool, _widths(plan, site), EXPAND_CONFIGS[plan.block_m]
+    pool, widths, config = plan.pool, site_widths(plan, site), EXPAND_CONFIGS[plan.block_m]
     expand_kernel[(num_programs(y.device),)](
         plan.scratch,
         pool.weights,
