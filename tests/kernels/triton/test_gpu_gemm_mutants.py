@@ -1,0 +1,139 @@
+"""Kernels of the weight-only linears with one piece of their source replaced: what `test_gpu_gemm` compares shows each of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from paged_pools import EVEN, Fleet
+
+from loraserve_kernels import decode_gemm, decode_lora_gemm, gpu_gemm, prefill_gemm
+from loraserve_kernels.gpu_gemm import weight_only_linear
+from loraserve_kernels.quantized import quantize
+
+from .gemm_steps import make_lora_step
+
+pytestmark = pytest.mark.interpreted
+
+
+def mutate(module: ModuleType, kernel: str, old: str, new: str, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    assert module.__file__ is not None
+    source = Path(module.__file__).read_text()
+    assert source.count(old) == 1, f"{module.__name__} has {source.count(old)} times: {old}"
+    path = folder / f"{kernel}_mutant.py"
+    path.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    mutant = importlib.util.module_from_spec(spec)
+    patch.setitem(sys.modules, path.stem, mutant)
+    spec.loader.exec_module(mutant)
+    patch.setattr(gpu_gemm, kernel, getattr(mutant, kernel))
+    # what a mutant leaves in the counters is nobody else's
+    counters = torch.zeros(64, dtype=torch.int32)
+    patch.setattr(gpu_gemm, "_counters", lambda device: counters)
+
+
+def is_linear_caught(patch: pytest.MonkeyPatch, format: str, num_rows: int, in_features: int) -> bool:
+    """A wrong result of the first call or of the second."""
+    torch.manual_seed(0)
+    empty = torch.empty
+    patch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
+    weight = quantize(
+        torch.randn(70, in_features), format, 32 if format == "int4" else None, has_zeros=format == "int4"
+    )
+    wide = torch.full((num_rows + 1, in_features + 24), float("nan"), dtype=torch.float16)
+    x, bias = wide[:num_rows, :in_features], torch.randn(70).half() * 9
+    x.copy_(torch.randn(x.shape))
+    expected = x.double() @ weight.dequantize(torch.float64).T + bias.double()
+    tolerance = 2 * torch.finfo(torch.float16).eps * expected.abs().max()
+    errors = [(weight_only_linear(x, weight, bias) - expected).abs().max() for _ in range(2)]
+    return not all(error <= tolerance for error in errors)
+
+
+@pytest.mark.parametrize(
+    ("format", "num_rows", "in_features"), [("int4", 35, 608), ("int8", 3, 570), ("int4", 70, 256)]
+)
+def test_the_unmutated_linear_is_right(
+    format: str, num_rows: int, in_features: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not is_linear_caught(monkeypatch, format, num_rows, in_features)
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        pytest.param("range(1, PARTS)", "range(1, 1)", id="parts are forgotten"),
+        pytest.param("tl.store(counter_ptr, 0)", "tl.store(counter_ptr, PARTS)", id="counters aren't cleared"),
+        pytest.param("== PARTS - 1", "== PARTS - 2", id="the last but one adds up"),
+        pytest.param("tl.minimum(split * part + part, K)", "K", id="parts overlap"),
+        pytest.param("tl.minimum(k // GROUP + j,", "tl.minimum(k // GROUP,", id="groups have the first one's scale"),
+        pytest.param("lo, hi = unpack_nibbles", "hi, lo = unpack_nibbles", id="nibbles are swapped"),
+        pytest.param("at + offs_k < stride_codes", "at + offs_k < K", id="x is read past its end"),
+        pytest.param("x_ptrs + BLOCK_M * stride_x + at", "x_ptrs + at", id="the second half is the first"),
+        pytest.param("offs_n // 4 + group", "offs_n // 8 + group", id="zeros are the neighbours'"),
+        pytest.param("planes + half * (BLOCK_M * BLOCK_N)", "planes", id="the second half's planes are the first's"),
+        pytest.param("y = y + tl.load(bias_ptr", "y = y + 0 * tl.load(bias_ptr", id="the bias is forgotten"),
+        pytest.param("own + BLOCK_M * BLOCK_N, acc2", "own + BLOCK_M * BLOCK_N, acc", id="the first half is stored twice"),
+    ],
+)  # fmt: skip
+def test_a_mutant_for_few_rows_is_caught(old: str, new: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    mutate(decode_gemm, "decode_gemm_kernel", old, new, tmp_path, monkeypatch)
+    assert is_linear_caught(monkeypatch, "int4", 35, 608)
+
+
+def test_scales_of_channels_that_are_forgotten_are_caught(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    mutate(decode_gemm, "decode_gemm_kernel", "y = y * tl.load", "y = y + 0 * tl.load", tmp_path, monkeypatch)
+    assert is_linear_caught(monkeypatch, "int8", 3, 570)
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        pytest.param(".permute(0, 2, 1)", "", id="nibbles aren't interleaved"),
+        pytest.param("tl.load(scales_ptr + scale_at + (k // GROUP)", "tl.load(scales_ptr + scale_at + 0 * (k // GROUP)", id="every group is the first"),
+        pytest.param("hi = hi.to(tl.float32) * scale[None, :]", "hi = hi.to(tl.float32)", id="high nibbles aren't scaled"),
+        pytest.param("in_band // band_rows", "in_band % band_rows", id="column tiles are forgotten"),
+    ],
+)  # fmt: skip
+def test_a_mutant_for_many_rows_is_caught(old: str, new: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    mutate(prefill_gemm, "prefill_gemm_kernel", old, new, tmp_path, monkeypatch)
+    config = gpu_gemm.PREFILL_CONFIG
+    monkeypatch.setattr(gpu_gemm, "PREFILL_CONFIG", type(config)(64, 64, 64, 8, 4, 2))
+    assert is_linear_caught(monkeypatch, "int4", 70, 256)
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        pytest.param("num_row_tiles, LORA_PARTS)", "num_row_tiles, LORA_PARTS + 1)", id="row tiles are lost"),
+        pytest.param("tl.where(num_items > 0, tl.where(has_delta != 0, 2, 1), 0)", "tl.where(num_rows > 0, tl.where(has_delta != 0, 2, 1), 0)", id="what an adapter lacks is added"),
+        pytest.param("y + delta * y", "y + delta", id="δ is added"),
+        pytest.param("tl.where(has_delta, y + delta * y, y)", "y", id="δ is forgotten"),
+        pytest.param("tile * BLOCK_N - in1 * N0 - in2 * N1", "tile * BLOCK_N", id="columns aren't the slice's"),
+        pytest.param("with_lora[None, :], states", "with_lora[None, :] + 1, states", id="rows are their neighbours"),
+        pytest.param("if kind == 0:", "if kind >= 0:", id="int8 is taken for 16 bits"),
+        pytest.param("- row0[None, :] < num_rows[None, :]", "- row0[None, :] < 64", id="a tile's rows go on into the next's"),
+        pytest.param("rows[:, None] * BLOCK_N + offs_n[None, :]\n", "(row0 + offs_m)[:, None] * BLOCK_N + offs_n[None, :]\n", id="the permutation is ignored"),
+    ],
+)  # fmt: skip
+def test_a_mutant_with_lora_is_caught(old: str, new: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    mutate(decode_lora_gemm, "decode_lora_gemm_kernel", old, new, tmp_path, monkeypatch)
+    monkeypatch.setattr(gpu_gemm, "_LORA_PROGRAMS", 12)
+    torch.manual_seed(0)
+    fleet = Fleet(
+        [8, 40, {"q_proj": 5, "v_proj": 20}], EVEN, torch.float16,
+        stored=(torch.int8,), has_delta={"q_proj", "k_proj"},
+    )  # fmt: skip
+    a, b, c = fleet.slots
+    assert not make_lora_step(fleet, [0, b, a, c, 0, b, a], "qkv", "int4", has_bias=True).is_right()
