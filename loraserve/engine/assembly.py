@@ -124,13 +124,15 @@ def _on_gpu(decoder: Decoder, config: EngineConfig) -> tuple[StepRunner, Adapter
     num_blocks, adapter_bytes = divide(decoder, config, budget)
     dtype = adapter_dtype(config.adapter_dtype, decoder.kv_dtype)
     device = GpuDevice.of_size(decoder.spec, adapter_bytes, dtype, decoder.backend.device)
+    # a pool has a largest size; KV blocks have what it leaves
+    num_blocks += max(0, adapter_bytes - device.num_bytes) // kv_block_bytes(decoder, config.block_size)
     kv = allocate_kv(decoder, num_blocks, config.block_size)
     logger.info(
         "%s: %d KV blocks of %d tokens, %.1f GiB for adapters in %s",
         decoder.backend.device,
         num_blocks,
         config.block_size,
-        adapter_bytes / GIB,
+        device.limits.num_bytes / GIB,
         str(dtype).removeprefix("torch."),
     )
     return gpu_runner.Runner(decoder, config, kv, device), device

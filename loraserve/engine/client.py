@@ -39,6 +39,8 @@ _MAX_FAILED_STARTS = 5
 _MAX_RESTART_DELAY_S = 5.0
 _STABLE_S = 10.0
 _REPLAY_PATIENCE_S = 10.0
+_NUM_STEPS_IN_FLIGHT = 2
+"""An engine may launch a step before it has sent the results of the one before: a request's step is known to have gone well once the token after its own is there."""
 _REPLAY_ALONE_S = 30.0
 """For so long new requests wait while suspects are replayed; then they are sent beside them."""
 
@@ -57,7 +59,10 @@ class _LiveRequest:
     """Whether the present engine process has it."""
     num_crashes: int = 0
     """Engine deaths in a row that it was in flight at, without a token in between."""
+    num_outputs_since_sent: int = 0
+    """Of the present engine process."""
     has_progressed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Whether a step of the present engine process was computed for it, for certain; or nobody waits for it any more."""
     is_finished: bool = False
     """Whether the engine sent its last token; its reader may be behind."""
 
@@ -66,7 +71,9 @@ class _LiveRequest:
         self.outputs.append(output)
         self.is_finished = output.finish_reason is not None
         self.num_crashes = 0
-        self.has_progressed.set()
+        self.num_outputs_since_sent += 1
+        if self.is_finished or self.num_outputs_since_sent >= _NUM_STEPS_IN_FLIGHT:
+            self.has_progressed.set()
         self.has_news.set()
 
     def fail(self, error: LoraserveError) -> None:
@@ -245,6 +252,7 @@ class EngineClient:
             return
         request = live.request
         live.is_sent = True
+        live.num_outputs_since_sent = 0
         self._process.send(
             m.AddRequest(
                 request_id=request.request_id,
@@ -412,7 +420,7 @@ class EngineClient:
         return False
 
     async def _replay(self, ended: asyncio.Task[str]) -> None:
-        """Give a new engine what was alive: suspects of the last crash one at a time, each up to its next token, then the rest.
+        """Give a new engine what was alive: suspects of the last crash one at a time, each until a step of its own went well, then the rest.
 
         The step that kills an engine is thus computed for its culprit alone, which then is the only one in flight without a token of this engine's.
         """

@@ -6,6 +6,7 @@ the tokens that aren't known yet are taken from where the step before leaves the
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from loraserve.config import EngineConfig
 from loraserve.engine.batch import Batch
 from loraserve.engine.cuda_graphs import DecodeGraphs, bucket_sizes
 from loraserve.engine.request import Request
-from loraserve.engine.runner import allocate_kv
+from loraserve.engine.runner import DeviceLost, allocate_kv
 from loraserve.engine.sampler import Sampler, has_penalties
 from loraserve.engine.scheduler import ScheduledRequest, StepResult
 from loraserve.errors import ConfigError, InvariantViolation
@@ -31,6 +32,8 @@ from loraserve.model.inputs import GpuInputs, KVTensors
 from loraserve.types import TokenLogprobs
 from loraserve_kernels.gpu_attention_plan import GpuAttentionPlan
 from loraserve_kernels.gpu_plan import GpuLoraPlan
+
+logger = logging.getLogger(__name__)
 
 MAX_WORK_ITEMS = 4096
 """Of one site in one step: 64 rows of as many adapters of rank 341, or 512 of one of rank 512. A step that has more is refused by its plan, and the engine halves it."""
@@ -81,24 +84,31 @@ class Runner:
 
     def launch(self, batch: Batch) -> GpuStep:
         """Send the step's description and kernels to the device, and return without waiting for it."""
-        with torch.inference_mode():
-            num_rows = len(batch.token_ids)
-            row_slots = np.zeros(num_rows, dtype=np.int32)
-            for adapter, start, end in batch.adapters:
-                if not isinstance(adapter, int):
-                    raise InvariantViolation(f"the adapter of rows {start}:{end} is not in this device's memory")
-                row_slots[start:end] = adapter
-            sampled = [i for i, entry in enumerate(batch.entries) if entry.is_sampled]
-            bucket = self._graphs.bucket(num_rows) if num_rows == len(sampled) else None
-            if bucket is None:
-                logits = self._run_mixed(batch, row_slots, [batch.logits_ranges[i][1] - 1 for i in sampled])
-                rows = self._mixed_rows.sampled(logits, len(sampled))
-            else:
-                logits = self._run_decode(batch, row_slots, bucket)
-                rows = logits[:num_rows]
-            step = self._sample(batch, sampled, logits, rows)
-        self._adapters.step_launched()
-        return step
+        row_slots = np.zeros(len(batch.token_ids), dtype=np.int32)
+        for adapter, start, end in batch.adapters:
+            if not isinstance(adapter, int):
+                raise InvariantViolation(f"the adapter of rows {start}:{end} is not in this device's memory")
+            row_slots[start:end] = adapter
+        try:
+            with torch.inference_mode():
+                return self._launch(batch, row_slots)
+        except torch.AcceleratorError as error:
+            raise _lost(error) from error
+        finally:
+            # also when a launch raised: what was launched before it may still read adapters
+            self._adapters.step_launched()
+
+    def _launch(self, batch: Batch, row_slots: npt.NDArray[np.int32]) -> GpuStep:
+        num_rows = len(row_slots)
+        sampled = [i for i, entry in enumerate(batch.entries) if entry.is_sampled]
+        bucket = self._graphs.bucket(num_rows) if num_rows == len(sampled) else None
+        if bucket is None:
+            logits = self._run_mixed(batch, row_slots, [batch.logits_ranges[i][1] - 1 for i in sampled])
+            rows = self._mixed_rows.sampled(logits, len(sampled))
+        else:
+            logits = self._run_decode(batch, row_slots, bucket)
+            rows = logits[:num_rows]
+        return self._sample(batch, sampled, logits, rows)
 
     def needs_results_first(self, request: Request) -> bool:
         """Whether the request's next token is chosen on the host."""
@@ -302,7 +312,10 @@ class GpuStep:
     def results(self) -> list[StepResult]:
         """Wait for the device."""
         if self.event is not None:
-            self.event.synchronize()
+            try:
+                self.event.synchronize()
+            except torch.AcceleratorError as error:
+                raise _lost(error) from error
         tokens: list[int] = self.host.tokens[: len(self.sampled)].tolist()
         finite: list[bool] = self.host.finite[: len(self.sampled)].tolist()
         results = [StepResult() for _ in self.batch.entries]
@@ -324,15 +337,16 @@ class GpuStep:
         return TokenLogprobs(token_id, float(self.top.chosen[place]), tuple(zip(ids, values, strict=True)))
 
 
+def _lost(error: torch.AcceleratorError) -> DeviceLost:
+    """An error of the device stays with its process: every later call would fail with it."""
+    logger.error("the device failed: %s", str(error).splitlines()[0])
+    return DeviceLost(str(error))
+
+
 def needs_host(request: Request) -> bool:
-    """Whether the request's tokens are chosen on the host: by its history, by its own list of tokens, or with its prompt's scores."""
+    """Whether the request's tokens are chosen on the host: by its history, or by its own list of tokens."""
     params = request.params
-    return (
-        has_penalties(params)
-        or bool(params.logit_bias)
-        or params.prompt_logprobs is not None
-        or request.num_output_tokens < params.min_tokens
-    )
+    return has_penalties(params) or bool(params.logit_bias) or request.num_output_tokens < params.min_tokens
 
 
 class _Rows:

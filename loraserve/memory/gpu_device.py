@@ -148,6 +148,11 @@ class GpuDevice:
         self._known_run = 0
         self.limits = Footprint(pool.num_free_pages * pool.page_num_bytes, pool.records.shape[0], pool.max_slots - 1)
 
+    @property
+    def num_bytes(self) -> int:
+        """What pool and tables take of the device's memory."""
+        return self.pool.data.nbytes + self.pool.records.nbytes
+
     @classmethod
     def of_size(cls, base: BaseSpec, budget_bytes: int, dtype: torch.dtype, device: torch.device) -> GpuDevice:
         """A device with a new pool of that many bytes, tables included.

@@ -152,6 +152,26 @@ async def test_a_request_in_flight_at_two_deaths_in_a_row_is_failed(world):
         assert tokens == world.expected(None, prompt(5), 16)
 
 
+async def test_a_suspect_is_cleared_by_the_token_after_its_first(world, monkeypatch):
+    """A step may be in flight behind the one whose token was sent: the next suspect isn't sent into that one."""
+    async with running(world) as client:
+        tasks = [asyncio.create_task(collect(client, make(world, prompt(n), max_tokens=60))) for n in range(2)]
+        await until(lambda: sum(bool(live.output_token_ids) for live in client._live.values()) == 2)
+        counts: list[list[int]] = []
+        send = client._send
+
+        def spy(live):
+            counts.append([other.num_outputs_since_sent for other in client._live.values() if other.is_sent])
+            send(live)
+
+        monkeypatch.setattr(client, "_send", spy)
+        os.kill(client.pid, signal.SIGKILL)
+        for n, task in enumerate(tasks):
+            assert (await task)[1] == world.expected(None, prompt(n), 60)
+        assert len(counts) == 2
+        assert min(counts[1]) >= 2
+
+
 async def test_an_engine_that_cannot_be_forked_again_is_tried_again_and_then_given_up(world, monkeypatch, caplog):
     async with running(world) as client:
         failures = itertools.count()
