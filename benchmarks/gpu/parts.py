@@ -1,0 +1,190 @@
+"""The parts of `make gpu`: what each is called, how much of the time it may take, and what its rows show."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.machine import Machine
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One thing to check or measure. Cheap to make; all work is in `run`.
+
+    Attributes:
+        run: returns the rows that it adds to the part's table.
+    """
+
+    name: str
+    run: Callable[[], list[Row]]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Cases of one kind, from one module of this folder.
+
+    Attributes:
+        weight: its part of the time that is left when it starts, beside the weights of those behind it.
+        columns: key of a row → heading, in the order in which they are shown.
+        note: what a reader must know to read the table.
+    """
+
+    name: str
+    title: str
+    module: str
+    weight: float
+    columns: dict[str, str]
+    note: str = ""
+    is_check: bool = False
+    function: str = "cases"
+
+    def cases(self, machine: Machine) -> Iterator[Case]:
+        """The part's cases in the order of their importance: time may run out before the last.
+
+        Raises:
+            ModuleNotFoundError: the machine lacks a package that it needs.
+        """
+        make: Callable[[Machine], Iterable[Case]] = getattr(
+            importlib.import_module(f"benchmarks.gpu.{self.module}"), self.function
+        )
+        yield from make(machine)
+
+
+_CHECK = {"check": "check", "error": "error", "bound": "bound", "ok": "result", "note": "note"}
+_TIME = {"us": "µs", "limit_us": "limit µs", "share": "of the limit"}
+
+
+def _check(name: str, title: str, module: str, weight: float) -> Part:
+    return Part(name, title, module, weight, _CHECK, is_check=True)
+
+
+PARTS: tuple[Part, ...] = (
+    _check("check-lora", "LoRA kernels against float64", "check_lora", 3),
+    _check("check-attention", "Attention against float64", "check_attention", 3),
+    _check("check-gemm", "Weight-only linears against float64", "check_gemm", 3),
+    _check("check-rows", "Embedding, norms, rotation, SwiGLU against float64", "check_rows", 1),
+    _check("check-sampling", "Sampling against the CPU's", "check_sampling", 2),
+    _check("check-model", "Whole models: logits, bits, graphs", "check_model", 4),
+    Part(
+        "decode",
+        "Whole decode steps, Llama-3.1-8B's shape, random weights",
+        "bench_decode",
+        9,
+        {
+            "base": "base",
+            "layers": "layers",
+            "rows": "rows",
+            "adapters": "adapters",
+            "step_ms": "step ms",
+            "limit_ms": "limit ms",
+            "share": "of the limit",
+            "tax": "tax",
+            "bytes_tax": "its bytes' tax",
+            "loop_ms": "loop ms",
+            "tokens_per_s": "tokens/s",
+        },
+        "A step is one replay of the decode graph, median of 30; the loop is steps as an engine launches them, two in flight: filled in by the host, replayed, sampled, "
+        "tokens copied back. Tokens/s are the loop's. Tax: the step over that of the same rows without adapters; its bytes' tax: the same of the limits. Adapters have rank 16 "
+        "on all seven linears.",
+    ),
+    Part(
+        "kernels",
+        "Shrink and expand alone",
+        "bench_kernels",
+        12,
+        {
+            "site": "site",
+            "ranks": "ranks",
+            "rows": "rows",
+            "adapters": "adapters",
+            **_TIME,
+            "loop": "torch loop ÷",
+            "vllm": "vLLM ÷",
+            "vllm_best": "vLLM best ÷",
+            "csgmv": "csgmv ÷",
+            "host_us": "host µs",
+            "error": "error",
+        },
+        "Of one layer. Each pass is a CUDA graph over several layers' weights, more than the cache holds; the median of 30 replays, by layer. A peer's column is its time over ours. "
+        "Error: the largest against float64, by the largest number. Host: the time of the launches without a graph.",
+    ),
+    Part(
+        "linears",
+        "Base linears, and LoRA's expand in their epilogue",
+        "bench_linears",
+        4,
+        {
+            "site": "site",
+            "base": "base",
+            "rows": "rows",
+            **_TIME,
+            "torch": "F.linear ÷",
+            "two_step_us": "with LoRA, two steps µs",
+            "epilogue_us": "with LoRA, epilogue µs",
+        },
+        "LoRA: each row has an adapter of rank 16 of its own, 32 at most.",
+    ),
+    Part(
+        "attention",
+        "Attention of one layer",
+        "bench_attention",
+        3,
+        {"step": "step", "rows": "rows", "context": "context", "block_size": "block", **_TIME, "varlen": "varlen ÷"},
+        "torch.nn.attention.varlen is launched without a graph where it can't be captured; its time over ours, both without a graph.",
+    ),
+    Part(
+        "loading",
+        "Loading adapters beside decode steps",
+        "bench_loading",
+        3,
+        {
+            "what": "what",
+            "num_bytes": "bytes",
+            "ms": "ms",
+            "gb_per_s": "GB/s",
+            "share": "of the copy limit",
+            "p50_ms": "step p50 ms",
+            "p99_ms": "step p99 ms",
+            "loads": "loads",
+        },
+    ),
+    Part(
+        "peft",
+        "The same decode work through transformers and PEFT",
+        "bench_peft",
+        3,
+        {
+            "layers": "layers",
+            "rows": "rows",
+            "adapters": "adapters",
+            "ours": "ours tokens/s",
+            "peft": "PEFT tokens/s",
+            "ratio": "ratio",
+        },
+        "bfloat16, the same shape, layers and ranks; PEFT's mixed batch (adapter_names) on a static cache, greedy, without a graph.",
+    ),
+)
+
+BY_NAME: dict[str, Part] = {part.name: part for part in PARTS}
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What is known of a part so far.
+
+    Attributes:
+        state: ``waiting``, ``running``, ``complete``, ``out of time``, or why it was left out.
+        problems: cases that failed, in words.
+    """
+
+    state: str = "waiting"
+    seconds: float = 0.0
+    rows: list[Row] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    num_cases: int = 0

@@ -1,0 +1,107 @@
+"""`make gpu`: every check and benchmark that needs a GPU, in one call of under ten minutes.
+
+    python3 -P benchmarks/gpu/run.py                       # all parts
+    python3 -P benchmarks/gpu/run.py --only check-lora,kernels --peers ~/peers
+    python3 -P benchmarks/gpu/run.py --tiny                # without a GPU: everything at toy sizes in Triton's interpreter, nothing measured
+
+Needs Python 3.11, torch 2.11, triton 3.6 and numpy; neither a network nor the server's packages. Parts that compare with transformers and PEFT say so where these are
+missing. Prints a summary; writes all of it to benchmarks/results/ (a dry run: to build/gpu-tiny/) after every part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PATHS = (str(ROOT), str(ROOT / "kernels"))
+sys.path[:0] = [path for path in PATHS if path not in sys.path]
+
+from benchmarks.gpu import report, summary  # noqa: E402 (once they can be found)
+from benchmarks.gpu.parts import PARTS  # noqa: E402
+from benchmarks.gpu.supervise import Run, run_parts  # noqa: E402
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    names = [part.name for part in PARTS]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help=f"parts, separated by commas: {', '.join(names)}")
+    parser.add_argument("--budget-s", type=float, default=540.0, help="seconds after which it stops")
+    parser.add_argument("--peers", type=Path, help="a folder with vLLM's and SGLang's kernels; README.md beside this file says how to make it")
+    parser.add_argument("--tiny", action="store_true", help="a dry run in Triton's interpreter, without a GPU")
+    parser.add_argument("--out", type=Path, help="the folder for results")
+    parser.add_argument("--name", help="of the results; gpu-DATE by itself")
+    options = parser.parse_args(arguments)
+    wanted = [name for name in options.only.split(",") if name]
+    unknown = sorted(set(wanted) - set(names))
+    if unknown:
+        parser.error(f"no part is called {', '.join(unknown)}; there are {', '.join(names)}")
+    options.parts = [name for name in names if not wanted or name in wanted]
+    if options.peers is not None and not options.peers.is_dir():
+        parser.error(f"{options.peers} isn't a folder")
+    return options
+
+
+def environment(is_tiny: bool) -> dict[str, str]:
+    """The worker's: where Triton interprets is decided before its first import."""
+    paths = [*PATHS, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    found = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    if is_tiny:
+        found |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    else:
+        found.pop("TRITON_INTERPRET", None)
+    return found
+
+
+def main() -> int:
+    options = parse(sys.argv[1:])
+    started, date = time.time(), f"{datetime.now(UTC):%Y-%m-%d}"
+    folder = options.out or (ROOT / "build" / "gpu-tiny" if options.tiny else ROOT / "benchmarks" / "results")
+    name = options.name or f"gpu-{date}"
+    command = f"make gpu ARGS={shlex.quote(shlex.join(sys.argv[1:]))}" if sys.argv[1:] else "make gpu"
+    run = Run(options.parts)
+
+    def save() -> None:
+        took = time.time() - started
+        report.write(folder, name, run.outcomes, run.facts, command=command, date=date, seconds=took)
+
+    def changed() -> None:
+        # a real run without a GPU has nothing to leave behind
+        if run.facts and bool(run.facts.get("is_dry_run")) == options.tiny:
+            save()
+        for part, outcome in run.outcomes.items():
+            if part not in told and outcome.state not in ("waiting", "running"):
+                told.add(part)
+                print(f"{time.time() - started:6.1f} s  {part}: {outcome.state}, {outcome.num_cases} cases", file=sys.stderr, flush=True)
+
+    told: set[str] = set()
+    if not options.tiny and not has_gpu():
+        print("No GPU that torch can use was found. Without one: --tiny, a dry run in Triton's interpreter.", file=sys.stderr)
+        return 2
+    run_parts(
+        run,
+        deadline=started + options.budget_s,
+        peers=options.peers,
+        environment=environment(options.tiny),
+        on_change=changed,
+    )
+    for line in summary.lines(run.outcomes):
+        print(f"- {line}")
+    print(f"written: {folder / name}.md and .json")
+    return 1 if summary.failed_checks(run.outcomes) else 0
+
+
+def has_gpu() -> bool:
+    # the workers alone use it: a context in this process would take memory from them
+    import torch
+
+    return torch.cuda.device_count() > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

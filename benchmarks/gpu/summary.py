@@ -1,0 +1,82 @@
+"""What a run says in a few lines: whether everything is right, and the figures that the project has set itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from benchmarks.gpu.limits import geometric_mean
+from benchmarks.gpu.parts import BY_NAME, Outcome, Row
+
+MANY_ADAPTERS = 32
+
+
+def failed_checks(outcomes: Mapping[str, Outcome]) -> list[str]:
+    """Checks that don't hold, and cases that broke, in words."""
+    found = []
+    for name, outcome in outcomes.items():
+        found += [f"{name}: {row['check']}" for row in outcome.rows if row.get("ok") is False]
+        found += [f"{name}: {problem}" for problem in outcome.problems]
+    return found
+
+
+def lines(outcomes: Mapping[str, Outcome]) -> list[str]:
+    checks = [row for name, outcome in outcomes.items() if BY_NAME[name].is_check for row in outcome.rows]
+    failed = failed_checks(outcomes)
+    said = [f"{sum(row.get('ok') is True for row in checks)} of {len(checks)} checks hold."]
+    said += [f"**Not so:** {text}" for text in failed[:20]]
+    if len(failed) > 20:
+        said.append(f"… and {len(failed) - 20} more.")
+    unfinished = [f"{name} ({outcome.state})" for name, outcome in outcomes.items() if outcome.state != "complete"]
+    if unfinished:
+        said.append(f"Not complete: {', '.join(unfinished)}.")
+    for name, of_part in (("kernels", _kernels), ("decode", _decode)):
+        if name in outcomes:
+            said += of_part(outcomes[name].rows)
+    return said
+
+
+def _kernels(rows: list[Row]) -> list[str]:
+    said = []
+    many = [row for row in rows if row["adapters"] >= MANY_ADAPTERS and row["rows"] <= 256]
+    shares = [row["share"] for row in many if row.get("share") is not None]
+    if shares:
+        said.append(
+            f"Shrink and expand with {MANY_ADAPTERS} or more adapters: {_percent(geometric_mean(shares))} of the limit (geometric mean), "
+            f"{_percent(min(shares))} at the least; the goal is 70 %."
+        )
+    for key, peer in (
+        ("vllm_best", "vLLM's best"),
+        ("vllm", "vLLM's default"),
+        ("csgmv", "SGLang's csgmv"),
+        ("loop", "a torch loop"),
+    ):
+        ratios = _values(rows, key)
+        if ratios:
+            slower = sum(ratio < 1 for ratio in ratios)
+            said.append(
+                f"{geometric_mean(ratios):.2f} times as fast as {peer} (geometric mean of {len(ratios)} shapes); slower on {slower} of them, {min(ratios):.2f} times at the least."
+            )
+    return said
+
+
+def _decode(rows: list[Row]) -> list[str]:
+    said = []
+    for base in dict.fromkeys(row["base"] for row in rows):
+        here = [row for row in rows if row["base"] == base]
+        shares = _values(here, "share")
+        if shares:
+            said.append(f"Decode, {base}: {_percent(min(shares))} to {_percent(max(shares))} of the limit.")
+        for row in here:
+            if row["rows"] == row["adapters"] == 64 and row.get("tax") and row.get("bytes_tax"):
+                said.append(
+                    f"Decode, {base}, 64 rows of 64 adapters: {row['tax']:.3f} times the step without adapters; the extra bytes cost {row['bytes_tax']:.3f}."
+                )
+    return said
+
+
+def _values(rows: Iterable[Row], key: str) -> list[float]:
+    return [row[key] for row in rows if row.get(key) is not None]
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.0f} %"

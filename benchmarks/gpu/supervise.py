@@ -1,0 +1,163 @@
+"""Runs the parts in a process of their own, so that a kernel that breaks the device or never ends costs its case and no more."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.parts import Outcome
+
+STALL_S = 150.0
+"""Without a word for so long, a case is taken as stuck; the slowest one compiles for some tens of seconds."""
+GRACE_S = 20.0
+"""Past the deadline, for the case that runs."""
+MAX_STARTS = 12
+
+Command = Callable[[dict[str, Any]], list[str]]
+
+
+def worker_command(plan: dict[str, Any]) -> list[str]:
+    return [sys.executable, "-P", "-m", "benchmarks.gpu.worker", json.dumps(plan)]
+
+
+@dataclass(slots=True)
+class Run:
+    """What the workers have told so far.
+
+    Attributes:
+        facts: of the machine.
+        outcomes: by part, in order.
+    """
+
+    parts: Sequence[str]
+    facts: dict[str, Any] = field(default_factory=dict)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    part: str | None = None
+    case: int = -1
+    case_name: str = ""
+
+    def __post_init__(self) -> None:
+        self.outcomes = {name: Outcome() for name in self.parts}
+
+    def hear(self, event: dict[str, Any]) -> None:
+        kind = event["kind"]
+        if kind == "machine":
+            self.facts = event["facts"]
+            return
+        outcome = self.outcomes[event["part"]]
+        if kind == "part":
+            self.part, self.case, self.case_name, outcome.state = event["part"], -1, "its start", "running"
+        elif kind == "case":
+            self.case, self.case_name = event["number"], event["name"]
+            outcome.num_cases += 1
+        elif kind == "row":
+            outcome.rows.append(event["row"])
+        elif kind == "problem":
+            outcome.problems.append(f"{event['case']}: {event['text']}")
+        elif kind == "end":
+            outcome.state, outcome.seconds, self.part = event["state"], outcome.seconds + event["seconds"], None
+
+    def lost(self, why: str) -> tuple[list[str], int]:
+        """The worker is gone: its case has failed. Returns the parts that are left, and which case of the first comes next."""
+        waiting = [name for name, outcome in self.outcomes.items() if outcome.state == "waiting"]
+        if self.part is None:
+            # it has not come so far as to start one: whatever the reason, the next worker doesn't try the same
+            if waiting:
+                first = self.outcomes[waiting.pop(0)]
+                first.state, first.problems = "failed", [*first.problems, why]
+            return waiting, 0
+        self.outcomes[self.part].problems.append(f"{self.case_name}: {why}")
+        if self.case < 0:
+            self.outcomes[self.part].state = "failed"
+            return waiting, 0
+        return [self.part, *waiting], self.case + 1
+
+
+def run_parts(
+    run: Run,
+    *,
+    deadline: float,
+    peers: Path | None,
+    environment: dict[str, str],
+    on_change: Callable[[], None],
+    command: Command = worker_command,
+    stall_s: float = STALL_S,
+    grace_s: float = GRACE_S,
+) -> None:
+    """Run every part of `run`, in as many processes as it takes; returns at the deadline, or a little later.
+
+    Args:
+        deadline: seconds since the epoch.
+        on_change: called after every part, and after a worker is gone.
+    """
+    left, first_case = list(run.parts), 0
+    with tempfile.TemporaryDirectory(prefix="loraserve-gpu-") as folder:
+        for start in range(MAX_STARTS):
+            events = Path(folder) / f"events-{start}"
+            events.touch()
+            plan = {
+                "events": str(events),
+                "parts": left,
+                "first_case": first_case,
+                "deadline": deadline,
+                "peers": str(peers) if peers else "",
+            }
+            why = _watch(command(plan), environment, events, run, deadline + grace_s, stall_s, on_change)
+            if why is None:
+                break
+            left, first_case = run.lost(why)
+            on_change()
+            if not left or time.time() >= deadline:
+                break
+    for outcome in run.outcomes.values():
+        if outcome.state in ("waiting", "running"):
+            outcome.state = "out of time" if time.time() >= deadline else "failed"
+    on_change()
+
+
+def _watch(
+    command: list[str],
+    environment: dict[str, str],
+    events: Path,
+    run: Run,
+    last_moment: float,
+    stall_s: float,
+    on_change: Callable[[], None],
+) -> str | None:
+    """Hear a worker out; why it is gone before its end, or None."""
+    process = subprocess.Popen(command, env=environment)
+    heard_at, why = time.time(), None
+    with events.open() as lines:
+        while True:
+            is_over = process.poll() is not None
+            while line := lines.readline():
+                if not line.endswith("\n"):
+                    # the rest is still to come
+                    lines.seek(lines.tell() - len(line.encode()))
+                    break
+                event = json.loads(line)
+                run.hear(event)
+                heard_at = time.time()
+                if event["kind"] == "end":
+                    on_change()
+            if is_over:
+                break
+            if time.time() > last_moment:
+                why = "stopped: the time was over"
+            elif time.time() - heard_at > stall_s:
+                why = f"stopped: no word for {stall_s:.0f} s"
+            if why is not None:
+                process.kill()
+                process.wait()
+                return why
+            time.sleep(0.1)
+    if process.returncode == 0:
+        return None
+    return f"the process ended with {process.returncode}"
