@@ -64,7 +64,7 @@ async def collect(client: EngineClient, request: GenerateRequest, on_chunk=None)
     return text, tokens, last
 
 
-async def until(condition, timeout: float = 10.0):
+async def until(condition, timeout: float = 60.0):
     async with asyncio.timeout(timeout):
         while not condition():
             await asyncio.sleep(0.02)
