@@ -1,6 +1,6 @@
 """Linears on the CPU whose weights stay in 4 bits or in fp8: they're widened to float32 a few output channels at a time, while they're multiplied.
 
-That saves memory, not time: one core of a small server spends 1.3 ns on each weight of a step, however few the rows. int8 is the fast format on CPUs.
+That saves memory, not time: each weight costs a core a few nanoseconds in each step, however few the rows. int8 is the fast format on CPUs.
 """
 
 from __future__ import annotations
