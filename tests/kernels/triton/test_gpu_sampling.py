@@ -9,7 +9,7 @@ import triton.language as tl
 
 from loraserve.engine.sampler import uniform
 from loraserve.types import SamplingParams
-from loraserve_kernels import gpu_sampling
+from loraserve_kernels import gpu_sampling, sampling_rows
 from loraserve_kernels.errors import InvalidPlan, ShapeMismatch
 from loraserve_kernels.gpu_sampling import SamplingRows, sample, top_logprobs
 from loraserve_kernels.sampling_math import BY_ID, BY_LOGIT, BY_SEARCH, GREEDY, random_bits, share_of
@@ -90,7 +90,7 @@ def test_candidates_are_enough_for_the_usual_row() -> None:
     assert rows.scratch(LARGE).ways.tolist() == [
         way.value for way in (GREEDY, BY_ID, BY_LOGIT, BY_LOGIT, BY_ID, BY_LOGIT)
     ]
-    assert int(rows.scratch(LARGE).counts[[2, 3, 5]].max()) < gpu_sampling.NUM_CANDIDATES
+    assert int(rows.scratch(LARGE).counts[[2, 3, 5]].max()) < sampling_rows.NUM_CANDIDATES
 
 
 def test_extreme_parameters_are_taken_as_the_engine_takes_them() -> None:

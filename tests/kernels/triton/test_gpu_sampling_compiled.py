@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 import triton
 
-from loraserve_kernels import draw_kernels, gpu_sampling, sampling_kernels
+from loraserve_kernels import draw_kernels, gpu_sampling, sampling_kernels, sampling_rows
 
 from .ahead_of_time import Machine, compile_for
 
@@ -52,13 +52,13 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def compile_kernel(name: str, capability: int, folder: Path, *, has_draws: bool = True) -> Machine:
     """As `sample` launches it for a vocabulary of 128256."""
-    kernel, group = KERNELS[name], gpu_sampling.group_size(VOCAB_SIZE)
-    num_chunks, num_groups = -(-VOCAB_SIZE // gpu_sampling.CHUNK), -(-VOCAB_SIZE // group)
+    kernel, group = KERNELS[name], sampling_rows.group_size(VOCAB_SIZE)
+    num_chunks, num_groups = -(-VOCAB_SIZE // sampling_rows.CHUNK), -(-VOCAB_SIZE // group)
     constants: dict[str, Any] = {
         "HAS_DRAWS": has_draws,
-        "CHUNK": gpu_sampling.CHUNK,
+        "CHUNK": sampling_rows.CHUNK,
         "GROUP": group,
-        "MAX_CANDIDATES": gpu_sampling.MAX_CANDIDATES,
+        "MAX_CANDIDATES": sampling_rows.MAX_CANDIDATES,
         "BLOCK": gpu_sampling.BLOCK,
         "BLOCK_CHUNKS": triton.next_power_of_2(num_chunks),
         "BLOCK_GROUPS": triton.next_power_of_2(num_groups),
