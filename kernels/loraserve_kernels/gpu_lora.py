@@ -12,7 +12,7 @@ from torch import Tensor
 
 from loraserve_kernels.errors import ShapeMismatch
 from loraserve_kernels.expand import expand_kernel
-from loraserve_kernels.gpu_device import INTERPRETED, num_programs
+from loraserve_kernels.gpu_device import INTERPRETED, PROGRAMS_PER_MULTIPROCESSOR, num_programs
 from loraserve_kernels.gpu_plan import BLOCK_K, HEADER, SITE_INDEX, GpuLoraPlan
 from loraserve_kernels.layout import MODULE_INDEX, SITES
 from loraserve_kernels.shrink import look_up_kernel, shrink_kernel
@@ -29,7 +29,16 @@ class KernelConfig:
 
 SHRINK_CONFIGS: dict[int, KernelConfig] = {16: KernelConfig(BLOCK_K, 4, 4), 32: KernelConfig(BLOCK_K, 4, 3)}
 EXPAND_CONFIGS: dict[int, KernelConfig] = {16: KernelConfig(256, 4, 2), 32: KernelConfig(128, 4, 2)}
-"""By block_m. A block is columns of x (shrink) or of y (expand)."""
+NARROW_EXPAND_CONFIGS: dict[int, KernelConfig] = {16: KernelConfig(128, 4, 2), 32: KernelConfig(128, 4, 2)}
+"""By block_m. A block is columns of x (shrink) or of y (expand; narrow where y is float32 or sums have one part: 256 columns would spill there)."""
+
+MAX_REGISTERS = 65536 // (4 * 32 * PROGRAMS_PER_MULTIPROCESSOR)
+"""Of a thread: what lets all programs of the grid run at once. Left alone, the compiler takes more for expand than it needs."""
+
+
+def expand_config(block_m: int, split: int, y_dtype: torch.dtype) -> KernelConfig:
+    """How expand is cut for rows of a tile, parts of a sum and the dtype of y."""
+    return (NARROW_EXPAND_CONFIGS if y_dtype == torch.float32 or split == 1 else EXPAND_CONFIGS)[block_m]
 
 
 def apply_lora(x: Tensor, y: Tensor, plan: GpuLoraPlan, site: str, layer: int, bias: Tensor | None = None) -> None:
@@ -155,7 +164,9 @@ def _check_output(y: Tensor, x: Tensor, plan: GpuLoraPlan, site: str, bias: Tens
 
 
 def _expand(y: Tensor, plan: GpuLoraPlan, site: str, layer: int, bias: Tensor | None) -> None:
-    pool, widths, config = plan.pool, site_widths(plan, site), EXPAND_CONFIGS[plan.block_m]
+    pool, widths, split = plan.pool, site_widths(plan, site), plan.split_k(site)
+    is_even = all(width % 16 == 0 for width in widths)
+    config = expand_config(plan.block_m, split, y.dtype)
     expand_kernel[(num_programs(y.device),)](
         plan.scratch,
         pool.weights,
@@ -170,13 +181,15 @@ def _expand(y: Tensor, plan: GpuLoraPlan, site: str, layer: int, bias: Tensor | 
         *widths,
         HEADER_AT=4 * SITE_INDEX[site],
         PERM_AT=HEADER,
-        SPLIT_K=plan.split_k(site),
+        SPLIT_K=split,
         BLOCK_M=plan.block_m,
         BLOCK_N=config.block,
-        EVEN_N=all(width % 16 == 0 for width in widths),
+        EVEN_N=is_even,
         NUM_STAGES=config.num_stages,
         WIDEN=INTERPRETED,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        # widths that no known base has take what they need
+        maxnreg=MAX_REGISTERS if is_even else None,
         enable_fp_fusion=True,
     )

@@ -133,7 +133,7 @@ class GpuLoraPlan:
         if not len(slots):
             return 0
         num_sites = len(SITES)
-        num_tiles, first_tiles = np.full(num_sites, len(slots)), np.zeros(num_sites, dtype=np.int64)
+        num_tiles, first_tiles = np.array([len(slots)] * num_sites), np.zeros(num_sites, dtype=np.int64)
         if sampled_rows is not None and self.pool.sites[slots, _HEAD, FIRST_SLICE + NUM_TILES].any():
             sampled = _tiles_of_rows(row_slots[sampled_rows], self.block_m)
             num_tiles[_HEAD], first_tiles[_HEAD] = len(sampled[3]), len(slots)
@@ -141,8 +141,8 @@ class GpuLoraPlan:
             num_rows, slots = np.concatenate((num_rows, sampled[2])), np.concatenate((slots, sampled[3]))
             perm = np.concatenate((perm, sampled[0]))
         # a row tile at a site: which site, which tile of rows
-        site = np.repeat(np.arange(num_sites), num_tiles)
-        tile = np.arange(len(site)) + (first_tiles - np.cumsum(num_tiles) + num_tiles)[site]
+        site = np.arange(num_sites).repeat(num_tiles)
+        tile = np.arange(len(site)) + (first_tiles - num_tiles.cumsum() + num_tiles)[site]
         row_tiles = self.pool.sites[slots[tile], site]
         row_tiles[:, 0], row_tiles[:, 1] = row0[tile], num_rows[tile]
         kept = row_tiles[:, _COUNTS].any(axis=1)
@@ -151,11 +151,11 @@ class GpuLoraPlan:
             if not len(row_tiles):
                 return 0
         counts = row_tiles[:, _COUNTS].ravel()
-        ends = np.cumsum(counts)
+        ends = counts.cumsum()
         first_items = ends - counts
-        bounds = np.searchsorted(site, np.arange(num_sites + 1))
+        bounds = site.searchsorted(np.arange(num_sites + 1))
         items_before = np.concatenate((first_items, ends[-1:]))[3 * bounds]
-        num_items = np.diff(items_before)
+        num_items = items_before[1:] - items_before[:-1]
         if int(num_items.max()) > self._max_work_items:
             most = int(num_items.argmax())
             raise InvalidPlan(
@@ -164,7 +164,7 @@ class GpuLoraPlan:
             )
         row_tiles[:, _ITEMS] = first_items.reshape(-1, 3) - items_before[site][:, None]
         # the (row tile, slice) of each item
-        owner = np.repeat(np.arange(len(counts)), counts)
+        owner = np.arange(len(counts)).repeat(counts)
         items = row_tiles[owner // 3, :ITEM]
         items[:, 3] = items[:, KIND]
         items[:, 2] = (row_tiles[:, _TILES].ravel() - first_items)[owner] + np.arange(len(owner))
@@ -174,7 +174,7 @@ class GpuLoraPlan:
         end: int = tiles_at + row_tiles.size
         header = out[: 4 * num_sites].reshape(num_sites, 4)
         header[:, 0], header[:, 1] = num_items, items_at + ITEM * items_before[:-1]
-        header[:, 2], header[:, 3] = np.diff(bounds), tiles_at + ROW_TILE * bounds[:-1]
+        header[:, 2], header[:, 3] = bounds[1:] - bounds[:-1], tiles_at + ROW_TILE * bounds[:-1]
         out[HEADER : HEADER + len(perm)] = perm
         out[items_at : items_at + items.size] = items.ravel()
         out[tiles_at:end] = row_tiles.ravel()
@@ -190,14 +190,20 @@ class GpuLoraPlan:
 
 def _tiles_of_rows(row_slots: Rows, block_m: int) -> tuple[Rows, Rows, Rows, Rows]:
     """Rows sorted by adapter, base rows left out; then, of each tile: where it starts among them, how many rows it has, the slot of its adapter."""
-    order = np.argsort(row_slots, kind="stable").astype(np.int32)
+    order = row_slots.argsort(kind="stable").astype(np.int32)
     perm = order[len(order) - np.count_nonzero(row_slots) :]
     slots = row_slots[perm]
-    starts = np.flatnonzero(np.diff(slots, prepend=0))
-    sizes = np.diff(starts, append=len(slots))
-    tiles_of_group = -(-sizes // block_m)
-    group = np.repeat(np.arange(len(starts)), tiles_of_group)
-    first_tile_of_group = np.cumsum(tiles_of_group) - tiles_of_group
-    done = (np.arange(len(group)) - first_tile_of_group[group]) * block_m
-    row0 = starts[group] + done
-    return perm, row0.astype(np.int32), np.minimum(block_m, sizes[group] - done).astype(np.int32), slots[row0]
+    is_first = np.ones(len(slots), dtype=np.bool_)
+    np.not_equal(slots[1:], slots[:-1], out=is_first[1:])
+    row0 = is_first.nonzero()[0].astype(np.int32)
+    num_rows = np.empty_like(row0)
+    num_rows[-1:] = len(slots)
+    num_rows[:-1] = row0[1:]
+    num_rows -= row0
+    if len(row0) and int(num_rows.max()) > block_m:
+        num_tiles = -(-num_rows // block_m)
+        ends = num_tiles.cumsum()
+        group = np.arange(len(row0)).repeat(num_tiles)
+        done = (np.arange(len(group)) - (ends - num_tiles)[group]).astype(np.int32) * np.int32(block_m)
+        row0, num_rows = row0[group] + done, np.minimum(block_m, num_rows[group] - done)
+    return perm, row0, num_rows, slots[row0]

@@ -191,7 +191,8 @@ def test_python_runs_the_same_lines_whatever_the_number_of_rows(fleet: Fleet) ->
             sys.settrace(before)
         return lines
 
-    assert num_lines(make_slots(fleet, 8192)) == num_lines(make_slots(fleet, 32)) > 0
+    # both have adapters with more rows than a tile
+    assert num_lines(make_slots(fleet, 8192)) == num_lines(make_slots(fleet, 200)) > 0
 
 
 def test_the_wrong_plan_for_a_device_is_refused_without_loading_triton(fleet: Fleet) -> None:

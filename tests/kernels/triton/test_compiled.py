@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -17,32 +18,23 @@ from triton.compiler import ASTSource
 
 from loraserve_kernels import gpu_device, gpu_lora
 from loraserve_kernels.gpu_plan import HEADER, ROWS_OF_A_TILE
-from loraserve_kernels.paged_layout import UNIT
 
-SHRINK = {
-    "x_ptr": "*{x}",
-    "pool_ptr": "*{pool}",
-    "units_ptr": "*i32",
-    "multipliers_ptr": "*fp32",
-    "plan_ptr": "*i32",
-    "scratch_ptr": "*fp32",
-    "K": "i32",
-    "stride_x": "i32",
-    "stride_pool": "i32",
-}
+ALIGNED = 16
+
+POOL = {"weights_ptr": "*{x}", "codes_ptr": "*i8", "records_ptr": "*i32", "plan_ptr": "*i32", "scratch_ptr": "*fp32"}
+SHRINK = {**POOL, "x_ptr": "*{x}", "K": "i32", "stride_x": "i32", "stride_tile": "i32"}
 EXPAND = {
-    "scratch_ptr": "*fp32",
-    "pool_ptr": "*{pool}",
-    "units_ptr": "*i32",
-    "multipliers_ptr": "*fp32",
-    "plan_ptr": "*i32",
-    "y_ptr": "*{x}",
+    **POOL,
+    "deltas_ptr": "*fp32",
+    "y_ptr": "*{y}",
+    "bias_ptr": "*{x}",
     "stride_y": "i32",
+    "stride_tile": "i32",
     "N0": "i32",
     "N1": "i32",
     "N2": "i32",
 }
-DTYPES = [("bf16", "bf16"), ("fp16", "fp16"), ("i8", "bf16"), ("i8", "fp16")]
+LOOK_UP = {**POOL, "token_ids_ptr": "*i64", "stride_tile": "i32"}
 # a multiprocessor's registers, and the shared memory of one of the smaller generation
 REGISTERS, SHARED_BYTES, THREADS = 65536, 164 * 1024, 128
 
@@ -56,28 +48,47 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield
 
 
-def compile_kernel(kernel: str, pool: str, x: str, capability: int, block_m: int, *, split: int, is_even: bool) -> Any:
+def compile_kernel(
+    kernel: str,
+    x: str,
+    capability: int,
+    block_m: int,
+    *,
+    y: str = "",
+    split: int = 8,
+    is_even: bool = True,
+    has_bias: bool = False,
+) -> Any:
     """As the first launch would: with pointers and widths that are multiples of 16, as every supported base has them, unless not `is_even`."""
+    constants: dict[str, Any] = {"HEADER_AT": 4, "PERM_AT": HEADER, "BLOCK_M": block_m}
+    config, uneven = gpu_lora.KernelConfig(0, 4, 3), {"K", "stride_x", "N0", "N1", "N2", "stride_y"}
     if kernel == "shrink":
         fn, signature, config = gpu_lora.shrink_kernel, SHRINK, gpu_lora.SHRINK_CONFIGS[block_m]
-        constants: dict[str, Any] = {"BLOCK_K": config.block, "EVEN_K": is_even}
-        uneven: set[str] = {"K", "stride_x"}
+        constants |= {"BLOCK_K": config.block, "EVEN_K": is_even}
+    elif kernel == "expand":
+        fn, signature = gpu_lora.expand_kernel, EXPAND
+        config = gpu_lora.expand_config(block_m, split, torch.float32 if y == "fp32" else torch.float16)
+        constants |= {"BLOCK_N": config.block, "EVEN_N": is_even}
+        if not has_bias:
+            constants["bias_ptr"] = None
     else:
-        fn, signature, config = gpu_lora.expand_kernel, EXPAND, gpu_lora.EXPAND_CONFIGS[block_m]
-        constants, uneven = {"BLOCK_N": config.block, "EVEN_N": is_even}, {"N0", "N1", "N2", "stride_y"}
-    constants |= {"HEADER_AT": 4, "PERM_AT": HEADER, "SPLIT_K": split, "BLOCK_M": block_m}
-    constants |= {"NUM_STAGES": config.num_stages, "WIDEN": False}
+        fn, signature = gpu_lora.look_up_kernel, LOOK_UP
+    if kernel != "look_up":
+        constants |= {"SPLIT_K": split, "NUM_STAGES": config.num_stages, "WIDEN": False}
     names = fn.arg_names
     assert set(names) == set(signature) | set(constants)
+    signature = {name: kind for name, kind in signature.items() if name not in constants}
     source = ASTSource(
         fn,
-        signature={name: signature.get(name, "constexpr").format(x=x, pool=pool) for name in names},
+        signature={name: signature.get(name, "constexpr").format(x=x, y=y or x) for name in names},
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={
-            (names.index(name),): [["tt.divisibility", UNIT]] for name in signature if is_even or name not in uneven
+            (names.index(name),): [["tt.divisibility", ALIGNED]] for name in signature if is_even or name not in uneven
         },
     )
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}
+    if kernel == "expand" and is_even:
+        options["maxnreg"] = gpu_lora.MAX_REGISTERS
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -88,7 +99,7 @@ def dump(compiled: Any, folder: Path, option: str) -> str:
     return subprocess.run([tool, option, str(cubin)], capture_output=True, text=True, check=True).stdout
 
 
-def assert_lean(compiled: Any, folder: Path, *, is_resident: bool = True) -> set[str]:
+def assert_lean(compiled: Any, folder: Path, *, is_resident: bool = True, multiplies: bool = True) -> set[str]:
     """No spills, few enough resources for the grid to be resident at once if it must be; the instructions."""
     usage = dict(re.findall(r"(\w+):(\d+)", dump(compiled, folder, "-res-usage").split("Function")[-1]))
     assert usage["STACK"] == usage["LOCAL"] == "0"
@@ -100,41 +111,48 @@ def assert_lean(compiled: Any, folder: Path, *, is_resident: bool = True) -> set
     )
     assert not {op for op in opcodes if op.split(".")[0] in ("LDL", "STL")}
     # tensor cores take a first operand that was just computed safely in this form only
-    assert any(op.startswith("HMMA") for op in opcodes)
+    assert any(op.startswith("HMMA") for op in opcodes) is multiplies
     assert not any(op.startswith("HGMMA") for op in opcodes)
     assert not any(op.startswith(("ATOM", "RED.")) for op in opcodes)
     return opcodes
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("block_m", ROWS_OF_A_TILE)
-@pytest.mark.parametrize(("pool", "x"), DTYPES)
-@pytest.mark.parametrize("kernel", ["shrink", "expand"])
+# float16 compiles to the same but for the name of its products
+@pytest.mark.parametrize(
+    ("x", "capability", "block_m"),
+    [*(("bf16", capability, block_m) for capability in (80, 90) for block_m in ROWS_OF_A_TILE), ("fp16", 80, 16)],
+)
+@pytest.mark.parametrize(("kernel", "y"), [("shrink", ""), ("expand", ""), ("expand", "fp32")])
 def test_every_configuration_loads_weights_wide_and_ahead(
-    kernel: str, pool: str, x: str, block_m: int, capability: int, tmp_path: Path
+    kernel: str, y: str, x: str, block_m: int, capability: int, tmp_path: Path
 ) -> None:
-    compiled = compile_kernel(kernel, pool, x, capability, block_m, split=8, is_even=True)
-    opcodes = assert_lean(compiled, tmp_path)
+    opcodes = assert_lean(compile_kernel(kernel, x, capability, block_m, y=y), tmp_path)
     copies = {op for op in opcodes if op.startswith("LDGSTS")}
-    # sixteen bytes at a time; a tile of int8 has only eight for each thread of expand
-    widths = (".64", ".128") if (kernel, pool, block_m) == ("expand", "i8", 16) else (".128",)
-    assert any(op.endswith(widths) for op in copies), copies
+    # sixteen bytes at a time, eight of them for a tile of int8 where each thread of expand has no more; nothing is loaded by the element
+    assert any(op.endswith(".128") for op in copies), copies
+    assert all(op.endswith((".64", ".128")) for op in copies), copies
     assert not [op for op in opcodes if op.startswith("LDG.") and re.search(r"\.[US](8|16)\b", op)]
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("split", [1, 2, 16])
+@pytest.mark.parametrize(("split", "capability"), [(1, 80), (16, 90)])
 @pytest.mark.parametrize("kernel", ["shrink", "expand"])
 def test_any_number_of_parts_is_lean(kernel: str, split: int, capability: int, tmp_path: Path) -> None:
-    assert_lean(compile_kernel(kernel, "bf16", "bf16", capability, 16, split=split, is_even=True), tmp_path)
+    assert_lean(compile_kernel(kernel, "bf16", capability, 16, split=split), tmp_path)
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("kernel", ["shrink", "expand"])
+@pytest.mark.parametrize(("kernel", "capability"), [("shrink", 90), ("expand", 80)])
 def test_widths_that_are_no_multiples_of_16_still_load_weights_wide(
     kernel: str, capability: int, tmp_path: Path
 ) -> None:
     opcodes = assert_lean(
-        compile_kernel(kernel, "bf16", "bf16", capability, 16, split=2, is_even=False), tmp_path, is_resident=False
+        compile_kernel(kernel, "bf16", capability, 16, split=2, is_even=False), tmp_path, is_resident=False
     )
     assert any(op.startswith("LDGSTS") and op.endswith(".128") for op in opcodes)
+
+
+def test_a_bias_is_lean(tmp_path: Path) -> None:
+    assert_lean(compile_kernel("expand", "bf16", 80, 16, has_bias=True), tmp_path)
+
+
+def test_looking_up_is_lean(tmp_path: Path) -> None:
+    assert_lean(compile_kernel("look_up", "bf16", 90, 32), tmp_path, multiplies=False)
