@@ -64,8 +64,9 @@ class SamplingRows:
         self.num_rows = 0
         self.is_greedy = True
         self.max_num_seqs = max_num_seqs
-        self.device = device
         self._rows = torch.zeros((5, max_num_seqs), dtype=torch.int64, device=device)
+        # with its index, as tensors tell theirs
+        self.device = self._rows.device
         self.seed, self.position = self._rows[0], self._rows[1]
         self.top_p, self.depth = self._rows[2].view(torch.float64), self._rows[3].view(torch.float64)
         self.top_k = self._rows[4].view(torch.int32)[:max_num_seqs]
