@@ -40,18 +40,18 @@ EVEN: Shapes = {
     "k_proj": (64, 256),
     "v_proj": (64, 256),
     "o_proj": (256, 256),
-    "gate_proj": (1024, 256),
-    "up_proj": (1024, 256),
+    "gate_proj": (272, 256),
+    "up_proj": (272, 256),
     "down_proj": (256, 1024),
-    "lm_head": (1040, 256),
-    "embed_tokens": (256, 1040),
+    "lm_head": (400, 256),
+    "embed_tokens": (256, 400),
 }
 PAGE_NUM_BYTES = 8 * row_num_bytes(1058, torch.float16)
 MIXED_RANKS: list[Ranks] = [
     1,
     8,
     12,
-    {"q_proj": 5, "v_proj": 64, "up_proj": 20, "down_proj": 33, "lm_head": 17, "embed_tokens": 18},
+    {"q_proj": 5, "v_proj": 33, "up_proj": 20, "down_proj": 33, "lm_head": 17, "embed_tokens": 18},
     16,
 ]
 

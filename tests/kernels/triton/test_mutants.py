@@ -22,7 +22,7 @@ from .stepping import Step, make_step
 
 pytestmark = pytest.mark.interpreted
 
-ADAPTERS: list[Ranks] = [8, 40, {"o_proj": 12, "down_proj": 12, "embed_tokens": 3}]
+ADAPTERS: list[Ranks] = [8, 24, {"o_proj": 12, "down_proj": 12, "embed_tokens": 3}]
 
 
 def make(site: str, *, has_bias: bool = False) -> Step:
