@@ -40,7 +40,7 @@ def test_config_without_it_is_a_float_checkpoints(config: dict[str, Any]) -> Non
 
 
 def test_ignored_linears_are_float() -> None:
-    config = parse(compressed(INT4, ignore=["lm_head", "re:.*q_proj", "model.layers.0"]))
+    config = parse(compressed(INT4, ignore=["lm_head", "re:.*q_proj", "re:mlp", "model.layers.0"]))
     assert config.scheme(UP) == Scheme("int4", Layout.PACKED, 128)
     assert config.scheme(HEAD) is None
     assert config.scheme(Q) is None
