@@ -37,12 +37,6 @@ class GpuBackend:
             )
         if quantize not in GPU_FORMATS:
             raise ConfigError(f"Quantization {quantize!r} isn't available; expected one of {', '.join(GPU_FORMATS)}.")
-        if quantize == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-            major, minor = torch.cuda.get_device_capability(device)
-            raise ConfigError(
-                f"This GPU, of compute capability {major}.{minor}, has no fp8; that takes 8.9.",
-                hint="Use --quantize int8.",
-            )
         self.device = device
         self.kv_dtype = dtype
         self._format = None if quantize == "none" else quantize
