@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from loraserve_kernels.gpu_sampling import SamplingRows, sample, top_logprobs
 from torch import Tensor
 
 from loraserve.config import EngineConfig
@@ -29,15 +28,19 @@ from loraserve.limits import GIB, MIB
 from loraserve.memory.gpu_device import GpuDevice
 from loraserve.model.decoder import Decoder
 from loraserve.model.inputs import GpuInputs, KVTensors
-from loraserve.types import TokenLogprobs
+from loraserve.types import SamplingParams, TokenLogprobs
 from loraserve_kernels.gpu_attention_plan import GpuAttentionPlan
 from loraserve_kernels.gpu_plan import GpuLoraPlan
+from loraserve_kernels.gpu_sampling import SamplingRows, sample, top_logprobs
 
 logger = logging.getLogger(__name__)
 
 MAX_WORK_ITEMS = 4096
 """Of one site in one step: 64 rows of as many adapters of rank 341, or 512 of one of rank 512. A step that has more is refused by its plan, and the engine halves it."""
 
+
+_WARM_UP_ROWS = (1, 2, 15, 16, 17, 48, 63, 64, 65, 80, 1 << 20)
+"""On both sides of what kernels distinguish: one row, multiples of 16, few rows and many; and the largest step."""
 
 _PLANS_BYTES = MAX_WORK_ITEMS * 16 * 16 * 4 * (16 + 32 + 16) + 64 * MIB
 """What the three LoRA plans and the other buffers of a runner take: an item has at most 16 parts of a tile's rows times 16 ranks."""
@@ -79,8 +82,35 @@ class Runner:
         self._places: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
         sizes = bucket_sizes(max_num_seqs) if config.cuda_graphs else []
         self._graphs = DecodeGraphs(device, sizes, self._decode)
+        self._max_num_tokens = max_num_tokens
+        if device.type == "cuda":
+            self.warm_up(_WARM_UP_ROWS)
         with torch.inference_mode():
             self._graphs.capture(self._prepare_nobody)
+
+    @torch.inference_mode()
+    def warm_up(self, sizes: Sequence[int]) -> None:
+        """Compute steps of so many rows that stand for nobody, so that no request's step waits for a compiler.
+
+        Triton compiles a kernel anew for a number that is 1, or a multiple of 16, where others have shared one.
+        """
+        for num_rows in sorted({min(size, self._max_num_tokens, self._decoder.spec.max_model_len) for size in sizes}):
+            self._mixed_rows.clear(num_rows)
+            blocks = np.zeros((1, -(-num_rows // self._kv.block_size)), dtype=np.int32)
+            length = np.array([num_rows], dtype=np.int32)
+            self._attention.fill(np.array([0, num_rows], dtype=np.int32), length, blocks)
+            num_logits = min(num_rows, len(self._sampled))
+            for lora, logits_lora in ((self._mixed_lora, self._logits_lora), (None, None)):
+                self._mixed_lora.fill(np.zeros(num_rows, dtype=np.int32))
+                self._logits_lora.fill(np.zeros(num_logits, dtype=np.int32))
+                wanted = torch.arange(num_logits, device=self._device)
+                logits = self._decoder.forward(
+                    self._inputs(self._mixed_rows, num_rows, wanted, lora, logits_lora), self._kv
+                )
+            for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.9)):
+                self._sampling.fill([params] * num_logits, [0] * num_logits)
+                sample(logits, self._sampling, self._sampled[:num_logits], self._finite[:num_logits])
+            _to_host(top_logprobs(logits, self._sampled[:num_logits], 1)[0])
 
     def launch(self, batch: Batch) -> GpuStep:
         """Send the step's description and kernels to the device, and return without waiting for it."""

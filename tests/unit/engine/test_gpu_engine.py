@@ -123,3 +123,12 @@ def test_an_adapter_that_is_not_finite_fails_alone(world, make_gpu_engine):
     assert [o.error.code for o in outputs if o.request_id == bad] == ["adapter_numerics"]
     assert [t for o in outputs if o.request_id == base for t in o.token_ids] == wanted
     assert engine.check() == []
+
+
+def test_warming_up_leaves_the_cache_as_it_is(world, make_gpu_engine):
+    engine = make_gpu_engine(max_num_seqs=2)
+    runner = engine._runner
+    for layer in (*runner._kv.k, *runner._kv.v):
+        layer.fill_(3.0)
+    runner.warm_up((3,))
+    assert all(bool((layer == 3.0).all()) for layer in (*runner._kv.k, *runner._kv.v))
