@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from loraserve.errors import InvariantViolation
+
 logger = logging.getLogger(__name__)
 
 
@@ -59,7 +61,9 @@ class DecodeGraphs:
                 with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                     logits = self._run(size, with_lora)
                 pool = graph.pool() if pool is None else pool
-                self._graphs[size, with_lora] = graph, logits
+                self._graphs[size, with_lora] = graph, borrow(logits)
+                # the next capture may take this memory: only one step's logits are alive at a time
+                del logits
         seconds = time.monotonic() - started
         logger.info("captured %d decode steps in %.1f s", len(self._graphs), seconds)
 
@@ -71,3 +75,26 @@ class DecodeGraphs:
         graph, logits = captured
         graph.replay()
         return logits
+
+
+class _Borrowed:
+    """What ``torch.as_tensor`` needs to see memory that isn't the tensor's own."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "typestr": "<f4",
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def borrow(tensor: Tensor) -> Tensor:
+    """Return the same memory, float32 and contiguous on a CUDA device, as a tensor that doesn't keep it from being used again.
+
+    Raises:
+        InvariantViolation: the tensor is of another kind.
+    """
+    if tensor.dtype != torch.float32 or not tensor.is_contiguous() or not tensor.is_cuda:
+        raise InvariantViolation(f"logits are {tensor.dtype} on {tensor.device}; expected contiguous float32 on a GPU")
+    return torch.as_tensor(_Borrowed(tensor), device=tensor.device)

@@ -124,6 +124,10 @@ class Runner:
                 return self._launch(batch, row_slots)
         except torch.AcceleratorError as error:
             raise _lost(error) from error
+        except RuntimeError as error:
+            if "Triton Error [CUDA]" in str(error):
+                raise _lost(error) from error
+            raise
         finally:
             # also when a launch raised: what was launched before it may still read adapters
             self._adapters.step_launched()
@@ -367,7 +371,7 @@ class GpuStep:
         return TokenLogprobs(token_id, float(self.top.chosen[place]), tuple(zip(ids, values, strict=True)))
 
 
-def _lost(error: torch.AcceleratorError) -> DeviceLost:
+def _lost(error: RuntimeError) -> DeviceLost:
     """An error of the device stays with its process: every later call would fail with it."""
     logger.error("the device failed: %s", str(error).splitlines()[0])
     return DeviceLost(str(error))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 from loraserve.engine.assembly import build_engine
+from loraserve.engine.cuda_graphs import DecodeGraphs, bucket_sizes
+from loraserve.engine.runner import DeviceLost
 from loraserve.memory.pager import Residency
 from loraserve.types import TokenOutput
 
@@ -132,3 +136,27 @@ def test_warming_up_leaves_the_cache_as_it_is(world, make_gpu_engine):
         layer.fill_(3.0)
     runner.warm_up((3,))
     assert all(bool((layer == 3.0).all()) for layer in (*runner._kv.k, *runner._kv.v))
+
+
+def test_a_device_that_fails_ends_the_process_and_no_request(world, make_gpu_engine, monkeypatch):
+    engine = make_gpu_engine(max_num_seqs=2)
+    launched = []
+    monkeypatch.setattr(engine._runner._adapters, "step_launched", lambda: launched.append(1))
+
+    def fail(*_):
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+    monkeypatch.setattr(engine._runner, "_launch", fail)
+    add(engine, world, [1, 2, 3])
+    with pytest.raises(DeviceLost):
+        engine.step()
+    # adapters that its kernels may still read aren't overwritten either
+    assert launched == [1]
+
+
+def test_decode_steps_are_filled_up_to_few_sizes():
+    sizes = bucket_sizes(100)
+    assert sizes == sorted({1, 100, *sizes})
+    assert all(after <= 2 * before for before, after in itertools.pairwise(sizes))
+    graphs = DecodeGraphs(torch.device("cpu"), sizes, lambda *_: torch.empty(0))
+    assert [graphs.bucket(count) for count in (1, 3, 9, 100, 101)] == [1, 4, 16, 100, None]
