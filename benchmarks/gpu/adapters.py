@@ -28,8 +28,9 @@ def exact_modules(
     *,
     num_layers: int = 1,
     has_delta: Container[str] = (),
+    strength: float = 1.0,
 ) -> list[LoraModule]:
-    """Modules on the CPU whose weights `stored` holds without rounding: int8 with the scales that it will choose."""
+    """Modules on the CPU whose weights `stored` holds without rounding: int8 with the scales that it will choose. `strength` is a power of two."""
     by_module = dict.fromkeys((m for m in MODULES if m in shapes), ranks) if isinstance(ranks, int) else ranks
     made = []
     for layer in range(num_layers):
@@ -39,7 +40,7 @@ def exact_modules(
             out_features, in_features = shapes[module]
             delta = torch.randn(out_features, generator=generator) / 4 if module in has_delta else None
             a, b = (_exact(rank, width, stored, generator) for width in (in_features, out_features))
-            made.append(LoraModule(layer, module, a, b.T, 0.5 + 0.25 * layer + 0.125 * MODULE_INDEX[module], delta))
+            made.append(LoraModule(layer, module, a, strength * b.T, 0.5 + 0.25 * layer + 0.125 * MODULE_INDEX[module], delta))
     return made
 
 
@@ -102,6 +103,7 @@ def make_fleet(
     has_delta: Container[str] = (),
     num_layers: int = 1,
     seed: int = 0,
+    strength: float = 1.0,
 ) -> Fleet:
     """A fleet with an adapter for each of `all_ranks`.
 
@@ -116,7 +118,9 @@ def make_fleet(
     for i, ranks in enumerate(all_ranks):
         kept = stored[i] if i < len(stored) else dtype
         delta = has_delta if i % 2 else ()
-        modules.append(exact_modules(ranks, shapes, kept, generator, num_layers=num_layers, has_delta=delta))
+        modules.append(
+            exact_modules(ranks, shapes, kept, generator, num_layers=num_layers, has_delta=delta, strength=strength)
+        )
         packed.append(make_pages(modules[-1], num_layers=num_layers, module_shapes=shapes, page_num_bytes=page, dtype=kept))
     pool = PagedPool(
         num_pages=sum(p.num_pages for p in packed) + 3,

@@ -136,7 +136,7 @@ PARTS: tuple[Part, ...] = (
         "bench_attention",
         3,
         {"step": "step", "rows": "rows", "context": "context", "block_size": "block", **_TIME, "varlen": "varlen ÷"},
-        "torch.nn.attention.varlen is launched without a graph where it can't be captured; its time over ours, both without a graph.",
+        "varlen: torch.nn.attention.varlen's time over ours, both with blocks of the same size.",
     ),
     Part(
         "loading",
@@ -167,7 +167,7 @@ PARTS: tuple[Part, ...] = (
             "peft": "PEFT tokens/s",
             "ratio": "ratio",
         },
-        "bfloat16, the same shape, layers and ranks; PEFT's mixed batch (adapter_names) on a static cache, greedy, without a graph.",
+        "bfloat16, the same shape, layers and ranks; PEFT's mixed batch (adapter_names) with its own cache, greedy, without a graph: it has none for mixed batches.",
     ),
 )
 
