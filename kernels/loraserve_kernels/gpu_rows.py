@@ -71,8 +71,10 @@ def embed(token_ids: Tensor, table: Tensor, out: Tensor) -> None:
     )
 
 
-def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> None:
-    """Add `delta` to `hidden` in place, then write ``hidden / sqrt(mean(hidden²) + eps) * weight`` to `out`.
+def add_rms_norm(
+    hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor, *, delta_scale: float = 1.0
+) -> None:
+    """Add ``delta_scale * delta`` to `hidden` in place, then write ``hidden / sqrt(mean(hidden²) + eps) * weight`` to `out`.
 
     Args:
         hidden: [num_tokens, hidden_size] float32, contiguous in the last dim, as are the others.
@@ -109,6 +111,7 @@ def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: floa
         out.stride(0),
         hidden_size,
         eps,
+        delta_scale,
         HAS_DELTA=delta is not None,
         BLOCK=block,
         num_warps=num_warps,

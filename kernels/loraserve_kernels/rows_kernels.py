@@ -40,6 +40,7 @@ def add_rms_norm_kernel(  # type: ignore[no-untyped-def]
     stride_out,
     size,
     eps,
+    delta_scale,
     HAS_DELTA: tl.constexpr,
     BLOCK: tl.constexpr,  # a whole row
 ):
@@ -48,7 +49,8 @@ def add_rms_norm_kernel(  # type: ignore[no-untyped-def]
     is_column = columns < size
     x = tl.load(hidden_ptr + row * stride_hidden + columns, mask=is_column, other=0.0)
     if HAS_DELTA:
-        x += tl.load(delta_ptr + row * stride_delta + columns, mask=is_column, other=0.0).to(tl.float32)
+        # times one is exact, also where the sum is fused with it
+        x += tl.load(delta_ptr + row * stride_delta + columns, mask=is_column, other=0.0).to(tl.float32) * delta_scale
         tl.store(hidden_ptr + row * stride_hidden + columns, x, mask=is_column)
     weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0)
     y = x * tl.rsqrt(tl.sum(x * x, axis=0) / size + eps) * weight

@@ -1,7 +1,7 @@
 """The architectures that the one decoder can be: a row of a table each, nothing else differs between them.
 
-All are pre-norm decoders with RMSNorm, rotary positions, grouped-query attention and a SwiGLU MLP, as `transformers` computes them under the
-same class names. A row says what a row's checkpoint has beyond that, and what its config means where it is silent.
+All are decoders with RMSNorm, rotary positions, grouped-query attention and a gated MLP, as `transformers` computes them under the same class
+names. A row says what a row's checkpoint has beyond that, and what its config means where it is silent.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ class Architecture:
         qkv_bias, o_bias, mlp_bias: whether these linears have biases; a string names the config's field that says so.
         has_qk_norm: whether queries and keys pass an RMSNorm per head before they're rotated.
         window: which layers have a sliding window.
+        embedding_multiplier: field of what embeddings are multiplied with; None: 1. So for the next ones.
+        residual_multiplier: what is added to the residual stream.
+        attention_multiplier: the scores; None: head_dim ** -0.5.
+        logits_divisor: field of what logits are divided by.
         defaults: what absent fields of the config mean. A field that isn't here must be there.
         embedding, norm, head: names of the tensors around the layers.
         layers: where the layers are in the checkpoint.
@@ -45,6 +49,10 @@ class Architecture:
     mlp_bias: bool | str = False
     has_qk_norm: bool = False
     window: Window = Window.NONE
+    embedding_multiplier: str | None = None
+    residual_multiplier: str | None = None
+    attention_multiplier: str | None = None
+    logits_divisor: str | None = None
     defaults: Mapping[str, object] = field(default_factory=dict)
     embedding: str = "model.embed_tokens.weight"
     norm: str = "model.norm.weight"
@@ -119,6 +127,26 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             has_qk_norm=True,
             window=Window.BY_LAYER_TYPE,
             defaults={**_QWEN, "attention_bias": False, "head_dim": 128},
+        ),
+        Architecture(
+            name="GraniteForCausalLM",
+            model_type="granite",
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            mlp_bias="mlp_bias",
+            embedding_multiplier="embedding_multiplier",
+            residual_multiplier="residual_multiplier",
+            attention_multiplier="attention_multiplier",
+            logits_divisor="logits_scaling",
+            defaults={
+                **_COMMON,
+                "attention_bias": False,
+                "mlp_bias": False,
+                "embedding_multiplier": 1.0,
+                "residual_multiplier": 1.0,
+                "attention_multiplier": 1.0,
+                "logits_scaling": 1.0,
+            },
         ),
     )
 }

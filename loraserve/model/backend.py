@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from loraserve.model.config import ModelConfig
 from loraserve.model.inputs import KVTensors, ModelInputs
-from loraserve.model.layers import RMSNorm, swiglu
+from loraserve.model.layers import ResidualNorm, RMSNorm, swiglu
 from loraserve.model.lora import LoraLinear
 from loraserve.model.quantize import Linear, check_format, make_linear
 from loraserve.model.rotary import RotaryEmbedding, rotate
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class Norm(Protocol):
-    """An RMSNorm before a layer's linears, and the sum of the residual stream that comes before it."""
+    """An RMSNorm before a layer's linears, and the sum of the residual stream that comes before it, with what is done to the delta first."""
 
     def __call__(self, hidden: Tensor, /) -> Tensor:
         """Return the normed rows in memory of their own, in what linears take."""
         ...
 
     def after_adding(self, hidden: Tensor, delta: Tensor, /) -> Tensor:
-        """Add `delta` to `hidden` in place; return the normed sum."""
+        """Add `delta`, which is spent, to `hidden` in place; return the normed sum."""
         ...
 
 
@@ -88,7 +88,9 @@ class Backend(Protocol):
         """Return the linear that makes logits; they're float32."""
         ...
 
-    def norm(self, weight: Tensor, eps: float) -> Norm: ...
+    def norm(self, weight: Tensor, eps: float, *, delta_scale: float = 1.0) -> Norm:
+        """Return the norm with this weight; deltas are multiplied with `delta_scale` before they are added."""
+        ...
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """Return ``silu(gate) * up`` for gate_up [num_tokens, 2 * size], whose first half is the gate."""
@@ -123,8 +125,9 @@ class CpuBackend:
     def head(self, weight: Tensor | QuantizedWeight) -> Linear:
         return self.linear(weight, None)
 
-    def norm(self, weight: Tensor, eps: float) -> RMSNorm:
-        return RMSNorm(weight, eps)
+    def norm(self, weight: Tensor, eps: float, *, delta_scale: float = 1.0) -> Norm:
+        norm = RMSNorm(weight, eps)
+        return norm if delta_scale == 1.0 else ResidualNorm(norm, delta_scale=delta_scale)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         return swiglu(gate_up)
@@ -162,7 +165,7 @@ class CpuStep:
             v_cache,
             self._plan,
             self._attended,
-            scale=self._config.head_dim**-0.5,
+            scale=self._config.attention_scale,
             sliding_window=layer.sliding_window,
         )
         return self._attended.view(qkv.shape[0], -1)

@@ -55,6 +55,9 @@ class ModelConfig:
 
     Attributes:
         sliding_windows: per layer, the window or None.
+        embedding_scale: what embeddings are multiplied with; logits_scale: logits.
+        residual_scale: what the attention's and the MLP's outputs are multiplied with before they are added to the residual stream.
+        attention_scale: what the products of queries and keys are multiplied with.
         max_model_len: the context that the config states.
         max_stretched_len: the longest context that the rope scaling covers, at least max_model_len.
         eos_token_ids: of config.json and generation_config.json together.
@@ -79,6 +82,10 @@ class ModelConfig:
     max_model_len: int
     max_stretched_len: int
     eos_token_ids: tuple[int, ...]
+    attention_scale: float
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
     quantization: QuantizationConfig | None = None
 
     @property
@@ -122,6 +129,15 @@ class ModelConfig:
             "sliding_windows": list(self.sliding_windows),
             "rope": {"type": self.rope.type.value, **rope},
         }
+        scales = {
+            "embedding": (self.embedding_scale, 1.0),
+            "residual": (self.residual_scale, 1.0),
+            "attention": (self.attention_scale, self.head_dim**-0.5),
+            "logits": (self.logits_scale, 1.0),
+        }
+        # what a base doesn't have isn't named: its digest stays what it was before the decoder knew of it
+        if any(value != plain for value, plain in scales.values()):
+            identity["scales"] = {name: value for name, (value, _) in scales.items()}
         return identity if self.quantization is None else {**identity, "quantization": self.quantization.identity()}
 
 
@@ -188,6 +204,10 @@ def parse_config(config: Mapping[str, Any], generation_config: Mapping[str, Any]
         max_model_len=context,
         max_stretched_len=_stretched(rope, context),
         eos_token_ids=_eos(config, generation_config),
+        attention_scale=fields.multiplier(architecture.attention_multiplier, head_dim**-0.5),
+        embedding_scale=fields.multiplier(architecture.embedding_multiplier),
+        residual_scale=fields.multiplier(architecture.residual_multiplier),
+        logits_scale=1.0 / fields.multiplier(architecture.logits_divisor),
         quantization=parse_quantization(config),
     )
 
@@ -229,6 +249,9 @@ class _Fields:
 
     def rule(self, rule: bool | str) -> bool:
         return self.flag(rule) if isinstance(rule, str) else rule
+
+    def multiplier(self, name: str | None, default: float = 1.0) -> float:
+        return default if name is None else self.number(name)
 
 
 def _windows(fields: _Fields, num_layers: int) -> tuple[int | None, ...]:

@@ -56,6 +56,8 @@ class Decoder:
         """
         step = self.backend.begin(inputs, kv)
         hidden = step.embed(self._embedding)
+        if self.config.embedding_scale != 1.0:
+            hidden.mul_(self.config.embedding_scale)
         last = len(self._layers) - 1
         x = self._layers[0].attention_norm(hidden)
         for i in range(last):
@@ -78,7 +80,10 @@ class Decoder:
             # nobody reads the other rows from here on
             hidden, attended, lora = hidden[rows], attended[rows], inputs.logits_lora
         delta = self._finish(layer, hidden, attended, lora)
-        return self._head(self._norm.after_adding(hidden, delta))
+        return self._scaled(self._head(self._norm.after_adding(hidden, delta)))
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        return logits if self.config.logits_scale == 1.0 else logits.mul_(self.config.logits_scale)
 
     def _finish(
         self, layer: DecoderLayer, hidden: Tensor, attended: Tensor, lora: LoraPlan | GpuLoraPlan | None

@@ -47,8 +47,8 @@ class GpuBackend:
     def head(self, weight: Tensor | QuantizedWeight) -> GpuLinear:
         return GpuLinear(self._place(weight), None, torch.float32)
 
-    def norm(self, weight: Tensor, eps: float) -> GpuNorm:
-        return GpuNorm(weight.to(self.device), eps, self.kv_dtype)
+    def norm(self, weight: Tensor, eps: float, *, delta_scale: float = 1.0) -> GpuNorm:
+        return GpuNorm(weight.to(self.device), eps, self.kv_dtype, delta_scale)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
@@ -90,10 +90,10 @@ class GpuLinear:
 class GpuNorm:
     """RMSNorm from the float32 stream to the activations' dtype, the sum before it in the same pass."""
 
-    __slots__ = ("_dtype", "_eps", "_weight")
+    __slots__ = ("_delta_scale", "_dtype", "_eps", "_weight")
 
-    def __init__(self, weight: Tensor, eps: float, dtype: torch.dtype) -> None:
-        self._weight, self._eps, self._dtype = weight, eps, dtype
+    def __init__(self, weight: Tensor, eps: float, dtype: torch.dtype, delta_scale: float) -> None:
+        self._weight, self._eps, self._dtype, self._delta_scale = weight, eps, dtype, delta_scale
 
     def __call__(self, hidden: Tensor, /) -> Tensor:
         return self._norm(hidden, None)
@@ -103,7 +103,7 @@ class GpuNorm:
 
     def _norm(self, hidden: Tensor, delta: Tensor | None) -> Tensor:
         out = torch.empty(hidden.shape, dtype=self._dtype, device=hidden.device)
-        gpu_rows.add_rms_norm(hidden, delta, self._weight, self._eps, out)
+        gpu_rows.add_rms_norm(hidden, delta, self._weight, self._eps, out, delta_scale=self._delta_scale)
         return out
 
 
@@ -149,7 +149,7 @@ class GpuStep:
             v_cache,
             self._inputs.attention,
             self._attended,
-            scale=config.head_dim**-0.5,
+            scale=config.attention_scale,
             sliding_window=layer.sliding_window,
         )
         return self._attended.view(qkv.shape[0], -1)

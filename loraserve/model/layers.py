@@ -42,6 +42,30 @@ class RMSNorm:
         return self(hidden.add_(delta))
 
 
+class ResidualNorm:
+    """What stands between a site's output and the next linears where that is more than a sum and a norm.
+
+    Args:
+        norm: of the sum.
+        delta_scale: what the output is multiplied with before it is added.
+    """
+
+    __slots__ = ("_delta_scale", "_norm")
+
+    def __init__(self, norm: RMSNorm, *, delta_scale: float = 1.0) -> None:
+        self._norm, self._delta_scale = norm, delta_scale
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the normed rows."""
+        return self._norm(hidden)
+
+    def after_adding(self, hidden: Tensor, delta: Tensor) -> Tensor:
+        """Add the scaled `delta`, which is spent, to `hidden` in place; return the normed sum."""
+        # not add_'s alpha: where a thread's part ends, torch may round that otherwise than in whole vectors
+        delta.mul_(self._delta_scale)
+        return self._norm(hidden.add_(delta))
+
+
 def swiglu(gate_up: Tensor) -> Tensor:
     """Return ``silu(gate) * up`` for gate_up [num_tokens, 2 * size], whose first half is the gate."""
     gate, up = gate_up.chunk(2, -1)

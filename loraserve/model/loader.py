@@ -340,7 +340,8 @@ class _Loader:
         )
 
     def _norm(self, name: str) -> Norm:
-        return self._backend.norm(self._tensors[name], self._config.rms_norm_eps)
+        config = self._config
+        return self._backend.norm(self._tensors[name], config.rms_norm_eps, delta_scale=config.residual_scale)
 
     def _head_norm(self, name: str) -> RMSNorm:
         return RMSNorm(self._tensors[name].to(self._backend.device), self._config.rms_norm_eps)

@@ -40,13 +40,15 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
 
 
-def add_rms_norm_is_right(num_tokens: int, size: int, dtype: torch.dtype, *, has_delta: bool) -> bool:
+def add_rms_norm_is_right(
+    num_tokens: int, size: int, dtype: torch.dtype, *, has_delta: bool, delta_scale: float = 1.0
+) -> bool:
     hidden = random_rows(num_tokens, size, torch.float32)
     delta = random_rows(num_tokens, size, dtype) if has_delta else None
     weight = torch.randn(size)
     out, right_of_out = poisoned(num_tokens, size, dtype)
-    total = hidden + (delta.float() if delta is not None else 0.0)
-    gpu_rows.add_rms_norm(hidden, delta, weight, EPS, out)
+    total = hidden + (delta_scale * delta.float() if delta is not None else 0.0)
+    gpu_rows.add_rms_norm(hidden, delta, weight, EPS, out, delta_scale=delta_scale)
     expected = rms_norm(total.double(), weight.double())
     return torch.equal(hidden, total) and is_close(out, expected) and bool(right_of_out.isnan().all())
 

@@ -55,6 +55,11 @@ def test_hidden_rows_are_summed_in_place_and_normed(
     assert add_rms_norm_is_right(num_tokens, size, dtype, has_delta=has_delta)
 
 
+def test_what_is_added_is_scaled() -> None:
+    # a power of two: the same bits, whether the product is rounded or not
+    assert add_rms_norm_is_right(3, 100, torch.float16, has_delta=True, delta_scale=0.25)
+
+
 def test_eps_keeps_a_row_of_zeros_finite() -> None:
     out, _ = poisoned(1, 64, torch.float16)
     gpu_rows.add_rms_norm(torch.zeros(1, 64), None, torch.ones(64), EPS, out)

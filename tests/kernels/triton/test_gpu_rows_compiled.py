@@ -32,7 +32,8 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def compile_norm(capability: int, size: int, folder: Path, *, has_delta: bool = True) -> Machine:
     block, num_warps = gpu_rows.norm_config(size)
     signature = {"hidden_ptr": "*fp32", "delta_ptr": f"*{X}", "weight_ptr": "*fp32", "out_ptr": f"*{X}"}
-    signature |= dict.fromkeys(["stride_hidden", "stride_delta", "stride_out", "size"], "i32") | {"eps": "fp32"}
+    signature |= dict.fromkeys(["stride_hidden", "stride_delta", "stride_out", "size"], "i32")
+    signature |= {"eps": "fp32", "delta_scale": "fp32"}
     constants: dict[str, Any] = {"HAS_DELTA": has_delta, "BLOCK": block}
     return compile_for(capability, rows_kernels.add_rms_norm_kernel, signature, constants, folder, num_warps=num_warps)
 

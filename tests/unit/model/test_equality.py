@@ -19,6 +19,12 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 32}
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.6,
+    "logits_scaling": 0.8,
+}
 LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.5}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -46,6 +52,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 5,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
+    ),
+    "granite": ("granite", GRANITE),
+    "granite-tied-biases": (
+        "granite",
+        {**GRANITE, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
     ),
     "qwen3-yarn-mscale": ("qwen3", {"head_dim": 32, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2}}),
 }

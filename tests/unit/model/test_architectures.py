@@ -1,0 +1,72 @@
+"""What each architecture adds to the plain decoder holds for adapters and for rows in company too."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from loraserve.model.decoder import Decoder
+from loraserve_kernels.layout import LAYER_MODULES, PackedAdapter
+
+from .conftest import PagedRun, build_model, load, random_adapter, random_tokens, reference_logits, save_model
+from .test_equality import CASES
+
+# heads and widths that the compiled kernels take
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+NAMES = ["granite"]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    kind, overrides = CASES[request.param]
+    model = build_model(kind, **{**overrides, **SIZES})
+    return model, save_model(model, tmp_path_factory.mktemp("model"))
+
+
+def merged(model: Any, adapter: PackedAdapter) -> Any:
+    """The model of transformers with the adapter's update added to its weights."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for layer, block in enumerate(model.model.layers):
+            for module in LAYER_MODULES:
+                part = block.self_attn if hasattr(block.self_attn, module) else block.mlp
+                update = adapter.lora_b(layer, module).T @ adapter.lora_a(layer, module)
+                getattr(part, module).weight.add_(0.5 * update)
+    return model
+
+
+def test_rows_with_adapters_equal_models_with_the_updates_merged(saved: tuple[Any, Path]) -> None:
+    model, directory = saved
+    run = PagedRun(load(directory))
+    first, second = random_adapter(run.decoder, 4), random_adapter(run.decoder, 13, seed=1)
+    tokens = [random_tokens(count, seed=count) for count in (20, 31, 18)]
+    a, b, c = (run.add(token_ids) for token_ids in tokens)
+    prefill = run.step([(a, 19), (b, 30), (c, 17)], lora=[(first, 19, 49), (second, 49, 66)], last_rows_only=True)
+    decode = run.step([(a, 1), (b, 1), (c, 1)], lora=[(first, 1, 2), (second, 2, 3)])
+    for i, reference in enumerate([model, merged(model, first), merged(model, second)]):
+        expected = reference_logits(reference, tokens[i])[-2:]
+        torch.testing.assert_close(torch.cat((prefill[i], decode[i])), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_sequence_has_the_same_bits_alone_and_in_company(saved: tuple[Any, Path], quantize: str) -> None:
+    decoder: Decoder = load(saved[1], quantize=quantize)
+    token_ids, adapter = random_tokens(30), random_adapter(decoder, 8)
+    alone = PagedRun(decoder)
+    sequence = alone.add(token_ids)
+    expected = [alone.step([(sequence, 27)], lora=[(adapter, 0, 27)])[0]]
+    expected += [alone.step([(sequence, 1)], lora=[(adapter, 0, 1)])[0] for _ in range(3)]
+    crowd = PagedRun(decoder, seed=5)
+    sequence = crowd.add(token_ids)
+    others = [crowd.add(random_tokens(40, seed=seed)) for seed in range(3)]
+    crowd.step([(others[0], 20), (others[1], 5)])
+    found = [crowd.step([(others[0], 1), (sequence, 27), (others[2], 9)], lora=[(adapter, 1, 28)])[1]]
+    found.append(crowd.step([(sequence, 1), (others[1], 16)], lora=[(adapter, 0, 1)])[0])
+    found.append(crowd.step([(others[0], 1), (others[1], 1), (sequence, 1)], lora=[(adapter, 2, 3)])[2])
+    found.append(crowd.step([(others[2], 30), (others[0], 2), (sequence, 1)], lora=[(adapter, 32, 33)])[2])
+    for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(ours, theirs), step
