@@ -11,7 +11,13 @@ import triton
 from torch import Tensor
 
 from loraserve_kernels.errors import ShapeMismatch
-from loraserve_kernels.rows_kernels import add_rms_norm_kernel, embed_kernel, rotate_and_store_kernel, swiglu_kernel
+from loraserve_kernels.rows_kernels import (
+    add_rms_norm_kernel,
+    embed_kernel,
+    norm_in_place_kernel,
+    rotate_and_store_kernel,
+    swiglu_kernel,
+)
 
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16)
 MAX_HIDDEN_SIZE = 16_384
@@ -72,39 +78,50 @@ def embed(token_ids: Tensor, table: Tensor, out: Tensor) -> None:
 
 
 def add_rms_norm(
-    hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor, *, delta_scale: float = 1.0
+    hidden: Tensor,
+    delta: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    out: Tensor,
+    *,
+    delta_weight: Tensor | None = None,
+    delta_scale: float = 1.0,
 ) -> None:
     """Add ``delta_scale * delta`` to `hidden` in place, then write ``hidden / sqrt(mean(hidden²) + eps) * weight`` to `out`.
 
     Args:
         hidden: [num_tokens, hidden_size] float32, contiguous in the last dim, as are the others.
         delta: the same shape, compute dtype; None: hidden stays as it is.
-        weight: [hidden_size] float32.
+        weight: [hidden_size] float32; None: hidden itself is written to `out`, rounded.
         out: the same shape, compute dtype.
+        delta_weight: [hidden_size] float32: delta is normed with it before it is scaled and added; None: it isn't.
 
     Raises:
         ShapeMismatch: shapes, dtypes, strides or devices disagree, or hidden_size is above `MAX_HIDDEN_SIZE`.
     """
     num_tokens, hidden_size = _shape_of("hidden", hidden)
     shapes = {tuple(t.shape) for t in (hidden, delta, out) if t is not None}
-    if len(shapes) > 1 or weight.shape != (hidden_size,) or hidden_size > MAX_HIDDEN_SIZE:
+    weights = [w for w in (weight, delta_weight) if w is not None]
+    if len(shapes) > 1 or any(w.shape != (hidden_size,) for w in weights) or hidden_size > MAX_HIDDEN_SIZE:
         raise ShapeMismatch(
-            f"hidden, delta and out are {sorted(shapes)}, the weight is {tuple(weight.shape)}; "
+            f"hidden, delta and out are {sorted(shapes)}, the weight is {' and '.join(str(tuple(w.shape)) for w in weights)}; "
             f"expected [num_tokens, hidden_size] thrice and [hidden_size], at most {MAX_HIDDEN_SIZE}"
         )
     _expect("hidden", hidden, (torch.float32,))
-    _expect("weight", weight, (torch.float32,))
+    for w in weights:
+        _expect("weight", w, (torch.float32,))
     _expect("out", out, COMPUTE_DTYPES)
     if delta is not None:
         _expect("delta", delta, COMPUTE_DTYPES)
-    _expect_one_device(hidden, weight, out, delta)
+    _expect_one_device(hidden, out, delta, *weights)
     if num_tokens == 0:
         return
     block, num_warps = norm_config(hidden_size)
     add_rms_norm_kernel[(num_tokens,)](
         hidden,
         delta if delta is not None else out,
-        weight,
+        weight if weight is not None else hidden,
+        delta_weight if delta_weight is not None else hidden,
         out,
         hidden.stride(0),
         delta.stride(0) if delta is not None else 0,
@@ -113,9 +130,37 @@ def add_rms_norm(
         eps,
         delta_scale,
         HAS_DELTA=delta is not None,
+        HAS_DELTA_NORM=delta_weight is not None,
+        HAS_NORM=weight is not None,
         BLOCK=block,
         num_warps=num_warps,
         enable_fp_fusion=True,
+    )
+
+
+def norm_in_place(x: Tensor, weight: Tensor, eps: float) -> None:
+    """Replace each row by ``x / sqrt(mean(x²) + eps) * weight``.
+
+    Args:
+        x: [num_tokens, size] compute dtype, contiguous in the last dim.
+        weight: [size] float32.
+
+    Raises:
+        ShapeMismatch: shapes, dtypes, strides or devices disagree, or the size is above `MAX_HIDDEN_SIZE`.
+    """
+    num_tokens, size = _shape_of("x", x)
+    if weight.shape != (size,) or size > MAX_HIDDEN_SIZE:
+        raise ShapeMismatch(
+            f"x is {tuple(x.shape)}, the weight {tuple(weight.shape)}; expected rows as long as it, at most {MAX_HIDDEN_SIZE}"
+        )
+    _expect("x", x, COMPUTE_DTYPES)
+    _expect("weight", weight, (torch.float32,))
+    _expect_one_device(x, weight)
+    if num_tokens == 0:
+        return
+    block, num_warps = norm_config(size)
+    norm_in_place_kernel[(num_tokens,)](
+        x, weight, x.stride(0), size, eps, BLOCK=block, num_warps=num_warps, enable_fp_fusion=True
     )
 
 

@@ -33,7 +33,8 @@ def embed_kernel(  # type: ignore[no-untyped-def]
 def add_rms_norm_kernel(  # type: ignore[no-untyped-def]
     hidden_ptr,  # [num_tokens, size] float32, in place
     delta_ptr,  # [num_tokens, size] bf16 or fp16; not read unless HAS_DELTA
-    weight_ptr,  # [size] float32
+    weight_ptr,  # [size] float32; not read unless HAS_NORM
+    delta_weight_ptr,  # [size] float32; not read unless HAS_DELTA_NORM
     out_ptr,  # [num_tokens, size] bf16 or fp16
     stride_hidden,
     stride_delta,
@@ -42,6 +43,8 @@ def add_rms_norm_kernel(  # type: ignore[no-untyped-def]
     eps,
     delta_scale,
     HAS_DELTA: tl.constexpr,
+    HAS_DELTA_NORM: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     BLOCK: tl.constexpr,  # a whole row
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -49,12 +52,36 @@ def add_rms_norm_kernel(  # type: ignore[no-untyped-def]
     is_column = columns < size
     x = tl.load(hidden_ptr + row * stride_hidden + columns, mask=is_column, other=0.0)
     if HAS_DELTA:
+        delta = tl.load(delta_ptr + row * stride_delta + columns, mask=is_column, other=0.0).to(tl.float32)
+        if HAS_DELTA_NORM:
+            delta *= tl.rsqrt(eps + tl.sum(delta * delta, axis=0) / size)
+            delta *= tl.load(delta_weight_ptr + columns, mask=is_column, other=0.0)
         # times one is exact, also where the sum is fused with it
-        x += tl.load(delta_ptr + row * stride_delta + columns, mask=is_column, other=0.0).to(tl.float32) * delta_scale
+        x += delta * delta_scale
         tl.store(hidden_ptr + row * stride_hidden + columns, x, mask=is_column)
-    weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0)
-    y = x * tl.rsqrt(tl.sum(x * x, axis=0) / size + eps) * weight
+    y = x
+    if HAS_NORM:
+        weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0)
+        y = x * tl.rsqrt(tl.sum(x * x, axis=0) / size + eps) * weight
     tl.store(out_ptr + row * stride_out + columns, y.to(out_ptr.dtype.element_ty), mask=is_column)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def norm_in_place_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,  # [num_tokens, size] bf16 or fp16
+    weight_ptr,  # [size] float32
+    stride_x,
+    size,
+    eps,
+    BLOCK: tl.constexpr,  # a whole row
+):
+    columns = tl.arange(0, BLOCK)
+    is_column = columns < size
+    ptrs = x_ptr + tl.program_id(0).to(tl.int64) * stride_x + columns
+    x = tl.load(ptrs, mask=is_column, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0)
+    x *= tl.rsqrt(eps + tl.sum(x * x, axis=0) / size)
+    tl.store(ptrs, (x * weight).to(x_ptr.dtype.element_ty), mask=is_column)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -29,7 +29,8 @@ class Architecture:
         name: as in config.json's ``architectures``.
         model_type: as in config.json, for configs that name no architecture.
         qkv_bias, o_bias, mlp_bias: whether these linears have biases; a string names the config's field that says so.
-        has_qk_norm: whether queries and keys pass an RMSNorm per head before they're rotated.
+        has_qk_norm: whether queries and keys pass an RMSNorm before they're rotated.
+        is_qk_norm_whole: whether that is one over all heads together rather than one per head.
         window: which layers have a sliding window.
         embedding_multiplier: field of what embeddings are multiplied with; None: 1. So for the next ones.
         residual_multiplier: what is added to the residual stream.
@@ -38,7 +39,9 @@ class Architecture:
         defaults: what absent fields of the config mean. A field that isn't here must be there.
         embedding, norm, head: names of the tensors around the layers.
         layers: where the layers are in the checkpoint.
-        attention_norm, mlp_norm, q_norm, k_norm: names inside a layer.
+        attention_norm, mlp_norm: names inside a layer, of what the residual stream passes before; None: nothing.
+        attention_out_norm, mlp_out_norm: of what the outputs pass before they are added to it; None: nothing.
+        q_norm, k_norm: names inside a layer.
         module_paths: linear's short name → its path inside a layer.
     """
 
@@ -48,6 +51,7 @@ class Architecture:
     o_bias: bool | str = False
     mlp_bias: bool | str = False
     has_qk_norm: bool = False
+    is_qk_norm_whole: bool = False
     window: Window = Window.NONE
     embedding_multiplier: str | None = None
     residual_multiplier: str | None = None
@@ -58,8 +62,10 @@ class Architecture:
     norm: str = "model.norm.weight"
     head: str = "lm_head.weight"
     layers: str = "model.layers"
-    attention_norm: str = "input_layernorm.weight"
-    mlp_norm: str = "post_attention_layernorm.weight"
+    attention_norm: str | None = "input_layernorm.weight"
+    attention_out_norm: str | None = None
+    mlp_norm: str | None = "post_attention_layernorm.weight"
+    mlp_out_norm: str | None = None
     q_norm: str = "self_attn.q_norm.weight"
     k_norm: str = "self_attn.k_norm.weight"
     module_paths: Mapping[str, str] = field(
@@ -147,6 +153,19 @@ ARCHITECTURES: Mapping[str, Architecture] = {
                 "attention_multiplier": 1.0,
                 "logits_scaling": 1.0,
             },
+        ),
+        Architecture(
+            name="Olmo2ForCausalLM",
+            model_type="olmo2",
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            has_qk_norm=True,
+            is_qk_norm_whole=True,
+            attention_norm=None,
+            attention_out_norm="post_attention_layernorm.weight",
+            mlp_norm=None,
+            mlp_out_norm="post_feedforward_layernorm.weight",
+            defaults={**_COMMON, "attention_bias": False, "rms_norm_eps": 1e-5},
         ),
     )
 }

@@ -25,11 +25,11 @@ class Norm(Protocol):
     """An RMSNorm before a layer's linears, and the sum of the residual stream that comes before it, with what is done to the delta first."""
 
     def __call__(self, hidden: Tensor, /) -> Tensor:
-        """Return the normed rows in memory of their own, in what linears take."""
+        """Return the normed rows in what linears take; valid until `hidden` changes."""
         ...
 
     def after_adding(self, hidden: Tensor, delta: Tensor, /) -> Tensor:
-        """Add `delta`, which is spent, to `hidden` in place; return the normed sum."""
+        """Add `delta`, which is spent, to `hidden` in place; return the normed sum, valid until `hidden` changes."""
         ...
 
 
@@ -38,7 +38,7 @@ class DecoderLayer:
     """One layer's weights.
 
     Attributes:
-        q_norm, k_norm: of each head; None where the architecture has none.
+        q_norm, k_norm: of each head, or of all together; None where the architecture has none.
         sliding_window: None: the layer attends to the whole context.
     """
 
@@ -88,8 +88,13 @@ class Backend(Protocol):
         """Return the linear that makes logits; they're float32."""
         ...
 
-    def norm(self, weight: Tensor, eps: float, *, delta_scale: float = 1.0) -> Norm:
-        """Return the norm with this weight; deltas are multiplied with `delta_scale` before they are added."""
+    def norm(
+        self, weight: Tensor | None, eps: float, *, delta_weight: Tensor | None = None, delta_scale: float = 1.0
+    ) -> Norm:
+        """Return the norm with this weight; None: the sum goes on as it is.
+
+        Before they are added, deltas pass the norm with `delta_weight`, where there is one, and are multiplied with `delta_scale`.
+        """
         ...
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
@@ -125,9 +130,14 @@ class CpuBackend:
     def head(self, weight: Tensor | QuantizedWeight) -> Linear:
         return self.linear(weight, None)
 
-    def norm(self, weight: Tensor, eps: float, *, delta_scale: float = 1.0) -> Norm:
-        norm = RMSNorm(weight, eps)
-        return norm if delta_scale == 1.0 else ResidualNorm(norm, delta_scale=delta_scale)
+    def norm(
+        self, weight: Tensor | None, eps: float, *, delta_weight: Tensor | None = None, delta_scale: float = 1.0
+    ) -> Norm:
+        norm = None if weight is None else RMSNorm(weight, eps)
+        if norm is not None and delta_weight is None and delta_scale == 1.0:
+            return norm
+        delta_norm = None if delta_weight is None else RMSNorm(delta_weight, eps)
+        return ResidualNorm(norm, delta_norm=delta_norm, delta_scale=delta_scale)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         return swiglu(gate_up)
@@ -177,8 +187,9 @@ class CpuStep:
         qkv = qkv.view(qkv.shape[0], -1, config.head_dim)
         q, k, v = qkv[:, : config.num_heads], qkv[:, config.num_heads : num_rotated], qkv[:, num_rotated:]
         if layer.q_norm is not None and layer.k_norm is not None:
-            q.copy_(layer.q_norm(q))
-            k.copy_(layer.k_norm(k))
+            normed_q, normed_k = (q.flatten(1), k.flatten(1)) if config.architecture.is_qk_norm_whole else (q, k)
+            normed_q.copy_(layer.q_norm(normed_q))
+            normed_k.copy_(layer.k_norm(normed_k))
         rotate(qkv[:, :num_rotated], self._cos, self._sin)
         store_kv(k, v, k_cache, v_cache, self._inputs.slot_mapping)
         return q

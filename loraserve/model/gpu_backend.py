@@ -5,6 +5,8 @@ With ``TRITON_INTERPRET=1`` the same code runs on CPU tensors, slowly: for tests
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from loraserve.errors import ConfigError
 from loraserve.model.backend import DecoderLayer
 from loraserve.model.config import ModelConfig
 from loraserve.model.inputs import GpuInputs, KVTensors
+from loraserve.model.quantize import row_blocks
 from loraserve.model.rotary import RotaryEmbedding
 from loraserve_kernels import gpu_rows
 from loraserve_kernels.gpu_attention import paged_attention
@@ -47,8 +50,11 @@ class GpuBackend:
     def head(self, weight: Tensor | QuantizedWeight) -> GpuLinear:
         return GpuLinear(self._place(weight), None, torch.float32)
 
-    def norm(self, weight: Tensor, eps: float, *, delta_scale: float = 1.0) -> GpuNorm:
-        return GpuNorm(weight.to(self.device), eps, self.kv_dtype, delta_scale)
+    def norm(
+        self, weight: Tensor | None, eps: float, *, delta_weight: Tensor | None = None, delta_scale: float = 1.0
+    ) -> GpuNorm:
+        weight, delta_weight = (None if w is None else w.to(self.device) for w in (weight, delta_weight))
+        return GpuNorm(weight, eps, self.kv_dtype, delta_weight, delta_scale)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
@@ -76,24 +82,47 @@ class GpuBackend:
 class GpuLinear:
     """``x W^T + bias`` with the weight as it is stored; x and the result in the activations' dtype, or the result in `out_dtype`."""
 
-    __slots__ = ("_bias", "_out_dtype", "_weight", "num_bytes")
+    __slots__ = ("_out_dtype", "_weight", "bias", "num_bytes", "out_features")
 
     def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:
-        self._weight, self._bias, self._out_dtype = weight, bias, out_dtype
+        self._weight, self.bias, self._out_dtype = weight, bias, out_dtype
+        self.out_features = weight.shape[0] if isinstance(weight, Tensor) else weight.out_features
         self.num_bytes = weight.nbytes if isinstance(weight, Tensor) else weight.num_bytes
         self.num_bytes += 0 if bias is None else bias.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        return weight_only_linear(x, self._weight, self._bias, out_dtype=self._out_dtype)
+        return weight_only_linear(x, self._weight, self.bias, out_dtype=self._out_dtype)
+
+    def rows(self, start: int, end: int) -> Iterator[Tensor]:
+        weight = self._weight
+        in_features = weight.shape[1] if isinstance(weight, Tensor) else weight.in_features
+        for first, last in row_blocks(start, end, in_features):
+            yield weight[first:last].float() if isinstance(weight, Tensor) else _rows(weight, first, last)
+
+
+def _rows(weight: QuantizedWeight, start: int, end: int) -> Tensor:
+    rows = QuantizedWeight(
+        weight.format,
+        weight.codes[start:end],
+        weight.scales[start:end],
+        None if weight.zeros is None else weight.zeros[start:end],
+        weight.group_size,
+        weight.in_features,
+        end - start,
+    )
+    return rows.dequantize(torch.float32)
 
 
 class GpuNorm:
     """RMSNorm from the float32 stream to the activations' dtype, the sum before it in the same pass."""
 
-    __slots__ = ("_delta_scale", "_dtype", "_eps", "_weight")
+    __slots__ = ("_delta_scale", "_delta_weight", "_dtype", "_eps", "_weight")
 
-    def __init__(self, weight: Tensor, eps: float, dtype: torch.dtype, delta_scale: float) -> None:
-        self._weight, self._eps, self._dtype, self._delta_scale = weight, eps, dtype, delta_scale
+    def __init__(
+        self, weight: Tensor | None, eps: float, dtype: torch.dtype, delta_weight: Tensor | None, delta_scale: float
+    ) -> None:
+        self._weight, self._eps, self._dtype = weight, eps, dtype
+        self._delta_weight, self._delta_scale = delta_weight, delta_scale
 
     def __call__(self, hidden: Tensor, /) -> Tensor:
         return self._norm(hidden, None)
@@ -103,7 +132,15 @@ class GpuNorm:
 
     def _norm(self, hidden: Tensor, delta: Tensor | None) -> Tensor:
         out = torch.empty(hidden.shape, dtype=self._dtype, device=hidden.device)
-        gpu_rows.add_rms_norm(hidden, delta, self._weight, self._eps, out, delta_scale=self._delta_scale)
+        gpu_rows.add_rms_norm(
+            hidden,
+            delta,
+            self._weight,
+            self._eps,
+            out,
+            delta_weight=self._delta_weight,
+            delta_scale=self._delta_scale,
+        )
         return out
 
 
@@ -125,6 +162,11 @@ class GpuStep:
 
     def store(self, layer: DecoderLayer, qkv: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         config, q_norm, k_norm = self._config, layer.q_norm, layer.k_norm
+        if q_norm is not None and k_norm is not None and config.architecture.is_qk_norm_whole:
+            q_size, k_size = q_norm.weight.shape[0], k_norm.weight.shape[0]
+            gpu_rows.norm_in_place(qkv[:, :q_size], q_norm.weight, q_norm.eps)
+            gpu_rows.norm_in_place(qkv[:, q_size : q_size + k_size], k_norm.weight, k_norm.eps)
+            q_norm = k_norm = None
         gpu_rows.rotate_and_store(
             qkv,
             self._inputs.positions,

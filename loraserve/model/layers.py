@@ -46,24 +46,28 @@ class ResidualNorm:
     """What stands between a site's output and the next linears where that is more than a sum and a norm.
 
     Args:
-        norm: of the sum.
+        norm: of the sum; None: the sum itself goes on.
+        delta_norm: of the output before it is added; None: it stays as it is.
         delta_scale: what the output is multiplied with before it is added.
     """
 
-    __slots__ = ("_delta_scale", "_norm")
+    __slots__ = ("_delta_norm", "_delta_scale", "_norm")
 
-    def __init__(self, norm: RMSNorm, *, delta_scale: float = 1.0) -> None:
-        self._norm, self._delta_scale = norm, delta_scale
+    def __init__(self, norm: RMSNorm | None, *, delta_norm: RMSNorm | None, delta_scale: float) -> None:
+        self._norm, self._delta_norm, self._delta_scale = norm, delta_norm, delta_scale
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Return the normed rows."""
-        return self._norm(hidden)
+        """Return the normed rows, or `hidden` itself."""
+        return hidden if self._norm is None else self._norm(hidden)
 
     def after_adding(self, hidden: Tensor, delta: Tensor) -> Tensor:
-        """Add the scaled `delta`, which is spent, to `hidden` in place; return the normed sum."""
-        # not add_'s alpha: where a thread's part ends, torch may round that otherwise than in whole vectors
-        delta.mul_(self._delta_scale)
-        return self._norm(hidden.add_(delta))
+        """Add the normed and scaled `delta`, which is spent, to `hidden` in place; return what goes on."""
+        if self._delta_norm is not None:
+            delta = self._delta_norm(delta)
+        if self._delta_scale != 1.0:
+            # not add_'s alpha: where a thread's part ends, torch may round that otherwise than in whole vectors
+            delta.mul_(self._delta_scale)
+        return self(hidden.add_(delta))
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

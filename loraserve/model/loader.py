@@ -158,7 +158,7 @@ class _Loader:
         head = self._make_head(embedding)
         embedding = embedding.to(self._backend.device)
         layers = tuple(self._layer(layer) for layer in range(config.num_layers))
-        norm = self._norm(architecture.norm)
+        norm = self._norm(architecture.norm, self._name(config.num_layers - 1, architecture.mlp_out_norm))
         sites = [site.linear.num_bytes for site in self._sites.values() if site.linear is not None]
         spec = BaseSpec(
             id=model_id,
@@ -168,8 +168,16 @@ class _Loader:
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
             max_model_len=max_model_len,
-            modules=config.module_shapes,
-            module_paths=dict(architecture.module_paths),
+            modules={
+                **config.module_shapes,
+                "lm_head": (config.vocab_size, config.hidden_size),
+                "embed_tokens": (config.hidden_size, config.vocab_size),
+            },
+            module_paths={
+                **architecture.module_paths,
+                "lm_head": architecture.head.removesuffix(".weight"),
+                "embed_tokens": architecture.embedding.removesuffix(".weight"),
+            },
             layers_path=architecture.layers,
             eos_token_ids=tuple(token_id for token_id in config.eos_token_ids if token_id < config.vocab_size),
             dtype=str(self._dtype).removeprefix("torch."),
@@ -191,9 +199,17 @@ class _Loader:
             self._head = self._site(
                 [(path, config.vocab_size, False)], config.hidden_size, self._make_head_linear, self._head_quantize
             )
-        norms = {architecture.attention_norm: config.hidden_size, architecture.mlp_norm: config.hidden_size}
+        names = (
+            architecture.attention_norm,
+            architecture.attention_out_norm,
+            architecture.mlp_norm,
+            architecture.mlp_out_norm,
+        )
+        norms = {name: config.hidden_size for name in names if name is not None}
         if architecture.has_qk_norm:
-            norms |= {architecture.q_norm: config.head_dim, architecture.k_norm: config.head_dim}
+            num_heads = (config.num_heads, config.num_kv_heads) if architecture.is_qk_norm_whole else (1, 1)
+            for name, count in zip((architecture.q_norm, architecture.k_norm), num_heads, strict=True):
+                norms[name] = count * config.head_dim
         for layer in range(config.num_layers):
             prefix = f"{architecture.layers}.{layer}."
             for name, size in norms.items():
@@ -328,20 +344,34 @@ class _Loader:
         config, architecture = self._config, self._config.architecture
         prefix = f"{architecture.layers}.{layer}."
         return DecoderLayer(
-            attention_norm=self._norm(prefix + architecture.attention_norm),
+            attention_norm=self._norm(
+                self._name(layer, architecture.attention_norm), self._name(layer - 1, architecture.mlp_out_norm)
+            ),
             qkv=self._linear(layer, "qkv"),
             q_norm=self._head_norm(prefix + architecture.q_norm) if architecture.has_qk_norm else None,
             k_norm=self._head_norm(prefix + architecture.k_norm) if architecture.has_qk_norm else None,
             o=self._linear(layer, "o"),
-            mlp_norm=self._norm(prefix + architecture.mlp_norm),
+            mlp_norm=self._norm(
+                self._name(layer, architecture.mlp_norm), self._name(layer, architecture.attention_out_norm)
+            ),
             gate_up=self._linear(layer, "gate_up"),
             down=self._linear(layer, "down"),
             sliding_window=config.sliding_windows[layer],
         )
 
-    def _norm(self, name: str) -> Norm:
+    def _name(self, layer: int, name: str | None) -> str | None:
+        """The whole name of a layer's tensor, if there are both."""
+        return None if name is None or layer < 0 else f"{self._config.architecture.layers}.{layer}.{name}"
+
+    def _norm(self, name: str | None, delta_name: str | None) -> Norm:
+        """The norm of the sum that a delta, normed itself where it has a norm, was added to."""
         config = self._config
-        return self._backend.norm(self._tensors[name], config.rms_norm_eps, delta_scale=config.residual_scale)
+        return self._backend.norm(
+            None if name is None else self._tensors[name],
+            config.rms_norm_eps,
+            delta_weight=None if delta_name is None else self._tensors[delta_name],
+            delta_scale=config.residual_scale,
+        )
 
     def _head_norm(self, name: str) -> RMSNorm:
         return RMSNorm(self._tensors[name].to(self._backend.device), self._config.rms_norm_eps)

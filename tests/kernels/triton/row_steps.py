@@ -41,16 +41,38 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def add_rms_norm_is_right(
-    num_tokens: int, size: int, dtype: torch.dtype, *, has_delta: bool, delta_scale: float = 1.0
+    num_tokens: int,
+    size: int,
+    dtype: torch.dtype,
+    *,
+    has_delta: bool,
+    has_weight: bool = True,
+    has_delta_weight: bool = False,
+    delta_scale: float = 1.0,
 ) -> bool:
     hidden = random_rows(num_tokens, size, torch.float32)
     delta = random_rows(num_tokens, size, dtype) if has_delta else None
-    weight = torch.randn(size)
+    weight = torch.randn(size) if has_weight else None
+    delta_weight = torch.randn(size) if has_delta_weight else None
     out, right_of_out = poisoned(num_tokens, size, dtype)
-    total = hidden + (delta_scale * delta.float() if delta is not None else 0.0)
-    gpu_rows.add_rms_norm(hidden, delta, weight, EPS, out, delta_scale=delta_scale)
-    expected = rms_norm(total.double(), weight.double())
-    return torch.equal(hidden, total) and is_close(out, expected) and bool(right_of_out.isnan().all())
+    added = torch.zeros(num_tokens, size, dtype=torch.float64) if delta is None else delta.double()
+    if delta_weight is not None:
+        added = rms_norm(added, delta_weight.double())
+    total = hidden.double() + delta_scale * added
+    gpu_rows.add_rms_norm(hidden, delta, weight, EPS, out, delta_weight=delta_weight, delta_scale=delta_scale)
+    expected = total if weight is None else rms_norm(total, weight.double())
+    return is_close(hidden, total) and is_close(out, expected) and bool(right_of_out.isnan().all())
+
+
+def norm_in_place_is_right(num_tokens: int, size: int, dtype: torch.dtype) -> bool:
+    """In the middle of wider rows, whose other elements keep their bits."""
+    rows, weight = random_rows(num_tokens, size + 30, dtype), torch.randn(size)
+    before = rows.clone()
+    gpu_rows.norm_in_place(rows[:, 10 : 10 + size], weight, EPS)
+    expected = before.double()
+    expected[:, 10 : 10 + size] = rms_norm(expected[:, 10 : 10 + size], weight.double())
+    is_kept = torch.equal(rows[:, :10], before[:, :10]) and torch.equal(rows[:, 10 + size :], before[:, 10 + size :])
+    return is_kept and is_close(rows, expected)
 
 
 def swiglu_is_right(num_tokens: int, size: int, dtype: torch.dtype) -> bool:

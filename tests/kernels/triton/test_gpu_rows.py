@@ -13,6 +13,7 @@ from .row_steps import (
     MAX_LEN,
     add_rms_norm_is_right,
     make_attention,
+    norm_in_place_is_right,
     poisoned,
     random_rows,
     swiglu_is_right,
@@ -55,9 +56,22 @@ def test_hidden_rows_are_summed_in_place_and_normed(
     assert add_rms_norm_is_right(num_tokens, size, dtype, has_delta=has_delta)
 
 
-def test_what_is_added_is_scaled() -> None:
-    # a power of two: the same bits, whether the product is rounded or not
-    assert add_rms_norm_is_right(3, 100, torch.float16, has_delta=True, delta_scale=0.25)
+@DTYPES
+@pytest.mark.parametrize("has_weight", [True, False])
+@pytest.mark.parametrize("has_delta_weight", [True, False])
+def test_what_is_added_is_normed_and_scaled(has_delta_weight: bool, has_weight: bool, dtype: torch.dtype) -> None:
+    assert add_rms_norm_is_right(
+        3, 100, dtype, has_delta=True, has_weight=has_weight, has_delta_weight=has_delta_weight, delta_scale=0.3
+    )
+
+
+def test_hidden_rows_without_a_norm_go_on_rounded() -> None:
+    assert add_rms_norm_is_right(2, 100, torch.float16, has_delta=False, has_weight=False)
+
+
+@DTYPES
+def test_rows_are_normed_in_place(dtype: torch.dtype) -> None:
+    assert norm_in_place_is_right(3, 100, dtype)
 
 
 def test_eps_keeps_a_row_of_zeros_finite() -> None:
@@ -174,6 +188,10 @@ def test_rows_that_dont_fit_together_are_refused() -> None:
         gpu_rows.add_rms_norm(torch.zeros(64, 3).T, half, torch.ones(64), EPS, half)
     with pytest.raises(ShapeMismatch, match=r"weight is \(63,\)"):
         gpu_rows.add_rms_norm(rows, half, torch.ones(63), EPS, half)
+    with pytest.raises(ShapeMismatch, match=r"weight is \(63,\)"):
+        gpu_rows.add_rms_norm(rows, half, None, EPS, half, delta_weight=torch.ones(63))
+    with pytest.raises(ShapeMismatch, match=r"the weight \(63,\)"):
+        gpu_rows.norm_in_place(half, torch.ones(63), EPS)
     with pytest.raises(ShapeMismatch, match=r"\[3, 128\] was expected"):
         gpu_rows.swiglu(half, half)
     with pytest.raises(ShapeMismatch, match=r"out is torch\.bfloat16"):

@@ -29,12 +29,20 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def compile_norm(capability: int, size: int, folder: Path, *, has_delta: bool = True) -> Machine:
+def compile_norm(
+    capability: int, size: int, folder: Path, *, has_delta: bool = True, has_delta_norm: bool = False
+) -> Machine:
     block, num_warps = gpu_rows.norm_config(size)
     signature = {"hidden_ptr": "*fp32", "delta_ptr": f"*{X}", "weight_ptr": "*fp32", "out_ptr": f"*{X}"}
+    signature["delta_weight_ptr"] = "*fp32"
     signature |= dict.fromkeys(["stride_hidden", "stride_delta", "stride_out", "size"], "i32")
     signature |= {"eps": "fp32", "delta_scale": "fp32"}
-    constants: dict[str, Any] = {"HAS_DELTA": has_delta, "BLOCK": block}
+    constants: dict[str, Any] = {
+        "HAS_DELTA": has_delta,
+        "HAS_DELTA_NORM": has_delta_norm,
+        "HAS_NORM": True,
+        "BLOCK": block,
+    }
     return compile_for(capability, rows_kernels.add_rms_norm_kernel, signature, constants, folder, num_warps=num_warps)
 
 
@@ -87,6 +95,21 @@ def test_embedding_reads_and_writes_wide(capability: int, tmp_path: Path) -> Non
 def test_norms_of_every_width_stay_in_registers(size: int, capability: int, tmp_path: Path) -> None:
     # the smallest rows leave a thread fewer than eight elements of sixteen bits
     assert_wide(compile_norm(capability, size, tmp_path), loads=2, stores=1)
+
+
+def test_a_norm_of_what_is_added_stays_in_registers_too(tmp_path: Path) -> None:
+    assert_wide(compile_norm(80, gpu_rows.MAX_HIDDEN_SIZE, tmp_path, has_delta_norm=True), loads=3, stores=1)
+
+
+@CAPABILITIES
+def test_rows_are_normed_in_place_wide(capability: int, tmp_path: Path) -> None:
+    block, num_warps = gpu_rows.norm_config(4096)
+    signature = {"x_ptr": f"*{X}", "weight_ptr": "*fp32", "stride_x": "i32", "size": "i32", "eps": "fp32"}
+    constants = {"BLOCK": block}
+    machine = compile_for(
+        capability, rows_kernels.norm_in_place_kernel, signature, constants, tmp_path, num_warps=num_warps
+    )
+    assert_wide(machine, loads=2, stores=1)
 
 
 @CAPABILITIES

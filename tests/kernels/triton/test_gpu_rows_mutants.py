@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from loraserve_kernels import gpu_rows
 
 from .mutation import mutant_of
-from .row_steps import add_rms_norm_is_right, make_attention, swiglu_is_right
+from .row_steps import add_rms_norm_is_right, make_attention, norm_in_place_is_right, swiglu_is_right
 
 pytestmark = pytest.mark.interpreted
 
@@ -20,14 +20,23 @@ def heads_are_right() -> bool:
 
 
 def norm_is_right() -> bool:
-    return add_rms_norm_is_right(3, 100, torch.float16, has_delta=True)
+    return add_rms_norm_is_right(3, 100, torch.float16, has_delta=True, has_delta_weight=True, delta_scale=0.3)
+
+
+def norm_in_place() -> bool:
+    return norm_in_place_is_right(3, 100, torch.float16)
 
 
 def activation_is_right() -> bool:
     return swiglu_is_right(3, 1100, torch.float16)
 
 
-COMPARISONS = {"rotate_and_store": heads_are_right, "add_rms_norm": norm_is_right, "swiglu": activation_is_right}
+COMPARISONS = {
+    "rotate_and_store": heads_are_right,
+    "add_rms_norm": norm_is_right,
+    "norm_in_place": norm_in_place,
+    "swiglu": activation_is_right,
+}
 
 
 @pytest.mark.parametrize("kernel", COMPARISONS)
@@ -42,8 +51,13 @@ def test_the_unmutated_kernel_is_right(kernel: str) -> None:
         pytest.param("add_rms_norm", "tl.store(hidden_ptr + row * stride_hidden + columns, x, mask=is_column)", "pass", id="the sum isn't kept"),
         pytest.param("add_rms_norm", "/ size + eps", "/ BLOCK + eps", id="the mean is the block's"),
         pytest.param("add_rms_norm", "+ row * stride_delta + columns, mask=is_column", "+ row * stride_delta + columns, mask=columns < BLOCK", id="delta is read past its end"),
-        pytest.param("add_rms_norm", "* stride_out + columns, y.to(out_ptr.dtype.element_ty), mask=is_column)\n\n\n@triton.jit  # type: ignore[untyped-decorator]\ndef rotate", "* stride_out + columns, y.to(out_ptr.dtype.element_ty))\n\n\n@triton.jit  # type: ignore[untyped-decorator]\ndef rotate", id="out is written past its end"),
+        pytest.param("add_rms_norm", "* stride_out + columns, y.to(out_ptr.dtype.element_ty), mask=is_column)\n\n\n@triton.jit  # type: ignore[untyped-decorator]\ndef norm_in", "* stride_out + columns, y.to(out_ptr.dtype.element_ty))\n\n\n@triton.jit  # type: ignore[untyped-decorator]\ndef norm_in", id="out is written past its end"),
         pytest.param("add_rms_norm", "+ eps) * weight", "+ eps)", id="the weight is forgotten"),
+        pytest.param("add_rms_norm", "x += delta * delta_scale", "x += delta", id="the scale is forgotten"),
+        pytest.param("add_rms_norm", "tl.sum(delta * delta, axis=0) / size", "tl.sum(delta * delta, axis=0) / BLOCK", id="delta's mean is the block's"),
+        pytest.param("add_rms_norm", "delta *= tl.load(delta_weight_ptr", "delta += tl.load(delta_weight_ptr", id="delta's weight is added"),
+        pytest.param("norm_in_place", "(x * weight).to", "x.to", id="the weight in place is forgotten"),
+        pytest.param("norm_in_place", "(x * weight).to(x_ptr.dtype.element_ty), mask=is_column", "(x * weight).to(x_ptr.dtype.element_ty)", id="the next elements are overwritten"),
         pytest.param("rotate_and_store", "a * cos - b * sin", "a * cos + b * sin", id="heads turn backwards"),
         pytest.param("rotate_and_store", "is_rotated = heads < num_heads + num_kv_heads", "is_rotated = heads < num_heads", id="keys aren't rotated"),
         pytest.param("rotate_and_store", "is_rotated = heads < num_heads + num_kv_heads", "is_rotated = heads < num_heads + 2 * num_kv_heads", id="values are rotated"),

@@ -16,6 +16,7 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -33,6 +34,7 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "granite": GraniteConfig,
+    "olmo2": Olmo2Config,
 }
 SMALL: dict[str, Any] = {
     "vocab_size": 101,

@@ -58,6 +58,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "granite",
         {**GRANITE, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
     ),
+    "olmo2": ("olmo2", {}),
+    "olmo2-multi-query-tied-biases": (
+        "olmo2",
+        {"num_key_value_heads": 1, "tie_word_embeddings": True, "attention_bias": True},
+    ),
+    "olmo2-yarn": ("olmo2", {"rope_parameters": YARN, "hidden_size": 64}),
     "qwen3-yarn-mscale": ("qwen3", {"head_dim": 32, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2}}),
 }
 
