@@ -112,6 +112,13 @@ def test_a_delta_scales_all_but_the_bias_of_its_modules_alone(apply: Apply, site
 
 
 @pytest.mark.parametrize("apply", PATHS)
+@pytest.mark.parametrize("site", SITES)
+def test_an_adapters_only_delta_is_found(apply: Apply, site: str) -> None:
+    adapter = make_adapter({SITES[site][0]: 4}, has_delta=MODULES, layers=[1 if site in LAYER_SITES else 0])
+    assert_equals_reference(apply, make_step([adapter, None], [2, 1]), site, 1)
+
+
+@pytest.mark.parametrize("apply", PATHS)
 def test_rank_512_equals_the_reference(apply: Apply) -> None:
     assert_equals_reference(apply, make_step([make_adapter({"k_proj": 512, "q_proj": 3}), None], [3, 1]), "qkv", 0)
 

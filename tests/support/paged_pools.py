@@ -40,11 +40,11 @@ EVEN: Shapes = {
     "k_proj": (64, 256),
     "v_proj": (64, 256),
     "o_proj": (256, 256),
-    "gate_proj": (272, 256),
-    "up_proj": (272, 256),
+    "gate_proj": (384, 256),
+    "up_proj": (384, 256),
     "down_proj": (256, 1024),
-    "lm_head": (400, 256),
-    "embed_tokens": (256, 400),
+    "lm_head": (384, 256),
+    "embed_tokens": (256, 384),
 }
 PAGE_NUM_BYTES = 8 * row_num_bytes(1058, torch.float16)
 MIXED_RANKS: list[Ranks] = [
