@@ -6,13 +6,14 @@ ARGS   ?=
 # Waiting OpenMP threads that spin take the cores that others need.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test check bench format clean
+.PHONY: demo test check bench gpu format clean
 .DEFAULT_GOAL := help
 help:
 	@echo "make demo             start the bundled model and adapters, and show them (ARGS=--once: a checked tour, then exit)"
 	@echo "make test             run all tests (ARGS='-m \"not slow\"' to choose)"
 	@echo "make check            formatting, lint, types, import directions, migrations"
 	@echo "make bench            our server and PEFT on the same work (ARGS='--size S --quick')"
+	@echo "make gpu              checks and benchmarks of the GPU's kernels, under ten minutes (ARGS=--tiny: a dry run without a GPU)"
 
 # pip alone understands where this project's torch comes from; constraints.txt pins it, so that nothing pulls another.
 $(VENV)/bin/python:
@@ -43,6 +44,10 @@ format: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python -P benchmarks/run.py $(ARGS)
+
+# PYTHON's own torch and triton, without the environment: a GPU's machine may have neither a network nor the server's packages.
+gpu:
+	PYTHONPATH=$(CURDIR):$(CURDIR)/kernels $(PYTHON) -P benchmarks/gpu/run.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist benchmarks/models

@@ -40,7 +40,9 @@ def exact_modules(
             out_features, in_features = shapes[module]
             delta = torch.randn(out_features, generator=generator) / 4 if module in has_delta else None
             a, b = (_exact(rank, width, stored, generator) for width in (in_features, out_features))
-            made.append(LoraModule(layer, module, a, strength * b.T, 0.5 + 0.25 * layer + 0.125 * MODULE_INDEX[module], delta))
+            made.append(
+                LoraModule(layer, module, a, strength * b.T, 0.5 + 0.25 * layer + 0.125 * MODULE_INDEX[module], delta)
+            )
     return made
 
 
@@ -68,7 +70,9 @@ class Fleet:
     def slots(self) -> list[int]:
         return list(self.modules)
 
-    def add_to(self, x: Tensor, y: Tensor, row_slots: Sequence[int], site: str, layer: int, bias: Tensor | None) -> Tensor:
+    def add_to(
+        self, x: Tensor, y: Tensor, row_slots: Sequence[int], site: str, layer: int, bias: Tensor | None
+    ) -> Tensor:
         """Return what the site's rows of `y` should become, in float64.
 
         Args:
@@ -121,7 +125,9 @@ def make_fleet(
         modules.append(
             exact_modules(ranks, shapes, kept, generator, num_layers=num_layers, has_delta=delta, strength=strength)
         )
-        packed.append(make_pages(modules[-1], num_layers=num_layers, module_shapes=shapes, page_num_bytes=page, dtype=kept))
+        packed.append(
+            make_pages(modules[-1], num_layers=num_layers, module_shapes=shapes, page_num_bytes=page, dtype=kept)
+        )
     pool = PagedPool(
         num_pages=sum(p.num_pages for p in packed) + 3,
         page_num_bytes=page,
@@ -193,7 +199,9 @@ class SiteAdapters:
             for layer in range(self.num_layers)
             for name, (n, k) in shapes.items()
         ]
-        pages = make_pages(modules, num_layers=self.num_layers, module_shapes=shapes, page_num_bytes=page, dtype=self._dtype)
+        pages = make_pages(
+            modules, num_layers=self.num_layers, module_shapes=shapes, page_num_bytes=page, dtype=self._dtype
+        )
         # copied on the device, not from the host, once for each adapter
         return replace(pages, pages=pages.pages.to(device))
 
@@ -219,7 +227,10 @@ class SiteAdapters:
     def plan(self, row_adapters: Sequence[int | None], block_m: int) -> GpuLoraPlan:
         """A plan of rows, each an adapter's or the base's."""
         slots = np.array([0 if a is None else self.slots[a] for a in row_adapters], dtype=np.int32)
-        tiles = sum(-(-list(row_adapters).count(a) // block_m) * -(-self.ranks[a] // RANK_TILE) for a in set(row_adapters) - {None})
+        tiles = sum(
+            -(-list(row_adapters).count(a) // block_m) * -(-self.ranks[a] // RANK_TILE)
+            for a in set(row_adapters) - {None}
+        )
         plan = GpuLoraPlan(
             self.pool,
             max_num_tokens=len(slots),

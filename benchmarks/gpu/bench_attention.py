@@ -19,7 +19,10 @@ def cases(machine: Machine) -> Iterator[Case]:
     if machine.is_tiny:
         steps = [("decode", [1, 1], [20, 9])]
     else:
-        steps = [("decode", [1] * n, [c] * n) for n, c in ((64, 512), (64, 4096), (32, 1024), (256, 512), (1, 512), (1, 8192))]
+        steps = [
+            ("decode", [1] * n, [c] * n)
+            for n, c in ((64, 512), (64, 4096), (32, 1024), (256, 512), (1, 512), (1, 8192))
+        ]
         steps += [("chunk", [n], [c]) for n, c in ((512, 512), (2048, 2048), (512, 8192))]
         steps += [("mixed", [*[1] * 63, 449], [*[1024] * 63, 449])]
     for name, query_lens, context_lens in steps:
@@ -61,5 +64,7 @@ def _measure(machine: Machine, name: str, query_lens: list[int], context_lens: l
     return row
 
 
-def _calls(attend: Any, step: Attending, caches: list[tuple[torch.Tensor, torch.Tensor]], out: torch.Tensor) -> list[Any]:
+def _calls(
+    attend: Any, step: Attending, caches: list[tuple[torch.Tensor, torch.Tensor]], out: torch.Tensor
+) -> list[Any]:
     return [lambda k=k, v=v: attend(step.q, k, v, step.plan, out, scale=step.heads.scale) for k, v in caches]

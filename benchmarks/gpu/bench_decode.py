@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from benchmarks.gpu.close import dtype_name
 from benchmarks.gpu.limits import decode_work, share
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.model import RandomBase, make_base
@@ -187,12 +187,12 @@ def make_world(
     config["num_hidden_layers"] = num_layers or num_layers_that_fit(machine, config, max(rows), num_adapters)
     shapes = {name: shape for name, shape in module_shapes(machine.is_tiny).items() if name in LAYER_MODULES}
     dtype = torch.float16 if machine.is_tiny else torch.bfloat16
-    pool, slots = pool or make_pool(machine, shapes, config["num_hidden_layers"], num_adapters, dtype)
+    adapters, slots = pool or make_pool(machine, shapes, config["num_hidden_layers"], num_adapters, dtype)
     base = make_base(machine, config, dtype=dtype, format=format)
     steps = Steps(
         machine,
         base,
-        pool,
+        adapters,
         max_num_seqs=max(rows),
         max_len=context + LOOP_STEPS + BLOCK_SIZE,
         max_num_tokens=max(rows),
@@ -203,7 +203,7 @@ def make_world(
         machine=machine,
         format=format,
         base=base,
-        pool=pool,
+        pool=adapters,
         slots=slots,
         steps=steps,
         context=context,
@@ -237,7 +237,7 @@ class Worlds:
         loop_ms = world.loop_ms(slots, LOOP_STEPS)
         is_measured = step_ms is not None
         return {
-            "base": {"none": "bf16"}.get(format, format),
+            "base": dtype_name(world.base.decoder.kv_dtype) if format == "none" else format,
             "layers": world.base.config.num_layers,
             "rows": num_rows,
             "adapters": num_adapters,

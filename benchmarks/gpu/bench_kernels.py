@@ -69,7 +69,12 @@ def cases(machine: Machine) -> Iterator[Case]:
                 # interpreted, one takes long enough
                 continue
             name = f"{site}, rank {mix.name}, {mix.num_rows} rows, {len(mix.ranks)} adapters"
-            yield Case(name, lambda s=site, h=shape, m=mix, n=number: [Bench(machine, s, h, m).run(others() if n == 0 or not machine.is_tiny else {})])
+            yield Case(
+                name,
+                lambda s=site, h=shape, m=mix, n=number: [
+                    Bench(machine, s, h, m).run(others() if n == 0 or not machine.is_tiny else {})
+                ],
+            )
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from benchmarks.gpu.adapters import SiteAdapters
 from benchmarks.gpu.check_gemm import make_weight
+from benchmarks.gpu.close import dtype_name
 from benchmarks.gpu.limits import SiteShape, linear_work, share
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.parts import Case, Row
@@ -50,7 +51,7 @@ def _measure(machine: Machine, site: str, shape: SiteShape, format: str, num_row
     us = timing.us if timing else None
     row: Row = {
         "site": site,
-        "base": {"plain": "bf16"}.get(format, format),
+        "base": dtype_name(dtype) if format == "plain" else format,
         "rows": num_rows,
         "us": us,
         "limit_us": None if us is None else limit_s * 1e6,
@@ -65,7 +66,9 @@ def _measure(machine: Machine, site: str, shape: SiteShape, format: str, num_row
     return row
 
 
-def _with_lora(machine: Machine, site: str, shape: SiteShape, weights: list[Tensor | QuantizedWeight], x: Tensor) -> Row:
+def _with_lora(
+    machine: Machine, site: str, shape: SiteShape, weights: list[Tensor | QuantizedWeight], x: Tensor
+) -> Row:
     count = min(MAX_ADAPTERS, x.shape[0])
     adapters = SiteAdapters(machine, site, shape, [RANK] * count, len(weights), x.dtype)
     plan = adapters.plan(sorted(i % count for i in range(x.shape[0])), 16)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 
 import torch
 
@@ -90,7 +91,7 @@ class Loading:
             self.device.remove(placed)
         if not is_cuda:
             return [], num_loads
-        return [a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)][5:], num_loads
+        return [a.elapsed_time(b) for a, b in pairwise(marks)][5:], num_loads
 
     @property
     def rows(self) -> int:
@@ -124,7 +125,8 @@ def make_loading(machine: Machine) -> Loading:
     modules = zero_modules(shapes, layers, RANK)
     one = layers * RANK * sum(sum(shape) for shape in shapes.values()) * dtype.itemsize
     device = GpuDevice.of_size(spec, int(1.3 * one * (NUM_RESIDENT + NUM_SPARE)) + (8 << 20), dtype, machine.device)
-    packed, pack_s = [], []
+    packed: list[HostAdapter] = []
+    pack_s = []
     num_resident = 2 if machine.is_tiny else NUM_RESIDENT
     for _ in range(num_resident + NUM_SPARE):
         start = time.perf_counter()
@@ -175,7 +177,10 @@ def _beside(loading: Loading) -> list[Row]:
         if times:
             row |= {"p50_ms": quantile(times, 0.5), "p99_ms": quantile(times, 0.99)}
         if times and loading.landed_s and with_loads:
-            row |= {"num_bytes": loading.num_bytes, **_speed(loading.machine, loading.num_bytes, statistics.median(loading.landed_s))}
+            row |= {
+                "num_bytes": loading.num_bytes,
+                **_speed(loading.machine, loading.num_bytes, statistics.median(loading.landed_s)),
+            }
         rows.append(row)
     if loading.machine.is_tiny and rows[1]["loads"] < 1:
         raise RuntimeError("no adapter landed beside the steps")

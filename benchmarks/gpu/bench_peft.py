@@ -35,9 +35,7 @@ class Both:
 
     def _world(self) -> World:
         rows = sorted({rows for rows, _ in self.mixes})
-        return make_world(
-            self.machine, "none", rows, self.num_adapters, num_layers=self.num_layers, context=CONTEXT
-        )
+        return make_world(self.machine, "none", rows, self.num_adapters, num_layers=self.num_layers, context=CONTEXT)
 
     def _peer(self) -> Any:
         config = {**llama(self.machine.is_tiny), "num_hidden_layers": self.num_layers}
@@ -61,7 +59,11 @@ class Both:
     @torch.inference_mode()
     def _peft_step_s(self, model: Any, num_rows: int, num_adapters: int) -> float:
         """Seconds of a step, after a prefill and two steps that aren't counted."""
-        device, context, steps = self.machine.device, 4 if self.machine.is_tiny else CONTEXT, 1 if self.machine.is_tiny else PEFT_STEPS
+        device, context, steps = (
+            self.machine.device,
+            4 if self.machine.is_tiny else CONTEXT,
+            1 if self.machine.is_tiny else PEFT_STEPS,
+        )
         names = [f"a{i % num_adapters}" for i in range(num_rows)]
         ids = torch.randint(3, 100, (num_rows, context), device=device)
         state = model(input_ids=ids, adapter_names=names, use_cache=True, logits_to_keep=1)

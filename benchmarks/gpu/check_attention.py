@@ -57,7 +57,14 @@ class Attending:
         plan = make_plan(machine, self.heads, lens, contexts, self.k_cache.shape[2])
         fill(plan, lens, contexts, self.tables[sequence : sequence + 1])
         one = Attending(
-            self.heads, lens, contexts, plan, self.q[start : start + size].clone(), self.k_cache, self.v_cache, self.tables
+            self.heads,
+            lens,
+            contexts,
+            plan,
+            self.q[start : start + size].clone(),
+            self.k_cache,
+            self.v_cache,
+            self.tables,
         )
         return one.run(window)
 

@@ -42,7 +42,10 @@ def cases(machine: Machine) -> Iterator[Case]:
                 label = f"{site}, {name} with int8 and DoRA"
                 yield Case(label, lambda f=mixed, s=site, d=decode: [_check(machine, f(), s, d, 16, "int8 and DoRA")])
         for site in ("qkv",) if machine.is_tiny else LAYER_SITES:
-            yield Case(f"{site}, {name}, chunk", lambda f=mixed, s=site, c=chunk: [_check(machine, f(), s, c, 32, "tiles of 32")])
+            yield Case(
+                f"{site}, {name}, chunk",
+                lambda f=mixed, s=site, c=chunk: [_check(machine, f(), s, c, 32, "tiles of 32")],
+            )
         yield Case(
             f"o, {name} into float32",
             lambda f=mixed, d=decode: [_check(machine, f(), "o", d, 16, "into float32", y_dtype=torch.float32)],
@@ -152,4 +155,3 @@ def _check_replay(machine: Machine, fleet: Fleet, num_rows: int) -> list[Row]:
     eager = y.clone()
     run(x, eager, make_plan(fleet, slots, 16), "qkv", bias)
     return [same_bits("LoRA qkv: a graph's replay and eager launches", out, eager, note=dtype_name(fleet.pool.dtype))]
-

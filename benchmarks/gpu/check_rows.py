@@ -80,7 +80,13 @@ def _rotate(machine: Machine, dtype: torch.dtype, rows: int, *, has_norm: bool) 
     if norms[0] is not None and norms[1] is not None:
         q, k = _normed(q, norms[0].double()), _normed(k, norms[1].double())
     cos, sin = (part.double()[positions][:, None] for part in (angles.cos(), angles.sin()))
-    q, k = (torch.cat((x[..., : dim // 2] * cos - x[..., dim // 2 :] * sin, x[..., dim // 2 :] * cos + x[..., : dim // 2] * sin), -1) for x in (q, k))
+    q, k = (
+        torch.cat(
+            (x[..., : dim // 2] * cos - x[..., dim // 2 :] * sin, x[..., dim // 2 :] * cos + x[..., : dim // 2] * sin),
+            -1,
+        )
+        for x in (q, k)
+    )
     stored = slots >= 0
     blocks, places = slots[stored] // BLOCK_SIZE, slots[stored] % BLOCK_SIZE
     expected_k = torch.full(k_cache.shape, float("nan"), dtype=torch.float64, device=machine.device)

@@ -26,10 +26,18 @@ def against_float64(name: str, result: Tensor, expected: Tensor, *, factor: floa
 def same_bits(name: str, result: Tensor, expected: Tensor, *, note: str = "") -> Row:
     """Every bit is the same, NaN's too."""
     if result.shape != expected.shape or result.dtype != expected.dtype:
-        return {"check": name, "ok": False, "note": f"{result.dtype} {tuple(result.shape)} beside {tuple(expected.shape)}"}
+        return {
+            "check": name,
+            "ok": False,
+            "note": f"{result.dtype} {tuple(result.shape)} beside {tuple(expected.shape)}",
+        }
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64, 1: torch.uint8}[result.element_size()]
     differing = int((result.contiguous().view(bits) != expected.contiguous().view(bits)).sum()) if result.numel() else 0
-    return {"check": name, "ok": differing == 0, "note": note if not differing else f"{differing} of {result.numel()} numbers differ"}
+    return {
+        "check": name,
+        "ok": differing == 0,
+        "note": note if not differing else f"{differing} of {result.numel()} numbers differ",
+    }
 
 
 def holds(name: str, is_ok: bool, note: str = "") -> Row:

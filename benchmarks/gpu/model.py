@@ -61,7 +61,9 @@ class _Maker:
         self.num_weights += weight.numel()
         if self.keep:
             exact = weight.float() if isinstance(made, Tensor) else made.dequantize(torch.float32)
-            self.weights |= dict(zip((f"{name}.weight" for name in names), exact.split([n for n, _ in shapes]), strict=True))
+            self.weights |= dict(
+                zip((f"{name}.weight" for name in names), exact.split([n for n, _ in shapes]), strict=True)
+            )
         return made
 
     def vector(self, name: str, size: int, mean: float, std: float) -> Tensor:
@@ -78,7 +80,10 @@ class _Maker:
         bias = None
         if config.has_bias(SITES[site][0]):
             # as the activations' dtype holds it
-            parts = [self.vector(f"{name}.bias", n, 0.0, 0.1).to(self.dtype) for name, (n, _) in zip(names, shapes, strict=True)]
+            parts = [
+                self.vector(f"{name}.bias", n, 0.0, 0.1).to(self.dtype)
+                for name, (n, _) in zip(names, shapes, strict=True)
+            ]
             bias = torch.cat(parts)
             if self.keep:
                 self.weights |= {f"{name}.bias": part.float() for name, part in zip(names, parts, strict=True)}

@@ -123,7 +123,9 @@ class SglangKernels:
         slots = torch.tensor([count if i is None else i for i in row_adapters])
         order = torch.argsort(slots, stable=True)
         owners, lengths = [], []
-        for slot, num_rows in zip(*(part.tolist() for part in torch.unique_consecutive(slots[order], return_counts=True)), strict=True):
+        for slot, num_rows in zip(
+            *(part.tolist() for part in torch.unique_consecutive(slots[order], return_counts=True)), strict=True
+        ):
             for start in range(0, num_rows, chunk):
                 owners.append(slot)
                 lengths.append(min(chunk, num_rows - start))

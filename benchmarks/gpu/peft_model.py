@@ -47,7 +47,9 @@ def add_adapters(model: Any, ranks: Sequence[int]) -> Any:
     return wrapped.eval() if wrapped is not None else model
 
 
-def set_weights(wrapped: Any, weights: Mapping[str, Tensor], adapters: Sequence[Mapping[tuple[int, str], LoraModule]]) -> None:
+def set_weights(
+    wrapped: Any, weights: Mapping[str, Tensor], adapters: Sequence[Mapping[tuple[int, str], LoraModule]]
+) -> None:
     """Put a base's weights (by their names in a checkpoint) and the adapters' into a model that `add_adapters` has wrapped."""
     inner = wrapped.get_base_model()
     with torch.no_grad():

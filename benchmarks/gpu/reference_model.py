@@ -31,7 +31,9 @@ class ReferenceModel:
         embedding = self._weights[architecture.embedding]
         hidden = embedding[torch.tensor(token_ids, device=embedding.device)]
         for layer in range(config.num_layers):
-            hidden = hidden + self._attention(layer, self._norm(self._name(layer, architecture.attention_norm), hidden), adapter)
+            hidden = hidden + self._attention(
+                layer, self._norm(self._name(layer, architecture.attention_norm), hidden), adapter
+            )
             x = self._norm(self._name(layer, architecture.mlp_norm), hidden)
             gate, up = (self._linear(layer, module, x, adapter) for module in ("gate_proj", "up_proj"))
             hidden = hidden + self._linear(layer, "down_proj", F.silu(gate) * up, adapter)

@@ -32,7 +32,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help=f"parts, separated by commas: {', '.join(names)}")
     parser.add_argument("--budget-s", type=float, default=540.0, help="seconds after which it stops")
-    parser.add_argument("--peers", type=Path, help="a folder with vLLM's and SGLang's kernels; README.md beside this file says how to make it")
+    parser.add_argument(
+        "--peers",
+        type=Path,
+        help="a folder with vLLM's and SGLang's kernels; README.md beside this file says how to make it",
+    )
     parser.add_argument("--tiny", action="store_true", help="a dry run in Triton's interpreter, without a GPU")
     parser.add_argument("--out", type=Path, help="the folder for results")
     parser.add_argument("--name", help="of the results; gpu-DATE by itself")
@@ -77,11 +81,18 @@ def main() -> int:
         for part, outcome in run.outcomes.items():
             if part not in told and outcome.state not in ("waiting", "running"):
                 told.add(part)
-                print(f"{time.time() - started:6.1f} s  {part}: {outcome.state}, {outcome.num_cases} cases", file=sys.stderr, flush=True)
+                print(
+                    f"{time.time() - started:6.1f} s  {part}: {outcome.state}, {outcome.num_cases} cases",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     told: set[str] = set()
     if not options.tiny and not has_gpu():
-        print("No GPU that torch can use was found. Without one: --tiny, a dry run in Triton's interpreter.", file=sys.stderr)
+        print(
+            "No GPU that torch can use was found. Without one: --tiny, a dry run in Triton's interpreter.",
+            file=sys.stderr,
+        )
         return 2
     run_parts(
         run,

@@ -88,7 +88,9 @@ class Steps:
         """Describe a decode step: one row of each of these sequences. Whether any has an adapter."""
         where = np.array(positions)
         tables = self.tables[list(sequences)]
-        cache_slots = tables[np.arange(len(where)), where // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + where % BLOCK_SIZE
+        cache_slots = (
+            tables[np.arange(len(where)), where // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + where % BLOCK_SIZE
+        )
         self._send(np.array(token_ids), where, cache_slots)
         starts = np.arange(len(where) + 1, dtype=np.int32)
         self._attention.fill(starts, (where + 1).astype(np.int32), tables)
@@ -121,12 +123,15 @@ class Steps:
         return self.base.decoder.forward(self._inputs(len(where), lora, lora), self._kv)
 
     def _fill_nobody(self, num_rows: int) -> None:
-        self._send(np.zeros(num_rows), np.zeros(num_rows), np.full(num_rows, -1))
+        nothing = np.zeros(num_rows, dtype=np.int64)
+        self._send(nothing, nothing, nothing - 1)
         starts = np.arange(num_rows + 1, dtype=np.int32)
         self._attention.fill(starts, np.zeros(num_rows, dtype=np.int32), np.zeros((num_rows, 1), dtype=np.int32))
         self._decode_lora.fill(np.zeros(num_rows, dtype=np.int32))
 
-    def _send(self, token_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]) -> None:
+    def _send(
+        self, token_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]
+    ) -> None:
         staged, count = self._staged[self._turn], len(token_ids)
         for row, values in zip(staged.numpy(), (token_ids, positions, slots), strict=True):
             row[:count] = values

@@ -1,0 +1,96 @@
+"""Workers that die, hang or run late cost a case, not the run. The workers here are scripts that say what they are told to."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.supervise import Run, run_parts
+
+PARTS = ["check-lora", "check-gemm"]
+# runs cases 0 to 2 of every part; what it does at (part, case) stands in MISDEEDS
+SCRIPT = """
+import json, os, sys, time
+plan, misdeeds = json.loads(sys.argv[1]), json.loads(os.environ["MISDEEDS"])
+events = open(plan["events"], "a", buffering=1)
+def say(**event): events.write(json.dumps(event) + "\\n")
+if "start" in misdeeds: sys.exit(9)
+say(kind="machine", facts={"pid": os.getpid()})
+for i, part in enumerate(plan["parts"]):
+    say(kind="part", part=part)
+    for number in range(plan["first_case"] if i == 0 else 0, 3):
+        say(kind="case", part=part, number=number, name=f"case {number}")
+        misdeed = misdeeds.get(f"{part} {number}")
+        if misdeed == "die": os._exit(70)
+        if misdeed == "hang": time.sleep(60)
+        say(kind="row", part=part, row={"check": f"case {number}", "ok": True})
+    say(kind="end", part=part, state="complete", seconds=1.0, num_cases=3)
+"""
+
+
+def supervise(misdeeds: dict[str, str], *, budget_s: float = 30.0, stall_s: float = 30.0) -> Run:
+    run = Run(PARTS)
+
+    def command(plan: dict[str, Any]) -> list[str]:
+        return [sys.executable, "-S", "-c", SCRIPT, json.dumps(plan)]
+
+    run_parts(
+        run,
+        deadline=time.time() + budget_s,
+        peers=None,
+        environment={**os.environ, "MISDEEDS": json.dumps(misdeeds)},
+        on_change=lambda: None,
+        command=command,
+        stall_s=stall_s,
+        grace_s=0.5,
+    )
+    return run
+
+
+def cases_of(run: Run, part: str) -> list[str]:
+    return [row["check"] for row in run.outcomes[part].rows]
+
+
+def test_every_case_is_heard() -> None:
+    run = supervise({})
+    assert [outcome.state for outcome in run.outcomes.values()] == ["complete", "complete"]
+    assert cases_of(run, "check-gemm") == ["case 0", "case 1", "case 2"]
+    assert run.facts
+
+
+def test_case_that_kills_the_process_costs_that_case_alone() -> None:
+    run = supervise({"check-lora 1": "die"})
+    assert cases_of(run, "check-lora") == ["case 0", "case 2"]
+    assert run.outcomes["check-lora"].problems == ["case 1: the process ended with 70"]
+    assert cases_of(run, "check-gemm") == ["case 0", "case 1", "case 2"]
+
+
+def test_case_that_never_ends_is_stopped_and_the_next_one_runs() -> None:
+    run = supervise({"check-lora 0": "hang"}, stall_s=0.7)
+    assert cases_of(run, "check-lora") == ["case 1", "case 2"]
+    assert "no word for" in run.outcomes["check-lora"].problems[0]
+    assert run.outcomes["check-gemm"].state == "complete"
+
+
+def test_run_ends_at_its_deadline_with_what_it_has() -> None:
+    started = time.time()
+    run = supervise({"check-lora 2": "hang"}, budget_s=1.0)
+    assert time.time() - started < 10
+    assert cases_of(run, "check-lora") == ["case 0", "case 1"]
+    assert [outcome.state for outcome in run.outcomes.values()] == ["out of time", "out of time"]
+
+
+def test_worker_that_cannot_start_is_not_started_for_ever() -> None:
+    run = supervise({"start": "die"})
+    assert [outcome.state for outcome in run.outcomes.values()] == ["failed", "failed"]
+    assert run.outcomes["check-lora"].problems == ["the process ended with 9"]
+
+
+def test_last_words_before_a_death_are_heard(tmp_path: Path) -> None:
+    run = supervise({"check-gemm 2": "die"})
+    assert cases_of(run, "check-gemm") == ["case 0", "case 1"]
+    assert len(run.outcomes["check-gemm"].problems) == 1
