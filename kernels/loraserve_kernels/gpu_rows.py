@@ -167,7 +167,7 @@ def norm_in_place(x: Tensor, weight: Tensor, eps: float) -> None:
 def rotate_and_store(
     qkv: Tensor,
     positions: Tensor,
-    cos_sin: Tensor,
+    cos_sin: Tensor | None,
     slot_mapping: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -187,6 +187,7 @@ def rotate_and_store(
         qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] compute dtype, contiguous in the last dim.
         positions: [num_tokens] int32 or int64, contiguous.
         cos_sin: [max_len, head_dim] float32, contiguous: a position's cosines, then its sines. Element i of a head turns with element i + head_dim / 2.
+            None: nothing is rotated.
         slot_mapping: [num_tokens] int64, contiguous: ``block * block_size + offset``.
         k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim], qkv's dtype, contiguous in the last dim, with the same strides.
         q_norm, k_norm: [head_dim] float32; both or neither.
@@ -211,20 +212,21 @@ def rotate_and_store(
     if (
         positions.shape != (num_tokens,)
         or slot_mapping.shape != (num_tokens,)
-        or cos_sin.ndim != 2
-        or cos_sin.shape[1] != head_dim
-        or cos_sin.stride(0) != head_dim
+        or (
+            cos_sin is not None and (cos_sin.ndim != 2 or cos_sin.shape[1] != head_dim or cos_sin.stride(0) != head_dim)
+        )
     ):
         raise ShapeMismatch(
-            f"positions are {tuple(positions.shape)}, slot_mapping {tuple(slot_mapping.shape)}, cos_sin {tuple(cos_sin.shape)}; "
-            f"expected [{num_tokens}] twice and a contiguous [max_len, {head_dim}]"
+            f"positions are {tuple(positions.shape)}, slot_mapping {tuple(slot_mapping.shape)}, cos_sin "
+            f"{'None' if cos_sin is None else tuple(cos_sin.shape)}; expected [{num_tokens}] twice and a contiguous [max_len, {head_dim}]"
         )
     if (q_norm is None) != (k_norm is None):
         raise ShapeMismatch("one of q_norm and k_norm is None; give both or neither")
     _expect("qkv", qkv, COMPUTE_DTYPES)
     _expect("positions", positions, (torch.int32, torch.int64))
     _expect("slot_mapping", slot_mapping, (torch.int64,))
-    _expect("cos_sin", cos_sin, (torch.float32,))
+    if cos_sin is not None:
+        _expect("cos_sin", cos_sin, (torch.float32,))
     _expect("k_cache", k_cache, (qkv.dtype,))
     _expect("v_cache", v_cache, (qkv.dtype,))
     for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
@@ -239,20 +241,21 @@ def rotate_and_store(
     rotate_and_store_kernel[(num_tokens, triton.cdiv(all_heads, block_heads))](
         qkv,
         positions,
-        cos_sin,
+        cos_sin if cos_sin is not None else qkv,
         slot_mapping,
         k_cache,
         v_cache,
-        q_norm if q_norm is not None else cos_sin,
-        k_norm if k_norm is not None else cos_sin,
+        q_norm if q_norm is not None else qkv,
+        k_norm if k_norm is not None else qkv,
         qkv.stride(0),
         *k_cache.stride()[:3],
-        cos_sin.shape[0],
+        cos_sin.shape[0] if cos_sin is not None else 0,
         num_blocks * block_size,
         num_heads,
         num_kv_heads,
         eps,
         HAS_NORM=q_norm is not None,
+        ROTATES=cos_sin is not None,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         BLOCK_HEADS=block_heads,

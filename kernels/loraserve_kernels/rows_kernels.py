@@ -88,7 +88,7 @@ def norm_in_place_kernel(  # type: ignore[no-untyped-def]
 def rotate_and_store_kernel(  # type: ignore[no-untyped-def]
     qkv_ptr,  # [num_tokens, (num_heads + 2 * num_kv_heads) * HEAD_DIM] bf16 or fp16; queries in place
     positions_ptr,  # [num_tokens] int32 or int64
-    cos_sin_ptr,  # [max_len, HEAD_DIM] float32, cosines first
+    cos_sin_ptr,  # [max_len, HEAD_DIM] float32, cosines first; not read unless ROTATES
     slots_ptr,  # [num_tokens] int64
     k_ptr,  # [num_blocks, num_kv_heads, BLOCK_SIZE, HEAD_DIM]
     v_ptr,
@@ -104,6 +104,7 @@ def rotate_and_store_kernel(  # type: ignore[no-untyped-def]
     num_kv_heads,
     eps,
     HAS_NORM: tl.constexpr,
+    ROTATES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
@@ -131,15 +132,17 @@ def rotate_and_store_kernel(  # type: ignore[no-untyped-def]
         k_second = tl.load(k_norm_ptr + HALF + columns, mask=is_column, other=0.0)[None, :]
         a = first * scale * tl.where(is_q[:, None], q_first, k_first)
         b = second * scale * tl.where(is_q[:, None], q_second, k_second)
-    position = tl.load(positions_ptr + row)
-    # a position that the table doesn't have makes NaN, which sampling reports, rather than a fault
-    is_angle = columns < tl.where((position >= 0) & (position < max_len), HALF, 0)
-    angles_ptrs = cos_sin_ptr + position.to(tl.int64) * HEAD_DIM + columns
-    cos = tl.load(angles_ptrs, mask=is_angle, other=float("nan"))[None, :]
-    sin = tl.load(angles_ptrs + HALF, mask=is_angle, other=float("nan"))[None, :]
+    if ROTATES:
+        position = tl.load(positions_ptr + row)
+        # a position that the table doesn't have makes NaN, which sampling reports, rather than a fault
+        is_angle = columns < tl.where((position >= 0) & (position < max_len), HALF, 0)
+        angles_ptrs = cos_sin_ptr + position.to(tl.int64) * HEAD_DIM + columns
+        cos = tl.load(angles_ptrs, mask=is_angle, other=float("nan"))[None, :]
+        sin = tl.load(angles_ptrs + HALF, mask=is_angle, other=float("nan"))[None, :]
+        a, b = a * cos - b * sin, b * cos + a * sin
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
-    first = tl.where(is_rotated[:, None], a * cos - b * sin, first).to(dtype)
-    second = tl.where(is_rotated[:, None], b * cos + a * sin, second).to(dtype)
+    first = tl.where(is_rotated[:, None], a, first).to(dtype)
+    second = tl.where(is_rotated[:, None], b, second).to(dtype)
 
     to_q = is_q[:, None] & is_column[None, :]
     tl.store(qkv_ptrs, first, mask=to_q)

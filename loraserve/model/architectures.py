@@ -19,6 +19,7 @@ class Window(Enum):
     NONE = "none"
     EVERY_LAYER = "every layer, when sliding_window is set"
     BY_LAYER_TYPE = "those that layer_types calls sliding_attention (or else those from max_window_layers on), when use_sliding_window is set"
+    WITHOUT_ROPE = "those that layer_types calls sliding_attention (or else those without rotary positions), when use_sliding_window is set"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class Architecture:
         has_qk_norm: whether queries and keys pass an RMSNorm before they're rotated.
         is_qk_norm_whole: whether that is one over all heads together rather than one per head.
         window: which layers have a sliding window.
+        has_layers_without_rope: whether ``no_rope_layers``, or else ``no_rope_layer_interval``, says which layers have rotary positions.
         embedding_multiplier: field of what embeddings are multiplied with; None: 1. So for the next ones.
         residual_multiplier: what is added to the residual stream.
         attention_multiplier: the scores; None: head_dim ** -0.5.
@@ -53,6 +55,7 @@ class Architecture:
     has_qk_norm: bool = False
     is_qk_norm_whole: bool = False
     window: Window = Window.NONE
+    has_layers_without_rope: bool = False
     embedding_multiplier: str | None = None
     residual_multiplier: str | None = None
     attention_multiplier: str | None = None
@@ -166,6 +169,27 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             mlp_norm=None,
             mlp_out_norm="post_feedforward_layernorm.weight",
             defaults={**_COMMON, "attention_bias": False, "rms_norm_eps": 1e-5},
+        ),
+        Architecture(
+            name="SmolLM3ForCausalLM",
+            model_type="smollm3",
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            mlp_bias="mlp_bias",
+            window=Window.WITHOUT_ROPE,
+            has_layers_without_rope=True,
+            defaults={
+                **_COMMON,
+                "num_key_value_heads": 4,
+                "attention_bias": False,
+                "mlp_bias": False,
+                "rope_theta": 2_000_000.0,
+                "tie_word_embeddings": True,
+                "use_sliding_window": False,
+                "layer_types": None,
+                "no_rope_layers": None,
+                "no_rope_layer_interval": 4,
+            },
         ),
     )
 }

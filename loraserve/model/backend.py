@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -40,6 +41,7 @@ class DecoderLayer:
     Attributes:
         q_norm, k_norm: of each head, or of all together; None where the architecture has none.
         sliding_window: None: the layer attends to the whole context.
+        rope: which of the model's rotary embeddings turns queries and keys; None: none does.
     """
 
     attention_norm: Norm
@@ -51,6 +53,7 @@ class DecoderLayer:
     gate_up: LoraLinear
     down: LoraLinear
     sliding_window: int | None
+    rope: int | None = 0
 
 
 class Step(Protocol):
@@ -101,8 +104,8 @@ class Backend(Protocol):
         """Return ``silu(gate) * up`` for gate_up [num_tokens, 2 * size], whose first half is the gate."""
         ...
 
-    def bind(self, config: ModelConfig, rotary: RotaryEmbedding) -> None:
-        """Take what `begin` needs to know of the model; called once."""
+    def bind(self, config: ModelConfig, *rotaries: RotaryEmbedding) -> None:
+        """Take what `begin` needs to know of the model, its layers' rotary embeddings among it; called once."""
         ...
 
     def begin(self, inputs: Any, kv: KVTensors) -> Step:
@@ -142,21 +145,23 @@ class CpuBackend:
     def swiglu(self, gate_up: Tensor) -> Tensor:
         return swiglu(gate_up)
 
-    def bind(self, config: ModelConfig, rotary: RotaryEmbedding) -> None:
-        self._config, self._rotary = config, rotary
+    def bind(self, config: ModelConfig, *rotaries: RotaryEmbedding) -> None:
+        self._config, self._rotaries = config, rotaries
 
     def begin(self, inputs: ModelInputs, kv: KVTensors) -> CpuStep:
-        return CpuStep(self._config, self._rotary, inputs, kv)
+        return CpuStep(self._config, self._rotaries, inputs, kv)
 
 
 class CpuStep:
     """One step's rotation and attention, and scratch memory for what heads gather."""
 
-    __slots__ = ("_attended", "_config", "_cos", "_inputs", "_plan", "_sin")
+    __slots__ = ("_angles", "_attended", "_config", "_inputs", "_plan")
 
-    def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, inputs: ModelInputs, kv: KVTensors) -> None:
+    def __init__(
+        self, config: ModelConfig, rotaries: Sequence[RotaryEmbedding], inputs: ModelInputs, kv: KVTensors
+    ) -> None:
         self._config, self._inputs = config, inputs
-        self._cos, self._sin = rotary.at(inputs.positions)
+        self._angles = [rotary.at(inputs.positions) for rotary in rotaries]
         self._plan: AttentionPlan = make_attention_plan(
             inputs.query_starts, inputs.context_lens, inputs.block_tables, kv.block_size
         )
@@ -190,6 +195,7 @@ class CpuStep:
             normed_q, normed_k = (q.flatten(1), k.flatten(1)) if config.architecture.is_qk_norm_whole else (q, k)
             normed_q.copy_(layer.q_norm(normed_q))
             normed_k.copy_(layer.k_norm(normed_k))
-        rotate(qkv[:, :num_rotated], self._cos, self._sin)
+        if layer.rope is not None:
+            rotate(qkv[:, :num_rotated], *self._angles[layer.rope])
         store_kv(k, v, k_cache, v_cache, self._inputs.slot_mapping)
         return q

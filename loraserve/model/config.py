@@ -55,6 +55,7 @@ class ModelConfig:
 
     Attributes:
         sliding_windows: per layer, the window or None.
+        layer_ropes: per layer, its rope's place in `ropes`; None: its queries and keys aren't rotated.
         embedding_scale: what embeddings are multiplied with; logits_scale: logits.
         residual_scale: what the attention's and the MLP's outputs are multiplied with before they are added to the residual stream.
         attention_scale: what the products of queries and keys are multiplied with.
@@ -79,6 +80,7 @@ class ModelConfig:
     has_mlp_bias: bool
     sliding_windows: tuple[int | None, ...]
     rope: RopeConfig
+    layer_ropes: tuple[int | None, ...]
     max_model_len: int
     max_stretched_len: int
     eos_token_ids: tuple[int, ...]
@@ -87,6 +89,11 @@ class ModelConfig:
     residual_scale: float = 1.0
     logits_scale: float = 1.0
     quantization: QuantizationConfig | None = None
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """Every way in which positions become angles in this model."""
+        return (self.rope,)
 
     @property
     def module_shapes(self) -> dict[str, tuple[int, int]]:
@@ -138,6 +145,8 @@ class ModelConfig:
         # what a base doesn't have isn't named: its digest stays what it was before the decoder knew of it
         if any(value != plain for value, plain in scales.values()):
             identity["scales"] = {name: value for name, (value, _) in scales.items()}
+        if any(rope != 0 for rope in self.layer_ropes):
+            identity["layer_ropes"] = list(self.layer_ropes)
         return identity if self.quantization is None else {**identity, "quantization": self.quantization.identity()}
 
 
@@ -185,6 +194,7 @@ def parse_config(config: Mapping[str, Any], generation_config: Mapping[str, Any]
         )
     context = fields.count("max_position_embeddings")
     rope = _rope(fields, context)
+    layer_ropes = _layer_ropes(fields, num_layers)
     return ModelConfig(
         architecture=architecture,
         vocab_size=fields.count("vocab_size"),
@@ -199,8 +209,9 @@ def parse_config(config: Mapping[str, Any], generation_config: Mapping[str, Any]
         has_qkv_bias=fields.rule(architecture.qkv_bias),
         has_o_bias=fields.rule(architecture.o_bias),
         has_mlp_bias=fields.rule(architecture.mlp_bias),
-        sliding_windows=_windows(fields, num_layers),
+        sliding_windows=_windows(fields, layer_ropes),
         rope=rope,
+        layer_ropes=layer_ropes,
         max_model_len=context,
         max_stretched_len=_stretched(rope, context),
         eos_token_ids=_eos(config, generation_config),
@@ -254,7 +265,22 @@ class _Fields:
         return default if name is None else self.number(name)
 
 
-def _windows(fields: _Fields, num_layers: int) -> tuple[int | None, ...]:
+def _layer_ropes(fields: _Fields, num_layers: int) -> tuple[int | None, ...]:
+    if not fields.architecture.has_layers_without_rope:
+        return (0,) * num_layers
+    flags = fields.get("no_rope_layers")
+    if flags is None:
+        interval = fields.count("no_rope_layer_interval")
+        return tuple(0 if (layer + 1) % interval else None for layer in range(num_layers))
+    if not isinstance(flags, list) or len(flags) < num_layers or any(flag not in (0, 1) for flag in flags):
+        raise ModelError(
+            f"config.json: no_rope_layers is {_shown(flags)}; expected a list of {num_layers}, 1 for each layer with rotary positions and 0 for each without."
+        )
+    return tuple(0 if flag else None for flag in flags[:num_layers])
+
+
+def _windows(fields: _Fields, layer_ropes: tuple[int | None, ...]) -> tuple[int | None, ...]:
+    num_layers = len(layer_ropes)
     architecture, nowhere = fields.architecture, (None,) * num_layers
     if architecture.window is Window.NONE:
         return nowhere
@@ -272,6 +298,8 @@ def _windows(fields: _Fields, num_layers: int) -> tuple[int | None, ...]:
     if types is None:
         if window is None:
             return nowhere
+        if architecture.window is Window.WITHOUT_ROPE:
+            return tuple(window if rope is None else None for rope in layer_ropes)
         first = fields.get("max_window_layers")
         if not isinstance(first, int) or isinstance(first, bool) or first < 0:
             raise ModelError(f"config.json: max_window_layers is {_shown(first)}; expected a number of layers.")

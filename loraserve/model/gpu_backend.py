@@ -5,7 +5,7 @@ With ``TRITON_INTERPRET=1`` the same code runs on CPU tensors, slowly: for tests
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -61,12 +61,12 @@ class GpuBackend:
         gpu_rows.swiglu(gate_up, out)
         return out
 
-    def bind(self, config: ModelConfig, rotary: RotaryEmbedding) -> None:
+    def bind(self, config: ModelConfig, *rotaries: RotaryEmbedding) -> None:
         self._config = config
-        self._cos_sin = rotary.table().to(self.device)
+        self._tables = [rotary.table().to(self.device) for rotary in rotaries]
 
     def begin(self, inputs: GpuInputs, kv: KVTensors) -> GpuStep:
-        return GpuStep(self._config, self._cos_sin, inputs, self.kv_dtype)
+        return GpuStep(self._config, self._tables, inputs, self.kv_dtype)
 
     def _place(self, weight: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:
         if isinstance(weight, Tensor):
@@ -147,12 +147,12 @@ class GpuNorm:
 class GpuStep:
     """One step's rotation and attention, and scratch memory for what heads gather."""
 
-    __slots__ = ("_attended", "_config", "_cos_sin", "_inputs")
+    __slots__ = ("_attended", "_config", "_inputs", "_tables")
 
-    def __init__(self, config: ModelConfig, cos_sin: Tensor, inputs: GpuInputs, dtype: torch.dtype) -> None:
-        self._config, self._cos_sin, self._inputs = config, cos_sin, inputs
+    def __init__(self, config: ModelConfig, tables: Sequence[Tensor], inputs: GpuInputs, dtype: torch.dtype) -> None:
+        self._config, self._tables, self._inputs = config, tables, inputs
         shape = (inputs.token_ids.shape[0], config.num_heads, config.head_dim)
-        self._attended = torch.empty(shape, dtype=dtype, device=cos_sin.device)
+        self._attended = torch.empty(shape, dtype=dtype, device=tables[0].device)
 
     def embed(self, embedding: Tensor) -> Tensor:
         shape = (self._inputs.token_ids.shape[0], embedding.shape[1])
@@ -170,7 +170,7 @@ class GpuStep:
         gpu_rows.rotate_and_store(
             qkv,
             self._inputs.positions,
-            self._cos_sin,
+            None if layer.rope is None else self._tables[layer.rope],
             self._inputs.slot_mapping,
             k_cache,
             v_cache,

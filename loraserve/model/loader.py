@@ -152,8 +152,8 @@ class _Loader:
         config, architecture = self._config, self._config.architecture
         self._check()
         digest = self._stream()
-        rotary = RotaryEmbedding(config.rope, config.head_dim, max_model_len)
-        self._backend.bind(config, rotary)
+        rotaries = [RotaryEmbedding(rope, config.head_dim, max_model_len) for rope in config.ropes]
+        self._backend.bind(config, *rotaries)
         embedding = self._tensors[architecture.embedding]
         head = self._make_head(embedding)
         embedding = embedding.to(self._backend.device)
@@ -183,7 +183,10 @@ class _Loader:
             dtype=str(self._dtype).removeprefix("torch."),
             quantization=self._quantization(),
             num_parameters=self._num_parameters(),
-            size_bytes=sum(sites) + sum(t.nbytes for t in self._tensors.values()) + head.num_bytes + rotary.num_bytes,
+            size_bytes=sum(sites)
+            + sum(t.nbytes for t in self._tensors.values())
+            + head.num_bytes
+            + sum(r.num_bytes for r in rotaries),
         )
         return_free_memory()
         return Decoder(config, spec, self._backend, embedding=embedding, layers=layers, norm=norm, head=head)
@@ -357,6 +360,7 @@ class _Loader:
             gate_up=self._linear(layer, "gate_up"),
             down=self._linear(layer, "down"),
             sliding_window=config.sliding_windows[layer],
+            rope=config.layer_ropes[layer],
         )
 
     def _name(self, layer: int, name: str | None) -> str | None:

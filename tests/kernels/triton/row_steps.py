@@ -90,7 +90,7 @@ class Attention:
     qkv: Tensor
     positions: Tensor
     slots: Tensor
-    cos_sin: Tensor
+    cos_sin: Tensor | None
     k_cache: Tensor
     v_cache: Tensor
     arena: Tensor
@@ -121,6 +121,8 @@ class Attention:
         q, k, v = x.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = rms_norm(q, self.q_norm.double()), rms_norm(k, self.k_norm.double())
+        if self.cos_sin is None:
+            return q, k, v
         cos, sin = self.cos_sin.double()[self.positions.long()].chunk(2, -1)
         for heads in (q, k):
             rotate(heads, torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None])

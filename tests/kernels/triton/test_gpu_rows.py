@@ -92,6 +92,14 @@ def test_queries_are_rotated_and_keys_and_values_stored(
     assert step.is_right()
 
 
+@pytest.mark.parametrize("has_norm", [True, False], ids=["normed", "plain"])
+def test_without_angles_nothing_is_rotated(has_norm: bool) -> None:
+    step = make_attention(torch.float16, has_norm=has_norm)
+    step.cos_sin = None
+    step.positions.fill_(2**30)
+    assert step.is_right()
+
+
 def test_padding_rows_store_nothing() -> None:
     step = make_attention(torch.float16, slots=(-1, -1))
     step.positions.zero_()

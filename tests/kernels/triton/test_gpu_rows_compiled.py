@@ -54,7 +54,7 @@ def compile_heads(
     signature |= {"k_ptr": f"*{dtype}", "v_ptr": f"*{dtype}", "q_norm_ptr": "*fp32", "k_norm_ptr": "*fp32"}
     sizes = ["stride_qkv", "stride_block", "stride_head", "stride_slot", "max_len", "num_slots"]
     signature |= dict.fromkeys([*sizes, "num_heads", "num_kv_heads"], "i32") | {"eps": "fp32"}
-    constants: dict[str, Any] = {"HAS_NORM": has_norm, "HEAD_DIM": head_dim, "BLOCK_SIZE": 16}
+    constants: dict[str, Any] = {"HAS_NORM": has_norm, "ROTATES": True, "HEAD_DIM": head_dim, "BLOCK_SIZE": 16}
     constants |= {"BLOCK_HEADS": block_heads, "BLOCK_HALF": block_half}
     return compile_for(
         capability,

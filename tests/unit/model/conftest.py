@@ -20,12 +20,13 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 
 from loraserve.model.decoder import Decoder
 from loraserve.model.inputs import KVTensors, ModelInputs
 from loraserve.model.loader import load_model
-from loraserve_kernels.layout import LoraModule, PackedAdapter, pack_adapter
+from loraserve_kernels.layout import LAYER_MODULES, LoraModule, PackedAdapter, pack_adapter
 from loraserve_kernels.plan import make_plan
 
 CONFIGS: dict[str, type[PreTrainedConfig]] = {
@@ -35,6 +36,7 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "qwen3": Qwen3Config,
     "granite": GraniteConfig,
     "olmo2": Olmo2Config,
+    "smollm3": SmolLM3Config,
 }
 SMALL: dict[str, Any] = {
     "vocab_size": 101,
@@ -194,7 +196,7 @@ def random_adapter(
             0.5,
         )
         for layer in range(decoder.spec.num_layers)
-        for module in modules or shapes
+        for module in modules or LAYER_MODULES
     ]
     return pack_adapter(matrices, num_layers=decoder.spec.num_layers, module_shapes=shapes, dtype=torch.float32)
 

@@ -33,10 +33,12 @@ def parse_qwen2(**changes: Any) -> ModelConfig:
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_what_transformers_saves_is_read(kind: str, tmp_path: Path) -> None:
-    source = CONFIGS[kind](**SMALL, architectures=[f"{kind.capitalize()}ForCausalLM"])
+    name = CONFIGS[kind].__name__.removesuffix("Config").removesuffix("Text") + "ForCausalLM"
+    source = CONFIGS[kind](**SMALL, architectures=[name], pad_token_id=0)
     source.save_pretrained(tmp_path)
     config = read_config(tmp_path)
-    assert config.architecture.name == f"{kind.capitalize()}ForCausalLM"
+    assert config.architecture.name == name
+    assert config.architecture.model_type == source.model_type
     assert (config.num_heads, config.num_kv_heads, config.num_layers) == (4, 2, 3)
     assert config.head_dim == getattr(source, "head_dim", None) or 12
     assert config.eos_token_ids == (2,)
@@ -166,6 +168,32 @@ def test_qwen_has_a_window_only_where_and_when_the_config_says() -> None:
 def test_odd_window_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         parse_qwen2(**{"use_sliding_window": True, "sliding_window": 8, **changes})
+
+
+def parse_smollm3(**changes: Any) -> ModelConfig:
+    return parse(architectures=["SmolLM3ForCausalLM"], **changes)
+
+
+def test_smollm3_leaves_positions_out_of_the_layers_that_the_config_says() -> None:
+    assert parse_smollm3().layer_ropes == (0, 0, 0)
+    assert parse_smollm3(no_rope_layer_interval=2).layer_ropes == (0, None, 0)
+    assert parse_smollm3(no_rope_layers=[0, 1, 0, 1]).layer_ropes == (None, 0, None)
+    window = {"use_sliding_window": True, "sliding_window": 32, "no_rope_layers": [1, 0, 1]}
+    assert parse_smollm3(**window).sliding_windows == (None, 32, None)
+    assert parse_smollm3(no_rope_layers=[0, 1, 1]).identity() != parse_smollm3().identity()
+
+
+@pytest.mark.parametrize("flags", [[], [1, 1], [1, 2, 1], "all"])
+def test_odd_list_of_layers_without_positions_is_named(flags: Any) -> None:
+    with pytest.raises(ModelError, match="no_rope_layers is"):
+        parse_smollm3(no_rope_layers=flags)
+
+
+def test_identity_sees_the_scales() -> None:
+    granite = {"architectures": ["GraniteForCausalLM"], "attention_multiplier": 0.25}
+    names = ["embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"]
+    identities = [json.dumps(parse(**{**granite, name: 0.5}).identity()) for name in names]
+    assert len({json.dumps(parse(**granite).identity()), *identities}) == 5
 
 
 def test_qwen2_has_biases_on_q_k_and_v_alone() -> None:

@@ -64,6 +64,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_key_value_heads": 1, "tie_word_embeddings": True, "attention_bias": True},
     ),
     "olmo2-yarn": ("olmo2", {"rope_parameters": YARN, "hidden_size": 64}),
+    "smollm3": ("smollm3", {"no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "smollm3-all-biases-untied": (
+        "smollm3",
+        {
+            "no_rope_layers": [0, 1, 1],
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "pad_token_id": 0,
+        },
+    ),
+    "smollm3-window-yarn": (
+        "smollm3",
+        {
+            "no_rope_layers": [0, 1, 0],
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "rope_parameters": YARN,
+            "pad_token_id": 0,
+        },
+    ),
     "qwen3-yarn-mscale": ("qwen3", {"head_dim": 32, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2}}),
 }
 
