@@ -46,9 +46,9 @@ class BaseSpec(Struct, frozen=True):
     """The logits' width: every token id in a request is below it."""
     max_model_len: int
     modules: Mapping[str, tuple[int, int]]
-    """Linear's short name (``q_proj``) → (out_features, in_features)."""
+    """Module's short name (``q_proj``) → (out_features, in_features). ``lm_head`` and ``embed_tokens``, taken for a linear of one-hot rows, are among them."""
     module_paths: Mapping[str, str]
-    """Linear's short name → its path inside a layer (``self_attn.q_proj``)."""
+    """Module's short name → its path inside a layer (``self_attn.q_proj``); of ``lm_head`` and ``embed_tokens``, which are in none, the whole path."""
     layers_path: str
     """Where the layers are in the checkpoint: ``model.layers``."""
     eos_token_ids: tuple[int, ...]

@@ -135,7 +135,8 @@ def _make_launches(plan: LoraPlan, site: str) -> _SiteLaunches:
     site_ranks = [s.adapter.ranks[:, first : first + len(modules)].sum(1).max(initial=0) for s in plan.segments]
     scratch = np.empty((plan.num_tokens, max(1, int(max(site_ranks)))), dtype=np.float32)
     launches = []
-    for dtype, table in plan.tables.items():
+    # the head and the embedding rarely have any
+    for dtype, table in plan.tables.items() if max(site_ranks) else ():
         args = np.zeros(words.NUM_WORDS, dtype=np.int64)
         args[words.SEGMENTS], args[words.NUM_SEGMENTS] = table.ctypes.data, len(table)
         args[words.IN_FEATURES], args[words.NUM_SLICES] = adapter.in_features[first], len(modules)

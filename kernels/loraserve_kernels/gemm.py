@@ -111,6 +111,16 @@ def pack_int8(codes: Tensor, scales: Tensor) -> Int8Weight:
     return Int8Weight(torch.ops.quantized.linear_prepack(quantized, None), None, in_features, out_features)
 
 
+def unpack_int8(weight: Int8Weight) -> Tensor:
+    """Return the codes that `pack_int8` was given, [out_features, in_features] int8."""
+    codes: Tensor
+    if weight.scales is not None:
+        codes = weight.packed.to_dense().t()
+    else:
+        codes = torch.ops.quantized.linear_unpack(weight.packed)[0].int_repr()
+    return codes
+
+
 def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Tensor:
     """Return ``x W^T + bias`` with x rounded row by row, [num_tokens, out_features] float32; a row's bits don't depend on the other rows.
 

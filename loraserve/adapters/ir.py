@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy.typing as npt
@@ -12,6 +13,9 @@ Array = npt.NDArray[Any]
 
 ITEM_SIZES: dict[str, int] = {"F32": 4, "F16": 2, "BF16": 2}
 """The stored dtypes, by safetensors' names → bytes per element."""
+
+OUTSIDE_LAYERS: tuple[str, ...] = ("lm_head", "embed_tokens")
+"""The modules that are in no layer."""
 
 NUMPY_DTYPES: dict[str, str] = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
@@ -33,15 +37,18 @@ class TensorView:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraIR:
-    """One linear's update, ``scaling · lora_b @ lora_a``.
+    """One module's update, ``scaling · lora_b @ lora_a``; with DoRA, the magnitudes that the updated weight's rows are then given.
+
+    The embedding is a linear whose input is one-hot: its weight is the table, transposed.
 
     Attributes:
-        layer: 0 … num_layers - 1 of the base.
-        module: the linear's short name in the base (``q_proj``).
+        layer: 0 … num_layers - 1 of the base; 0 for modules in no layer.
+        module: the module's short name in the base (``q_proj``).
         rank: rows of lora_a.
         scaling: alpha / rank, or alpha / sqrt(rank) with rsLoRA.
         lora_a: [rank, in_features].
         lora_b: [out_features, rank].
+        magnitude: [out_features], DoRA's; None without it.
     """
 
     layer: int
@@ -50,6 +57,12 @@ class LoraIR:
     scaling: float
     lora_a: TensorView
     lora_b: TensorView
+    magnitude: TensorView | None = None
+
+    @property
+    def tensors(self) -> tuple[TensorView, ...]:
+        pair = (self.lora_a, self.lora_b)
+        return pair if self.magnitude is None else (*pair, self.magnitude)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,11 +71,14 @@ class AdapterIR:
 
     Attributes:
         modules: never empty.
-        dtype: the narrowest stored dtype that holds every tensor exactly: the common one, or "F32".
+        dtype: the narrowest stored dtype that holds every lora_a and lora_b exactly: the common one, or "F32".
+        saved_base: what PEFT saves of the base beside LoRA on the head or the embedding: module → [vocab_size, hidden_size]. It says which weights the
+            adapter was trained on.
     """
 
     modules: tuple[LoraIR, ...]
     dtype: str
+    saved_base: Mapping[str, TensorView] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -71,19 +87,19 @@ class AdapterIR:
 
     @property
     def target_modules(self) -> tuple[str, ...]:
-        """Short names of the linears that carry an update anywhere, in first-seen order."""
+        """Short names of the modules that carry an update anywhere, in first-seen order."""
         return tuple(dict.fromkeys(m.module for m in self.modules))
 
     @property
     def layers(self) -> tuple[int, ...]:
         """Layers that carry an update, ascending."""
-        return tuple(sorted({m.layer for m in self.modules}))
+        return tuple(sorted({m.layer for m in self.modules if m.module not in OUTSIDE_LAYERS}))
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensors as stored."""
-        return sum(m.lora_a.array.nbytes + m.lora_b.array.nbytes for m in self.modules)
+        """Bytes of the modules' tensors as stored."""
+        return sum(t.array.nbytes for m in self.modules for t in m.tensors)
 
     @property
     def num_parameters(self) -> int:
-        return sum(m.lora_a.array.size + m.lora_b.array.size for m in self.modules)
+        return sum(t.array.size for m in self.modules for t in m.tensors)

@@ -58,7 +58,9 @@ FIELDS: dict[str, FieldRule] = {
     "init_lora_weights": _implemented("initialisations that leave the base's weights alone end as plain LoRA"),
     "bias": _refused("trained biases of the base aren't served yet", "none"),
     "lora_bias": _refused("a bias on lora_B isn't served yet"),
-    "use_dora": _refused("DoRA isn't served yet; its answers would be wrong without the magnitudes"),
+    "use_dora": _implemented(
+        "each row of the updated weight gets its trained magnitude; it must agree with the tensors"
+    ),
     "modules_to_save": _refused("fully trained modules aren't served yet"),
     "trainable_token_indices": _refused("trained token embeddings aren't served yet"),
     "target_parameters": _refused("LoRA on bare parameters (mixture-of-experts weights) isn't served"),
@@ -86,7 +88,7 @@ FIELDS: dict[str, FieldRule] = {
     "corda_config": _ignored('it means nothing without init_lora_weights="corda", which is refused'),
     "lora_ga_config": _ignored('it means nothing without init_lora_weights="lora_ga", which is refused'),
     "runtime_config": _ignored("it says where a trainer computes"),
-    "ensure_weight_tying": _ignored("tied modules (embeddings, lm_head) aren't served as targets"),
+    "ensure_weight_tying": _implemented("the head's LoRA must then be the embedding's, transposed"),
 }
 """Every field of peft.LoraConfig (0.21); a test compares the two."""
 
@@ -103,6 +105,7 @@ class LoraSettings:
     r: int
     lora_alpha: float
     use_rslora: bool
+    use_dora: bool
     rank_pattern: tuple[tuple[Pattern, int], ...]
     alpha_pattern: tuple[tuple[Pattern, float], ...]
     target_modules: tuple[str, ...] | None
@@ -111,6 +114,7 @@ class LoraSettings:
     layers_to_transform: frozenset[int] | None
     """None: every layer."""
     layers_pattern: tuple[str, ...]
+    ensure_weight_tying: bool
 
     def scaling(self, alpha: float, rank: int) -> float:
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
@@ -146,6 +150,7 @@ class _Reader:
             r=self._rank(self.config.get("r"), "r"),
             lora_alpha=self._alpha(self.config.get("lora_alpha"), "lora_alpha"),
             use_rslora=self._flag("use_rslora"),
+            use_dora=self._flag("use_dora"),
             rank_pattern=tuple(
                 (p, self._rank(v, f"rank_pattern[{shown(p.key)}]")) for p, v in self._pattern("rank_pattern")
             ),
@@ -156,6 +161,7 @@ class _Reader:
             exclude_modules=self._names("exclude_modules"),
             layers_to_transform=self._layers(),
             layers_pattern=self._layers_pattern(),
+            ensure_weight_tying=self._flag("ensure_weight_tying"),
         )
 
     def _bad(self, message: str) -> None:

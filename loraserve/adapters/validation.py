@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from loraserve.adapters.ir import AdapterIR, LoraIR, TensorView
+from loraserve.adapters.ir import OUTSIDE_LAYERS, AdapterIR, LoraIR, TensorView
 from loraserve.errors import AdapterNotFinite
 from loraserve.limits import LIMITS, Limits
 
@@ -31,15 +31,13 @@ def check_finite(adapter: AdapterIR, limits: Limits = LIMITS) -> None:
     """
     problems: list[str] = []
     for m in adapter.modules:
-        largest = [_largest(t) for t in (m.lora_a, m.lora_b)]
-        for side, tensor, value in zip(("lora_A", "lora_B"), (m.lora_a, m.lora_b), largest, strict=True):
+        largest = [_largest(t) for t in m.tensors]
+        for side, tensor, value in zip(("lora_A", "lora_B", "lora_magnitude_vector"), m.tensors, largest, strict=False):
             if not math.isfinite(value):
                 problems.append(_where(m, side, tensor))
         bound = abs(m.scaling) * m.rank * largest[0] * largest[1]
         if math.isfinite(bound) and bound > limits.max_delta:
-            problems.append(
-                f"The update of {m.module} in layer {m.layer} may reach {bound:.3g}; at most {limits.max_delta:g} is taken."
-            )
+            problems.append(f"The update of {_name(m)} may reach {bound:.3g}; at most {limits.max_delta:g} is taken.")
     if problems:
         more = len(problems) - _MAX_PROBLEMS
         shown = problems[:_MAX_PROBLEMS] + ([f"… and {more} more."] if more > 0 else [])
@@ -70,6 +68,10 @@ def _as_float(bits: int, dtype: str) -> float:
 def _where(m: LoraIR, side: str, tensor: TensorView) -> str:
     integer, mask, limit = _BITS[tensor.dtype]
     bad = np.flatnonzero((tensor.array.reshape(-1).view(integer) & mask) >= limit)
-    row, column = divmod(int(bad[0]), tensor.shape[1])
+    place = ", ".join(str(int(i)) for i in np.unravel_index(int(bad[0]), tensor.shape))
     of = f"{bad.size:,} of {tensor.array.size:,} weights"
-    return f"{m.module}.{side} in layer {m.layer} has {of} that are NaN or infinite, the first at [{row}, {column}]."
+    return f"{_name(m, f'.{side}')} has {of} that are NaN or infinite, the first at [{place}]."
+
+
+def _name(m: LoraIR, tensor: str = "") -> str:
+    return f"{m.module}{tensor}" + ("" if m.module in OUTSIDE_LAYERS else f" in layer {m.layer}")

@@ -59,6 +59,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, m.Ready]:
         pool=AdapterPool(device),
         host_cache=HostCache(config.host_cache_bytes),
         num_threads=config.loader_threads,
+        weights=decoder,
     )
     engine = Engine(config, decoder.spec, runner, pager, overlap=config.device != "cpu")
     ready = m.Ready(

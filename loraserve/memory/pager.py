@@ -20,6 +20,7 @@ from cachetools import LRUCache
 from adapters_store import BlobStore
 from loraserve.errors import AdapterUnavailable, InvariantViolation, LoraserveError
 from loraserve.memory.adapter_pool import AdapterPool, Pin
+from loraserve.memory.base_weights import BaseWeights
 from loraserve.memory.device import Footprint, HostAdapter
 from loraserve.memory.host_cache import HostCache
 from loraserve.memory.load import load_adapter
@@ -99,6 +100,7 @@ class Pager:
         host_cache: HostCache,
         num_threads: int,
         *,
+        weights: BaseWeights | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
@@ -106,6 +108,7 @@ class Pager:
             store: where the blobs are; it stays the caller's to close.
             pool: its device says how adapters are packed.
             num_threads: worker threads, and loads in flight.
+            weights: the base's, for adapters whose load takes them.
             clock: monotonic seconds.
         """
         self._store = store
@@ -113,6 +116,7 @@ class Pager:
         self._pool = pool
         self._host = host_cache
         self._num_threads = num_threads
+        self._weights = weights
         self._clock = clock
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="adapter-loader")
         self._results: SimpleQueue[_Loaded] = SimpleQueue()
@@ -344,7 +348,7 @@ class Pager:
         started = time.perf_counter()
         outcome: HostAdapter | LoraserveError
         try:
-            outcome = load_adapter(self._store, ref, self._base, self._pool.device)
+            outcome = load_adapter(self._store, ref, self._base, self._pool.device, self._weights)
         except LoraserveError as error:
             outcome = error
         except Exception as error:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from loraserve.model.backend import Backend, DecoderLayer, Norm, Step
 from loraserve.model.config import ModelConfig
 from loraserve.model.inputs import GpuInputs, KVTensors, ModelInputs
-from loraserve.model.quantize import Linear
+from loraserve.model.lora import LoraLinear
+from loraserve.model.quantize import Linear, row_blocks
 from loraserve.types import BaseSpec
 from loraserve_kernels.gpu_plan import GpuLoraPlan
+from loraserve_kernels.launch import apply_embedding_lora
+from loraserve_kernels.layout import SITES
 from loraserve_kernels.plan import LoraPlan
 
 
@@ -44,7 +49,30 @@ class Decoder:
         self._embedding = embedding
         self._layers = layers
         self._norm = norm
-        self._head = head
+        self._head = LoraLinear(head, "lm_head", 0)
+
+    @property
+    def device(self) -> torch.device:
+        """Where `weight_rows` are."""
+        return self.backend.device
+
+    def weight_rows(self, layer: int, module: str) -> Iterator[Tensor]:
+        """Yield a module's weight as it is computed with, float32, a block of rows at a time, in order. Any thread may, also while a step runs.
+
+        Args:
+            module: a linear's short name, whose blocks are [n, in_features]; or ``embed_tokens``, whose are [n, hidden_size], a row for each token.
+        """
+        if module == "embed_tokens":
+            for start, end in row_blocks(0, *self._embedding.shape):
+                yield self._embedding[start:end].float()
+            return
+        if module == "lm_head":
+            yield from self._head.base.rows(0, self.spec.vocab_size)
+            return
+        site, modules = next((site, modules) for site, modules in SITES.items() if module in modules)
+        start = sum(self.spec.modules[before][0] for before in modules[: modules.index(module)])
+        linear: LoraLinear = getattr(self._layers[layer], site)
+        yield from linear.base.rows(start, start + self.spec.modules[module][0])
 
     @torch.inference_mode()
     def forward(self, inputs: ModelInputs | GpuInputs, kv: KVTensors) -> Tensor:
@@ -56,6 +84,8 @@ class Decoder:
         """
         step = self.backend.begin(inputs, kv)
         hidden = step.embed(self._embedding)
+        if inputs.lora is not None:
+            apply_embedding_lora(inputs.token_ids, hidden, inputs.lora)
         if self.config.embedding_scale != 1.0:
             hidden.mul_(self.config.embedding_scale)
         last = len(self._layers) - 1
@@ -80,7 +110,7 @@ class Decoder:
             # nobody reads the other rows from here on
             hidden, attended, lora = hidden[rows], attended[rows], inputs.logits_lora
         delta = self._finish(layer, hidden, attended, lora)
-        return self._scaled(self._head(self._norm.after_adding(hidden, delta)))
+        return self._scaled(self._head(self._norm.after_adding(hidden, delta), lora))
 
     def _scaled(self, logits: Tensor) -> Tensor:
         return logits if self.config.logits_scale == 1.0 else logits.mul_(self.config.logits_scale)

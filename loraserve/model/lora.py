@@ -14,11 +14,12 @@ from loraserve_kernels.plan import LoraPlan
 
 @dataclass(frozen=True, slots=True)
 class LoraLinear:
-    """The linears of one site of one layer, fused: one product for the base, one launch for all adapters of the step.
+    """The linears of one site, fused: one product for the base, one launch for all adapters of the step.
 
     Attributes:
         base: the site's weights, its linears' outputs side by side.
-        site: ``qkv``, ``o``, ``gate_up`` or ``down``.
+        site: ``qkv``, ``o``, ``gate_up``, ``down`` or ``lm_head``.
+        layer: 0 for ``lm_head``.
     """
 
     base: Linear
@@ -29,5 +30,5 @@ class LoraLinear:
         """Return the site's output [num_tokens, out_features], x's dtype, in memory of its own; rows without an adapter are the base's, bit for bit."""
         y = self.base(x)
         if lora is not None:
-            apply_lora(x, y, lora, self.site, self.layer)
+            apply_lora(x, y, lora, self.site, self.layer, self.base.bias)
         return y

@@ -18,6 +18,7 @@ MODULES = {
     "up_proj": (48, 32),
     "down_proj": (32, 48),
 }
+OUTSIDE = {"lm_head": (64, 32), "embed_tokens": (32, 64)}
 
 
 def _make_base(**changes: Any) -> BaseSpec:
@@ -29,8 +30,12 @@ def _make_base(**changes: Any) -> BaseSpec:
         "hidden_size": 32,
         "vocab_size": 64,
         "max_model_len": 128,
-        "modules": MODULES,
-        "module_paths": {m: f"{'self_attn' if m[0] in 'qkvo' else 'mlp'}.{m}" for m in MODULES},
+        "modules": MODULES | OUTSIDE,
+        "module_paths": {
+            **{m: f"{'self_attn' if m[0] in 'qkvo' else 'mlp'}.{m}" for m in MODULES},
+            "lm_head": "lm_head",
+            "embed_tokens": "model.embed_tokens",
+        },
         "layers_path": "model.layers",
         "eos_token_ids": (0,),
         "dtype": "float32",
@@ -46,6 +51,10 @@ def _make_file(header: Any, body: bytes = b"", *, length: int | None = None) -> 
 
 
 def _key(layer: int, module: str, side: str) -> str:
+    if module == "embed_tokens":
+        return f"base_model.model.model.embed_tokens.lora_embedding_{side}"
+    if module == "lm_head":
+        return f"base_model.model.lm_head.lora_{side}.weight"
     return f"base_model.model.model.layers.{layer}.{'self_attn' if module[0] in 'qkvo' else 'mlp'}.{module}.lora_{side}.weight"
 
 
@@ -56,7 +65,7 @@ def _make_tensors(
     rng = np.random.default_rng(seed)
     result = {}
     for (layer, module), rank in places.items():
-        out_features, in_features = MODULES[module]
+        out_features, in_features = (MODULES | OUTSIDE)[module]
         result[_key(layer, module, "A")] = rng.standard_normal((rank, in_features), dtype=np.float32) / 8
         result[_key(layer, module, "B")] = rng.standard_normal((out_features, rank), dtype=np.float32) / 8
     return {name: array.astype(np.float16) if dtype == "F16" else array for name, array in result.items()}

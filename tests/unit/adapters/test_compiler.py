@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from loraserve.adapters.compiler import compile_adapter
-from loraserve.adapters.ir import AdapterIR
+from loraserve.adapters.ir import OUTSIDE_LAYERS, AdapterIR
 from loraserve.adapters.peft_format import read_tensors
 from loraserve.errors import AdapterBaseMismatch, AdapterFormatError, AdapterRejected, AdapterUnsupported
 from loraserve.types import BaseSpec
@@ -97,7 +97,7 @@ def test_layers_to_transform_and_exclude_modules_must_agree_with_the_tensors(
 def test_all_linear_means_all_seven(
     compiled: Callable[..., AdapterIR], make_tensors: Callable[..., Arrays], base: BaseSpec
 ) -> None:
-    arrays = make_tensors({(layer, m): 4 for layer in range(3) for m in base.modules})
+    arrays = make_tensors({(layer, m): 4 for layer in range(3) for m in base.modules if m not in OUTSIDE_LAYERS})
     assert len(compiled(arrays, target_modules="all-linear").modules) == 21
 
 
@@ -132,11 +132,30 @@ def test_a_layer_or_module_that_the_base_lacks_is_named(
             AdapterFormatError,
             "adapter's name",
         ),
-        ("base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector", AdapterUnsupported, "DoRA"),
-        ("base_model.model.model.embed_tokens.lora_embedding_A", AdapterUnsupported, "embedding"),
+        (
+            "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector",
+            AdapterFormatError,
+            "use_dora is false",
+        ),
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_embedding_A", AdapterFormatError, "for an embedding"),
+        (
+            "base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight",
+            AdapterUnsupported,
+            "fully trained weight",
+        ),
+        (
+            "base_model.model.model.embed_tokens.lora_A.weight",
+            AdapterFormatError,
+            "lora_embedding_A and lora_embedding_B",
+        ),
+        ("base_model.model.lm_head.lora_embedding_B", AdapterFormatError, "lm_head has lora_A and lora_B"),
         ("base_model.model.model.layers.0.self_attn.q_proj.lora_B.bias", AdapterUnsupported, "bias"),
         ("base_model.model.lm_head.weight", AdapterUnsupported, "fully trained weight"),
-        ("base_model.model.lm_head.lora_A.weight", AdapterBaseMismatch, "act on model.layers."),
+        (
+            "base_model.model.model.norm.lora_A.weight",
+            AdapterBaseMismatch,
+            "act on lm_head, model.embed_tokens, model.layers.",
+        ),
         ("model.layers.0.self_attn.q_proj.lora_A.weight", AdapterFormatError, "doesn't begin with"),
         ("base_model.model.model.layers.00.self_attn.k_proj.lora_A.weight", AdapterBaseMismatch, "<layer>"),
         ("base_model.model.model.layers.x.self_attn.k_proj.lora_A.weight", AdapterBaseMismatch, "<layer>"),
@@ -190,18 +209,95 @@ def test_a_scaling_over_its_bound_is_refused(
     assert "scaling 25000" in refused(make_tensors(QV), lora_alpha=100_000).problems[0]
 
 
-def test_lm_head_among_the_targets_is_refused(
-    refused: Callable[..., AdapterRejected], make_tensors: Callable[..., Arrays]
+OUTSIDE = {(0, "lm_head"): 4, (0, "embed_tokens"): 4}
+
+
+def test_head_and_embedding_are_modules_of_no_layer(
+    compiled: Callable[..., AdapterIR], make_tensors: Callable[..., Arrays]
 ) -> None:
+    ir = compiled(
+        make_tensors(OUTSIDE | {(0, "embed_tokens"): 3}),
+        target_modules=["lm_head", "embed_tokens"],
+        rank_pattern={"model.embed_tokens": 3},
+        alpha_pattern={"lm_head": 2},
+    )
+    assert [(m.module, m.rank, m.scaling) for m in ir.modules] == [("lm_head", 4, 0.5), ("embed_tokens", 3, 8 / 3)]
+    assert ir.layers == ()
+
+
+def test_the_head_is_targeted_by_its_name_alone(
+    compiled: Callable[..., AdapterIR], refused: Callable[..., AdapterRejected], make_tensors: Callable[..., Arrays]
+) -> None:
+    head = make_tensors({(0, "lm_head"): 4})
     error = refused(make_tensors(QV), target_modules=["q_proj", "v_proj", "lm_head"])
-    assert error.problems == ("target_modules lists 'lm_head'; LoRA on it isn't served yet.",)
+    assert error.problems == ("The config targets lm_head, and the file holds no tensors for it.",)
+    assert "holds tensors for lm_head, which" in refused(head | make_tensors(QV)).problems[0]
+    assert "for lm_head" in refused(head, target_modules="all-linear").problems[-1]
+    # PEFT takes a full name whatever layers_to_transform says, and a suffix for layers alone
+    assert compiled(head, target_modules=["lm_head"], layers_to_transform=[1]).target_modules == ("lm_head",)
+    embedding = make_tensors({(0, "embed_tokens"): 4})
+    assert "for embed_tokens" in refused(embedding, target_modules=["embed_tokens"], layers_to_transform=1).problems[0]
+
+
+def test_dora_has_a_magnitude_for_each_module(
+    compiled: Callable[..., AdapterIR],
+    refused: Callable[..., AdapterRejected],
+    make_tensors: Callable[..., Arrays],
+    key: Callable[..., str],
+) -> None:
+    arrays = make_tensors(QV)
+    magnitudes = {
+        key(layer, module, "A").replace("lora_A.weight", "lora_magnitude_vector"): np.ones(
+            32 if module == "q_proj" else 16, np.float32
+        )
+        for layer, module in QV
+    }
+    ir = compiled(arrays | magnitudes, use_dora=True)
+    assert [m.magnitude.shape for m in ir.modules if m.magnitude is not None] == [(32,), (16,)] * 3
+    first = next(iter(magnitudes))
+    error = refused({n: a for n, a in (arrays | magnitudes).items() if n != first}, use_dora=True)
+    assert error.problems == ("use_dora is true, and q_proj has no lora_magnitude_vector in layer 0.",)
+    error = refused(arrays | magnitudes | {first: np.ones(16, np.float32)}, use_dora=True)
+    assert error.problems == ("q_proj.lora_magnitude_vector is 16 in layer 0; this base takes 32 numbers.",)
+    error = refused(arrays | magnitudes | {first + ".weight": magnitudes[first]}, use_dora=True)
+    assert error.problems == ("q_proj has two magnitudes in layer 0.",)
+
+
+def test_a_saved_embedding_is_kept_for_comparison_and_must_be_of_the_bases_size(
+    compiled: Callable[..., AdapterIR], refused: Callable[..., AdapterRejected], make_tensors: Callable[..., Arrays]
+) -> None:
+    arrays, name = make_tensors(OUTSIDE), "base_model.model.model.embed_tokens.base_layer.weight"
+    targets = {"target_modules": ["lm_head", "embed_tokens"]}
+    ir = compiled(arrays | {name: np.ones((64, 32), np.float32)}, **targets)
+    assert list(ir.saved_base) == ["embed_tokens"]
+    error = refused(arrays | {name: np.ones((66, 32), np.float32)}, **targets)
+    assert error.problems == (
+        "The file holds a weight of embed_tokens that is 66×32; this base has 64×32. Enlarged vocabularies aren't served yet.",
+    )
+
+
+def test_tied_lora_must_be_one_update_seen_from_both_sides(
+    compiled: Callable[..., AdapterIR],
+    refused: Callable[..., AdapterRejected],
+    make_tensors: Callable[..., Arrays],
+    key: Callable[..., str],
+) -> None:
+    arrays = make_tensors(OUTSIDE)
+    tying: dict[str, Any] = {"target_modules": ["model.embed_tokens"], "ensure_weight_tying": True}
+    assert (
+        "depends on how the base ties its head" in refused(make_tensors({(0, "embed_tokens"): 4}), **tying).problems[0]
+    )
+    assert "aren't the embedding's, transposed" in refused(arrays, **tying).problems[0]
+    arrays[key(0, "lm_head", "A")] = arrays[key(0, "embed_tokens", "B")].T.copy()
+    arrays[key(0, "lm_head", "B")] = arrays[key(0, "embed_tokens", "A")].T.copy()
+    assert compiled(arrays, **tying).target_modules == ("lm_head", "embed_tokens")
 
 
 def test_problems_of_all_kinds_are_reported_at_once(
     refused: Callable[..., AdapterRejected], make_tensors: Callable[..., Arrays]
 ) -> None:
     arrays = make_tensors(QV) | {"x.lora_A.weight": np.ones((1, 1), np.float32)}
-    error = refused(arrays, use_dora=True, bias="all", r=0)
+    error = refused(arrays, lora_bias=True, bias="all", r=0)
     assert len(error.problems) == 4
     assert isinstance(error, AdapterFormatError)
 

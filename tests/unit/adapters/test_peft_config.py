@@ -32,7 +32,6 @@ def test_what_pefts_defaults_say_is_accepted(make_config: Callable[..., dict[str
 SET: dict[str, Any] = {
     "bias": "all",
     "lora_bias": True,
-    "use_dora": True,
     "modules_to_save": ["lm_head"],
     "trainable_token_indices": [1],
     "target_parameters": ["experts.up"],
@@ -80,6 +79,7 @@ def test_a_field_that_would_change_the_answers_is_refused_by_name(
         ({"lora_alpha": None}, "lora_alpha is None"),
         ({"lora_alpha": 10**30}, "lora_alpha is 1000"),
         ({"use_rslora": 1}, "use_rslora is 1"),
+        ({"use_dora": "true"}, "use_dora is 'true'"),
         ({"rank_pattern": [1]}, "expected an object"),
         ({"rank_pattern": {"q_proj": 0}}, "rank_pattern['q_proj'] is 0"),
         ({"rank_pattern": {".*q": 2}}, "rank_pattern's key '.*q' is refused"),
@@ -135,4 +135,4 @@ def test_a_value_that_changes_nothing_is_accepted(
 
 
 def test_every_problem_is_reported_at_once(make_config: Callable[..., dict[str, Any]]) -> None:
-    assert len(problems_of(make_config(r=0, use_dora=True, brand_new=1, lora_alpha="x"))) == 4
+    assert len(problems_of(make_config(r=0, lora_bias=True, brand_new=1, lora_alpha="x"))) == 4

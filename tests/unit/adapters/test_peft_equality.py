@@ -153,7 +153,6 @@ def test_an_adapter_of_an_older_peft_without_the_newer_fields_compiles_alike(
 @pytest.mark.parametrize(
     "config",
     [
-        {"use_dora": True},
         {"bias": "lora_only"},
         {"lora_bias": True},
         {"modules_to_save": ["lm_head"]},

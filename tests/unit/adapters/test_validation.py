@@ -48,3 +48,12 @@ def test_an_update_that_half_precision_cannot_hold_is_refused() -> None:
 
 def test_subnormal_and_zero_weights_are_fine() -> None:
     check_finite(adapter(np.array([[0.0, -0.0, 1e-45]], np.float32)))
+
+
+def test_a_magnitude_that_is_not_finite_is_named() -> None:
+    plain = adapter(np.ones((2, 4), np.float32)).modules[0]
+    magnitude = TensorView("F32", (3,), np.array([1, 1, np.nan], np.float32))
+    module = LoraIR(0, "embed_tokens", 2, 1.0, plain.lora_a, plain.lora_b, magnitude)
+    expected = r"embed_tokens.lora_magnitude_vector has 1 of 3 weights .* first at \[2\]"
+    with pytest.raises(AdapterNotFinite, match=expected):
+        check_finite(AdapterIR((module,), "F32"))

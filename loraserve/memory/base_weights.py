@@ -1,0 +1,119 @@
+"""What adapters need to know of the base's weights: the norms of DoRA's rows, and whether a saved embedding is the base's own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from loraserve.errors import AdapterUnavailable
+from loraserve_kernels import threads
+from loraserve_kernels.layout import LAYER_MODULES, LoraModule
+
+
+class BaseWeights(Protocol):
+    """The resident base. Its weights never change, so any thread may read them while steps run."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def weight_rows(self, layer: int, module: str) -> Iterator[Tensor]:
+        """Yield a module's weight as the base computes with it (dequantised), float32, in blocks of rows [n, in_features], in order, on `device`.
+
+        Of ``embed_tokens``, the rows of the table: [n, hidden_size], a row for each token.
+        """
+        ...
+
+
+@contextlib.contextmanager
+def beside_steps(device: torch.device) -> Iterator[None]:
+    """In the block, this thread's work holds up no step: on a CPU it takes this thread alone, on a GPU a stream of its own."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode())
+        stack.enter_context(threads.alone())
+        if device.type == "cuda":
+            stack.enter_context(torch.cuda.device(device))
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stack.enter_context(torch.cuda.stream(stream))
+        yield
+
+
+def dora_delta(m: LoraModule, magnitude: Tensor, weights: BaseWeights) -> Tensor:
+    """Return ``magnitude / ‖W + scaling · B A‖ - 1`` by output row, [out_features] float32 in the host's memory; computed in float32, a block of W at a time.
+
+    Source: DoRA, arXiv:2402.09353, as PEFT computes it in evaluation. The embedding's weight is its table transposed: a row's norm is over all tokens.
+
+    Raises:
+        AdapterUnavailable: a row of the updated weight is zero, or not finite.
+    """
+    device = weights.device
+    a, b = m.lora_a.to(device, torch.float32), m.lora_b.to(device, torch.float32)
+    norms = _column_norms(m, a, b, weights) if m.module == "embed_tokens" else _row_norms(m, a, b, weights)
+    delta = magnitude.to(device, torch.float32).div_(norms).sub_(1).cpu()
+    if not bool(delta.isfinite().all()):
+        row = int(delta.isfinite().logical_not().nonzero()[0])
+        raise AdapterUnavailable(
+            f"{_name(m)}: the norm of row {row} of the updated weight is {float(norms[row]):g}, and DoRA divides by it.",
+            hint="Was the adapter trained on this base?",
+        )
+    return delta
+
+
+def _row_norms(m: LoraModule, a: Tensor, b: Tensor, weights: BaseWeights) -> Tensor:
+    norms, start = torch.empty(b.shape[0], device=b.device), 0
+    for block in weights.weight_rows(m.layer, m.module):
+        end = start + block.shape[0]
+        updated = torch.addmm(block, b[start:end], a, alpha=m.scaling)
+        torch.linalg.vector_norm(updated, dim=1, out=norms[start:end])
+        start = end
+    return norms
+
+
+def _column_norms(m: LoraModule, a: Tensor, b: Tensor, weights: BaseWeights) -> Tensor:
+    squares, start = torch.zeros(b.shape[0], dtype=torch.float64, device=b.device), 0
+    for block in weights.weight_rows(m.layer, m.module):
+        end = start + block.shape[0]
+        updated = torch.addmm(block, a[:, start:end].T, b.T, alpha=m.scaling)
+        squares += torch.linalg.vector_norm(updated, dim=0).double() ** 2
+        start = end
+    return squares.sqrt().float()
+
+
+def check_saved_base(module: str, saved: Tensor, weights: BaseWeights, tolerance: float | None) -> None:
+    """Return if what PEFT saved of the base beside an adapter is this base's weight.
+
+    Args:
+        saved: [vocab_size, hidden_size], any float dtype.
+        tolerance: how far a row may be from the base's, relative to its length, where that was quantized. None: nothing but a change of float dtype lies between
+            the two, and they're equal once they're rounded alike.
+
+    Raises:
+        AdapterUnavailable: it's another weight.
+    """
+    start = 0
+    for block in weights.weight_rows(0, module):
+        end = start + block.shape[0]
+        if not _is_same(saved[start:end].to(block.device), block, tolerance):
+            raise AdapterUnavailable(
+                f"The adapter's file holds a weight of {module} that isn't this base's: PEFT would replace the base's by it.",
+                hint="Save it with save_embedding_layers=False if it was trained on this base.",
+            )
+        start = end
+
+
+def _is_same(saved: Tensor, block: Tensor, tolerance: float | None) -> bool:
+    rows = saved.float()
+    if tolerance is not None:
+        near = torch.linalg.vector_norm(rows - block, dim=1) <= tolerance * torch.linalg.vector_norm(rows, dim=1)
+        return bool(near.all())
+    # the resident weight is float32 here, whatever it is kept in
+    return torch.equal(block.to(saved.dtype), saved) or any(
+        torch.equal(rows.to(dtype).float(), block) for dtype in (torch.bfloat16, torch.float16)
+    )
+
+
+def _name(m: LoraModule) -> str:
+    return f"Layer {m.layer} {m.module}" if m.module in LAYER_MODULES else m.module

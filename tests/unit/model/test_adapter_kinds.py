@@ -1,0 +1,236 @@
+"""Adapters of every kind that is served, as PEFT saves them, in one batch: each row's logits are those that PEFT computes for its adapter alone."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import loraserve.model.quantize as quantize_module
+from adapters_store import LocalStore
+from loraserve.errors import AdapterUnavailable
+from loraserve.memory.device import CpuDevice
+from loraserve.memory.load import load_adapter
+from loraserve.model.decoder import Decoder
+from loraserve.model.quantize import quantize_weight
+from loraserve.types import AdapterRef, Digest, TenantId
+from loraserve_kernels.layout import PackedAdapter
+
+from .conftest import PagedRun, build_model, load, random_tokens, reference_logits, save_model
+
+# PEFT remarks on tied embeddings and on what it saves of them
+pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "down_proj"]},
+    "dora": {
+        "r": 4,
+        "lora_alpha": 6,
+        "use_dora": True,
+        "use_rslora": True,
+        "target_modules": LINEARS,
+        "rank_pattern": {"k_proj": 9, "layers.1.mlp.up_proj": 1},
+        "alpha_pattern": {"v_proj": 2},
+    },
+    "outside": {
+        "r": 5,
+        "lora_alpha": 4,
+        "target_modules": ["embed_tokens", "lm_head", "v_proj"],
+        "rank_pattern": {"lm_head": 2},
+        "alpha_pattern": {"embed_tokens": 9},
+    },
+    "head alone": {"r": 2, "lora_alpha": 3, "target_modules": ["lm_head"], "layers_to_transform": [1]},
+    "dora outside": {"r": 3, "lora_alpha": 4, "use_dora": True, "target_modules": ["embed_tokens", "lm_head", "o_proj"]},
+}  # fmt: skip
+BASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "tied qwen2 with biases": ("qwen2", {"tie_word_embeddings": True}),
+    "granite": ("granite", {"embedding_multiplier": 3.0, "logits_scaling": 0.5, "residual_multiplier": 0.7}),
+}
+
+
+def save_adapter(base: Path, directory: Path, config: dict[str, Any], *, seed: int) -> Any:
+    """Save a random adapter with PEFT; returns the model as PEFT loads it back."""
+    model = peft.get_peft_model(open_model(base), peft.LoraConfig(task_type="CAUSAL_LM", **config))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "lora_magnitude" in name:
+                parameter.mul_(1 + 0.3 * noise)
+            elif "lora_" in name:
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+    model.save_pretrained(directory)
+    return peft.PeftModel.from_pretrained(open_model(base), directory).eval()
+
+
+def publish(directory: Path, store: LocalStore) -> AdapterRef:
+    blobs = []
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        with store.stage() as staged:
+            staged.write((directory / file).read_bytes())
+            blobs.append(staged.commit())
+    digest = Digest(hashlib.sha256("".join(blobs).encode()).hexdigest())
+    return AdapterRef(
+        tenant=TenantId("t"), name="a", version=1, digest=digest, config_blob=blobs[0], weights_blob=blobs[1]
+    )
+
+
+class Serving:
+    """A base, and what PEFT saves for it."""
+
+    def __init__(self, root: Path, kind: str, options: dict[str, Any], **loading: Any) -> None:
+        self.root, self.store = root, LocalStore(root / "store")
+        self.base_dir = save_model(build_model(kind, **options), root / "base")
+        self.decoder: Decoder = load(self.base_dir, **loading)
+
+    def adapter(self, config: dict[str, Any], *, seed: int = 0) -> tuple[PackedAdapter, Any]:
+        directory = self.root / f"adapter-{seed}"
+        model = save_adapter(self.base_dir, directory, config, seed=seed)
+        return self.load(directory), model
+
+    def load(self, directory: Path) -> PackedAdapter:
+        device = CpuDevice(self.decoder.spec, 1 << 30)
+        packed = load_adapter(self.store, publish(directory, self.store), self.decoder.spec, device, self.decoder)
+        assert isinstance(packed, PackedAdapter)
+        return packed
+
+
+def run_together(
+    decoder: Decoder, prompts: list[list[int]], adapters: list[PackedAdapter | None], **step: Any
+) -> list[Tensor]:
+    run = PagedRun(decoder)
+    segments, row = [], 0
+    for prompt, adapter in zip(prompts, adapters, strict=True):
+        if adapter is not None:
+            segments.append((adapter, row, row + len(prompt)))
+        row += len(prompt)
+    return run.step([(run.add(prompt), len(prompt)) for prompt in prompts], lora=segments, **step)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_each_kind_in_a_mixed_batch_equals_peft(base: str, tmp_path: Path) -> None:
+    serving = Serving(tmp_path, *BASES[base])
+    pairs = [serving.adapter(config, seed=seed) for seed, config in enumerate(KINDS.values())]
+    prompts = [random_tokens(6 + i, seed=i) for i in range(len(pairs) + 1)]
+    adapters = [None, *(packed for packed, _ in pairs)]
+    models = [open_model(serving.base_dir), *(model for _, model in pairs)]
+    expected = [reference_logits(model, prompt) for model, prompt in zip(models, prompts, strict=True)]
+    for got, wanted in zip(run_together(serving.decoder, prompts, adapters), expected, strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
+    for got, wanted in zip(
+        run_together(serving.decoder, prompts, adapters, last_rows_only=True), expected, strict=True
+    ):
+        torch.testing.assert_close(got, wanted[-1:], atol=1e-4, rtol=0)
+    base_logits = reference_logits(models[0], prompts[1])
+    assert float((expected[1] - base_logits).abs().max()) > 0.01
+
+
+@pytest.mark.parametrize(
+    "loading", [{"quantize": "nf4"}, {"quantize": "int4"}, {"quantize": "fp8"}], ids=lambda o: o["quantize"]
+)
+def test_dora_on_a_quantized_base_equals_peft_on_its_dequantised_weights(
+    loading: dict[str, Any], tmp_path: Path
+) -> None:
+    serving = Serving(tmp_path, "qwen2", {"hidden_size": 64, "intermediate_size": 128}, **loading)
+    config = {"r": 4, "lora_alpha": 6, "use_dora": True, "target_modules": LINEARS}
+    packed, model = serving.adapter(config)
+    replace_weights(model, serving.decoder)
+    prompt = random_tokens(9)
+    # the head is int8, whose inputs are rounded: what enters it is compared
+    got = run_together(serving.decoder, [prompt], [packed])[0]
+    torch.testing.assert_close(
+        got, reference_logits(model, prompt), atol=0.05 if loading["quantize"] != "fp8" else 1e-4, rtol=0
+    )
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8", "int4", "nf4", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_base_hands_out_the_weights_that_it_computes_with(quantize: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = build_model("qwen2", hidden_size=64, intermediate_size=128)
+    decoder = load(save_model(model, tmp_path), quantize=quantize, dtype=dtype)
+    for layer in range(decoder.spec.num_layers):
+        for module in LINEARS:
+            weight = model.model.layers[layer].get_submodule(decoder.spec.module_paths[module]).weight.detach()
+            expected = (
+                weight.to(dtype).float()
+                if quantize == "none"
+                else quantize_weight(weight, quantize).dequantize(torch.float32)
+            )
+            assert torch.equal(torch.cat(list(decoder.weight_rows(layer, module))), expected), module
+    head_format = {"int4": "int8", "nf4": "int8"}.get(quantize, quantize)
+    head = model.lm_head.weight.detach()
+    expected = (
+        head.to(dtype).float() if quantize == "none" else quantize_weight(head, head_format).dequantize(torch.float32)
+    )
+    assert torch.equal(torch.cat(list(decoder.weight_rows(0, "lm_head"))), expected)
+    assert torch.equal(
+        torch.cat(list(decoder.weight_rows(0, "embed_tokens"))), model.model.embed_tokens.weight.detach()
+    )
+
+
+def test_weights_come_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    serving = Serving(tmp_path, "llama", {})
+    config = {"r": 3, "lora_alpha": 4, "use_dora": True, "target_modules": ["embed_tokens", "lm_head", "k_proj"]}
+    whole, _ = serving.adapter(config)
+    monkeypatch.setattr(quantize_module, "_BLOCK_WEIGHTS", 48 * 7)
+    assert max(block.shape[0] for block in serving.decoder.weight_rows(0, "lm_head")) == 7
+    cut = serving.load(tmp_path / "adapter-0")
+    torch.testing.assert_close(cut.deltas, whole.deltas, atol=1e-6, rtol=1e-5)
+
+
+def test_an_embedding_that_is_not_the_bases_is_refused(tmp_path: Path) -> None:
+    serving = Serving(tmp_path, "llama", {})
+    serving.adapter(KINDS["outside"])
+    path = tmp_path / "adapter-0" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    tensors["base_model.model.model.embed_tokens.base_layer.weight"][17, 3] *= 1.001
+    save_file(tensors, path)
+    with pytest.raises(AdapterUnavailable, match="embed_tokens that isn't this base's"):
+        serving.load(tmp_path / "adapter-0")
+
+
+def test_an_embedding_saved_in_another_dtype_is_still_the_bases(tmp_path: Path) -> None:
+    serving = Serving(tmp_path, "llama", {}, dtype=torch.bfloat16)
+    serving.adapter(KINDS["outside"])
+    path = tmp_path / "adapter-0" / "adapter_model.safetensors"
+    for dtype in (torch.float32, torch.bfloat16):
+        save_file({name: tensor.to(dtype) for name, tensor in load_file(path).items()}, path)
+        serving.load(tmp_path / "adapter-0")
+
+
+def test_a_row_that_dora_would_divide_by_zero_is_refused(tmp_path: Path) -> None:
+    serving = Serving(tmp_path, "llama", {})
+    serving.adapter({"r": 2, "lora_alpha": 2, "use_dora": True, "target_modules": ["q_proj"]})
+    path = tmp_path / "adapter-0" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    prefix = "base_model.model.model.layers.1.self_attn.q_proj"
+    row = next(iter(serving.decoder.weight_rows(1, "q_proj")))[5]
+    tensors[f"{prefix}.lora_A.weight"][0] = row
+    tensors[f"{prefix}.lora_B.weight"][5] = torch.tensor([-1.0, 0.0])
+    save_file(tensors, path)
+    with pytest.raises(AdapterUnavailable, match="Layer 1 q_proj: the norm of row 5"):
+        serving.load(tmp_path / "adapter-0")
+
+
+def open_model(directory: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@torch.no_grad()
+def replace_weights(model: Any, decoder: Decoder) -> None:
+    """Give PEFT's base the weights that ours computes with."""
+    for name, parameter in model.get_base_model().named_parameters():
+        if name.endswith("base_layer.weight"):
+            _, _, layer, _, module, *_ = name.split(".")
+            parameter.copy_(torch.cat(list(decoder.weight_rows(int(layer), module))))
+        elif name == "lm_head.weight":
+            parameter.copy_(torch.cat(list(decoder.weight_rows(0, "lm_head"))))
