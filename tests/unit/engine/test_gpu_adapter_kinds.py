@@ -1,0 +1,104 @@
+"""A GPU's engine, its kernels in Triton's interpreter, with DoRA on linears with biases, on the embedding and on the head: PEFT's probabilities."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from adapters_store import open_store
+from loraserve.config import EngineConfig
+from loraserve.engine.assembly import build_engine
+from loraserve.limits import MIB
+from loraserve.types import AdapterRef, Digest, TenantId, TokenOutput
+
+from .conftest import World
+from .test_engine import add, run
+
+pytestmark = [pytest.mark.interpreted, pytest.mark.filterwarnings("ignore::UserWarning")]
+
+DORA = {"r": 3, "lora_alpha": 4, "use_dora": True, "target_modules": ["k_proj", "down_proj", "embed_tokens", "lm_head"]}
+
+
+def make_world(root: Path) -> World:
+    """A tied base whose q, k and v have biases, and a random adapter."""
+    import peft
+    import transformers
+
+    config = transformers.Qwen2Config(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=80,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    base = transformers.Qwen2ForCausalLM(config).eval()
+    for name, parameter in base.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter.data)
+    base.save_pretrained(root / "base")
+    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **DORA))
+    for name, parameter in model.named_parameters():
+        if "lora_magnitude" in name:
+            parameter.data.mul_(1 + 0.5 * torch.rand_like(parameter))
+        elif "lora_" in name:
+            torch.nn.init.normal_(parameter.data, std=0.2)
+    model.save_pretrained(root / "adapter")
+    store, blobs = open_store(f"file://{root}/blobs"), []
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        with store.stage() as staged:
+            staged.write((root / "adapter" / file).read_bytes())
+            blobs.append(staged.commit())
+    digest = Digest(hashlib.sha256("".join(blobs).encode()).hexdigest())
+    ref = AdapterRef(
+        tenant=TenantId("t"), name="dora", version=1, digest=digest, config_blob=blobs[0], weights_blob=blobs[1]
+    )
+    return World(root / "base", f"file://{root}/blobs", {"dora": ref}, model.eval())
+
+
+@torch.inference_mode()
+def test_dora_beside_base_rows_equals_peft(tmp_path):
+    world = make_world(tmp_path)
+    config = EngineConfig(
+        model_dir=str(world.model_dir),
+        model_id="tiny",
+        store_url=world.store_url,
+        memory_budget_bytes=4 * MIB,
+        host_cache_bytes=4 * MIB,
+        device="cuda",
+        dtype="float16",
+        max_num_seqs=2,
+        max_num_batched_tokens=16,
+    )
+    engine, _ = build_engine(config)
+    try:
+        outputs: list[TokenOutput] = []
+        prompts = {"dora": [5, 79, 5, 33, 2], None: [7, 1, 60]}
+        ids = {
+            name: add(engine, world, prompt, name, max_tokens=2, logprobs=1, prompt_logprobs=1)
+            for name, prompt in prompts.items()
+        }
+        tokens = run(engine, outputs)
+    finally:
+        engine.pager.close()
+    for name, prompt in prompts.items():
+        text = torch.tensor([[*prompt, *tokens[ids[name]]]])
+        if name is None:
+            with world.model.disable_adapter():
+                expected = world.model(text).logits[0].log_softmax(-1)
+        else:
+            expected = world.model(text).logits[0].log_softmax(-1)
+        mine = [output for output in outputs if output.request_id == ids[name]]
+        scores = [s for output in mine for s in (*(output.prompt_logprobs or ())[1:], *(output.logprobs or ()))]
+        assert len(scores) == text.shape[1] - 1
+        for i, score in enumerate(scores):
+            assert score.logprob == pytest.approx(float(expected[i, score.token_id]), abs=0.05)
