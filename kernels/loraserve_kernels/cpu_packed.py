@@ -1,6 +1,6 @@
-"""Linears on the CPU whose weights stay in 4 bits or in fp8: they're widened to float32 a few output channels at a time, while they're multiplied.
+"""Linears on the CPU whose weights stay in 4 bits, in fp8 or in int8 by groups: they're widened to float32 a few output channels at a time, while they're multiplied.
 
-That saves memory, not time: each weight costs a core a few nanoseconds in each step, however few the rows. int8 is the fast format on CPUs.
+That saves memory, not time: each weight costs a core a few nanoseconds in each step, however few the rows. int8 by output channel is the fast format on CPUs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CHANNEL_MULTIPLE = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
-    """A linear's weight in int4, nf4 or fp8, cut into blocks of output channels.
+    """A linear's weight in int4, nf4, fp8 or int8 with groups, cut into blocks of output channels.
 
     Attributes:
         blocks: in order, none with more than about a million weights.
@@ -44,10 +44,10 @@ def pack_quantized(weight: QuantizedWeight) -> PackedWeight:
     """Cut a weight into blocks; its codes aren't copied.
 
     Raises:
-        InvalidWeight: it's int8, which `gemm.pack_int8` takes.
+        InvalidWeight: it's int8 by output channel, which `gemm.pack_int8` takes.
     """
-    if weight.format == "int8":
-        raise InvalidWeight("a weight in int8; gemm.pack_int8 takes its codes and scales")
+    if weight.format == "int8" and not weight.has_groups:
+        raise InvalidWeight("a weight in int8 by output channel; gemm.pack_int8 takes its codes and scales")
     num_channels = _BLOCK_WEIGHTS // weight.in_features // _CHANNEL_MULTIPLE * _CHANNEL_MULTIPLE
     num_channels = max(num_channels, _CHANNEL_MULTIPLE)
     scales = weight.scales.contiguous()
@@ -105,9 +105,11 @@ def widen(weight: QuantizedWeight) -> Tensor:
 
 @functools.cache
 def _table(format: str, has_zeros: bool) -> Tensor:
-    """What each byte of codes means, 256 of them: a float32 for fp8, and for two codes of 4 bits two, held as one float64."""
+    """What each byte of codes means, 256 of them: a float32 for fp8 and int8, and for two codes of 4 bits two, held as one float64."""
     codes = torch.arange(256, dtype=torch.uint8)
     if format == "fp8":
         return codes.view(torch.float8_e4m3fn).float()
+    if format == "int8":
+        return codes.view(torch.int8).float() + (128 if has_zeros else 0)
     meanings = torch.tensor(NF4_CODE) if format == "nf4" else torch.arange(16.0) - (0 if has_zeros else 8)
     return torch.stack((meanings[(codes & 15).int()], meanings[(codes >> 4).int()]), dim=1).view(torch.float64).view(-1)

@@ -34,7 +34,8 @@ def decode_gemm_kernel(  # type: ignore[no-untyped-def]
     stride_out,
     FORMAT: tl.constexpr,  # "plain", "int8", "fp8", "int4", "nf4"
     IS_BF16: tl.constexpr,  # x's dtype, which tensor cores multiply
-    GROUP: tl.constexpr,  # inputs that one pass of the inner loop takes; those that share a scale in formats of 4 bits
+    BY_GROUP: tl.constexpr,  # scales belong to groups of inputs; else, where there are any, to output channels
+    GROUP: tl.constexpr,  # inputs that one pass of the inner loop takes; those that share a scale with BY_GROUP
     GROUPS: tl.constexpr,  # passes for each step of the pipeline
     SPLIT_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -51,7 +52,7 @@ def decode_gemm_kernel(  # type: ignore[no-untyped-def]
     split = tl.program_id(0) % SPLIT_K
     acc, acc2 = part_of_sums(
         x_ptr, codes_ptr, scales_ptr, zeros_ptr, tile, split, num_rows, N, K, stride_x, stride_scale_n, stride_scale_g,
-        stride_zero_g, FORMAT, IS_BF16, GROUP, GROUPS, SPLIT_K, BLOCK_M, HALVES, BLOCK_N, HAS_ZEROS, EVEN_N, EVEN_K,
+        stride_zero_g, FORMAT, IS_BF16, BY_GROUP, GROUP, GROUPS, SPLIT_K, BLOCK_M, HALVES, BLOCK_N, HAS_ZEROS, EVEN_N, EVEN_K,
         NUM_STAGES, WIDEN,
     )  # fmt: skip
     offs_m = tl.arange(0, BLOCK_M)
@@ -68,7 +69,8 @@ def decode_gemm_kernel(  # type: ignore[no-untyped-def]
                 y = sum_of_parts(planes, half, num_rows, SPLIT_K, BLOCK_M, HALVES, BLOCK_N)
             else:
                 y = acc if half == 0 else acc2
-            y = scaled(y, scales_ptr, stride_scale_n, offs_n, N, FORMAT)
+            if FORMAT != "plain" and not BY_GROUP:
+                y = scaled(y, scales_ptr, stride_scale_n, offs_n, N)
             if HAS_BIAS:
                 y = y + tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
             out = out_ptr + rows[:, None].to(tl.int64) * stride_out + offs_n[None, :]
@@ -92,6 +94,7 @@ def part_of_sums(  # type: ignore[no-untyped-def]
     stride_zero_g,
     FORMAT: tl.constexpr,
     IS_BF16: tl.constexpr,
+    BY_GROUP: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     SPLIT_K: tl.constexpr,
@@ -116,7 +119,7 @@ def part_of_sums(  # type: ignore[no-untyped-def]
     is_column = offs_n < N
     part = (K + SPLIT_K * BLOCK_K - 1) // (SPLIT_K * BLOCK_K) * BLOCK_K
     stride_codes = K // PER_BYTE
-    if IS_PACKED:
+    if BY_GROUP:
         # groups have at least 32 inputs
         stride_codes = tl.multiple_of(stride_codes, 16)
     x_ptrs = x_ptr + offs_m[:, None].to(tl.int64) * stride_x + offs_k[None, :]
@@ -141,7 +144,8 @@ def part_of_sums(  # type: ignore[no-untyped-def]
             if HALVES == 2:
                 x_mask2 = x_mask & (offs_m + BLOCK_M < num_rows)[:, None]
                 x2 = tl.load(x_ptrs + BLOCK_M * stride_x + at, mask=x_mask2, other=0)
-            if IS_PACKED:
+            zeros = 0.0
+            if BY_GROUP:
                 # past the end x is zero, whatever the scale
                 group = tl.minimum(k // GROUP + j, K // GROUP - 1)
                 scale = tl.load(scales_ptr + scale_at + group * stride_scale_g, mask=is_column, other=0.0)
@@ -149,8 +153,7 @@ def part_of_sums(  # type: ignore[no-untyped-def]
                     # words, since nothing narrower can be copied ahead
                     words = tl.load(zeros_ptr + offs_n // 4 + group * stride_zero_g, mask=is_column, other=0)
                     zeros = zeros_of(words, offs_n, WIDTH)
-                else:
-                    zeros = 0.0
+            if IS_PACKED:
                 lo, hi = unpack_nibbles(codes, zeros, FORMAT, HAS_ZEROS, IS_BF16, WIDEN)
                 even, odd = split_words(x, IS_BF16, WIDEN)
                 acc += tl.dot(odd, hi, tl.dot(even, lo)) * scale[None, :]
@@ -163,14 +166,20 @@ def part_of_sums(  # type: ignore[no-untyped-def]
                     if WIDEN:
                         values = values.to(tl.float32)
                 else:
-                    values = unpack_bytes(codes, FORMAT, IS_BF16, WIDEN)
+                    values = unpack_bytes(codes, zeros, FORMAT, HAS_ZEROS, IS_BF16, WIDEN)
                 if WIDEN:
                     x = x.to(tl.float32)
-                acc = tl.dot(x, values, acc)
+                if BY_GROUP:
+                    acc += tl.dot(x, values) * scale[None, :]
+                else:
+                    acc = tl.dot(x, values, acc)
                 if HALVES == 2:
                     if WIDEN:
                         x2 = x2.to(tl.float32)
-                    acc2 = tl.dot(x2, values, acc2)
+                    if BY_GROUP:
+                        acc2 += tl.dot(x2, values) * scale[None, :]
+                    else:
+                        acc2 = tl.dot(x2, values, acc2)
     return acc, acc2
 
 
@@ -225,9 +234,7 @@ def sum_of_parts(  # type: ignore[no-untyped-def]
     return y
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def scaled(y, scales_ptr, stride_scale_n, offs_n, N, FORMAT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """y times the scales of its channels, in formats that have one for each."""
-    if FORMAT == "int8" or FORMAT == "fp8":
-        y = y * tl.load(scales_ptr + offs_n.to(tl.int64) * stride_scale_n, mask=offs_n < N, other=0.0)[None, :]
-    return y
+@triton.jit
+def scaled(y, scales_ptr, stride_scale_n, offs_n, N):  # type: ignore[no-untyped-def]
+    """y times the scales of its channels, where each has one."""
+    return y * tl.load(scales_ptr + offs_n.to(tl.int64) * stride_scale_n, mask=offs_n < N, other=0.0)[None, :]

@@ -49,6 +49,7 @@ def decode_lora_gemm_kernel(  # type: ignore[no-untyped-def]
     N1,
     FORMAT: tl.constexpr,
     IS_BF16: tl.constexpr,
+    BY_GROUP: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     SPLIT_K: tl.constexpr,
@@ -81,7 +82,7 @@ def decode_lora_gemm_kernel(  # type: ignore[no-untyped-def]
     if part < SPLIT_K:
         acc, acc2 = part_of_sums(
             x_ptr, codes_ptr, scales_ptr, zeros_ptr, tile, part, num_rows, N, K, stride_x, stride_scale_n, stride_scale_g,
-            stride_zero_g, FORMAT, IS_BF16, GROUP, GROUPS, SPLIT_K, BLOCK_M, HALVES, BLOCK_N, HAS_ZEROS, True, EVEN_K,
+            stride_zero_g, FORMAT, IS_BF16, BY_GROUP, GROUP, GROUPS, SPLIT_K, BLOCK_M, HALVES, BLOCK_N, HAS_ZEROS, True, EVEN_K,
             NUM_STAGES, WIDEN,
         )  # fmt: skip
         store_part(planes, part, acc, acc2, num_rows, BLOCK_M, HALVES, BLOCK_N)
@@ -99,7 +100,8 @@ def decode_lora_gemm_kernel(  # type: ignore[no-untyped-def]
             # 0: the base's; 1: has an adapter; 2: which has a δ
             state = tl.max(tl.where(rows[:, None] == with_lora[None, :], states[None, :], 0), axis=1)
             y = sum_of_parts(planes, half, num_rows, SPLIT_K, BLOCK_M, HALVES, BLOCK_N)
-            y = scaled(y, scales_ptr, stride_scale_n, offs_n, N, FORMAT)
+            if FORMAT != "plain" and not BY_GROUP:
+                y = scaled(y, scales_ptr, stride_scale_n, offs_n, N)
             delta_ptrs = planes + SPLIT_K * PLANE + rows[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
             has_lora, has_delta = (state > 0)[:, None], (state > 1)[:, None]
             # not even a zero is added to the base's rows

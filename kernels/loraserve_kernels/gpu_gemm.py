@@ -220,9 +220,9 @@ def _decode_launch(
     if isinstance(weight, QuantizedWeight):
         format, scales = weight.format, weight.scales
         zeros = None if weight.zeros is None else zero_words(weight.zeros)
-    group = BLOCK_K[format]
-    if isinstance(weight, QuantizedWeight) and weight.is_packed:
-        group, x = weight.group_size, _as_words(x)
+    group, by_group = BLOCK_K[format], isinstance(weight, QuantizedWeight) and weight.has_groups
+    if isinstance(weight, QuantizedWeight) and by_group:
+        group, x = weight.group_size, _as_words(x) if weight.is_packed else x
     # what isn't read is any tensor
     tensors = [x, _codes(weight), *(out if part is None else part for part in (scales, zeros, bias)), out]
     scale_strides = (1, 1) if scales is None else scales.stride()
@@ -231,6 +231,7 @@ def _decode_launch(
     constants: dict[str, Any] = {
         "FORMAT": format,
         "IS_BF16": dtype == torch.bfloat16,
+        "BY_GROUP": by_group,
         "GROUP": group,
         "GROUPS": BLOCK_K[format] // group,
         "SPLIT_K": split_k(out.shape[1], in_features),
@@ -253,7 +254,7 @@ def _prefill(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tenso
     num_rows, out_features = out.shape
     config, zeros = PREFILL_CONFIG, None if weight.zeros is None else zero_words(weight.zeros)
     # a step of the pipeline stays within a group
-    block_k = min(config.block_k, weight.group_size) if weight.is_packed else config.block_k
+    block_k = min(config.block_k, weight.group_size) if weight.has_groups else config.block_k
     tiles = -(-num_rows // config.block_m) * -(-out_features // config.block_n)
     prefill_gemm_kernel[(tiles,)](
         x,
@@ -271,7 +272,8 @@ def _prefill(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tenso
         out.stride(0),
         FORMAT=weight.format,
         IS_BF16=x.dtype == torch.bfloat16,
-        GROUP=weight.group_size if weight.is_packed else block_k,
+        BY_GROUP=weight.has_groups,
+        GROUP=weight.group_size if weight.has_groups else block_k,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=block_k,

@@ -92,9 +92,10 @@ def nf4_ptx(dtype: str) -> str:
     return "{\n.reg .b32 c, i, m, n, a, b, l, h;\n" + "\n".join(body) + "\n}"
 
 
-def int8_ptx(dtype: str) -> str:
-    """$0, $1: the values of four bytes; $2: the bytes."""
+def int8_ptx(dtype: str, *, has_zeros: bool) -> str:
+    """$0, $1: the values of four bytes; $2: the bytes; $3, $4, with zeros: what is to be added: 128 less the zeros of the four, in float16 less 1152 more."""
     if dtype == "fp16":
+        shifts = ("$3", "$4") if has_zeros else ("s", "s")
         return f"""{{
             .reg .b32 u, one, s;
             mov.b32 one, {_pair(1.0, dtype)};
@@ -102,13 +103,16 @@ def int8_ptx(dtype: str) -> str:
             xor.b32 u, $2, 0x80808080;
             prmt.b32 $0, u, 0x64646464, 0x4140;
             prmt.b32 $1, u, 0x64646464, 0x4342;
-            fma.rn.f16x2 $0, $0, one, s;
-            fma.rn.f16x2 $1, $1, one, s;
+            fma.rn.f16x2 $0, $0, one, {shifts[0]};
+            fma.rn.f16x2 $1, $1, one, {shifts[1]};
         }}"""
+    # the difference of two whole numbers below 256 is exact
+    shifted = "fma.rn.bf16x2 $0, $0, one, $3;\nfma.rn.bf16x2 $1, $1, one, $4;" if has_zeros else ""
     # seven bits fit under 128.0; the eighth makes what is taken away 256.0 instead of 128.0
     return f"""{{
-        .reg .b32 p, q, c, d, minus;
+        .reg .b32 p, q, c, d, minus, one;
         mov.b32 minus, {_pair(-1.0, dtype)};
+        mov.b32 one, {_pair(1.0, dtype)};
         prmt.b32 p, $2, 0, 0x4140;
         prmt.b32 q, $2, 0, 0x4342;
         lop3.b32 c, p, 0x00800080, 0x43004300, 0xEA;
@@ -117,6 +121,7 @@ def int8_ptx(dtype: str) -> str:
         lop3.b32 q, q, 0x007F007F, 0x43004300, 0xEA;
         fma.rn.bf16x2 $0, c, minus, p;
         fma.rn.bf16x2 $1, d, minus, q;
+        {shifted}
     }}"""
 
 
@@ -145,14 +150,17 @@ def fp8_ptx(dtype: str) -> str:
 PACKED_CONSTRAINTS = tl.constexpr("=&r,=&r,=&r,=&r,r")
 PACKED_CONSTRAINTS_ZEROS = tl.constexpr("=&r,=&r,=&r,=&r,r,r,r")
 BYTE_CONSTRAINTS = tl.constexpr("=&r,=&r,r")
+BYTE_CONSTRAINTS_ZEROS = tl.constexpr("=&r,=&r,r,r,r")
 INT4_BF16 = tl.constexpr(int4_ptx("bf16", has_zeros=False))
 INT4_FP16 = tl.constexpr(int4_ptx("fp16", has_zeros=False))
 INT4_BF16_ZEROS = tl.constexpr(int4_ptx("bf16", has_zeros=True))
 INT4_FP16_ZEROS = tl.constexpr(int4_ptx("fp16", has_zeros=True))
 NF4_BF16 = tl.constexpr(nf4_ptx("bf16"))
 NF4_FP16 = tl.constexpr(nf4_ptx("fp16"))
-INT8_BF16 = tl.constexpr(int8_ptx("bf16"))
-INT8_FP16 = tl.constexpr(int8_ptx("fp16"))
+INT8_BF16 = tl.constexpr(int8_ptx("bf16", has_zeros=False))
+INT8_FP16 = tl.constexpr(int8_ptx("fp16", has_zeros=False))
+INT8_BF16_ZEROS = tl.constexpr(int8_ptx("bf16", has_zeros=True))
+INT8_FP16_ZEROS = tl.constexpr(int8_ptx("fp16", has_zeros=True))
 FP8_BF16 = tl.constexpr(fp8_ptx("bf16"))
 FP8_FP16 = tl.constexpr(fp8_ptx("fp16"))
 # the low halves of two words, and the high ones
@@ -162,15 +170,31 @@ _TABLE = tl.constexpr(tuple(NF4_CODE))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def unpack_bytes(codes, FORMAT: tl.constexpr, IS_BF16: tl.constexpr, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The values of int8 or fp8 codes (both as uint8) in bf16 or fp16; float32 with WIDEN."""
+def unpack_bytes(  # type: ignore[no-untyped-def]
+    codes, zeros, FORMAT: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_BF16: tl.constexpr, WIDEN: tl.constexpr
+):
+    """The values of int8 or fp8 codes (both as uint8) in bf16 or fp16; float32 with WIDEN. `zeros`, float32 of codes' shape, is read with HAS_ZEROS."""
     if WIDEN:
         if FORMAT == "int8":
-            return codes.to(tl.int8, bitcast=True).to(tl.float32)
+            value = codes.to(tl.int8, bitcast=True).to(tl.float32)
+            if HAS_ZEROS:
+                value += 128.0 - zeros
+            return value
         else:
             wide = codes.to(tl.int32)
             number = ((wide & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
             return tl.where(wide > 127, -number, number)
+    elif HAS_ZEROS:
+        if IS_BF16:
+            args = [codes, (128.0 - zeros).to(tl.bfloat16)]
+            return tl.inline_asm_elementwise(
+                INT8_BF16_ZEROS, BYTE_CONSTRAINTS_ZEROS, args, dtype=tl.bfloat16, is_pure=True, pack=4
+            )
+        else:
+            args = [codes, (-(zeros + 1024.0)).to(tl.float16)]
+            return tl.inline_asm_elementwise(
+                INT8_FP16_ZEROS, BYTE_CONSTRAINTS_ZEROS, args, dtype=tl.float16, is_pure=True, pack=4
+            )
     elif IS_BF16:
         ASM: tl.constexpr = INT8_BF16 if FORMAT == "int8" else FP8_BF16
         return tl.inline_asm_elementwise(ASM, BYTE_CONSTRAINTS, [codes], dtype=tl.bfloat16, is_pure=True, pack=4)

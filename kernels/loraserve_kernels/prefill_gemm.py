@@ -1,7 +1,8 @@
 """A linear with a quantized weight for many rows: codes become numbers on their way to the tensor cores. A Triton kernel.
 
-A tile of x goes through shared memory as it is; a tile of the weight is unpacked in registers and is the second operand. Scales of groups are multiplied in
-before the weight is rounded to x's dtype, as it was when the model was trained; a scale of the whole channel is multiplied into the float32 sums.
+A tile of x goes through shared memory as it is; a tile of the weight is unpacked in registers and is the second operand. Scales of groups of 4 bits are multiplied in
+before the weight is rounded to x's dtype, as it was when the model was trained. int8's codes are exact in x's dtype, and a rounded weight would be half as exact as they are:
+their groups' scales are multiplied into the float32 sums of the group, and a scale of the whole channel into all of them.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ def prefill_gemm_kernel(  # type: ignore[no-untyped-def]
     stride_out,
     FORMAT: tl.constexpr,  # "int8", "fp8", "int4", "nf4"
     IS_BF16: tl.constexpr,  # x's dtype, which tensor cores multiply
-    GROUP: tl.constexpr,  # inputs that share a scale, in formats of 4 bits
+    BY_GROUP: tl.constexpr,  # scales belong to groups of inputs; else to output channels
+    GROUP: tl.constexpr,  # inputs that share a scale, with BY_GROUP
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # no more than GROUP in formats of 4 bits
+    BLOCK_K: tl.constexpr,  # no more than GROUP, with BY_GROUP
     ROWS_FIRST: tl.constexpr,  # row tiles that programs take before the next column tile
     HAS_ZEROS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -59,7 +61,7 @@ def prefill_gemm_kernel(  # type: ignore[no-untyped-def]
     is_row = offs_m < num_rows
     is_column = offs_n < N
     stride_codes = K // PER_BYTE
-    if IS_PACKED:
+    if BY_GROUP:
         stride_codes = tl.multiple_of(stride_codes, 16)
     x_ptrs = x_ptr + offs_m[:, None].to(tl.int64) * stride_x + offs_k[None, :]
     code_ptrs = codes_ptr + offs_n[None, :].to(tl.int64) * stride_codes + offs_c[:, None]
@@ -77,25 +79,28 @@ def prefill_gemm_kernel(  # type: ignore[no-untyped-def]
             codes = tl.load(code_ptrs + at)
         else:
             codes = tl.load(code_ptrs + at, mask=code_mask, other=0)
-        if IS_PACKED:
+        zeros = 0.0
+        if BY_GROUP:
             scale = tl.load(scales_ptr + scale_at + (k // GROUP) * stride_scale_g, mask=is_column, other=0.0)
             if HAS_ZEROS:
                 words = tl.load(zeros_ptr + offs_n // 4 + (k // GROUP) * stride_zero_g, mask=is_column, other=0)
                 zeros = zeros_of(words, offs_n, WIDTH)
-            else:
-                zeros = 0.0
+        if IS_PACKED:
             lo, hi = unpack_nibbles(codes, zeros, FORMAT, HAS_ZEROS, IS_BF16, WIDEN)
             lo = lo.to(tl.float32) * scale[None, :]
             hi = hi.to(tl.float32) * scale[None, :]
             # [WIDTH, BLOCK_N, 2] to the order of inputs
             values = tl.join(lo.to(x.dtype), hi.to(x.dtype)).permute(0, 2, 1).reshape(BLOCK_K, BLOCK_N)
         else:
-            values = unpack_bytes(codes, FORMAT, IS_BF16, WIDEN)
-        if WIDEN:  # noqa: SIM108 (one branch is compiled)
-            acc = tl.dot(x.to(tl.float32), values.to(tl.float32), acc)
+            values = unpack_bytes(codes, zeros, FORMAT, HAS_ZEROS, IS_BF16, WIDEN)
+        if WIDEN:
+            x = x.to(tl.float32)
+            values = values.to(tl.float32)
+        if BY_GROUP and not IS_PACKED:
+            acc += tl.dot(x, values) * scale[None, :]
         else:
             acc = tl.dot(x, values, acc)
-    if not IS_PACKED:
+    if not BY_GROUP:
         acc = acc * tl.load(scales_ptr + scale_at, mask=is_column, other=0.0)[None, :]
     if HAS_BIAS:
         acc = acc + tl.load(bias_ptr + offs_n, mask=is_column, other=0.0).to(tl.float32)[None, :]

@@ -13,11 +13,13 @@ from torch import Tensor
 from loraserve.errors import ModelError, ShapeMismatch
 from loraserve.model.checkpoint import DTYPES, FLOATS, StoredTensor
 from loraserve.model.quantization_config import Layout, QuantizationConfig, Scheme
-from loraserve_kernels.quantized import INT4_GROUP_SIZES, NF4_CODE, NF4_GROUP_SIZE, QuantizedWeight
+from loraserve_kernels.quantized import GROUP_SIZES, NF4_CODE, NF4_GROUP_SIZE, QuantizedWeight
 
 _STATE = "weight.quant_state.bitsandbytes__nf4"
 
 _MAX_STATE_BYTES = 1 << 16
+
+_ROWS_AT_A_TIME = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +57,13 @@ class StoredWeight:
         """Return the weight of these tensors, as many as `tensors` names; codes are copied only where their bits must be moved.
 
         Raises:
-            ModelError: they contradict each other; the message names one.
+            ModelError: they contradict each other, or hold numbers that no weight can be made of; the message names one.
         """
         if self.scheme.layout is Layout.NAIVE:
-            return self._finish(parts["weight"], parts["weight_scale"], None)
+            zeros = parts.get("weight_zero_point")
+            # kernels have the code that means 0 as a number from 0, in bytes
+            zeros = None if zeros is None else (zeros ^ -0x80).view(torch.uint8)
+            return self._finish(parts["weight"], parts["weight_scale"], zeros)
         if self.scheme.layout is Layout.PACKED:
             return self._unpack(parts)
         return self._from_bitsandbytes(parts)
@@ -72,24 +77,27 @@ class StoredWeight:
         codes = parts["weight_packed"].view(torch.uint8)
         if self.scheme.format == "int8":
             # each code is its value and 128
-            return self._finish((codes[:, : self.in_features] ^ 0x80).view(torch.int8), parts["weight_scale"], None)
+            codes = (codes[:, : self.in_features] ^ 0x80).view(torch.int8)
         zeros = parts.get("weight_zero_point")
         return self._finish(codes, parts["weight_scale"], None if zeros is None else self._zeros(zeros))
 
     def _zeros(self, packed: Tensor) -> Tensor:
-        """Each group's code for 0, [out_features, groups] uint8, of words that hold eight channels' codes."""
+        """Each group's code for 0, [out_features, groups] uint8, of words that hold the codes of four channels, or of eight for int4."""
         columns = packed.t().contiguous().view(torch.uint8)
-        codes = torch.stack((columns & 15, columns >> 4), dim=-1).view(columns.shape[0], -1)
+        codes = columns
+        if self.scheme.format == "int4":
+            codes = torch.stack((columns & 15, columns >> 4), dim=-1).view(columns.shape[0], -1)
         return codes[:, : self.out_features].t().contiguous()
 
     def _finish(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> QuantizedWeight:
         """Bring scales and zeros into groups that kernels have."""
+        self._check_numbers(codes, scales)
         # one scale for the whole tensor is the scale of every channel
         scales = scales.float().reshape(-1, scales.shape[-1] if scales.dim() == 2 else 1)
         scales = scales.expand(self.out_features, scales.shape[1])
         group_size = self.in_features
-        if self.scheme.format == "int4":
-            group_size = _int4_group_size(self.in_features // scales.shape[1]) or group_size
+        if self.scheme.format == "int4" or scales.shape[1] > 1 or zeros is not None:
+            group_size = _kernels_group_size(self.in_features // scales.shape[1]) or group_size
             num_repeats = self.in_features // group_size // scales.shape[1]
             scales = scales.repeat_interleave(num_repeats, dim=1)
             zeros = None if zeros is None else zeros.repeat_interleave(num_repeats, dim=1)
@@ -102,6 +110,25 @@ class StoredWeight:
             self.in_features,
             self.out_features,
         )
+
+    def _check_numbers(self, codes: Tensor, scales: Tensor) -> None:
+        """Refuse what no kernel looks for while it multiplies."""
+        num_bad = int((~(torch.isfinite(scales) & (scales > 0))).sum())
+        if num_bad:
+            raise ModelError(
+                f"The tensor {self.path}.weight_scale has {num_bad} of {scales.numel()} scales that aren't finite and above 0.",
+                hint="Fetch the checkpoint again, or quantize it again.",
+            )
+        if self.scheme.format == "fp8":
+            # a few rows at a time: the largest weights are half a gigabyte
+            octets, step = codes.view(torch.uint8), _ROWS_AT_A_TIME
+            blocks = (octets[first : first + step] for first in range(0, len(octets), step))
+            num_bad = sum(int(((block & 0x7F) == 0x7F).sum()) for block in blocks)
+            if num_bad:
+                raise ModelError(
+                    f"The tensor {self.path}.weight has {num_bad} of {codes.numel()} FP8 codes that are NaN (0x7f or 0xff).",
+                    hint="Fetch the checkpoint again, or quantize it again.",
+                )
 
     def _from_bitsandbytes(self, parts: Mapping[str, Tensor]) -> QuantizedWeight:
         state = self._state(parts[_STATE])
@@ -121,6 +148,11 @@ class StoredWeight:
         if absmax.numel() != num_weights // block_size:
             raise ShapeMismatch(
                 f"The tensor {self.path}.weight.absmax has {absmax.numel()} scales; expected {num_weights // block_size}, one for {block_size} weights."
+            )
+        if not bool(torch.isfinite(absmax).all()):
+            raise ModelError(
+                f"The scales of {self.path} (weight.absmax, and what it's nested in) aren't all finite.",
+                hint="Fetch the checkpoint again, or quantize it again.",
             )
         scales = absmax.repeat_interleave(block_size // NF4_GROUP_SIZE).view(self.out_features, -1)
         # whatever dtype the bytes are stored as; bitsandbytes has the first of two codes in the high bits
@@ -181,7 +213,10 @@ def find_stored_weight(
     unread = ("input_scale",) if scheme.has_input_scale else ()
     if scheme.layout is Layout.NAIVE:
         codes = Expected((shape,), ("I8",) if scheme.format == "int8" else ("F8_E4M3",))
-        return StoredWeight(path, scheme, out_features, in_features, {"weight": codes, "weight_scale": scale}, unread)
+        tensors = {"weight": codes, "weight_scale": scale}
+        if not scheme.is_symmetric:
+            tensors["weight_zero_point"] = Expected(((out_features, num_groups),), ("I8",))
+        return StoredWeight(path, scheme, out_features, in_features, tensors, unread)
     per_word = 8 if scheme.format == "int4" else 4
     tensors = {
         "weight_packed": Expected(((out_features, -(-in_features // per_word)),), ("I32",)),
@@ -198,17 +233,20 @@ def _num_groups(path: str, scheme: Scheme, in_features: int) -> int:
     size = scheme.group_size or in_features
     if in_features % size:
         raise ModelError(f"{path} has {in_features} inputs, which groups of {size} (group_size) don't fill.")
-    if scheme.format == "int4" and _int4_group_size(size) is None:
+    # one scale for an output channel is any width's with int8 and FP8, but zeros are groups' alone
+    is_by_group = scheme.format == "int4" or scheme.group_size is not None or not scheme.is_symmetric
+    if is_by_group and _kernels_group_size(size) is None:
+        kind = scheme.format if scheme.is_symmetric else f"asymmetric {scheme.format}"
         raise ModelError(
-            f"{path} has {in_features} inputs with a common int4 scale; only multiples of {min(INT4_GROUP_SIZES)} are implemented.",
+            f"{path} has {size} inputs with a common {kind} scale; only multiples of {min(GROUP_SIZES)} are implemented.",
             hint="Give the float checkpoint and --quantize int8.",
         )
     return in_features // size
 
 
-def _int4_group_size(size: int) -> int | None:
+def _kernels_group_size(size: int) -> int | None:
     """The largest group that kernels have, of those that cut a stored group evenly."""
-    return max((small for small in INT4_GROUP_SIZES if size % small == 0), default=None)
+    return max((small for small in GROUP_SIZES if size % small == 0), default=None)
 
 
 def _find_bitsandbytes(

@@ -17,7 +17,7 @@ from typing import Any
 from loraserve.errors import ModelError
 
 _HINT = (
-    "Supported are compressed-tensors with int8 weights by channel, int4 weights in groups, or FP8 weights by channel or tensor; and bitsandbytes NF4. "
+    "Supported are compressed-tensors with int8 or int4 weights by channel or in groups, or FP8 weights by channel or tensor; and bitsandbytes NF4. "
     "Or give the float checkpoint and --quantize int8, int4, nf4 or fp8."
 )
 
@@ -30,7 +30,7 @@ class Layout(StrEnum):
     """Which tensors a weight is stored in."""
 
     NAIVE = "naive"
-    """``weight`` in a dtype of eight bits, ``weight_scale``."""
+    """``weight`` in a dtype of eight bits, ``weight_scale``, and ``weight_zero_point`` where codes aren't symmetric."""
     PACKED = "packed"
     """``weight_packed``: int32 words of codes, the first in the lowest bits; ``weight_scale``, ``weight_shape``, and ``weight_zero_point`` where codes aren't symmetric."""
     BITSANDBYTES = "bitsandbytes"
@@ -216,24 +216,23 @@ def _scheme(group: _Fields, form: object, fields: _Fields) -> Scheme:
     name = "fp8" if kind == "float" else f"int{num_bits}"
     if (layout is Layout.PACKED and name == "fp8") or (layout is Layout.NAIVE and name == "int4"):
         raise weights.refusal("num_bits", f"int4 or int8 in pack-quantized, int8 or FP8 in {form},")
-    if not is_symmetric and name != "int4":
+    if not is_symmetric and name == "fp8":
         raise weights.refusal("symmetric", f"true with {name}")
-    return Scheme(name, layout, _group_size(weights, name), is_symmetric, has_input_scale)
+    return Scheme(name, layout, _group_size(weights, name, is_symmetric), is_symmetric, has_input_scale)
 
 
-def _group_size(weights: _Fields, name: str) -> int | None:
+def _group_size(weights: _Fields, name: str, is_symmetric: bool) -> int | None:
     size, strategy = weights.get("group_size"), weights.get("strategy")
     if strategy is None:
         # what the library infers
         strategy = "tensor" if size is None else "channel" if size == -1 else "group"
     if strategy in ("tensor", "channel"):
-        if strategy == "tensor" and name == "int4":
-            raise weights.refusal("strategy", "channel or group with int4")
+        if strategy == "tensor" and (name == "int4" or not is_symmetric):
+            raise weights.refusal("strategy", f"channel or group with {name if is_symmetric else f'asymmetric {name}'}")
         return None
-    if strategy != "group" or name != "int4":
-        raise weights.refusal(
-            "strategy", f"{'channel or group' if name == 'int4' else 'channel or tensor'} with {name}"
-        )
+    if strategy != "group" or name == "fp8":
+        expected = {"int4": "channel or group", "int8": "channel, group or tensor", "fp8": "channel or tensor"}[name]
+        raise weights.refusal("strategy", f"{expected} with {name}")
     if not isinstance(size, int) or isinstance(size, bool) or size < 1 or size % _SMALLEST_GROUP:
         raise weights.refusal("group_size", f"a multiple of {_SMALLEST_GROUP}")
     return size

@@ -1,4 +1,4 @@
-"""The CPU's linears by how their weights are kept: float32, bfloat16 or float16, int8, or packed (int4, nf4, fp8). One object per site, made once, called every step.
+"""The CPU's linears by how their weights are kept: float32, bfloat16 or float16, int8, or packed (int4, nf4, fp8, int8 with groups). One object per site, made once, called every step.
 
 Activations and sums are float32. Except with bfloat16 weights, where it is so only nearly, a row's result is the same bits whatever shares its batch, so that a
 greedy answer doesn't depend on the batch either.
@@ -18,7 +18,7 @@ from loraserve.errors import ConfigError, ModelError
 from loraserve_kernels.cpu_packed import PackedWeight, pack_quantized, packed_linear, widen
 from loraserve_kernels.errors import InvalidWeight
 from loraserve_kernels.gemm import Int8Weight, float_linear, int8_linear, pack_float, pack_int8, unpack_int8
-from loraserve_kernels.quantized import FORMATS, INT4_GROUP_SIZES, NF4_GROUP_SIZE, QuantizedWeight, quantize
+from loraserve_kernels.quantized import FORMATS, GROUP_SIZES, NF4_GROUP_SIZE, QuantizedWeight, quantize
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -59,7 +59,8 @@ def make_linear(weight: Tensor | QuantizedWeight, bias: Tensor | None, *, quanti
     if isinstance(weight, Tensor) and quantize != "none":
         weight = quantize_weight(weight, quantize)
     if isinstance(weight, QuantizedWeight):
-        return Int8Linear(weight, bias) if weight.format == "int8" else PackedLinear(weight, bias)
+        has_fast_linear = weight.format == "int8" and not weight.has_groups
+        return Int8Linear(weight, bias) if has_fast_linear else PackedLinear(weight, bias)
     if dtype == torch.float16:
         return Float16Linear(weight, bias)
     return BFloat16Linear(weight, bias) if dtype == torch.bfloat16 else Float32Linear(weight, bias)
@@ -83,7 +84,7 @@ def group_size(format: str, in_features: int) -> int:
     Raises:
         ModelError: no groups that the format has fill in_features.
     """
-    sizes = {"int4": INT4_GROUP_SIZES, "nf4": (NF4_GROUP_SIZE,)}.get(format, (in_features,))
+    sizes = {"int4": GROUP_SIZES, "nf4": (NF4_GROUP_SIZE,)}.get(format, (in_features,))
     fitting = [size for size in sizes if in_features % size == 0]
     if not fitting:
         raise ModelError(
@@ -215,7 +216,7 @@ class Int8Linear:
 
 
 class PackedLinear:
-    """int4, nf4 or fp8 weights, widened to float32 a block at a time while they're multiplied."""
+    """int4, nf4, fp8, or int8 weights with groups, widened to float32 a block at a time while they're multiplied."""
 
     __slots__ = ("_weight", "bias", "num_bytes", "out_features")
 

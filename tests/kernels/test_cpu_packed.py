@@ -8,14 +8,21 @@ from loraserve_kernels.cpu_packed import pack_quantized, packed_linear, widen
 from loraserve_kernels.errors import InvalidWeight, ShapeMismatch
 from loraserve_kernels.quantized import QuantizedWeight, quantize
 
-KINDS = {"int4": ("int4", False), "int4 with zeros": ("int4", True), "nf4": ("nf4", False), "fp8": ("fp8", False)}
+KINDS = {
+    "int4": ("int4", False),
+    "int4 with zeros": ("int4", True),
+    "int8": ("int8", False),
+    "int8 with zeros": ("int8", True),
+    "nf4": ("nf4", False),
+    "fp8": ("fp8", False),
+}
 
 
 def make(kind: str, out_features: int, in_features: int, group_size: int = 64) -> QuantizedWeight:
     name, has_zeros = KINDS[kind]
     # groups of very different sizes, and far from zero
     weight = torch.randn(out_features, in_features) * 10.0 ** torch.randint(-3, 3, (out_features, 1)) + 0.3
-    return quantize(weight, name, group_size if name == "int4" else None, has_zeros=has_zeros)
+    return quantize(weight, name, group_size if name in ("int4", "int8") else None, has_zeros=has_zeros)
 
 
 @pytest.fixture
@@ -71,7 +78,7 @@ def test_blocks_keep_scratch_memory_small_and_codes_unshared_copies_away() -> No
     assert packed.num_bytes == weight.num_bytes
 
 
-def test_int8_is_refused() -> None:
+def test_int8_by_channel_is_refused() -> None:
     with pytest.raises(InvalidWeight, match="pack_int8"):
         pack_quantized(quantize(torch.randn(4, 8), "int8"))
 

@@ -9,7 +9,12 @@ CONFIGS = [
     ("int8", None, False),
     ("fp8", None, False),
     ("nf4", None, False),
-    *[("int4", size, has_zeros) for size in (32, 64, 128) for has_zeros in (False, True)],
+    *[
+        (format, size, has_zeros)
+        for format in ("int4", "int8")
+        for size in (32, 64, 128)
+        for has_zeros in (False, True)
+    ],
 ]
 
 
@@ -31,7 +36,8 @@ def bound(weight: Tensor, quantized: QuantizedWeight) -> Tensor:
     groups = weight.double().view(weight.shape[0], -1, quantized.group_size)
     amax = groups.abs().amax(2, keepdim=True)
     if quantized.zeros is not None:
-        steps = (groups.amax(2, keepdim=True).clamp_min(0) - groups.amin(2, keepdim=True).clamp_max(0)) / 30
+        span = groups.amax(2, keepdim=True).clamp_min(0) - groups.amin(2, keepdim=True).clamp_max(0)
+        steps = span / {"int8": 510, "int4": 30}[quantized.format]
     elif quantized.format == "fp8":
         steps = torch.maximum(groups.abs() / 16, amax / 448 / 1024)
     else:
@@ -81,6 +87,23 @@ def test_four_bits_stand_low_nibble_first() -> None:
     assert nf4.dequantize(torch.float32)[0, :6].tolist() == [NF4_CODE[c] / 2 for c in (0, 1, 8, 9, 7, 15)]
 
 
+def test_eight_bits_have_zeros_that_count_from_the_lowest_code() -> None:
+    codes = torch.tensor([-128, -127, 0, 127], dtype=torch.int8).repeat(1, 16)
+    zeros = torch.tensor([[0, 200]], dtype=torch.uint8)
+    int8 = QuantizedWeight("int8", codes, torch.tensor([[0.5, 2.0]]), zeros, 32, 64, 1)
+    assert int8.dequantize(torch.float32)[0, :4].tolist() == [0.0, 0.5, 64.0, 127.5]
+    assert int8.dequantize(torch.float32)[0, 32:36].tolist() == [-400.0, -398.0, -144.0, 110.0]
+
+
+def test_int8_has_a_scale_for_each_channel_unless_groups_are_asked_for() -> None:
+    weight = torch.randn(8, 256)
+    channels, groups = quantize(weight, "int8"), quantize(weight, "int8", 64)
+    assert (channels.scales.shape, channels.has_groups) == ((8, 1), False)
+    assert (groups.scales.shape, groups.has_groups) == ((8, 4), True)
+    errors = [(made.dequantize(torch.float32) - weight).norm() for made in (channels, groups)]
+    assert errors[1] < 0.95 * errors[0]
+
+
 def test_nf4_takes_the_nearest_of_its_sixteen_numbers() -> None:
     weight = torch.linspace(-1, 1, 64 * 50).view(1, -1)
     weight[0, 0::64], weight[0, 1::64] = -1.0, 1.0
@@ -108,8 +131,9 @@ def test_concatenated_weights_are_their_parts_in_order(format: str, group_size: 
     assert whole.num_bytes == sum(p.num_bytes for p in parts)
 
 
-def test_parts_with_zeros_and_without_are_joined() -> None:
-    parts = [quantize(torch.randn(4, 128), "int4", has_zeros=has_zeros) for has_zeros in (False, True)]
+@pytest.mark.parametrize("format", ["int4", "int8"])
+def test_parts_with_zeros_and_without_are_joined(format: str) -> None:
+    parts = [quantize(torch.randn(4, 256), format, 64, has_zeros=has_zeros) for has_zeros in (False, True)]
     whole = concatenate(parts)
     assert torch.equal(whole.dequantize(torch.float32), torch.cat([p.dequantize(torch.float32) for p in parts]))
 
@@ -120,6 +144,7 @@ def test_bytes_are_counted() -> None:
     assert quantize(weight, "int4").num_bytes == 10 * (128 + 8)
     assert quantize(weight, "nf4").num_bytes == 10 * (128 + 16)
     assert quantize(weight, "int4", 32, has_zeros=True).num_bytes == 10 * (128 + 8 * 5)
+    assert quantize(weight, "int8", 128).num_bytes == 10 * (256 + 8)
 
 
 def test_a_moved_weight_has_its_scales_by_channel_and_means_the_same() -> None:
@@ -153,8 +178,12 @@ def test_formats_and_groups_that_dont_exist_are_refused() -> None:
     with pytest.raises(InvalidWeight, match="192 inputs can't be cut into groups of 128"):
         quantize(weight, "int4")
     with pytest.raises(InvalidWeight, match="groups of 64; the kernels have 192"):
-        quantize(weight, "int8", 64)
-    with pytest.raises(InvalidWeight, match="nf4 with zeros"):
+        quantize(weight, "fp8", 64)
+    with pytest.raises(InvalidWeight, match="groups of 96; the kernels have 32, 64, 128, 192"):
+        quantize(weight, "int8", 96)
+    with pytest.raises(InvalidWeight, match="groups of 192 and zeros; the kernels have 32, 64, 128"):
+        quantize(weight, "int8", has_zeros=True)
+    with pytest.raises(InvalidWeight, match="nf4 with zeros; only int8 and int4"):
         quantize(weight, "nf4", has_zeros=True)
     with pytest.raises(ShapeMismatch, match="matrix of floats"):
         quantize(weight.to(torch.int8), "int8")

@@ -79,12 +79,16 @@ def make_lora_step(
     in_features = fleet.shapes[SITES[site][0]][1]
     out_features = sum(fleet.shapes[module][0] for module in SITES[site])
     weight = torch.randn(out_features, in_features) / in_features**0.5
+    # "int8-64": in groups
+    name, _, group_size = format.partition("-")
     return LoraStep(
         fleet,
         plan,
         list(row_slots),
         site,
         torch.randn(len(row_slots), in_features).to(fleet.dtype),
-        weight.to(fleet.dtype) if format == "plain" else quantize(weight, format),
+        weight.to(fleet.dtype)
+        if format == "plain"
+        else quantize(weight, name, int(group_size) if group_size else None),
         torch.randn(out_features).to(fleet.dtype) if has_bias else None,
     )

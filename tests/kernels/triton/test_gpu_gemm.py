@@ -22,10 +22,15 @@ KINDS = [
     ("int4", 128, False),
     ("int4", 64, True),
     ("int4", 32, True),
+    ("int8", 128, False),
+    ("int8", 32, True),
 ]
 # out_features and in_features: not filling a tile, in one part; filling tiles, in two parts; in four parts, of which the last is empty
 SHAPES = {"plain": [(70, 333), (128, 512), (33, 1090)], "packed": [(70, 384), (128, 512), (33, 1152)]}
-PACKED = ("int4", "nf4")
+
+
+def sizes_of(kind: tuple[str, int | None, bool]) -> str:
+    return "packed" if kind[0] == "nf4" or kind[1] else "plain"
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +81,7 @@ def is_right(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]}-{kind[1]}")
 def test_few_rows_equal_the_reference(kind: tuple[str, int | None, bool], dtype: torch.dtype, shape: int) -> None:
-    out_features, in_features = SHAPES["packed" if kind[0] in PACKED else "plain"][shape]
+    out_features, in_features = SHAPES[sizes_of(kind)][shape]
     weight = make_weight(kind, out_features, in_features, dtype)
     # one row tile, two halves of it, one row
     num_rows = (9, 35, 1)[shape]
@@ -96,7 +101,9 @@ def test_a_rows_bits_depend_on_that_row_alone(kind: tuple[str, int | None, bool]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-@pytest.mark.parametrize("kind", [("int8", None, False), ("int4", 128, False)], ids=["int8", "int4"])
+@pytest.mark.parametrize(
+    "kind", [("int8", None, False), ("int4", 128, False), ("int8", 32, True)], ids=["int8", "int4", "int8-32"]
+)
 def test_a_row_that_isnt_finite_spoils_no_other(kind: tuple[str, int | None, bool]) -> None:
     weight, x = make_weight(kind, 33, 512, torch.float16), make_x(6, 512, torch.float16)
     x[2, 7], x[4] = float("nan"), float("inf")
@@ -116,7 +123,7 @@ def test_counters_are_zero_again_after_every_call() -> None:
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]}-{kind[1]}")
 def test_many_rows_equal_the_reference(kind: tuple[str, int | None, bool]) -> None:
     dtype = torch.bfloat16 if kind[1] == 32 else torch.float16
-    in_features = 256 if kind[0] in PACKED else 250
+    in_features = 256 if sizes_of(kind) == "packed" else 250
     weight, bias = make_weight(kind, 150, in_features, dtype), torch.randn(150).to(dtype)
     x = make_x(131, in_features, dtype)
     # the weight itself is rounded too

@@ -101,8 +101,20 @@ def in_order(low: Words, high: Words, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_int8_is_unpacked_exactly(dtype: str) -> None:
     words, octets = every_byte()
-    values = in_order(*run(gpu_unpack.int8_ptx(dtype), 2, words), DTYPES[dtype])
+    values = in_order(*run(gpu_unpack.int8_ptx(dtype, has_zeros=False), 2, words), DTYPES[dtype])
     assert torch.equal(values.long(), octets.to(torch.int8).long())
+
+
+@pytest.mark.parametrize("zero", [0, 1, 127, 128, 255])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zeros_of_eight_bits_are_taken_away_exactly(dtype: str, zero: int) -> None:
+    words, octets = every_byte()
+    # another zero for each of the four
+    zeros = (torch.arange(4 * len(words)).view(-1, 4) + zero) % 256
+    shift = (128.0 - zeros if dtype == "bf16" else -(zeros + 1024.0)).to(DTYPES[dtype])
+    pairs = shift.view(torch.int16).numpy().view(np.uint32)
+    outputs = run(gpu_unpack.int8_ptx(dtype, has_zeros=True), 2, words, pairs[:, 0], pairs[:, 1])
+    assert torch.equal(in_order(*outputs, DTYPES[dtype]).long(), octets.to(torch.int8).long() + 128 - zeros)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

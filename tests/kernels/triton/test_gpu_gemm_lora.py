@@ -45,6 +45,7 @@ def rows_of(fleet: Fleet, num_rows: int) -> list[int]:
         ("down", 11, "nf4", torch.float16, 16, True),
         ("down", 64, "fp8", torch.float16, 32, True),
         ("qkv", 7, "int8", torch.bfloat16, 16, False),
+        ("down", 9, "int8-64", torch.float16, 16, True),
     ],
 )
 def test_one_launch_equals_the_reference(

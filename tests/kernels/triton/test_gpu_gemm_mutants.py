@@ -41,14 +41,15 @@ def mutate(module: ModuleType, kernel: str, old: str, new: str, folder: Path, pa
     patch.setattr(gpu_gemm, "_counters", lambda device: counters)
 
 
-def is_linear_caught(patch: pytest.MonkeyPatch, format: str, num_rows: int, in_features: int) -> bool:
-    """A wrong result of the first call or of the second."""
+def is_linear_caught(patch: pytest.MonkeyPatch, kind: str, num_rows: int, in_features: int) -> bool:
+    """A wrong result of the first call or of the second. `int4` has groups of 32 and zeros, and so has `int8-groups`."""
     torch.manual_seed(0)
     empty = torch.empty
     patch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
-    weight = quantize(
-        torch.randn(70, in_features), format, 32 if format == "int4" else None, has_zeros=format == "int4"
-    )
+    has_groups = kind in ("int4", "int8-groups")
+    # groups of different sizes
+    weight = torch.randn(70, in_features) * 2.0 ** (torch.arange(in_features) // 32 % 3)
+    weight = quantize(weight, kind.partition("-")[0], 32 if has_groups else None, has_zeros=has_groups)
     wide = torch.full((num_rows + 1, in_features + 24), float("nan"), dtype=torch.float16)
     x, bias = wide[:num_rows, :in_features], torch.randn(70).half() * 9
     x.copy_(torch.randn(x.shape))
@@ -59,12 +60,13 @@ def is_linear_caught(patch: pytest.MonkeyPatch, format: str, num_rows: int, in_f
 
 
 @pytest.mark.parametrize(
-    ("format", "num_rows", "in_features"), [("int4", 35, 608), ("int8", 3, 570), ("int4", 70, 256)]
+    ("kind", "num_rows", "in_features"),
+    [("int4", 35, 608), ("int8", 3, 570), ("int4", 70, 256), ("int8-groups", 35, 608), ("int8-groups", 70, 256)],
 )
 def test_the_unmutated_linear_is_right(
-    format: str, num_rows: int, in_features: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, num_rows: int, in_features: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not is_linear_caught(monkeypatch, format, num_rows, in_features)
+    assert not is_linear_caught(monkeypatch, kind, num_rows, in_features)
 
 
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
@@ -98,8 +100,45 @@ def test_adding_up_before_the_last_part_is_caught(monkeypatch: pytest.MonkeyPatc
 
 
 def test_scales_of_channels_that_are_forgotten_are_caught(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    mutate(decode_gemm, "decode_gemm_kernel", "y = y * tl.load", "y = y + 0 * tl.load", tmp_path, monkeypatch)
+    mutate(decode_gemm, "decode_gemm_kernel", "return y * tl.load", "return y + 0 * tl.load", tmp_path, monkeypatch)
     assert is_linear_caught(monkeypatch, "int8", 3, 570)
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        pytest.param("tl.minimum(k // GROUP + j,", "tl.minimum(k // GROUP,", id="groups have the first one's scale"),
+        pytest.param("group = tl.minimum(k // GROUP + j, K // GROUP - 1)", "group = tl.minimum(k // GROUP + j + 1, K // GROUP - 1)", id="groups have the next one's scale"),
+        pytest.param("tl.dot(x, values) * scale[None, :]", "tl.dot(x, values)", id="scales of groups are ignored"),
+        pytest.param("tl.dot(x2, values) * scale[None, :]", "tl.dot(x2, values)", id="scales of groups are ignored in the second half"),
+        pytest.param("unpack_bytes(codes, zeros, FORMAT, HAS_ZEROS,", "unpack_bytes(codes, zeros, FORMAT, False,", id="zeros are ignored"),
+        pytest.param('if FORMAT != "plain" and not BY_GROUP:', 'if FORMAT != "plain" and FORMAT != "int4":', id="the first group's scale is multiplied in again"),
+    ],
+)  # fmt: skip
+def test_a_mutant_for_few_rows_of_groups_of_bytes_is_caught(
+    old: str, new: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    mutate(decode_gemm, "decode_gemm_kernel", old, new, tmp_path, monkeypatch)
+    assert is_linear_caught(monkeypatch, "int8-groups", 35, 608)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        pytest.param("tl.load(scales_ptr + scale_at + (k // GROUP)", "tl.load(scales_ptr + scale_at + 0 * (k // GROUP)", id="every group is the first"),
+        pytest.param("tl.dot(x, values) * scale[None, :]", "tl.dot(x, values)", id="scales of groups are ignored"),
+        pytest.param("if not BY_GROUP:", "if not IS_PACKED:", id="the first group's scale is multiplied in again"),
+        pytest.param("offs_n // 4 + (k // GROUP) * stride_zero_g", "offs_n // 4", id="zeros are the first group's"),
+    ],
+)  # fmt: skip
+def test_a_mutant_for_many_rows_of_groups_of_bytes_is_caught(
+    old: str, new: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    mutate(prefill_gemm, "prefill_gemm_kernel", old, new, tmp_path, monkeypatch)
+    config = gpu_gemm.PREFILL_CONFIG
+    monkeypatch.setattr(gpu_gemm, "PREFILL_CONFIG", type(config)(64, 64, 64, 8, 4, 2))
+    assert is_linear_caught(monkeypatch, "int8-groups", 70, 256)
 
 
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")

@@ -36,12 +36,17 @@ def save_compressed(
     *,
     ignore: list[str] | None = None,
     format: str | None = None,
+    preset: str | None = None,
     max_shard_size: str = "5GB",
 ) -> Any:
-    """Quantize the model, save it with the library, and return a float32 model with the weights that the library reads from it."""
+    """Quantize the model, save it with the library, and return a float32 model with the weights that the library reads from it.
+
+    Args:
+        preset: one of the library's own schemes, for every linear, instead of `groups`.
+    """
     plain = copy.deepcopy(model).float()
     config = QuantizationConfig(
-        config_groups={f"group_{i}": value for i, value in enumerate(groups)},
+        config_groups={preset: ["Linear"]} if preset else {f"group_{i}": value for i, value in enumerate(groups)},
         ignore=["lm_head"] if ignore is None else ignore,
         quantization_status="initialized",
     )

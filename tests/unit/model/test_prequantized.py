@@ -25,6 +25,9 @@ NAME = "model.layers.1.mlp.up_proj"
 FP8_DYNAMIC = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 FP8_STATIC = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
 
+# groups that are no whole channel of any linear
+GROUPS_OF_8_BITS = {**WIDE, "hidden_size": 256}
+
 CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "int4-groups": ([group(4, "group", group_size=128)], {}),
     "int4-zero-points": ([group(4, "group", group_size=64, symmetric=False)], {}),
@@ -37,6 +40,13 @@ CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "fp8-dynamic-activations": ([group(8, "channel", type="float", input_activations=FP8_DYNAMIC)], {}),
     "fp8-static-activations": ([group(8, "tensor", type="float", input_activations=FP8_STATIC)], {}),
     "fp8-head-too": ([group(8, "channel", type="float")], {"ignore": [], "format": "float-quantized"}),
+    "int8-groups": ([group(8, "group", group_size=128)], {}),
+    "int8-groups-of-32-bytes": ([group(8, "group", group_size=32)], {"format": "int-quantized"}),
+    "int8-groups-with-zero-points": ([group(8, "group", group_size=64, symmetric=False)], {}),
+    "int8-zero-points-in-bytes": ([group(8, "group", group_size=64, symmetric=False)], {"format": "naive-quantized"}),
+    "int8-channels-with-zero-points": ([group(8, "channel", symmetric=False)], {}),
+    "int8-preset": ([], {"preset": "W8A16"}),
+    "int8-head-too": ([group(8, "group", group_size=128)], {"ignore": []}),
     "float-within-a-site": ([group(4, "group", group_size=128)], {"ignore": ["lm_head", "re:.*k_proj$", NAME]}),
     "two-formats": (
         [
@@ -46,22 +56,27 @@ CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
         {},
     ),
 }
-FORMATS = {"int4": "int4", "fp8": "fp8", "float": "int4", "two": "fp8+int4"}
+FORMATS = {"int4": "int4", "int8": "int8", "fp8": "fp8", "float": "int4", "two": "fp8+int4"}
 
 
-def test_int4_groups_that_kernels_dont_have_are_cut_into_ones_that_they_have(tmp_path: Path) -> None:
-    sizes = {**WIDE, "hidden_size": 192, "intermediate_size": 384}
-    groups = [group(4, "group", group_size=96, symmetric=False)]
+@pytest.mark.parametrize("num_bits", [4, 8])
+@pytest.mark.parametrize(("stored", "used"), [(96, 32), (192, 64), (128, 128)])
+def test_groups_that_kernels_dont_have_are_cut_into_ones_that_they_have(
+    tmp_path: Path, num_bits: int, stored: int, used: int
+) -> None:
+    sizes = {**WIDE, "hidden_size": 384, "intermediate_size": 384}
+    groups = [group(num_bits, "group", group_size=stored, symmetric=False)]
     model = save_compressed(build_model(**sizes), tmp_path, groups)
     weight = assembled(tmp_path, NAME)
-    assert weight.group_size == 32
+    assert weight.group_size == used
     assert torch.equal(weight.dequantize(torch.float32), model.get_submodule(NAME).weight)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_transformers_on_the_weights_that_the_library_reads(tmp_path: Path, case: str) -> None:
     groups, options = CASES[case]
-    model = save_compressed(build_model("qwen2", **WIDE), tmp_path, groups, **options)
+    sizes = GROUPS_OF_8_BITS if case.startswith("int8") else WIDE
+    model = save_compressed(build_model("qwen2", **sizes), tmp_path, groups, **options)
     decoder = load(tmp_path)
     token_ids = random_tokens(30)
     ours = PagedRun(decoder).logits(token_ids, [20, 5])
@@ -108,6 +123,18 @@ def test_int8_codes_and_scales_are_used_as_they_are(tmp_path: Path, format: str,
     ours, expected = PagedRun(decoder).logits(token_ids, [30]), reference_logits(model, token_ids)
     assert ((ours - expected).norm(dim=1) / expected.norm(dim=1)).max() < 0.1
     assert decoder.spec.quantization == "int8"
+
+
+def test_the_librarys_preset_of_int8_weights_has_groups_of_128(tmp_path: Path) -> None:
+    save_compressed(build_model(**GROUPS_OF_8_BITS), tmp_path, [], preset="W8A16")
+    weight = assembled(tmp_path, NAME)
+    assert (weight.format, weight.group_size, weight.zeros) == ("int8", 128, None)
+
+
+def test_one_int8_group_of_all_inputs_is_a_channel(tmp_path: Path) -> None:
+    """The CPU's fast linear takes it."""
+    save_compressed(build_model(**WIDE), tmp_path, [group(8, "group", group_size=128)])
+    assert not assembled(tmp_path, NAME).has_groups
 
 
 @pytest.mark.parametrize("kind", ["nested", "plain"])
@@ -255,6 +282,38 @@ def test_part_that_doesnt_fit_is_named(directory: Path, suffix: str, part: torch
         load(directory)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0, -0.01])
+def test_scales_that_arent_finite_and_positive_are_refused(directory: Path, bad: float) -> None:
+    scales = load_file(directory / "model.safetensors")[f"{NAME}.weight_scale"]
+    scales[7, 1] = scales[200, 0] = bad
+    change(directory, weight_scale=scales)
+    with pytest.raises(ModelError, match=rf"{NAME}\.weight_scale has 2 of 512 scales that aren't finite and above 0"):
+        load(directory)
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_fp8_codes_that_are_nan_are_refused(tmp_path: Path, code: int) -> None:
+    # more rows than are looked at together
+    sizes = {**WIDE, "intermediate_size": 1120}
+    save_compressed(build_model(**sizes), tmp_path, [group(8, "channel", type="float")])
+    codes = load_file(tmp_path / "model.safetensors")[f"{NAME}.weight"]
+    codes.view(torch.uint8)[3, 5] = codes.view(torch.uint8)[1119, 127] = code
+    change(tmp_path, weight=codes)
+    with pytest.raises(ModelError, match=rf"{NAME}\.weight has 2 of 143360 FP8 codes that are NaN"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_nf4_scales_that_arent_finite_are_refused(tmp_path: Path, is_nested: bool) -> None:
+    save_nf4(tmp_path, is_nested=is_nested)
+    suffix = "weight.nested_absmax" if is_nested else "weight.absmax"
+    scales = load_file(tmp_path / "model.safetensors")[f"{NAME}.{suffix}"]
+    scales[1] = float("inf")
+    change(tmp_path, **{suffix: scales})
+    with pytest.raises(ModelError, match=rf"scales of {NAME} .* aren't all finite"):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
@@ -339,3 +398,7 @@ def test_width_that_groups_dont_fill_is_named(tmp_path: Path) -> None:
     save_compressed(build_model(**{**WIDE, "intermediate_size": 200}), tmp_path / "channels", [group(4, "channel")])
     with pytest.raises(ModelError, match="down_proj has 200 inputs with a common int4 scale; only multiples of 32"):
         load(tmp_path / "channels")
+    groups = [group(8, "channel", symmetric=False)]
+    save_compressed(build_model(**{**WIDE, "intermediate_size": 200}), tmp_path / "int8", groups)
+    with pytest.raises(ModelError, match="down_proj has 200 inputs with a common asymmetric int8 scale; only mult"):
+        load(tmp_path / "int8")

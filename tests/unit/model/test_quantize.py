@@ -18,7 +18,7 @@ FORMATS = {
     "fp8": ("fp8", torch.float32, 5e-2),
 }
 EXACT_BY_ROW = ["float32", "float16", "int8", "int4", "nf4", "fp8"]
-PACKED = ["int4", "nf4", "fp8"]
+PACKED = ["int4", "nf4", "fp8", "int8"]
 WIDTH = 64
 
 
@@ -98,7 +98,10 @@ def test_num_bytes_follow_the_format() -> None:
 def test_given_codes_are_multiplied_exactly(name: str, num_tokens: int, has_zeros: bool) -> None:
     """Within the rounding of float32 sums: nothing is rounded to 8 bits on the way."""
     given = quantize(
-        torch.randn(70, 192), name, has_zeros=has_zeros and name == "int4", group_size=64 if name == "int4" else None
+        torch.randn(70, 192),
+        name,
+        group_size=64 if name in ("int4", "int8") else None,
+        has_zeros=has_zeros and name in ("int4", "int8"),
     )
     bias, x = torch.randn(70), torch.randn(num_tokens, 192)
     y = make_linear(given, bias, quantize="none", dtype=torch.float32)(x)
