@@ -20,7 +20,8 @@ def attend_kernel(  # type: ignore[no-untyped-def]
     partials_ptr,  # [items, num_heads, HEAD_DIM] float32
     lse_ptr,  # [items, num_heads] float32
     out_ptr,  # [num_tokens, num_heads, HEAD_DIM], q's dtype
-    scale,  # times log2(e)
+    scale,  # times log2(e); where HAS_CAP, divided by the cap, times 2 log2(e)
+    cap,  # times log2(e)
     window,  # keys that a row sees at most, its own included
     stride_q,  # elements from one token to the next; heads of q and out lie side by side
     stride_out,
@@ -41,6 +42,7 @@ def attend_kernel(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    HAS_CAP: tl.constexpr,  # scores are cap * tanh(score / cap)
     WIDEN: tl.constexpr,  # multiply in float32: for the interpreter, which can't compute in bf16
 ):
     first = 0
@@ -107,6 +109,9 @@ def attend_kernel(  # type: ignore[no-untyped-def]
                 scores = tl.dot(q.to(tl.float32), k.to(tl.float32)) * scale
             else:
                 scores = tl.dot(q, k) * scale
+            if HAS_CAP:
+                # tanh(x) = 1 - 2 / (e^2x + 1)
+                scores = cap - 2.0 * cap / (tl.exp2(scores) + 1.0)
             if CHUNKS:
                 is_seen = (key[None, :] <= position[:, None]) & (key[None, :] > (position - window)[:, None])
             else:

@@ -132,6 +132,7 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    soft_cap: float | None = None,
 ) -> None:
     """Write to `out` each row's causal attention over its sequence's cached keys; every element of `out` is written.
 
@@ -142,6 +143,7 @@ def paged_attention(
         q, out: [num_tokens, num_heads, head_dim] float32, contiguous in the last dim; num_heads is a multiple of num_kv_heads.
         k_cache, v_cache: one layer's, [num_blocks, num_kv_heads, block_size, head_dim] float32, contiguous in the last two dims.
         scale: what the products are multiplied with, usually head_dim ** -0.5.
+        soft_cap: what the scaled products are softly kept below, above 0: ``soft_cap * tanh(score / soft_cap)``; None: they aren't.
 
     Raises:
         ShapeMismatch: q, out, the cache and the plan don't fit each other.
@@ -160,9 +162,9 @@ def paged_attention(
             f"this plan takes {plan.query_starts[-1]} rows and {plan.num_blocks} blocks of {plan.block_size} or more"
         )
     if HAS_NUMBA and _fits_kernel(q, k_cache, v_cache, out, plan.block_size):
-        _attend_numba(q, k_cache, v_cache, plan, out, scale, sliding_window)
+        _attend_numba(q, k_cache, v_cache, plan, out, scale, sliding_window, soft_cap)
     else:
-        attend_torch(q, k_cache, v_cache, plan, out, scale=scale, sliding_window=sliding_window)
+        attend_torch(q, k_cache, v_cache, plan, out, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap)
 
 
 def attend_torch(
@@ -174,6 +176,7 @@ def attend_torch(
     *,
     scale: float,
     sliding_window: int | None = None,
+    soft_cap: float | None = None,
 ) -> None:
     """`paged_attention` in PyTorch, gathered sequence by sequence: for dtypes and widths that the kernel doesn't take, and where numba isn't installed."""
     for i, context_len in enumerate(plan.context_lens):
@@ -186,6 +189,15 @@ def attend_torch(
         visible = key <= position
         if sliding_window is not None:
             visible &= key > position - sliding_window
+        if soft_cap is not None:
+            group, head_dim = q.shape[1] // k.shape[0], q.shape[2]
+            # [num_kv_heads, group * rows, head_dim]: the query heads of a key head side by side
+            grouped = q[start:end].view(end - start, -1, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
+            scores = (grouped @ k.transpose(1, 2)).mul_(scale / soft_cap).tanh_().mul_(soft_cap)
+            scores.masked_fill_(~visible.repeat(group, 1), float("-inf"))
+            heads = (scores.softmax(-1) @ v).view(-1, group, end - start, head_dim)
+            out[start:end] = heads.permute(2, 0, 1, 3).flatten(1, 2)
+            continue
         result = F.scaled_dot_product_attention(
             q[start:end].transpose(0, 1)[None], k[None], v[None], attn_mask=visible, scale=scale, enable_gqa=True
         )
@@ -244,6 +256,7 @@ def _attend_numba(
     out: Tensor,
     scale: float,
     sliding_window: int | None,
+    soft_cap: float | None,
 ) -> None:
     from loraserve_kernels import cpu_attention as words
 
@@ -280,8 +293,10 @@ def _attend_numba(
         scratch.data_ptr(),
         scratch_row,
         0,
+        0,
     )
     args.view(np.float32)[2 * words.SCALE] = scale
+    args.view(np.float32)[2 * words.SOFT_CAP] = 0.0 if soft_cap is None else soft_cap
     threads.run(call, address, args.ctypes.data, num_threads)
 
 

@@ -20,7 +20,10 @@ from loraserve_kernels.simd import (
     F32,
     LANES,
     STAMP,
+    absolute,
     add,
+    choose_below,
+    divide,
     dot_rows,
     exp,
     fetch_add,
@@ -52,7 +55,7 @@ CLAIMED, ENTERED, Q, Q_ROW, Q_HEAD, OUT, OUT_ROW, OUT_HEAD, K, K_BLOCK, K_HEAD =
     24,
 )
 V, V_BLOCK, V_HEAD, BLOCK_TABLES, MAX_BLOCKS, SEQUENCES, NUM_SEQUENCES = 25, 26, 27, 28, 29, 30, 31
-NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE, WINDOW, SCRATCH, SCRATCH_ROW, SCALE, NUM_WORDS = (
+NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE, WINDOW, SCRATCH, SCRATCH_ROW, SCALE, SOFT_CAP, NUM_WORDS = (
     32,
     33,
     34,
@@ -62,6 +65,7 @@ NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE, WINDOW, SCRATCH, SCRATCH_ROW, SCALE, 
     38,
     39,
     40,
+    41,
 )
 
 # The argument block of `_store`; both counters are written.
@@ -105,6 +109,25 @@ def _scores(q, q_row, q_head, num_rows, group, width, k, k_next, size, first, st
                     if row == 0 and head == 0:
                         for i in range(0, LANES * width, LINE):
                             prefetch(k_next, key * width + i, F32)
+
+
+@numba.njit(inline="never")
+def _cap_softly(scores, padded, scale, cap):  # type: ignore[no-untyped-def]
+    """Replace the scores up to `padded` by cap · tanh(scale · score / cap)."""
+    factor, zero, one = splat(scale / cap), splat(np.float32(0)), splat(np.float32(1))
+    top, twice, bound = splat(cap), splat(np.float32(2)), splat(np.float32(0.625))
+    minus_twice_top = splat(np.float32(-2) * cap)
+    for key in range(0, padded, LANES):
+        x = fma(load(scores, key, F32), factor, zero)
+        # 1 − 2 / (e^2x + 1) loses a small x's last bits: a polynomial in x² there, from Cephes' tanhf
+        large = fma(divide(minus_twice_top, add(exp(fma(x, twice, zero)), one)), one, top)
+        square = fma(x, x, zero)
+        p = fma(splat(np.float32(-5.70498872745e-3)), square, splat(np.float32(2.06390887954e-2)))
+        p = fma(p, square, splat(np.float32(-5.37397155531e-2)))
+        p = fma(p, square, splat(np.float32(1.33314422036e-1)))
+        p = fma(p, square, splat(np.float32(-3.33332819422e-1)))
+        small = fma(fma(fma(p, square, zero), x, x), top, zero)
+        store(scores, key, choose_below(absolute(x), bound, small, large))
 
 
 @numba.njit(inline="never")
@@ -164,7 +187,7 @@ def _attend(args):  # type: ignore[no-untyped-def]
     num_heads, group, width = load_int(args, NUM_KV_HEADS), load_int(args, GROUP), load_int(args, HEAD_DIM)
     size, window = load_int(args, BLOCK_SIZE), load_int(args, WINDOW)
     scores_row = load_int(args, SCRATCH_ROW)
-    scale = load_one(args, SCALE * 2, F32)
+    scale, cap = load_one(args, SCALE * 2, F32), load_one(args, SOFT_CAP * 2, F32)
     thread = fetch_add(args + ENTERED * WORD, 1)
     scores = load_int(args, SCRATCH) + thread * ROW_TILE * group * scores_row * F32_BYTES
     zero = splat(np.float32(0))
@@ -212,7 +235,12 @@ def _attend(args):  # type: ignore[no-untyped-def]
                     first = max(0, end - window)
                     for g in range(group):
                         at = scores + (i * group + g) * scores_row * F32_BYTES
-                        total = _softmax(at, first, end, (end + size - 1) // size * size, scale)
+                        padded = (end + size - 1) // size * size
+                        if cap > 0:
+                            _cap_softly(at, padded, scale, cap)
+                            total = _softmax(at, first, end, padded, np.float32(1))
+                        else:
+                            total = _softmax(at, first, end, padded, scale)
                         # behind the row's weights, where the next step finds it
                         store_one(at, scores_row - 1, total)
                         for column in range(0, width, LANES):

@@ -63,6 +63,7 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    soft_cap: float | None = None,
 ) -> None:
     """Write to `out` each row's causal attention over its sequence's cached keys; rows of sequences without context become zeros.
 
@@ -78,6 +79,7 @@ def paged_attention(
         k_cache, v_cache: one layer's, [num_blocks, num_kv_heads, block_size, head_dim], q's dtype, each block contiguous, any stride between blocks.
         plan: the step's.
         scale: what the products are multiplied with, usually head_dim ** -0.5.
+        soft_cap: what the scaled products are softly kept below, above 0: ``soft_cap * tanh(score / soft_cap)``; None: they aren't.
 
     Raises:
         ShapeMismatch: q, out, the cache and the plan disagree on shapes, dtypes, strides or devices.
@@ -87,6 +89,7 @@ def paged_attention(
     _check(q, k_cache, v_cache, plan, out, sliding_window)
     group, head_dim = plan.num_heads // plan.num_kv_heads, plan.head_dim
     block_d = triton.next_power_of_2(head_dim)
+    log2e = math.log2(math.e)
     decode, chunk = decode_config(head_dim, group), chunk_config(head_dim)
     for config, count in ((decode, plan.num_decode_rows), (chunk, plan.num_tiles)):
         if not count:
@@ -99,7 +102,8 @@ def paged_attention(
             plan.partials,
             plan.lse,
             out,
-            scale * math.log2(math.e),
+            scale * log2e if soft_cap is None else scale / soft_cap * 2 * log2e,
+            0.0 if soft_cap is None else soft_cap * log2e,
             NO_WINDOW if sliding_window is None else min(sliding_window, NO_WINDOW),
             q.stride(0),
             out.stride(0),
@@ -120,6 +124,7 @@ def paged_attention(
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             NUM_STAGES=config.num_stages,
+            HAS_CAP=soft_cap is not None,
             WIDEN=INTERPRETED,
             num_warps=config.num_warps,
             num_stages=config.num_stages,

@@ -275,6 +275,15 @@ def swiglu(gate_up: Tensor, out: Tensor) -> None:
     Raises:
         ShapeMismatch: shapes, dtypes, strides or devices disagree.
     """
+    _activate(gate_up, out, is_gelu=False)
+
+
+def geglu(gate_up: Tensor, out: Tensor) -> None:
+    """Write ``gelu(gate) * up`` to `out`, by gelu's approximation with tanh; all else as in `swiglu`."""
+    _activate(gate_up, out, is_gelu=True)
+
+
+def _activate(gate_up: Tensor, out: Tensor, *, is_gelu: bool) -> None:
     num_tokens, size = _shape_of("out", out)
     if gate_up.shape != (num_tokens, 2 * size):
         raise ShapeMismatch(f"gate_up is {tuple(gate_up.shape)}; for this out, {[num_tokens, 2 * size]} was expected")
@@ -289,6 +298,7 @@ def swiglu(gate_up: Tensor, out: Tensor) -> None:
         gate_up.stride(0),
         out.stride(0),
         size,
+        GELU=is_gelu,
         BLOCK=BLOCK,
         num_warps=NUM_WARPS,
         enable_fp_fusion=True,

@@ -58,11 +58,12 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """Causal attention of each row over its sequence's cached keys, in q's dtype; [num_tokens, num_heads, head_dim].
 
     The rows of a sequence are its last ones: row j of m stands at position ``context_len - m + j``. With a sliding window w, a row sees
-    itself and the w − 1 positions before it.
+    itself and the w − 1 positions before it. With a soft cap c, scores are c · tanh(score / c).
     """
     out = torch.empty_like(q)
     group, block_size = q.shape[1] // k_cache.shape[1], k_cache.shape[2]
@@ -75,6 +76,8 @@ def paged_attention(
             for cache in (k_cache, v_cache)
         )
         scores = torch.einsum("qhd,hkd->hqk", q[rows], k) * scale
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
         position = torch.arange(context_len - (rows.stop - rows.start), context_len)[:, None]
         key = torch.arange(context_len)[None, :]
         hidden = key > position

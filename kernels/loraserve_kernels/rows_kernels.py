@@ -171,6 +171,7 @@ def swiglu_kernel(  # type: ignore[no-untyped-def]
     stride_gate_up,
     stride_out,
     size,
+    GELU: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -179,5 +180,9 @@ def swiglu_kernel(  # type: ignore[no-untyped-def]
     gate_ptrs = gate_up_ptr + row * stride_gate_up + columns
     gate = tl.load(gate_ptrs, mask=is_column, other=0.0).to(tl.float32)
     up = tl.load(gate_ptrs + size, mask=is_column, other=0.0).to(tl.float32)
-    y = gate / (1.0 + tl.exp(-gate)) * up
+    x = gate
+    if GELU:
+        # (1 + tanh(u)) / 2 is the sigmoid of 2 u
+        x = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    y = gate / (1.0 + tl.exp(-x)) * up
     tl.store(out_ptr + row * stride_out + columns, y.to(out_ptr.dtype.element_ty), mask=is_column)

@@ -262,6 +262,26 @@ def add(typingctx: Any, a: Any, b: Any) -> Any:
 
 
 @intrinsic
+def divide(typingctx: Any, a: Any, b: Any) -> Any:
+    """``a / b`` by lane."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fdiv(args[0], args[1])
+
+    return vector(vector, vector), codegen
+
+
+@intrinsic
+def choose_below(typingctx: Any, value: Any, bound: Any, below: Any, otherwise: Any) -> Any:
+    """By lane, `below` where the value is below the bound; `otherwise` elsewhere, and where either is NaN."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.select(builder.fcmp_ordered("<", args[0], args[1]), args[2], args[3])
+
+    return vector(vector, vector, vector, vector), codegen
+
+
+@intrinsic
 def max_lanes(typingctx: Any, value: Any) -> Any:
     """The largest lane; NaN lanes may be passed over."""
 

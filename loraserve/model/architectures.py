@@ -19,6 +19,7 @@ class Window(Enum):
     NONE = "none"
     EVERY_LAYER = "every layer, when sliding_window is set"
     BY_LAYER_TYPE = "those that layer_types calls sliding_attention (or else those from max_window_layers on), when use_sliding_window is set"
+    BY_PATTERN = "those that layer_types calls sliding_attention, or else all but each window_pattern-th"
     WITHOUT_ROPE = "those that layer_types calls sliding_attention (or else those without rotary positions), when use_sliding_window is set"
 
 
@@ -33,11 +34,18 @@ class Architecture:
         has_qk_norm: whether queries and keys pass an RMSNorm before they're rotated.
         is_qk_norm_whole: whether that is one over all heads together rather than one per head.
         window: which layers have a sliding window.
+        window_pattern: of `Window.BY_PATTERN`; a string names the config's field that says so.
         has_layers_without_rope: whether ``no_rope_layers``, or else ``no_rope_layer_interval``, says which layers have rotary positions.
         embedding_multiplier: field of what embeddings are multiplied with; None: 1. So for the next ones.
         residual_multiplier: what is added to the residual stream.
-        attention_multiplier: the scores; None: head_dim ** -0.5.
+        attention_multiplier: the scores; None: head_dim ** -0.5, or that of `query_scalar`.
+        query_scalar: field of what stands for head_dim there.
         logits_divisor: field of what logits are divided by.
+        is_embedding_scaled: whether embeddings are multiplied with the root of hidden_size.
+        attention_cap, logits_cap: fields of what scores and logits are softly kept below: cap * tanh(x / cap).
+        activation: field of the gate's.
+        norm_offset: what is added to the weights of norms.
+        refused: fields that must be absent, null, or this.
         defaults: what absent fields of the config mean. A field that isn't here must be there.
         embedding, norm, head: names of the tensors around the layers.
         layers: where the layers are in the checkpoint.
@@ -55,11 +63,19 @@ class Architecture:
     has_qk_norm: bool = False
     is_qk_norm_whole: bool = False
     window: Window = Window.NONE
+    window_pattern: int | str = 1
     has_layers_without_rope: bool = False
     embedding_multiplier: str | None = None
     residual_multiplier: str | None = None
     attention_multiplier: str | None = None
+    query_scalar: str | None = None
     logits_divisor: str | None = None
+    is_embedding_scaled: bool = False
+    attention_cap: str | None = None
+    logits_cap: str | None = None
+    activation: str = "hidden_act"
+    norm_offset: float = 0.0
+    refused: Mapping[str, object] = field(default_factory=dict)
     defaults: Mapping[str, object] = field(default_factory=dict)
     embedding: str = "model.embed_tokens.weight"
     norm: str = "model.norm.weight"
@@ -101,6 +117,17 @@ _QWEN: Mapping[str, object] = {
     "use_sliding_window": False,
     "sliding_window": 4096,
     "max_window_layers": 28,
+    "layer_types": None,
+}
+_GEMMA: Mapping[str, object] = {
+    **_COMMON,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "attention_bias": False,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
     "layer_types": None,
 }
 
@@ -190,6 +217,25 @@ ARCHITECTURES: Mapping[str, Architecture] = {
                 "no_rope_layers": None,
                 "no_rope_layer_interval": 4,
             },
+        ),
+        Architecture(
+            name="Gemma2ForCausalLM",
+            model_type="gemma2",
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            window=Window.BY_PATTERN,
+            window_pattern=2,
+            query_scalar="query_pre_attn_scalar",
+            is_embedding_scaled=True,
+            attention_cap="attn_logit_softcapping",
+            logits_cap="final_logit_softcapping",
+            activation="hidden_activation",
+            norm_offset=1.0,
+            refused={"use_bidirectional_attention": False},
+            attention_out_norm="post_attention_layernorm.weight",
+            mlp_norm="pre_feedforward_layernorm.weight",
+            mlp_out_norm="post_feedforward_layernorm.weight",
+            defaults={**_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         ),
     )
 }

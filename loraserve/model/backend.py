@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from loraserve.model.config import ModelConfig
+from loraserve.model.config import Activation, ModelConfig
 from loraserve.model.inputs import KVTensors, ModelInputs
-from loraserve.model.layers import ResidualNorm, RMSNorm, swiglu
+from loraserve.model.layers import ResidualNorm, RMSNorm, geglu, swiglu
 from loraserve.model.lora import LoraLinear
 from loraserve.model.quantize import Linear, check_format, make_linear
 from loraserve.model.rotary import RotaryEmbedding, rotate
@@ -100,8 +100,8 @@ class Backend(Protocol):
         """
         ...
 
-    def swiglu(self, gate_up: Tensor) -> Tensor:
-        """Return ``silu(gate) * up`` for gate_up [num_tokens, 2 * size], whose first half is the gate."""
+    def gated(self, gate_up: Tensor) -> Tensor:
+        """Return ``activation(gate) * up`` for gate_up [num_tokens, 2 * size], whose first half is the gate."""
         ...
 
     def bind(self, config: ModelConfig, *rotaries: RotaryEmbedding) -> None:
@@ -142,11 +142,12 @@ class CpuBackend:
         delta_norm = None if delta_weight is None else RMSNorm(delta_weight, eps)
         return ResidualNorm(norm, delta_norm=delta_norm, delta_scale=delta_scale)
 
-    def swiglu(self, gate_up: Tensor) -> Tensor:
-        return swiglu(gate_up)
+    def gated(self, gate_up: Tensor) -> Tensor:
+        return self._gate(gate_up)
 
     def bind(self, config: ModelConfig, *rotaries: RotaryEmbedding) -> None:
         self._config, self._rotaries = config, rotaries
+        self._gate = swiglu if config.activation is Activation.SILU else geglu
 
     def begin(self, inputs: ModelInputs, kv: KVTensors) -> CpuStep:
         return CpuStep(self._config, self._rotaries, inputs, kv)
@@ -182,6 +183,7 @@ class CpuStep:
             self._attended,
             scale=self._config.attention_scale,
             sliding_window=layer.sliding_window,
+            soft_cap=self._config.attention_cap,
         )
         return self._attended.view(qkv.shape[0], -1)
 

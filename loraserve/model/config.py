@@ -17,6 +17,13 @@ from loraserve.model.quantization_config import QuantizationConfig, parse_quanti
 _MAX_CONFIG_BYTES = 16 << 20
 
 
+class Activation(Enum):
+    """Of the MLP's gate."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_pytorch_tanh"
+
+
 class RopeType(Enum):
     DEFAULT = "default"
     LINEAR = "linear"
@@ -59,6 +66,7 @@ class ModelConfig:
         embedding_scale: what embeddings are multiplied with; logits_scale: logits.
         residual_scale: what the attention's and the MLP's outputs are multiplied with before they are added to the residual stream.
         attention_scale: what the products of queries and keys are multiplied with.
+        attention_cap, logits_cap: what those and the logits are softly kept below: cap * tanh(x / cap); None: they aren't.
         max_model_len: the context that the config states.
         max_stretched_len: the longest context that the rope scaling covers, at least max_model_len.
         eos_token_ids: of config.json and generation_config.json together.
@@ -88,6 +96,9 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
+    attention_cap: float | None = None
+    logits_cap: float | None = None
+    activation: Activation = Activation.SILU
     quantization: QuantizationConfig | None = None
 
     @property
@@ -145,6 +156,10 @@ class ModelConfig:
         # what a base doesn't have isn't named: its digest stays what it was before the decoder knew of it
         if any(value != plain for value, plain in scales.values()):
             identity["scales"] = {name: value for name, (value, _) in scales.items()}
+        if self.attention_cap is not None or self.logits_cap is not None:
+            identity["caps"] = [self.attention_cap, self.logits_cap]
+        if self.activation is not Activation.SILU:
+            identity["activation"] = self.activation.value
         if any(rope != 0 for rope in self.layer_ropes):
             identity["layer_ropes"] = list(self.layer_ropes)
         return identity if self.quantization is None else {**identity, "quantization": self.quantization.identity()}
@@ -173,7 +188,8 @@ def parse_config(config: Mapping[str, Any], generation_config: Mapping[str, Any]
     """
     architecture = find_architecture(config.get("architectures"), config.get("model_type"))
     fields = _Fields(config, architecture)
-    fields.require("hidden_act", "silu")
+    for name, allowed in architecture.refused.items():
+        fields.refuse(name, allowed)
     hidden_size, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     num_layers = fields.count("num_hidden_layers")
     num_kv_heads = fields.optional_count("num_key_value_heads") or num_heads
@@ -215,10 +231,15 @@ def parse_config(config: Mapping[str, Any], generation_config: Mapping[str, Any]
         max_model_len=context,
         max_stretched_len=_stretched(rope, context),
         eos_token_ids=_eos(config, generation_config),
-        attention_scale=fields.multiplier(architecture.attention_multiplier, head_dim**-0.5),
-        embedding_scale=fields.multiplier(architecture.embedding_multiplier),
+        attention_scale=_attention_scale(fields, head_dim),
+        embedding_scale=math.sqrt(hidden_size)
+        if architecture.is_embedding_scaled
+        else fields.multiplier(architecture.embedding_multiplier),
         residual_scale=fields.multiplier(architecture.residual_multiplier),
         logits_scale=1.0 / fields.multiplier(architecture.logits_divisor),
+        attention_cap=fields.cap(architecture.attention_cap),
+        logits_cap=fields.cap(architecture.logits_cap),
+        activation=fields.activation(),
         quantization=parse_quantization(config),
     )
 
@@ -236,11 +257,19 @@ class _Fields:
             raise ModelError(f"config.json has no {name}, which {self.architecture.name} needs.")
         return self.architecture.defaults[name]
 
-    def require(self, name: str, expected: object) -> None:
-        if self.get(name) != expected:
+    def refuse(self, name: str, allowed: object) -> None:
+        value = self.config.get(name)
+        if value is not None and value != allowed:
+            raise ModelError(f"config.json: {name} is {_shown(value)}; only {_shown(allowed)} is implemented.")
+
+    def activation(self) -> Activation:
+        name = self.get(self.architecture.activation)
+        known = [activation.value for activation in Activation]
+        if name not in known:
             raise ModelError(
-                f"config.json: {name} is {_shown(self.get(name))}; only {_shown(expected)} is implemented."
+                f"config.json: {self.architecture.activation} is {_shown(name)}; only {' and '.join(known)} are implemented."
             )
+        return Activation(name)
 
     def count(self, name: str) -> int:
         return _count(self.get(name), name)
@@ -263,6 +292,16 @@ class _Fields:
 
     def multiplier(self, name: str | None, default: float = 1.0) -> float:
         return default if name is None else self.number(name)
+
+    def cap(self, name: str | None) -> float | None:
+        return None if name is None or self.get(name) is None else self.number(name)
+
+
+def _attention_scale(fields: _Fields, head_dim: int) -> float:
+    architecture = fields.architecture
+    if architecture.query_scalar is not None:
+        return 1.0 / math.sqrt(fields.number(architecture.query_scalar))
+    return fields.multiplier(architecture.attention_multiplier, head_dim**-0.5)
 
 
 def _layer_ropes(fields: _Fields, num_layers: int) -> tuple[int | None, ...]:
@@ -293,8 +332,14 @@ def _windows(fields: _Fields, layer_ropes: tuple[int | None, ...]) -> tuple[int 
                 f"config.json: layer_types is {_shown(types)}; {architecture.name} with sliding_window {window} has {expected} in each of {num_layers} layers."
             )
         return (window,) * num_layers
-    window = fields.optional_count("sliding_window") if fields.flag("use_sliding_window") else None
+    has_window = architecture.window is Window.BY_PATTERN or fields.flag("use_sliding_window")
+    window = fields.optional_count("sliding_window") if has_window else None
     types = fields.get("layer_types")
+    if types is None and architecture.window is Window.BY_PATTERN:
+        pattern = architecture.window_pattern
+        if isinstance(pattern, str):
+            pattern = fields.count(pattern)
+        types = ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(num_layers)]
     if types is None:
         if window is None:
             return nowhere

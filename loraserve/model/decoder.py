@@ -10,6 +10,7 @@ from torch import Tensor
 from loraserve.model.backend import Backend, DecoderLayer, Norm, Step
 from loraserve.model.config import ModelConfig
 from loraserve.model.inputs import GpuInputs, KVTensors, ModelInputs
+from loraserve.model.layers import cap_softly
 from loraserve.model.lora import LoraLinear
 from loraserve.model.quantize import Linear, row_blocks
 from loraserve.types import BaseSpec
@@ -110,14 +111,16 @@ class Decoder:
             # nobody reads the other rows from here on
             hidden, attended, lora = hidden[rows], attended[rows], inputs.logits_lora
         delta = self._finish(layer, hidden, attended, lora)
-        return self._scaled(self._head(self._norm.after_adding(hidden, delta), lora))
+        return self._finish_logits(self._head(self._norm.after_adding(hidden, delta), lora))
 
-    def _scaled(self, logits: Tensor) -> Tensor:
-        return logits if self.config.logits_scale == 1.0 else logits.mul_(self.config.logits_scale)
+    def _finish_logits(self, logits: Tensor) -> Tensor:
+        if self.config.logits_scale != 1.0:
+            logits.mul_(self.config.logits_scale)
+        return logits if self.config.logits_cap is None else cap_softly(logits, self.config.logits_cap)
 
     def _finish(
         self, layer: DecoderLayer, hidden: Tensor, attended: Tensor, lora: LoraPlan | GpuLoraPlan | None
     ) -> Tensor:
         """Add the attention's output to `hidden` in place; return the MLP's, which is still to be added."""
         x = layer.mlp_norm.after_adding(hidden, layer.o(attended, lora))
-        return layer.down(self.backend.swiglu(layer.gate_up(x, lora)), lora)
+        return layer.down(self.backend.gated(layer.gate_up(x, lora)), lora)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from loraserve.errors import ConfigError
 from loraserve.model.backend import DecoderLayer
-from loraserve.model.config import ModelConfig
+from loraserve.model.config import Activation, ModelConfig
 from loraserve.model.inputs import GpuInputs, KVTensors
 from loraserve.model.quantize import row_blocks
 from loraserve.model.rotary import RotaryEmbedding
@@ -56,9 +56,9 @@ class GpuBackend:
         weight, delta_weight = (None if w is None else w.to(self.device) for w in (weight, delta_weight))
         return GpuNorm(weight, eps, self.kv_dtype, delta_weight, delta_scale)
 
-    def swiglu(self, gate_up: Tensor) -> Tensor:
+    def gated(self, gate_up: Tensor) -> Tensor:
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        gpu_rows.swiglu(gate_up, out)
+        (gpu_rows.swiglu if self._config.activation is Activation.SILU else gpu_rows.geglu)(gate_up, out)
         return out
 
     def bind(self, config: ModelConfig, *rotaries: RotaryEmbedding) -> None:
@@ -193,5 +193,6 @@ class GpuStep:
             self._attended,
             scale=config.attention_scale,
             sliding_window=layer.sliding_window,
+            soft_cap=config.attention_cap,
         )
         return self._attended.view(qkv.shape[0], -1)

@@ -1,8 +1,9 @@
-"""What stands between the linears: RMSNorm and SwiGLU. Both work row by row: a row's result is the same bits in any batch."""
+"""What stands between the linears: norms, gates and caps. All work row by row: a row's result is the same bits in any batch."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 
 _PART = 32_768
 """torch shares an elementwise operator's elements out among its threads, in equal parts, when there are more than these (at::internal::GRAIN_SIZE)."""
+_GELU_PART = 16_384
 
 
 class RMSNorm:
@@ -73,28 +75,60 @@ class ResidualNorm:
 def swiglu(gate_up: Tensor) -> Tensor:
     """Return ``silu(gate) * up`` for gate_up [num_tokens, 2 * size], whose first half is the gate."""
     gate, up = gate_up.chunk(2, -1)
-    return _silu(gate).mul_(up)
+    return _by_rows(gate, F.silu, torch.ops.aten.silu.out, _PART // 2, _num_aligned_rows).mul_(up)
 
 
-def _silu(x: Tensor) -> Tensor:
-    """Return ``x * sigmoid(x)`` for x [num_rows, width].
+def geglu(gate_up: Tensor) -> Tensor:
+    """Return ``gelu(gate) * up``, by the approximation with tanh, for gate_up [num_tokens, 2 * size], whose first half is the gate."""
+    gate, up = gate_up.chunk(2, -1)
+    return _by_rows(gate, _gelu, _gelu_into, _GELU_PART, _num_aligned_gelu_rows).mul_(up)
+
+
+def cap_softly(x: Tensor, cap: float) -> Tensor:
+    """Replace x [num_rows, width] by ``cap * tanh(x / cap)``; return it."""
+    return x.div_(cap).tanh_().mul_(cap)
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _gelu_into(x: Tensor, *, out: Tensor) -> None:
+    torch.ops.aten.gelu.out(x, approximate="tanh", out=out)
+
+
+def _by_rows(
+    x: Tensor,
+    function: Callable[[Tensor], Tensor],
+    into: Callable[..., object],
+    widest: int,
+    num_aligned: Callable[[int, int, int], int],
+) -> Tensor:
+    """Return an elementwise function of x [num_rows, width].
 
     Where a thread's part ends, torch computes the last elements one by one, and their exponential may round otherwise than that of whole vectors.
     A part that ended within a row would make the row's bits depend on how many rows there are. So no part does.
     """
     num_rows, width = x.shape
     num_threads = torch.get_num_threads()
-    if width <= _PART // 2 and _num_aligned_rows(num_rows, width, num_threads) == num_rows:
-        return F.silu(x)
+    if width <= widest and num_aligned(num_rows, width, num_threads) == num_rows:
+        return function(x)
     y = torch.empty(num_rows, width, dtype=x.dtype)
-    num_pieces = -(-width // (_PART // 2))
+    num_pieces = -(-width // widest)
     for piece, out in zip(x.tensor_split(num_pieces, dim=1), y.tensor_split(num_pieces, dim=1), strict=True):
         row = 0
         while row < num_rows:
-            end = row + _num_aligned_rows(num_rows - row, piece.shape[1], num_threads)
-            torch.ops.aten.silu.out(piece[row:end], out=out[row:end])
+            end = row + num_aligned(num_rows - row, piece.shape[1], num_threads)
+            into(piece[row:end], out=out[row:end])
             row = end
     return y
+
+
+def _num_aligned_gelu_rows(num_rows: int, width: int, num_threads: int) -> int:
+    """The same for gelu, whose elements torch shares out among all threads where there are more than `_GELU_PART`."""
+    if num_rows * width <= _GELU_PART or num_threads == 1:
+        return num_rows
+    return num_rows - num_rows % num_threads if num_rows >= num_threads else max(1, _GELU_PART // width)
 
 
 def _num_aligned_rows(num_rows: int, width: int, num_threads: int) -> int:

@@ -195,7 +195,7 @@ class _Loader:
         """Say of each tensor that the model needs what shape it has and where it goes."""
         config, architecture = self._config, self._config.architecture
         self._expect(architecture.embedding, (config.vocab_size, config.hidden_size), self._keep_as_is)
-        self._expect(architecture.norm, (config.hidden_size,), self._keep)
+        self._expect(architecture.norm, (config.hidden_size,), self._keep_norm)
         # a checkpoint may hold a head although its config ties it to the embedding: transformers then takes the head's own
         path = _head_path(config)
         if not config.is_tied or architecture.head in self._checkpoint.tensors or path in self._stored:
@@ -216,7 +216,7 @@ class _Loader:
         for layer in range(config.num_layers):
             prefix = f"{architecture.layers}.{layer}."
             for name, size in norms.items():
-                self._expect(prefix + name, (size,), self._keep)
+                self._expect(prefix + name, (size,), self._keep_norm)
             for site in LAYER_SITES:
                 self._plan_site(layer, site, prefix)
 
@@ -265,8 +265,9 @@ class _Loader:
         self._expected[name] = Expected((shape,))
         self._sinks[name] = sink
 
-    def _keep(self, name: str, tensor: Tensor) -> None:
-        self._tensors[name] = tensor.float()
+    def _keep_norm(self, name: str, tensor: Tensor) -> None:
+        weight, offset = tensor.float(), self._config.architecture.norm_offset
+        self._tensors[name] = weight + offset if offset else weight
 
     def _keep_as_is(self, name: str, tensor: Tensor) -> None:
         self._tensors[name] = tensor

@@ -58,6 +58,29 @@ def test_decode_rows_and_chunks_equal_the_reference(
 
 
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "soft_cap"), [(6, 2, 32, 0.7), (4, 4, 64, 2.0), (2, 1, 128, 50.0)]
+)
+def test_softly_capped_scores_equal_the_reference(
+    path: Callable[..., Any], window: int | None, num_heads: int, num_kv_heads: int, head_dim: int, soft_cap: float
+) -> None:
+    paged = make_paged(
+        [1, 7, 33, 2], [1, 63, 50, 17], num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim
+    )
+    options = {"sliding_window": window, "soft_cap": soft_cap}
+    assert (attend(paged, path, **options) - expected(paged, **options)).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_products_far_beyond_a_soft_cap_are_all_the_cap(path: Callable[..., Any]) -> None:
+    paged = make_paged([3], [20])
+    paged.q.mul_(1e6)
+    options = {"soft_cap": 5.0}
+    assert (attend(paged, path, **options) - expected(paged, **options)).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("path", PATHS)
 def test_views_of_wider_tensors_are_read_and_written(path: Callable[..., Any]) -> None:
     paged = make_paged([3, 1], [20, 9])
     wide = torch.full((4, 11, 32), float("nan"))
@@ -78,10 +101,11 @@ def test_a_nan_in_one_sequence_stays_there(path: Callable[..., Any]) -> None:
 
 
 @pytest.mark.skipif(not HAS_NUMBA, reason="needs numba")
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
 @pytest.mark.parametrize("window", [None, 19])
-def test_a_rows_bits_dont_depend_on_its_batch_or_chunk(window: int | None) -> None:
+def test_a_rows_bits_dont_depend_on_its_batch_or_chunk(window: int | None, soft_cap: float | None) -> None:
     paged = make_paged([50, 1], [70, 100])
-    together = attend(paged, sliding_window=window)
+    together = attend(paged, sliding_window=window, soft_cap=soft_cap)
     for num_rows, position in ((1, 69), (1, 20), (3, 40), (13, 64)):
         last = position - 20
         alone = Paged(
@@ -92,7 +116,8 @@ def test_a_rows_bits_dont_depend_on_its_batch_or_chunk(window: int | None) -> No
             [position + 1],
             paged.block_tables[:1],
         )
-        assert torch.equal(attend(alone, sliding_window=window), together[last - num_rows + 1 : last + 1])
+        found = attend(alone, sliding_window=window, soft_cap=soft_cap)
+        assert torch.equal(found, together[last - num_rows + 1 : last + 1])
 
 
 STORES = [

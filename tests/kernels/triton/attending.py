@@ -30,13 +30,20 @@ class Attending:
     context_lens: list[int]
     block_tables: Tensor
 
-    def run(self, sliding_window: int | None = None) -> Tensor:
+    def run(self, sliding_window: int | None = None, soft_cap: float | None = None) -> Tensor:
         gpu_attention.paged_attention(
-            self.q, self.k_cache, self.v_cache, self.plan, self.out, scale=SCALE, sliding_window=sliding_window
+            self.q,
+            self.k_cache,
+            self.v_cache,
+            self.plan,
+            self.out,
+            scale=SCALE,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
         )
         return self.out
 
-    def expected(self, sliding_window: int | None = None) -> Tensor:
+    def expected(self, sliding_window: int | None = None, soft_cap: float | None = None) -> Tensor:
         out = torch.zeros(self.q.shape, dtype=torch.float64)
         for i, context in enumerate(self.context_lens):
             rows = slice(self.query_starts[i], self.query_starts[i + 1])
@@ -50,12 +57,13 @@ class Attending:
                     self.block_tables[i : i + 1],
                     scale=SCALE,
                     sliding_window=sliding_window,
+                    soft_cap=soft_cap,
                 )
         return out
 
-    def is_right(self, sliding_window: int | None = None) -> bool:
+    def is_right(self, sliding_window: int | None = None, soft_cap: float | None = None) -> bool:
         """Every row is within a rounding of the output, and nothing beside out is written (the interpreter truncates to bf16)."""
-        out, expected = self.run(sliding_window), self.expected(sliding_window)
+        out, expected = self.run(sliding_window, soft_cap), self.expected(sliding_window, soft_cap)
         error = (out.double() - expected).abs().max()
         is_near = bool(error <= torch.finfo(out.dtype).eps * expected.abs().max())
         return is_near and int(self.wide_out.isfinite().sum()) == out.numel()

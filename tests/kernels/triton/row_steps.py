@@ -75,12 +75,13 @@ def norm_in_place_is_right(num_tokens: int, size: int, dtype: torch.dtype) -> bo
     return is_kept and is_close(rows, expected)
 
 
-def swiglu_is_right(num_tokens: int, size: int, dtype: torch.dtype) -> bool:
+def gate_is_right(num_tokens: int, size: int, dtype: torch.dtype, *, is_gelu: bool = False) -> bool:
     gate_up = random_rows(num_tokens, 2 * size, dtype).mul_(2)
     out, right_of_out = poisoned(num_tokens, size, dtype)
-    gpu_rows.swiglu(gate_up, out)
+    (gpu_rows.geglu if is_gelu else gpu_rows.swiglu)(gate_up, out)
     gate, up = gate_up.double().chunk(2, -1)
-    return is_close(out, F.silu(gate) * up) and bool(right_of_out.isnan().all())
+    activated = F.gelu(gate, approximate="tanh") if is_gelu else F.silu(gate)
+    return is_close(out, activated * up) and bool(right_of_out.isnan().all())
 
 
 @dataclass

@@ -53,6 +53,18 @@ def test_a_sliding_window_equals_the_reference(window: int) -> None:
     assert make_attending(NUM_ROWS, CONTEXT_LENS).is_right(window)
 
 
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, 0.8), (MIN_SPLIT + 77, 3.0)])
+def test_softly_capped_scores_equal_the_reference(window: int | None, soft_cap: float) -> None:
+    assert make_attending(NUM_ROWS, CONTEXT_LENS).is_right(window, soft_cap)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
+def test_products_far_beyond_a_soft_cap_are_all_the_cap() -> None:
+    step = make_attending([1, 3], [270, 20])
+    step.q.mul_(3000)
+    assert step.is_right(soft_cap=2.0)
+
+
 @pytest.mark.parametrize("block_size", [5, 256])
 def test_blocks_of_any_size_equal_the_reference(block_size: int) -> None:
     assert make_attending(NUM_ROWS, CONTEXT_LENS, block_size=block_size).is_right(sliding_window=130)

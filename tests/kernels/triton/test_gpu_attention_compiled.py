@@ -28,6 +28,7 @@ ATTEND = {
     "lse_ptr": "*fp32",
     "out_ptr": "*{x}",
     "scale": "fp32",
+    "cap": "fp32",
     "window": "i32",
     "stride_q": "i32",
     "stride_out": "i32",
@@ -80,7 +81,15 @@ def compile_kernel(
 
 
 def compile_attend(
-    kind: str, group: int, head_dim: int, capability: int, *, x: str = "bf16", stride: str = "i32", block_size: int = 16
+    kind: str,
+    group: int,
+    head_dim: int,
+    capability: int,
+    *,
+    x: str = "bf16",
+    stride: str = "i32",
+    block_size: int = 16,
+    has_cap: bool = False,
 ) -> tuple[Any, gpu_attention.AttendConfig]:
     config = gpu_attention.decode_config(head_dim, group) if kind == "decode" else gpu_attention.chunk_config(head_dim)
     constants = {
@@ -98,6 +107,7 @@ def compile_attend(
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "NUM_STAGES": config.num_stages,
+        "HAS_CAP": has_cap,
         "WIDEN": False,
     }
     compiled = compile_kernel(
@@ -156,6 +166,12 @@ def test_chunks_fetch_keys_wide_and_ahead(group: int, head_dim: int, capability:
     compiled, config = compile_attend("chunks", group, head_dim, capability)
     num_programs = 2 if head_dim <= 128 else 1
     assert_fetches_keys_wide_and_ahead(assert_lean(compiled, tmp_path, config.num_warps, num_programs))
+
+
+@pytest.mark.parametrize("kind", ["decode", "chunks"])
+def test_soft_caps_cost_no_spills(kind: str, tmp_path: Path) -> None:
+    compiled, config = compile_attend(kind, 2, 256, 80, has_cap=True)
+    assert_fetches_keys_wide_and_ahead(assert_lean(compiled, tmp_path, config.num_warps, 2 if kind == "decode" else 1))
 
 
 @pytest.mark.parametrize("kind", ["decode", "chunks"])

@@ -39,9 +39,9 @@ def make_late() -> Attending:
     return make_attending([1, 1, 1], [0, 9, MIN_SPLIT + 40], num_heads=2, num_kv_heads=2)
 
 
-def is_caught(step: Attending, window: int | None = None) -> bool:
+def is_caught(step: Attending, window: int | None = None, soft_cap: float | None = None) -> bool:
     """A wrong result, or memory that no tensor owns."""
-    return not step.is_right(window)
+    return not step.is_right(window, soft_cap)
 
 
 def mutated(name: str, old: str, new: str, folder: Path) -> Any:
@@ -96,6 +96,14 @@ def test_a_mutant_kernel_is_caught(
     step = make_late() if kernel == "combine_kernel" else make()
     monkeypatch.setattr(gpu_attention, kernel, mutated(kernel, old, new, tmp_path))
     assert is_caught(step, window)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("cap - 2.0 * cap / (", "cap - 2.0 / ("), ("(tl.exp2(scores) + 1.0)", "(tl.exp2(scores) + 2.0)")]
+)
+def test_a_mutant_cap_is_caught(old: str, new: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gpu_attention, "attend_kernel", mutated("attend_kernel", old, new, tmp_path))
+    assert is_caught(make(), soft_cap=0.8)
 
 
 def items(step: Attending) -> torch.Tensor:

@@ -12,11 +12,11 @@ from .row_steps import (
     EPS,
     MAX_LEN,
     add_rms_norm_is_right,
+    gate_is_right,
     make_attention,
     norm_in_place_is_right,
     poisoned,
     random_rows,
-    swiglu_is_right,
 )
 
 pytestmark = pytest.mark.interpreted
@@ -129,7 +129,12 @@ def test_a_position_that_the_table_doesnt_have_spoils_its_own_row_alone(position
 @DTYPES
 @pytest.mark.parametrize(("num_tokens", "size"), [(1, 1024), (3, 1100), (2, 75)])
 def test_swiglu_equals_silu_times_up(num_tokens: int, size: int, dtype: torch.dtype) -> None:
-    assert swiglu_is_right(num_tokens, size, dtype)
+    assert gate_is_right(num_tokens, size, dtype)
+
+
+@DTYPES
+def test_geglu_equals_gelu_times_up(dtype: torch.dtype) -> None:
+    assert gate_is_right(3, 1100, dtype, is_gelu=True)
 
 
 def test_a_rows_bits_dont_depend_on_its_step() -> None:

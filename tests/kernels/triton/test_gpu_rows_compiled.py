@@ -127,7 +127,7 @@ def test_swiglu_reads_and_writes_wide(capability: int, tmp_path: Path) -> None:
         capability,
         rows_kernels.swiglu_kernel,
         signature | {"size": "i32"},
-        {"BLOCK": gpu_rows.BLOCK},
+        {"GELU": True, "BLOCK": gpu_rows.BLOCK},
         tmp_path,
         num_warps=gpu_rows.NUM_WARPS,
     )

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from loraserve_kernels import gpu_rows
 
 from .mutation import mutant_of
-from .row_steps import add_rms_norm_is_right, make_attention, norm_in_place_is_right, swiglu_is_right
+from .row_steps import add_rms_norm_is_right, gate_is_right, make_attention, norm_in_place_is_right
 
 pytestmark = pytest.mark.interpreted
 
@@ -28,7 +28,11 @@ def norm_in_place() -> bool:
 
 
 def activation_is_right() -> bool:
-    return swiglu_is_right(3, 1100, torch.float16)
+    return gate_is_right(3, 1100, torch.float16)
+
+
+def gelu_is_right() -> bool:
+    return gate_is_right(3, 1100, torch.float16, is_gelu=True)
 
 
 COMPARISONS = {
@@ -36,6 +40,7 @@ COMPARISONS = {
     "add_rms_norm": norm_is_right,
     "norm_in_place": norm_in_place,
     "swiglu": activation_is_right,
+    "swiglu with gelu": gelu_is_right,
 }
 
 
@@ -69,7 +74,9 @@ def test_the_unmutated_kernel_is_right(kernel: str) -> None:
         pytest.param("rotate_and_store", "to_q = is_q[:, None] & is_column[None, :]", "to_q = is_element", id="qkv's keys are overwritten"),
         pytest.param("rotate_and_store", "to_v = ((v_heads >= 0)", "to_v = ((v_heads > 0)", id="a value's head is lost"),
         pytest.param("rotate_and_store", "(v_heads < num_stored))[:, None] & is_column[None, :]", "(v_heads < num_stored))[:, None]", id="the next slot is overwritten"),
-        pytest.param("swiglu", "gate / (1.0 + tl.exp(-gate)) * up", "up / (1.0 + tl.exp(-up)) * gate", id="up is the gate"),
+        pytest.param("swiglu with gelu", "1.5957691216057308 *", "0.7978845608028654 *", id="half of gelu's angle"),
+        pytest.param("swiglu with gelu", "0.044715 * gate", "0.0", id="gelu without its cube"),
+        pytest.param("swiglu", "gate / (1.0 + tl.exp(-x)) * up", "up / (1.0 + tl.exp(-up)) * gate", id="up is the gate"),
         pytest.param("swiglu", "tl.load(gate_ptrs + size, mask", "tl.load(gate_ptrs + BLOCK, mask", id="up is looked for after a block"),
     ],
 )  # fmt: skip
@@ -77,6 +84,6 @@ def test_a_mutant_kernel_is_caught(
     kernel: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
-    name = f"{kernel}_kernel"
+    name = f"{kernel.partition(' ')[0]}_kernel"
     monkeypatch.setattr(gpu_rows, name, mutant_of(getattr(gpu_rows, name), old, new, tmp_path))
     assert not COMPARISONS[kernel]()

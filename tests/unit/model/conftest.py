@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -37,6 +38,7 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "granite": GraniteConfig,
     "olmo2": Olmo2Config,
     "smollm3": SmolLM3Config,
+    "gemma2": Gemma2Config,
 }
 SMALL: dict[str, Any] = {
     "vocab_size": 101,
@@ -61,7 +63,8 @@ def build_model(kind: str = "llama", *, seed: int = 0, **overrides: Any) -> Any:
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith("norm.weight"):
-                parameter.copy_(1 + 0.2 * noise)
+                # Gemma's weights are what is added to 1
+                parameter.copy_(0.2 * noise if "gemma" in kind else 1 + 0.2 * noise)
             elif parameter.dim() == 1:
                 parameter.copy_(0.3 * noise)
             elif "embed_tokens" in name and not config.tie_word_embeddings:

@@ -189,6 +189,42 @@ def test_odd_list_of_layers_without_positions_is_named(flags: Any) -> None:
         parse_smollm3(no_rope_layers=flags)
 
 
+GEMMA2 = {"architectures": ["Gemma2ForCausalLM"], "num_key_value_heads": 4, "head_dim": 16}
+
+
+def test_gemma2_has_a_window_in_every_other_layer_unless_the_config_says_otherwise() -> None:
+    assert parse(**GEMMA2).sliding_windows == (4096, None, 4096)
+    types = ["full_attention", "full_attention", "sliding_attention"]
+    assert parse(**GEMMA2, sliding_window=8, layer_types=types).sliding_windows == (None, None, 8)
+    with pytest.raises(ModelError, match=r"layer_types\[0\] is sliding_attention"):
+        parse(**GEMMA2, sliding_window=None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is true; only false is implemented"),
+        ({"hidden_activation": "gelu"}, 'hidden_activation is "gelu"; only silu and gelu_pytorch_tanh'),
+        ({"attn_logit_softcapping": -1.0}, "attn_logit_softcapping is -1.0"),
+        ({"final_logit_softcapping": "30"}, 'final_logit_softcapping is "30"'),
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
+    ],
+)
+def test_odd_field_of_gemma2_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        parse(**GEMMA2, **changes)
+
+
+def test_identity_sees_caps_activation_and_scale() -> None:
+    changes = [
+        {"attn_logit_softcapping": None},
+        {"final_logit_softcapping": None},
+        {"hidden_activation": "silu"},
+        {"query_pre_attn_scalar": 8},
+    ]
+    assert len({json.dumps(parse(**GEMMA2, **change).identity()) for change in [{}, *changes]}) == 5
+
+
 def test_identity_sees_the_scales() -> None:
     granite = {"architectures": ["GraniteForCausalLM"], "attention_multiplier": 0.25}
     names = ["embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"]

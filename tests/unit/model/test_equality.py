@@ -25,6 +25,15 @@ GRANITE = {
     "attention_multiplier": 0.6,
     "logits_scaling": 0.8,
 }
+GEMMA2 = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 5,
+    "attn_logit_softcapping": 1.5,
+    "final_logit_softcapping": 2.0,
+    "sliding_window": 7,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+}
 LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.5}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -83,6 +92,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 6,
             "rope_parameters": YARN,
             "pad_token_id": 0,
+        },
+    ),
+    "gemma2": ("gemma2", GEMMA2),
+    "gemma2-untied-biases-uncapped": (
+        "gemma2",
+        {
+            **GEMMA2,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "hidden_activation": "silu",
+        },
+    ),
+    "gemma2-layer-types-odd-width": (
+        "gemma2",
+        {
+            **GEMMA2,
+            "head_dim": 10,
+            "num_key_value_heads": 1,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
         },
     ),
     "qwen3-yarn-mscale": ("qwen3", {"head_dim": 32, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2}}),

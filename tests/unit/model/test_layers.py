@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from loraserve.model.config import parse_config
-from loraserve.model.layers import RMSNorm, swiglu
+from loraserve.model.layers import RMSNorm, cap_softly, geglu, swiglu
 from loraserve.model.rotary import RotaryEmbedding, rotate
 
 from .conftest import SMALL
@@ -40,6 +42,12 @@ def test_swiglu_multiplies_the_second_half_by_the_activated_first() -> None:
     torch.testing.assert_close(swiglu(torch.cat((gate, up), 1)), gate * gate.sigmoid() * up)
 
 
+def test_geglu_multiplies_the_second_half_by_the_activated_first() -> None:
+    gate, up = torch.randn(5, 7), torch.randn(5, 7)
+    activated = 0.5 * gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
+    torch.testing.assert_close(geglu(torch.cat((gate, up), 1)), activated * up)
+
+
 @pytest.mark.parametrize(
     "rope", [{"rope_type": "default", "rope_theta": 5e5}, LINEAR, LLAMA3, YARN], ids=lambda r: r["rope_type"]
 )
@@ -56,15 +64,18 @@ def test_rotation_equals_transformers_far_into_the_context(rope: dict[str, float
 
 
 @pytest.mark.parametrize("width", [1000, 2048, 40_000])
-def test_swiglu_gives_a_row_the_same_bits_in_any_batch_on_any_number_of_threads(width: int) -> None:
+@pytest.mark.parametrize("gate", [swiglu, geglu, lambda x: cap_softly(x.clone(), 3.0)], ids=["swiglu", "geglu", "cap"])
+def test_a_row_has_the_same_bits_in_any_batch_on_any_number_of_threads(
+    gate: Callable[[torch.Tensor], torch.Tensor], width: int
+) -> None:
     x = torch.randn(70, 2 * width) * 4
     num_threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        everything = swiglu(x)
+        everything = gate(x)
         for threads in (1, 3, 5):
             torch.set_num_threads(threads)
             for count in (1, 2, 5, 17, 33, 64, 70):
-                assert torch.equal(swiglu(x[:count]), everything[:count]), (threads, count)
+                assert torch.equal(gate(x[:count]), everything[:count]), (threads, count)
     finally:
         torch.set_num_threads(num_threads)
