@@ -205,11 +205,6 @@ class SiteAdapters:
         # copied on the device, not from the host, once for each adapter
         return replace(pages, pages=pages.pages.to(device))
 
-    @property
-    def num_bytes(self) -> int:
-        """Of one layer's weights."""
-        return self.pool.data.numel() // self.num_layers
-
     def matrices(self, adapter: int, layer: int) -> list[tuple[Tensor, Tensor]]:
         """Views of each slice's A [rank, in] and B transposed [rank, out]. B A is multiplied by 0.5."""
         found = []

@@ -59,7 +59,10 @@ def _measure(machine: Machine, name: str, query_lens: list[int], context_lens: l
     if obstacle is not None:
         row["varlen_note"] = obstacle
         return row
-    other = machine.time(_calls(varlen_attention, step, caches, out))
+    try:
+        other = machine.time(_calls(varlen_attention, step, caches, out))
+    except RuntimeError as error:
+        return {**row, "varlen_note": str(error)[:200]}
     row["varlen"] = other.us / us if other and us else None
     return row
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -50,6 +50,9 @@ class World:
     context: int
     adapter_weights: int
     sampling: SamplingRows
+    _on_host: list[torch.Tensor]
+    _events: list[torch.cuda.Event | None] = field(default_factory=lambda: [None, None])
+    _turn: int = 0
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -81,11 +84,13 @@ class World:
     def loop_ms(self, row_slots: Sequence[int], num_steps: int) -> float | None:
         """A step's time among steps that follow each other as an engine launches them; None in a dry run."""
         self.loop(row_slots, 2)
+        if not self.machine.is_timing:
+            return None
         self.machine.synchronize()
         start = time.perf_counter()
-        self.loop(row_slots, 2 if self.machine.is_tiny else num_steps)
+        self.loop(row_slots, num_steps)
         self.machine.synchronize()
-        return None if self.machine.is_tiny else (time.perf_counter() - start) / num_steps * 1e3
+        return (time.perf_counter() - start) / num_steps * 1e3
 
     @torch.inference_mode()
     def loop(self, row_slots: Sequence[int], num_steps: int, after: Callable[[], None] = lambda: None) -> None:
@@ -97,25 +102,24 @@ class World:
         count, device = len(row_slots), self.machine.device
         tokens = torch.zeros(count, dtype=torch.int64, device=device)
         finite = torch.zeros(count, dtype=torch.bool, device=device)
-        on_host = [torch.zeros(count, dtype=torch.int64, pin_memory=device.type == "cuda") for _ in range(2)]
-        events: list[torch.cuda.Event | None] = [None, None]
         # half of the rows greedy, half drawn
         params = [SamplingParams(temperature=i % 2 * 0.8, top_p=0.95, seed=i) for i in range(count)]
         last = [7] * count
         for step in range(num_steps):
-            turn = step % 2
-            if (event := events[turn]) is not None:
+            # what the step before the last was described in and answered into is free again, also across loops
+            turn, self._turn = self._turn, 1 - self._turn
+            if (event := self._events[turn]) is not None:
                 event.synchronize()
-                last = on_host[turn].tolist()
+                last = self._on_host[turn][:count].tolist()
             positions = [self.context + step] * count
             has_lora = self.steps.fill(range(count), positions, last, row_slots)
             logits = self.steps.decode(count, has_lora)
             self.sampling.fill(params, positions)
             sample(logits, self.sampling, tokens, finite)
-            on_host[turn].copy_(tokens, non_blocking=True)
+            self._on_host[turn][:count].copy_(tokens, non_blocking=True)
             if device.type == "cuda":
-                events[turn] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                events[turn].record()  # type: ignore[union-attr]
+                self._events[turn] = event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record()
             after()
 
 
@@ -185,7 +189,7 @@ def make_world(
     config = dict(llama(machine.is_tiny))
     context = 20 if machine.is_tiny else context
     config["num_hidden_layers"] = num_layers or num_layers_that_fit(machine, config, max(rows), num_adapters)
-    shapes = {name: shape for name, shape in module_shapes(machine.is_tiny).items() if name in LAYER_MODULES}
+    shapes = module_shapes(machine.is_tiny)
     dtype = torch.float16 if machine.is_tiny else torch.bfloat16
     adapters, slots = pool or make_pool(machine, shapes, config["num_hidden_layers"], num_adapters, dtype)
     base = make_base(machine, config, dtype=dtype, format=format)
@@ -207,8 +211,11 @@ def make_world(
         slots=slots,
         steps=steps,
         context=context,
-        adapter_weights=config["num_hidden_layers"] * RANK * sum(sum(shape) for shape in shapes.values()),
+        adapter_weights=config["num_hidden_layers"] * RANK * sum(sum(shapes[name]) for name in LAYER_MODULES),
         sampling=SamplingRows(max(rows), machine.device),
+        _on_host=[
+            torch.zeros(max(rows), dtype=torch.int64, pin_memory=machine.device.type == "cuda") for _ in range(2)
+        ],
     )
 
 
@@ -224,7 +231,9 @@ class Worlds:
         if self._current is None or self._current.format != format:
             self._current = None
             self._machine.free()
-            self._current = make_world(self._machine, format, self._rows, self._num_adapters)
+            # kernels don't know how many layers there are
+            num_layers = 1 if self._machine.is_warming else None
+            self._current = make_world(self._machine, format, self._rows, self._num_adapters, num_layers=num_layers)
         return self._current
 
     def measure(self, format: str, num_rows: int, num_adapters: int) -> Row:
@@ -253,11 +262,11 @@ class Worlds:
 
 
 def cases(machine: Machine) -> Iterator[Case]:
-    rows, formats = ((2,), ("none", "int4")) if machine.is_tiny else (ROWS, FORMATS)
+    rows, formats = ((2,), ("int4",)) if machine.is_tiny else (ROWS, FORMATS)
     worlds = Worlds(machine, rows, max(rows))
     for format in formats:
         for count in rows:
             wanted = (0, count) if machine.is_tiny else sorted({a for a in ADAPTERS if a < count} | {count})
             for adapters in wanted:
                 name = f"{format}, {count} rows, {adapters} adapters"
-                yield Case(name, lambda f=format, c=count, a=adapters: [worlds.measure(f, c, a)])
+                yield Case(name, lambda f=format, c=count, a=adapters: [worlds.measure(f, c, a)], group=format)

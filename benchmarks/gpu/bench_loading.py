@@ -105,7 +105,7 @@ def make_loading(machine: Machine) -> Loading:
     config = llama(machine.is_tiny)
     rows = 2 if machine.is_tiny else ROWS
     layers = num_layers_that_fit(machine, config, rows, NUM_RESIDENT + NUM_SPARE)
-    shapes = {name: shape for name, shape in module_shapes(machine.is_tiny).items() if name in LAYER_MODULES}
+    shapes = module_shapes(machine.is_tiny)
     dtype = torch.float16 if machine.is_tiny else torch.bfloat16
     spec = BaseSpec(
         id="random",
@@ -123,7 +123,7 @@ def make_loading(machine: Machine) -> Loading:
         quantization="none",
     )
     modules = zero_modules(shapes, layers, RANK)
-    one = layers * RANK * sum(sum(shape) for shape in shapes.values()) * dtype.itemsize
+    one = layers * RANK * sum(sum(shapes[name]) for name in LAYER_MODULES) * dtype.itemsize
     device = GpuDevice.of_size(spec, int(1.3 * one * (NUM_RESIDENT + NUM_SPARE)) + (8 << 20), dtype, machine.device)
     packed: list[HostAdapter] = []
     pack_s = []
@@ -169,7 +169,8 @@ def _speed(machine: Machine, num_bytes: int, seconds: float) -> Row:
 
 def _beside(loading: Loading) -> list[Row]:
     rows: list[Row] = []
-    loading.step_times_ms(with_loads=False)
+    if loading.machine.is_timing:
+        loading.step_times_ms(with_loads=False)
     for with_loads in (False, True):
         times, num_loads = loading.step_times_ms(with_loads=with_loads)
         what = f"steps of {loading.rows} rows, {'an adapter always on its way' if with_loads else 'no loads'}"

@@ -20,6 +20,7 @@ from benchmarks.gpu.parts import Case, Row
 from benchmarks.gpu.reference_model import ReferenceModel
 from benchmarks.gpu.shapes import TINY_LLAMA
 from benchmarks.gpu.steps import Steps
+from loraserve_kernels.layout import LAYER_MODULES
 
 LLAMA: dict[str, Any] = {
     **TINY_LLAMA,
@@ -78,11 +79,14 @@ def make_world(machine: Machine, config: dict[str, Any], dtype: torch.dtype, for
     lens, ranks = ([4, 3, 6], (8, 12)) if machine.is_tiny else ([40, 5, 64, 2, 130, 17], (8, 64, 16))
     stored = (dtype, torch.int8) if format != "none" else ()
     layers = base.config.num_layers
-    fleet = make_fleet(machine, base.config.module_shapes, ranks, dtype, stored=stored, num_layers=layers, strength=4.0)
+    hidden, vocab = base.config.hidden_size, base.config.vocab_size
+    shapes = {**base.config.module_shapes, "lm_head": (vocab, hidden), "embed_tokens": (hidden, vocab)}
+    all_ranks = [dict.fromkeys(LAYER_MODULES, rank) for rank in ranks]
+    fleet = make_fleet(machine, shapes, all_ranks, dtype, stored=stored, num_layers=layers, strength=4.0)
     rng = random.Random(1)
     prompts = [[rng.randrange(3, base.config.vocab_size) for _ in range(size)] for size in lens]
     slots = [([0, *fleet.slots])[i % (1 + len(ranks))] for i in range(len(lens))]
-    sizes = [1, len(lens)] if machine.is_tiny else [1, 2, len(lens), 64]
+    sizes = [1, len(lens)]
     steps = Steps(
         machine, base, fleet.pool, max_num_seqs=max(sizes), max_len=max(lens) + 2, max_num_tokens=sum(lens), sizes=sizes
     )
@@ -101,14 +105,17 @@ def cases(machine: Machine) -> Iterator[Case]:
     for config, dtype, format in kinds:
         world = cache(lambda c=config, d=dtype, f=format: make_world(machine, c, d, f))
         name = f"{config['architectures'][0]}, {format}, {dtype_name(dtype)}"
-        for what, check in (
-            ("float64", check_logits),
-            ("company", check_company),
-            ("graphs", check_graphs),
-            ("base rows", check_base_rows),
-            ("PEFT", check_peft),
-        ):
-            yield Case(f"{name}: {what}", lambda w=world, c=check: c(w()))
+        checks = {
+            "float64": check_logits,
+            "company": check_company,
+            "graphs": check_graphs,
+            "base rows": check_base_rows,
+            "PEFT": check_peft,
+        }
+        for what, check in checks.items():
+            if machine.is_tiny and config is qwen3 and what != "float64":
+                continue
+            yield Case(f"{name}: {what}", lambda w=world, c=check: c(w()), group=name)
 
 
 def _compare(name: str, rows: Tensor, expected: Tensor, world: World) -> Row:
@@ -143,13 +150,14 @@ def check_company(world: World) -> list[Row]:
     """A decode row's bits are the same alone and in the step; also, where nothing is left to a library, a prompt's rows."""
     prefill(world)
     together = world.decode(world.everyone)
-    alone = torch.cat([world.decode([i]) for i in world.everyone])
-    rows = [same_bits("decode rows alone and in company", together, alone, note=world.note)]
+    some = world.everyone[:2] if world.machine.is_tiny else world.everyone
+    alone = torch.cat([world.decode([i]) for i in some])
+    rows = [same_bits("decode rows alone and in company", together[some], alone, note=world.note)]
     most = 64
     if sum(map(len, world.prompts)) <= most or "none" not in world.name:
         chosen = [i for i in world.everyone if len(world.prompts[i]) > most] or world.everyone
         if sum(map(len, world.prompts)) <= most:
-            chosen = world.everyone
+            chosen = some
         starts = [sum(map(len, world.prompts[:i])) for i in world.everyone]
         whole = prefill(world)
         parts = torch.cat([whole[starts[i] : starts[i] + len(world.prompts[i])] for i in chosen])

@@ -51,6 +51,7 @@ class Machine:
         rates: measured when the worker starts; meaningless in a dry run.
         cache_bytes: of the device's last cache.
         peers: the folder with other projects' kernels, if one was given.
+        is_warming: other processes use the device too, so nothing is timed: kernels are compiled, for those that will be.
         deadline: of the part that runs, in seconds of time.time().
     """
 
@@ -59,18 +60,25 @@ class Machine:
     rates: Rates
     cache_bytes: int
     peers: Path | None
+    is_warming: bool = False
     deadline: float = float("inf")
 
     @staticmethod
-    def measured(peers: Path | None) -> Machine:
-        """The first CUDA device, its rates measured now; without one, a dry run's."""
+    def found(peers: Path | None, *, is_alone: bool, is_warming: bool) -> Machine:
+        """The first CUDA device; without one, a dry run's. Its rates are measured now if this process has it alone."""
         if not torch.cuda.is_available():
             return Machine(torch.device("cpu"), True, _NO_RATES, 1 << 16, peers)
         device = torch.device("cuda", torch.cuda.current_device())
         properties = torch.cuda.get_device_properties(device)
-        machine = Machine(device, False, _NO_RATES, int(properties.L2_cache_size), peers)
-        machine.rates = machine._measure()
+        machine = Machine(device, False, _NO_RATES, int(properties.L2_cache_size), peers, is_warming)
+        if is_alone:
+            machine.rates = machine._measure()
+            machine.free()
         return machine
+
+    @property
+    def is_timing(self) -> bool:
+        return not (self.is_tiny or self.is_warming)
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
@@ -97,9 +105,9 @@ class Machine:
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
 
-    def num_copies(self, num_bytes: int, most: int = 512) -> int:
+    def num_copies(self, num_bytes: int, most: int = 1024) -> int:
         """How many copies of so many bytes are read in turn until none is left in the cache when its turn comes again; 3 at least."""
-        return 2 if self.is_tiny else min(most, max(3, -(-6 * self.cache_bytes // max(1, num_bytes))))
+        return 2 if not self.is_timing else min(most, max(3, -(-6 * self.cache_bytes // max(1, num_bytes))))
 
     def capture(self, work: Callable[[], object]) -> Callable[[], object]:
         """Call `work` once, then return what repeats it: a graph's replay, or in a dry run the work itself."""
@@ -113,11 +121,11 @@ class Machine:
         return graph.replay
 
     def time(self, calls: Sequence[Callable[[], object]], replays: int = REPLAYS) -> Timing | None:
-        """Time the calls as one CUDA graph; None in a dry run, which calls the first one once.
+        """Time the calls as one CUDA graph; None in a dry run or while warming, which call the first one once.
 
         They are run outside the graph before, so that kernels are compiled and workspaces there.
         """
-        if self.is_tiny:
+        if not self.is_timing:
             calls[0]()
             return None
         host_s = self._host_s(calls)
@@ -125,7 +133,7 @@ class Machine:
 
     def time_eagerly(self, calls: Sequence[Callable[[], object]], replays: int = REPLAYS) -> Timing | None:
         """The same without a graph: for what can't be captured."""
-        if self.is_tiny:
+        if not self.is_timing:
             calls[0]()
             return None
         host_s = self._host_s(calls)
@@ -134,7 +142,7 @@ class Machine:
     def time_replays(self, replay: Callable[[], object], replays: int = REPLAYS) -> Timing | None:
         """Time what is a graph's replay already."""
         replay()
-        return None if self.is_tiny else self._timing(replay, 1, replays, 0.0)
+        return self._timing(replay, 1, replays, 0.0) if self.is_timing else None
 
     def _host_s(self, calls: Sequence[Callable[[], object]]) -> float:
         _call_all(calls)
@@ -185,7 +193,7 @@ class Machine:
         if self.is_tiny:
             return {**facts, "device": "none: Triton's interpreter on a CPU"}
         properties = torch.cuda.get_device_properties(self.device)
-        return {
+        found = {
             **facts,
             "device": properties.name,
             "capability": f"{properties.major}.{properties.minor}",
@@ -193,6 +201,11 @@ class Machine:
             "memory_bytes": properties.total_memory,
             "cache_bytes": self.cache_bytes,
             "cuda": torch.version.cuda,
+        }
+        if self.rates is _NO_RATES:
+            return found
+        return {
+            **found,
             "copy_bytes_per_s": self.rates.copy_bytes_per_s,
             "operations_per_s": self.rates.operations_per_s,
             "load_bytes_per_s": self.rates.load_bytes_per_s,

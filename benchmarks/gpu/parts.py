@@ -19,10 +19,12 @@ class Case:
 
     Attributes:
         run: returns the rows that it adds to the part's table.
+        group: cases that share what is slow to make, and so one process, name it; others are on their own.
     """
 
     name: str
     run: Callable[[], list[Row]]
+    group: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,9 @@ class Part:
         weight: its part of the time that is left when it starts, beside the weights of those behind it.
         columns: key of a row → heading, in the order in which they are shown.
         note: what a reader must know to read the table.
+        is_check: nothing is timed, so others may use the device meanwhile.
+        num_shards: into how many processes the part may be divided while nothing is timed: compiling is what takes long then.
+        is_warmed: its kernels are compiled beforehand.
     """
 
     name: str
@@ -42,7 +47,8 @@ class Part:
     columns: dict[str, str]
     note: str = ""
     is_check: bool = False
-    function: str = "cases"
+    num_shards: int = 1
+    is_warmed: bool = False
 
     def cases(self, machine: Machine) -> Iterator[Case]:
         """The part's cases in the order of their importance: time may run out before the last.
@@ -50,9 +56,7 @@ class Part:
         Raises:
             ModuleNotFoundError: the machine lacks a package that it needs.
         """
-        make: Callable[[Machine], Iterable[Case]] = getattr(
-            importlib.import_module(f"benchmarks.gpu.{self.module}"), self.function
-        )
+        make: Callable[[Machine], Iterable[Case]] = importlib.import_module(f"benchmarks.gpu.{self.module}").cases
         yield from make(machine)
 
 
@@ -60,17 +64,17 @@ _CHECK = {"check": "check", "error": "error", "bound": "bound", "ok": "result", 
 _TIME = {"us": "µs", "limit_us": "limit µs", "share": "of the limit"}
 
 
-def _check(name: str, title: str, module: str, weight: float) -> Part:
-    return Part(name, title, module, weight, _CHECK, is_check=True)
+def _check(name: str, title: str, module: str, weight: float, num_shards: int = 1) -> Part:
+    return Part(name, title, module, weight, _CHECK, is_check=True, num_shards=num_shards)
 
 
 PARTS: tuple[Part, ...] = (
-    _check("check-lora", "LoRA kernels against float64", "check_lora", 3),
+    _check("check-lora", "LoRA kernels against float64", "check_lora", 3, 2),
     _check("check-attention", "Attention against float64", "check_attention", 3),
-    _check("check-gemm", "Weight-only linears against float64", "check_gemm", 3),
+    _check("check-gemm", "Weight-only linears against float64", "check_gemm", 3, 4),
     _check("check-rows", "Embedding, norms, rotation, SwiGLU against float64", "check_rows", 1),
     _check("check-sampling", "Sampling against the CPU's", "check_sampling", 2),
-    _check("check-model", "Whole models: logits, bits, graphs", "check_model", 4),
+    _check("check-model", "Whole models: logits, bits, graphs", "check_model", 4, 4),
     Part(
         "decode",
         "Whole decode steps, Llama-3.1-8B's shape, random weights",
@@ -92,6 +96,8 @@ PARTS: tuple[Part, ...] = (
         "A step is one replay of the decode graph, median of 30; the loop is steps as an engine launches them, two in flight: filled in by the host, replayed, sampled, "
         "tokens copied back. Tokens/s are the loop's. Tax: the step over that of the same rows without adapters; its bytes' tax: the same of the limits. Adapters have rank 16 "
         "on all seven linears.",
+        is_warmed=True,
+        num_shards=3,
     ),
     Part(
         "kernels",
@@ -113,6 +119,8 @@ PARTS: tuple[Part, ...] = (
         },
         "Of one layer. Each pass is a CUDA graph over several layers' weights, more than the cache holds; the median of 30 replays, by layer. A peer's column is its time over ours. "
         "Error: the largest against float64, by the largest number. Host: the time of the launches without a graph.",
+        is_warmed=True,
+        num_shards=2,
     ),
     Part(
         "linears",
@@ -129,6 +137,8 @@ PARTS: tuple[Part, ...] = (
             "epilogue_us": "with LoRA, epilogue µs",
         },
         "LoRA: each row has an adapter of rank 16 of its own, 32 at most.",
+        is_warmed=True,
+        num_shards=3,
     ),
     Part(
         "attention",
@@ -137,6 +147,8 @@ PARTS: tuple[Part, ...] = (
         3,
         {"step": "step", "rows": "rows", "context": "context", "block_size": "block", **_TIME, "varlen": "varlen ÷"},
         "varlen: torch.nn.attention.varlen's time over ours, both with blocks of the same size.",
+        is_warmed=True,
+        num_shards=1,
     ),
     Part(
         "loading",

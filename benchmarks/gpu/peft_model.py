@@ -26,7 +26,7 @@ def make_model(config_json: Mapping[str, Any], device: torch.device, dtype: torc
     model_type = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}[config_json["architectures"][0]]
     config = AutoConfig.for_model(model_type, **known)
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        return AutoModelForCausalLM.from_config(config).to(dtype).eval()
 
 
 def add_adapters(model: Any, ranks: Sequence[int]) -> Any:

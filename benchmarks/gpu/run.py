@@ -23,8 +23,11 @@ PATHS = (str(ROOT), str(ROOT / "kernels"))
 sys.path[:0] = [path for path in PATHS if path not in sys.path]
 
 from benchmarks.gpu import report, summary  # noqa: E402 (once they can be found)
-from benchmarks.gpu.parts import PARTS  # noqa: E402
-from benchmarks.gpu.supervise import Run, run_parts  # noqa: E402
+from benchmarks.gpu.parts import BY_NAME, PARTS  # noqa: E402
+from benchmarks.gpu.supervise import Run, run_parts, run_together, side_by_side  # noqa: E402
+
+SHARE_OF_CHECKS = 0.45
+"""Of the time, at most, where something is to be timed as well."""
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -94,13 +97,18 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    run_parts(
-        run,
-        deadline=started + options.budget_s,
-        peers=options.peers,
-        environment=environment(options.tiny),
-        on_change=changed,
-    )
+    arguments = {"peers": options.peers, "environment": environment(options.tiny), "on_change": changed}
+    timed = options.parts
+    if not options.tiny:
+        timed = [part for part in options.parts if not BY_NAME[part].is_check]
+        cores = len(os.sched_getaffinity(0))
+        share = SHARE_OF_CHECKS if timed else 1.0
+        jobs = side_by_side(options.parts, cores)
+        run_together(run, jobs, num_cores=cores, deadline=started + share * options.budget_s, **arguments)
+    last = Run(timed)
+    run.outcomes |= last.outcomes
+    last.facts = run.facts
+    run_parts(last, deadline=started + options.budget_s, **arguments)
     for line in summary.lines(run.outcomes):
         print(f"- {line}")
     print(f"written: {folder / name}.md and .json")

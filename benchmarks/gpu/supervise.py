@@ -1,4 +1,7 @@
-"""Runs the parts in a process of their own, so that a kernel that breaks the device or never ends costs its case and no more."""
+"""Runs the parts in processes of their own, so that a kernel that breaks the device or never ends costs its case and no more.
+
+What is timed has the device to itself. Before that, checks run side by side, and so does a first pass over what will be timed: it's compiling that takes long, on one core at a time.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,15 @@ import json
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.parts import Outcome
+from benchmarks.gpu.parts import BY_NAME, Outcome
 
 STALL_S = 150.0
 """Without a word for so long, a case is taken as stuck; the slowest one compiles for some tens of seconds."""
@@ -25,6 +30,35 @@ Command = Callable[[dict[str, Any]], list[str]]
 
 def worker_command(plan: dict[str, Any]) -> list[str]:
     return [sys.executable, "-P", "-m", "benchmarks.gpu.worker", json.dumps(plan)]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one worker at a time does.
+
+    Attributes:
+        shard, num_shards: it runs every so manieth group of the cases.
+        is_alone: nobody else uses the device meanwhile.
+        is_warming: kernels are compiled, and what is found is thrown away.
+    """
+
+    parts: tuple[str, ...]
+    shard: int = 0
+    num_shards: int = 1
+    is_alone: bool = True
+    is_warming: bool = False
+
+
+def side_by_side(parts: Sequence[str], num_cores: int) -> list[Job]:
+    """The jobs that may run at the same time, before what is timed: the checks among these parts, and the warming of the others. One job for a core at most."""
+    wanted = [BY_NAME[name] for name in parts if BY_NAME[name].is_check or BY_NAME[name].is_warmed]
+    is_divided = sum(part.num_shards for part in wanted) <= num_cores
+    return [
+        Job((part.name,), shard, num_shards, is_alone=False, is_warming=not part.is_check)
+        for part in wanted
+        for num_shards in (part.num_shards if is_divided else 1,)
+        for shard in range(num_shards)
+    ]
 
 
 @dataclass(slots=True)
@@ -49,7 +83,7 @@ class Run:
     def hear(self, event: dict[str, Any]) -> None:
         kind = event["kind"]
         if kind == "machine":
-            self.facts = event["facts"]
+            self.facts |= event["facts"]
             return
         outcome = self.outcomes[event["part"]]
         if kind == "part":
@@ -80,9 +114,50 @@ class Run:
         return [self.part, *waiting], self.case + 1
 
 
+def merged(outcomes: Sequence[Outcome]) -> Outcome:
+    """What several workers have found of one part."""
+    states = [outcome.state for outcome in outcomes]
+    state = next((s for s in ("running", "waiting") if s in states), None)
+    return Outcome(
+        state or next((s for s in states if s != "complete"), "complete"),
+        max(outcome.seconds for outcome in outcomes),
+        [row for outcome in outcomes for row in outcome.rows],
+        [problem for outcome in outcomes for problem in outcome.problems],
+        sum(outcome.num_cases for outcome in outcomes),
+    )
+
+
+def run_together(
+    run: Run, jobs: Sequence[Job], *, num_cores: int, on_change: Callable[[], None], **arguments: Any
+) -> None:
+    """Run the jobs side by side, as many at a time as there are cores.
+
+    Args:
+        arguments: as `run_parts` takes them.
+    """
+    parts_of_jobs = [(job, Run(job.parts)) for job in jobs]
+    lock = threading.Lock()
+
+    def changed() -> None:
+        with lock:
+            for job, part in parts_of_jobs:
+                run.facts = {**part.facts, **run.facts}
+                for name in job.parts:
+                    if not job.is_warming:
+                        found = [other.outcomes[name] for j, other in parts_of_jobs if name in j.parts]
+                        run.outcomes[name] = merged(found)
+            on_change()
+
+    with ThreadPoolExecutor(max_workers=max(1, num_cores)) as pool:
+        running = [pool.submit(run_parts, part, job=job, on_change=changed, **arguments) for job, part in parts_of_jobs]
+        for each in running:
+            each.result()
+
+
 def run_parts(
     run: Run,
     *,
+    job: Job | None = None,
     deadline: float,
     peers: Path | None,
     environment: dict[str, str],
@@ -94,15 +169,18 @@ def run_parts(
     """Run every part of `run`, in as many processes as it takes; returns at the deadline, or a little later.
 
     Args:
+        job: all of the run's parts, alone on the device (None).
         deadline: seconds since the epoch.
         on_change: called after every part, and after a worker is gone.
     """
+    job = job or Job(tuple(run.parts))
     left, first_case = list(run.parts), 0
     with tempfile.TemporaryDirectory(prefix="loraserve-gpu-") as folder:
         for start in range(MAX_STARTS):
             events = Path(folder) / f"events-{start}"
             events.touch()
             plan = {
+                **asdict(job),
                 "events": str(events),
                 "parts": left,
                 "first_case": first_case,

@@ -2,7 +2,8 @@
 
     python -m benchmarks.gpu.worker PLAN
 
-PLAN is a JSON object: ``events`` (the file that lines are added to), ``parts`` (names, in order), ``first_case`` (of the first part), ``deadline`` (seconds since the epoch), ``peers``.
+PLAN is a JSON object: ``events`` (the file that lines are added to), ``parts`` (names, in order), ``first_case`` (of the first part), ``deadline`` (seconds since the epoch), ``peers``, ``is_alone`` (on the
+device), ``is_warming``, and ``shard`` and ``num_shards``: this process runs every so manieth group of cases.
 
 A case that raises is written down, and the next one runs. If the device is lost with it (an illegal access ends every kernel of the process after it), the
 process ends with `DEVICE_LOST`, and its parent starts another behind that case.
@@ -31,7 +32,8 @@ DEVICE_LOST = 70
 class Worker:
     def __init__(self, plan: dict[str, Any], events: IO[str]) -> None:
         self._plan, self._events = plan, events
-        self.machine = Machine.measured(Path(plan["peers"]) if plan["peers"] else None)
+        peers = Path(plan["peers"]) if plan["peers"] else None
+        self.machine = Machine.found(peers, is_alone=plan["is_alone"], is_warming=plan["is_warming"])
 
     def say(self, kind: str, **fields: object) -> None:
         self._events.write(json.dumps({"kind": kind, **fields}) + "\n")
@@ -49,10 +51,12 @@ class Worker:
 
     def _run_part(self, part: Part, first_case: int) -> None:
         started, state, number = time.time(), "complete", -1
+        groups: dict[str, int] = {}
         self.say("part", part=part.name)
         try:
             for number, case in enumerate(part.cases(self.machine)):
-                if number < first_case:
+                group = groups.setdefault(case.group or case.name, len(groups))
+                if number < first_case or group % self._plan["num_shards"] != self._plan["shard"]:
                     continue
                 if self.machine.is_late:
                     state = "out of time"
@@ -78,7 +82,7 @@ class Worker:
         # what the part's cases shared is theirs no more
         gc.collect()
         self.machine.free()
-        self.say("end", part=part.name, state=state, seconds=time.time() - started, num_cases=number + 1)
+        self.say("end", part=part.name, state=state, seconds=time.time() - started)
 
     def _report(self, part: Part, name: str, error: Exception) -> None:
         traceback.print_exception(error)
@@ -86,7 +90,7 @@ class Worker:
         text = f"{type(error).__name__}: {error}"[:600]
         self.say("problem", part=part.name, case=name, text=f"{text} ({Path(last.filename).name}:{last.lineno})")
         try:
-            self.machine.synchronize()
+            self.machine.free()
         except Exception:
             # not through the interpreter's end: that would ask the device again
             os._exit(DEVICE_LOST)

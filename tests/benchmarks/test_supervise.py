@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.supervise import Run, run_parts
+from benchmarks.gpu.parts import Outcome
+from benchmarks.gpu.supervise import Job, Run, merged, run_parts, run_together, side_by_side
 
 PARTS = ["check-lora", "check-gemm"]
 # runs cases 0 to 2 of every part; what it does at (part, case) stands in MISDEEDS
@@ -94,3 +95,48 @@ def test_last_words_before_a_death_are_heard(tmp_path: Path) -> None:
     run = supervise({"check-gemm 2": "die"})
     assert cases_of(run, "check-gemm") == ["case 0", "case 1"]
     assert len(run.outcomes["check-gemm"].problems) == 1
+
+
+def test_jobs_that_run_side_by_side_are_the_checks_and_the_warming_of_what_is_timed() -> None:
+    jobs = side_by_side(["check-lora", "check-rows", "kernels", "peft"], num_cores=16)
+    assert [(job.parts, job.shard, job.num_shards, job.is_warming) for job in jobs] == [
+        (("check-lora",), 0, 2, False),
+        (("check-lora",), 1, 2, False),
+        (("check-rows",), 0, 1, False),
+        (("kernels",), 0, 2, True),
+        (("kernels",), 1, 2, True),
+    ]
+    assert not any(job.is_alone for job in jobs)
+    assert [job.num_shards for job in side_by_side(["check-lora", "kernels"], num_cores=2)] == [1, 1]
+
+
+def test_what_several_workers_find_of_a_part_is_put_together_and_what_warming_finds_is_not() -> None:
+    run, changes = Run(["check-lora", "kernels"]), []
+    jobs = [Job(("check-lora",), shard, 2, is_alone=False) for shard in range(2)]
+    jobs.append(Job(("kernels",), is_alone=False, is_warming=True))
+
+    def command(plan: dict[str, Any]) -> list[str]:
+        return [sys.executable, "-S", "-c", SCRIPT, json.dumps(plan)]
+
+    run_together(
+        run,
+        jobs,
+        num_cores=2,
+        on_change=lambda: changes.append(run.outcomes["check-lora"].state),
+        deadline=time.time() + 30,
+        peers=None,
+        environment={**os.environ, "MISDEEDS": json.dumps({"check-lora 1": "die"})},
+        command=command,
+    )
+    found = run.outcomes["check-lora"]
+    assert cases_of(run, "check-lora") == ["case 0", "case 2"] * 2
+    assert (found.state, len(found.problems), found.num_cases) == ("complete", 2, 6)
+    assert run.outcomes["kernels"].state == "waiting"
+    assert changes[-1] == "complete"
+
+
+def test_part_is_complete_when_all_of_its_workers_are() -> None:
+    complete, late, running = Outcome("complete", 2.0), Outcome("out of time", 5.0), Outcome("running")
+    assert merged([complete, complete]).state == "complete"
+    assert (merged([complete, late]).state, merged([complete, late]).seconds) == ("out of time", 5.0)
+    assert merged([late, running]).state == "running"
