@@ -36,6 +36,7 @@ class Architecture:
         window: which layers have a sliding window.
         window_pattern: of `Window.BY_PATTERN`; a string names the config's field that says so.
         has_layers_without_rope: whether ``no_rope_layers``, or else ``no_rope_layer_interval``, says which layers have rotary positions.
+        has_local_rope: whether layers with a window turn by a rope of their own, whose theta is ``rope_local_base_freq``.
         embedding_multiplier: field of what embeddings are multiplied with; None: 1. So for the next ones.
         residual_multiplier: what is added to the residual stream.
         attention_multiplier: the scores; None: head_dim ** -0.5, or that of `query_scalar`.
@@ -65,6 +66,7 @@ class Architecture:
     window: Window = Window.NONE
     window_pattern: int | str = 1
     has_layers_without_rope: bool = False
+    has_local_rope: bool = False
     embedding_multiplier: str | None = None
     residual_multiplier: str | None = None
     attention_multiplier: str | None = None
@@ -236,6 +238,33 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             mlp_norm="pre_feedforward_layernorm.weight",
             mlp_out_norm="post_feedforward_layernorm.weight",
             defaults={**_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        ),
+        Architecture(
+            name="Gemma3ForCausalLM",
+            model_type="gemma3_text",
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            has_qk_norm=True,
+            window=Window.BY_PATTERN,
+            window_pattern="sliding_window_pattern",
+            has_local_rope=True,
+            query_scalar="query_pre_attn_scalar",
+            is_embedding_scaled=True,
+            logits_cap="final_logit_softcapping",
+            activation="hidden_activation",
+            norm_offset=1.0,
+            # transformers reads no cap of the scores here
+            refused={"use_bidirectional_attention": False, "attn_logit_softcapping": None},
+            attention_out_norm="post_attention_layernorm.weight",
+            mlp_norm="pre_feedforward_layernorm.weight",
+            mlp_out_norm="post_feedforward_layernorm.weight",
+            defaults={
+                **_GEMMA,
+                "final_logit_softcapping": None,
+                "sliding_window_pattern": 6,
+                "rope_theta": 1_000_000.0,
+                "rope_local_base_freq": 10_000.0,
+            },
         ),
     )
 }

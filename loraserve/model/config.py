@@ -55,6 +55,11 @@ class RopeConfig:
     truncate: bool = True
     attention_factor: float = 1.0
 
+    def identity(self) -> dict[str, object]:
+        """Every field, JSON-able."""
+        fields = {name: getattr(self, name) for name in RopeConfig.__slots__ if name != "type"}
+        return {"type": self.type.value, **fields}
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -62,6 +67,7 @@ class ModelConfig:
 
     Attributes:
         sliding_windows: per layer, the window or None.
+        rope, local_rope: of the layers; of those with a window, where that is another one.
         layer_ropes: per layer, its rope's place in `ropes`; None: its queries and keys aren't rotated.
         embedding_scale: what embeddings are multiplied with; logits_scale: logits.
         residual_scale: what the attention's and the MLP's outputs are multiplied with before they are added to the residual stream.
@@ -88,6 +94,7 @@ class ModelConfig:
     has_mlp_bias: bool
     sliding_windows: tuple[int | None, ...]
     rope: RopeConfig
+    local_rope: RopeConfig | None
     layer_ropes: tuple[int | None, ...]
     max_model_len: int
     max_stretched_len: int
@@ -104,7 +111,7 @@ class ModelConfig:
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """Every way in which positions become angles in this model."""
-        return (self.rope,)
+        return (self.rope,) if self.local_rope is None else (self.rope, self.local_rope)
 
     @property
     def module_shapes(self) -> dict[str, tuple[int, int]]:
@@ -129,7 +136,6 @@ class ModelConfig:
 
     def identity(self) -> dict[str, object]:
         """What, beside the weights, decides which function the model computes; JSON-able. Contexts and EOS aren't part of it."""
-        rope = {name: getattr(self.rope, name) for name in RopeConfig.__slots__ if name != "type"}
         names = (
             "vocab_size",
             "hidden_size",
@@ -145,7 +151,7 @@ class ModelConfig:
             "rms_norm_eps": self.rms_norm_eps,
             "biases": [self.has_qkv_bias, self.has_o_bias, self.has_mlp_bias],
             "sliding_windows": list(self.sliding_windows),
-            "rope": {"type": self.rope.type.value, **rope},
+            "rope": self.rope.identity(),
         }
         scales = {
             "embedding": (self.embedding_scale, 1.0),
@@ -162,6 +168,8 @@ class ModelConfig:
             identity["activation"] = self.activation.value
         if any(rope != 0 for rope in self.layer_ropes):
             identity["layer_ropes"] = list(self.layer_ropes)
+        if self.local_rope is not None:
+            identity["local_rope"] = self.local_rope.identity()
         return identity if self.quantization is None else {**identity, "quantization": self.quantization.identity()}
 
 
@@ -209,8 +217,8 @@ def parse_config(config: Mapping[str, Any], generation_config: Mapping[str, Any]
             f"config.json: num_attention_heads {num_heads} isn't a multiple of num_key_value_heads {num_kv_heads}."
         )
     context = fields.count("max_position_embeddings")
-    rope = _rope(fields, context)
-    layer_ropes = _layer_ropes(fields, num_layers)
+    rope, local_rope = _ropes(fields, context)
+    windows, layer_ropes = _layers(fields, num_layers)
     return ModelConfig(
         architecture=architecture,
         vocab_size=fields.count("vocab_size"),
@@ -225,11 +233,12 @@ def parse_config(config: Mapping[str, Any], generation_config: Mapping[str, Any]
         has_qkv_bias=fields.rule(architecture.qkv_bias),
         has_o_bias=fields.rule(architecture.o_bias),
         has_mlp_bias=fields.rule(architecture.mlp_bias),
-        sliding_windows=_windows(fields, layer_ropes),
+        sliding_windows=windows,
         rope=rope,
+        local_rope=local_rope,
         layer_ropes=layer_ropes,
         max_model_len=context,
-        max_stretched_len=_stretched(rope, context),
+        max_stretched_len=min(_stretched(r, context) for r in (rope, local_rope) if r is not None),
         eos_token_ids=_eos(config, generation_config),
         attention_scale=_attention_scale(fields, head_dim),
         embedding_scale=math.sqrt(hidden_size)
@@ -304,6 +313,15 @@ def _attention_scale(fields: _Fields, head_dim: int) -> float:
     return fields.multiplier(architecture.attention_multiplier, head_dim**-0.5)
 
 
+def _layers(fields: _Fields, num_layers: int) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
+    """Each layer's window, and its rope's place in the model's `ropes`."""
+    ropes = _layer_ropes(fields, num_layers)
+    windows = _windows(fields, ropes)
+    if fields.architecture.has_local_rope:
+        ropes = tuple(0 if window is None else 1 for window in windows)
+    return windows, ropes
+
+
 def _layer_ropes(fields: _Fields, num_layers: int) -> tuple[int | None, ...]:
     if not fields.architecture.has_layers_without_rope:
         return (0,) * num_layers
@@ -365,13 +383,32 @@ def _windows(fields: _Fields, layer_ropes: tuple[int | None, ...]) -> tuple[int 
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def _rope(fields: _Fields, context: int) -> RopeConfig:
-    """Rope as transformers 5 resolves it: ``rope_scaling`` (the older form) before ``rope_parameters``, theta inside before theta outside."""
+def _ropes(fields: _Fields, context: int) -> tuple[RopeConfig, RopeConfig | None]:
+    """The ropes as transformers 5 resolves them: ``rope_scaling`` (the older form) before ``rope_parameters``, theta inside before theta outside."""
+    older, newer = (_object(fields.config.get(name), name) for name in ("rope_scaling", "rope_parameters"))
+    if not fields.architecture.has_local_rope:
+        source, rope = ("rope_scaling", older) if older else ("rope_parameters", newer)
+        return _rope(fields, context, source, rope), None
+    kinds = ("full_attention", "sliding_attention")
+    if any(kind not in kinds for kind in newer):
+        raise ModelError(f"config.json: rope_parameters is {_shown(newer)}; expected {' and '.join(kinds)} in it.")
+    full, local = (_object(newer.get(kind), f"rope_parameters.{kind}") for kind in kinds)
+    return (
+        _rope(fields, context, "rope_scaling" if older else "rope_parameters.full_attention", {**full, **older}),
+        _rope(fields, context, "rope_parameters.sliding_attention", local, theta_field="rope_local_base_freq"),
+    )
+
+
+def _object(value: object, name: str) -> Mapping[str, Any]:
+    if value is not None and not isinstance(value, Mapping):
+        raise ModelError(f"config.json: {name} is {_shown(value)}; expected an object.")
+    return value or {}
+
+
+def _rope(
+    fields: _Fields, context: int, source: str, rope: Mapping[str, Any], *, theta_field: str = "rope_theta"
+) -> RopeConfig:
     config = fields.config
-    source = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    rope = config.get(source) or {}
-    if not isinstance(rope, Mapping):
-        raise ModelError(f"config.json: {source} is {_shown(rope)}; expected an object.")
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise ModelError(f"config.json: {source} differs by layer type; only one for all layers is implemented.")
     name = rope.get("rope_type", rope.get("type", "default"))
@@ -385,9 +422,9 @@ def _rope(fields: _Fields, context: int) -> RopeConfig:
     rope_type = RopeType(name)
     theta = _number(rope["rope_theta"], f"{source}.rope_theta") if rope.get("rope_theta") is not None else None
     if theta is None:
-        theta = fields.number("rope_theta")
+        theta = fields.number(theta_field)
     if theta <= 1:
-        raise ModelError(f"config.json: rope_theta is {theta}; expected a number above 1.")
+        raise ModelError(f"config.json: {theta_field} is {theta}; expected a number above 1.")
     if rope_type is RopeType.DEFAULT:
         return RopeConfig(theta=theta)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3TextConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -39,6 +40,7 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "olmo2": Olmo2Config,
     "smollm3": SmolLM3Config,
     "gemma2": Gemma2Config,
+    "gemma3": Gemma3TextConfig,
 }
 SMALL: dict[str, Any] = {
     "vocab_size": 101,

@@ -17,7 +17,7 @@ from .test_equality import CASES
 
 # heads and widths that the compiled kernels take
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
-NAMES = ["granite", "olmo2", "smollm3-window-yarn", "gemma2"]
+NAMES = ["granite", "olmo2", "smollm3-window-yarn", "gemma2", "gemma3"]
 
 
 @pytest.fixture(scope="module", params=NAMES)

@@ -215,6 +215,38 @@ def test_odd_field_of_gemma2_is_named(changes: dict[str, Any], message: str) -> 
         parse(**GEMMA2, **changes)
 
 
+GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "num_key_value_heads": 4, "head_dim": 16}
+
+
+def test_gemma3_has_a_rope_for_layers_with_a_window_and_one_for_the_others() -> None:
+    config = parse(**GEMMA3, sliding_window_pattern=3, sliding_window=32)
+    assert config.sliding_windows == (32, 32, None)
+    assert config.layer_ropes == (1, 1, 0)
+    assert [rope.theta for rope in config.ropes] == [1e6, 1e4]
+    assert parse(**GEMMA3, rope_local_base_freq=50.0).identity() != parse(**GEMMA3).identity()
+
+
+def test_context_of_two_ropes_grows_no_further_than_both_cover() -> None:
+    config = parse(**GEMMA3, rope_scaling={"rope_type": "linear", "factor": 8.0})
+    assert [rope.factor for rope in config.ropes] == [8.0, 1.0]
+    assert config.max_stretched_len == 256
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; only null is implemented"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
+        ({"rope_parameters": {"rope_theta": 1e6}}, "expected full_attention and sliding_attention in it"),
+        ({"rope_parameters": {"sliding_attention": 3}}, "rope_parameters.sliding_attention is 3"),
+        ({"rope_local_base_freq": 0.5}, "rope_local_base_freq is 0.5"),
+    ],
+)
+def test_odd_field_of_gemma3_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        parse(**GEMMA3, **changes)
+
+
 def test_identity_sees_caps_activation_and_scale() -> None:
     changes = [
         {"attn_logit_softcapping": None},

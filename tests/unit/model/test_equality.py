@@ -35,6 +35,14 @@ GEMMA2 = {
     "bos_token_id": 1,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.5}
+GEMMA3 = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 5,
+    "sliding_window": 7,
+    "sliding_window_pattern": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -115,6 +123,29 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
         },
     ),
+    "gemma3": ("gemma3", GEMMA3),
+    "gemma3-linear-untied-biases-capped": (
+        "gemma3",
+        {
+            **GEMMA3,
+            "rope_parameters": {
+                "full_attention": LINEAR,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+            },
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "final_logit_softcapping": 2.0,
+        },
+    ),
+    "gemma3-multi-query-odd-width": (
+        "gemma3",
+        {
+            **GEMMA3,
+            "head_dim": 10,
+            "num_key_value_heads": 1,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
     "qwen3-yarn-mscale": ("qwen3", {"head_dim": 32, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2}}),
 }
 
@@ -157,6 +188,20 @@ def test_logits_equal_transformers_in_a_mixed_batch(pair: tuple[Any, PagedRun]) 
     for sequence, token_ids in zip((a, b, c, d), tokens, strict=True):
         ours = torch.cat(parts[id(sequence)])
         torch.testing.assert_close(ours, reference_logits(model, token_ids)[: len(ours)], rtol=0, atol=1e-4)
+
+
+def test_older_fields_of_two_ropes_mean_the_same(tmp_path: Path) -> None:
+    from .conftest import edit_json
+
+    ropes = {"full_attention": LINEAR, "sliding_attention": {"rope_type": "default", "rope_theta": 20.0}}
+    model = build_model("gemma3", **{**GEMMA3, "rope_parameters": ropes})
+    older = {key: value for key, value in LINEAR.items() if key != "rope_theta"}
+    config = save_model(model, tmp_path) / "config.json"
+    edit_json(config, rope_parameters=None, layer_types=None, sliding_window_pattern=2)
+    edit_json(config, rope_scaling=older, rope_theta=LINEAR["rope_theta"], rope_local_base_freq=20.0)
+    token_ids = random_tokens(50)
+    ours = PagedRun(load(tmp_path)).logits(token_ids, [50])
+    torch.testing.assert_close(ours, reference_logits(model, token_ids), rtol=0, atol=1e-4)
 
 
 def test_older_rope_scaling_field_means_the_same(tmp_path: Path) -> None:
