@@ -21,7 +21,7 @@ from loraserve.memory.load import load_adapter
 from loraserve.model.decoder import Decoder
 from loraserve.model.quantize import quantize_weight
 from loraserve.types import AdapterRef, Digest, TenantId
-from loraserve_kernels.layout import PackedAdapter
+from loraserve_kernels.layout import MODULE_INDEX, PackedAdapter
 
 from .conftest import PagedRun, build_model, load, random_tokens, reference_logits, save_model
 
@@ -132,6 +132,40 @@ def test_each_kind_in_a_mixed_batch_equals_peft(base: str, tmp_path: Path) -> No
         torch.testing.assert_close(got, wanted[-1:], atol=1e-4, rtol=0)
     base_logits = reference_logits(models[0], prompts[1])
     assert float((expected[1] - base_logits).abs().max()) > 0.01
+
+
+def test_lora_that_peft_ties_acts_on_both_sides(tmp_path: Path) -> None:
+    serving = Serving(tmp_path, "qwen2", {"tie_word_embeddings": True})
+    config = {"r": 3, "lora_alpha": 4, "target_modules": ["embed_tokens", "k_proj"], "ensure_weight_tying": True}
+    packed, model = serving.adapter(config)
+    assert packed.ranks[0, MODULE_INDEX["lm_head"]] == packed.ranks[0, MODULE_INDEX["embed_tokens"]] == 3
+    prompt = random_tokens(9)
+    got = run_together(serving.decoder, [prompt], [packed])[0]
+    torch.testing.assert_close(got, reference_logits(model, prompt), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_an_initialisation_that_changed_the_base_is_served_once_peft_has_converted_it(
+    init: str, tmp_path: Path
+) -> None:
+    serving = Serving(tmp_path, "llama", {})
+    config = peft.LoraConfig(r=3, lora_alpha=4, target_modules=["q_proj", "up_proj"], init_lora_weights=init)
+    model = peft.get_peft_model(open_model(serving.base_dir), config)
+    first, last = tmp_path / "first", tmp_path / "last"
+    # as PEFT's guide has it: what training began with, then what it came to
+    model.peft_config["default"].init_lora_weights = True
+    model.save_pretrained(first)
+    model.peft_config["default"].init_lora_weights = init
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    prompt = random_tokens(9)
+    expected = reference_logits(model.eval(), prompt)
+    model.save_pretrained(last, path_initial_model_for_weight_conversion=str(first))
+    got = run_together(serving.decoder, [prompt], [serving.load(last)])[0]
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(
