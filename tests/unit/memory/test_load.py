@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from adapters_store import LocalStore
+from loraserve.errors import AdapterTooLarge, InvariantViolation
+from loraserve.memory.device import CpuDevice
 from loraserve.memory.load import load_adapter
 from loraserve.types import AdapterRef
 
@@ -52,3 +55,45 @@ def test_patterns_reach_the_packed_scalings(make: Any, store: LocalStore) -> Non
     packed = load_adapter(store, ref, make.base, make.cpu)
     assert packed.scalings[:, 0].tolist() == [4.0, 5.0]
     assert json.loads(bytes(store.read(ref.config_blob)))["use_rslora"] is True
+
+
+class Weights:
+    """A base whose weights are all ones, in blocks of five rows."""
+
+    device = torch.device("cpu")
+
+    def weight_rows(self, layer: int, module: str) -> Iterator[torch.Tensor]:
+        yield from torch.ones(32, 32).split(5)
+
+
+def add_magnitudes(make: Any, store: LocalStore, ref: AdapterRef) -> AdapterRef:
+    from safetensors.torch import load, save
+
+    tensors = load(bytes(store.read(ref.weights_blob)))
+    magnitudes = {
+        name.replace("lora_A.weight", "lora_magnitude_vector"): torch.arange(1.0, 33.0)
+        for name in tensors
+        if "lora_A" in name
+    }
+    return rewrite(make, store, ref, save(tensors | magnitudes))
+
+
+def test_doras_rows_get_their_magnitude_for_the_norm_that_the_update_gave_them(make: Any, store: LocalStore) -> None:
+    ref = add_magnitudes(make, store, make.publish(store, rank=3, use_dora=True))
+    packed = load_adapter(store, ref, make.base, make.cpu, Weights())
+    for layer in range(2):
+        update = 2 * packed.lora_b(layer, "q_proj").T @ packed.lora_a(layer, "q_proj")
+        expected = torch.arange(1.0, 33.0) / (torch.ones(32, 32) + update).norm(dim=1) - 1
+        torch.testing.assert_close(packed.delta(layer, "q_proj"), expected)
+
+
+def test_dora_is_not_loaded_without_the_bases_weights(make: Any, store: LocalStore) -> None:
+    ref = add_magnitudes(make, store, make.publish(store, rank=3, use_dora=True))
+    with pytest.raises(InvariantViolation, match="takes the base's weights"):
+        load_adapter(store, ref, make.base, make.cpu)
+
+
+def test_what_does_not_fit_is_refused_before_a_weight_of_the_base_is_read(make: Any, store: LocalStore) -> None:
+    ref = add_magnitudes(make, store, make.publish(store, rank=3, use_dora=True))
+    with pytest.raises(AdapterTooLarge):
+        load_adapter(store, ref, make.base, CpuDevice(make.base, 2 * 3 * 64 * 4), None)
