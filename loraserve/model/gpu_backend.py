@@ -24,6 +24,9 @@ from loraserve_kernels.quantized import QuantizedWeight, quantize
 GPU_DTYPES = (torch.bfloat16, torch.float16)
 GPU_FORMATS = ("none", "int8", "int4", "nf4", "fp8")
 
+_BLOCK_WEIGHTS = 1 << 22
+"""Of a weight's rows that are float32 at a time: 16 MiB, so that launches don't outnumber what they do."""
+
 
 class GpuBackend:
     """Weights in the activations' dtype, or quantized; multiplied as they are stored.
@@ -96,7 +99,7 @@ class GpuLinear:
     def rows(self, start: int, end: int) -> Iterator[Tensor]:
         weight = self._weight
         in_features = weight.shape[1] if isinstance(weight, Tensor) else weight.in_features
-        for first, last in row_blocks(start, end, in_features):
+        for first, last in row_blocks(start, end, in_features, _BLOCK_WEIGHTS):
             yield weight[first:last].float() if isinstance(weight, Tensor) else _rows(weight, first, last)
 
 
