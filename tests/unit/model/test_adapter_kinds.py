@@ -19,9 +19,10 @@ from loraserve.errors import AdapterUnavailable
 from loraserve.memory.device import CpuDevice
 from loraserve.memory.load import load_adapter
 from loraserve.model.decoder import Decoder
-from loraserve.model.quantize import quantize_weight
+from loraserve.model.quantize import JoinedLinear, make_linear, quantize_weight
 from loraserve.types import AdapterRef, Digest, TenantId
 from loraserve_kernels.layout import MODULE_INDEX, PackedAdapter
+from loraserve_kernels.quantized import quantize
 
 from .conftest import PagedRun, build_model, load, random_tokens, reference_logits, save_model
 
@@ -209,6 +210,37 @@ def test_a_base_hands_out_the_weights_that_it_computes_with(quantize: str, dtype
     assert torch.equal(
         torch.cat(list(decoder.weight_rows(0, "embed_tokens"))), model.model.embed_tokens.weight.detach()
     )
+
+
+@pytest.mark.parametrize("format", [None, "int8", "int4", "nf4", "fp8"])
+def test_a_gpus_linear_hands_out_any_rows_of_what_it_multiplies(
+    format: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu_backend = pytest.importorskip("loraserve.model.gpu_backend", reason="needs Triton")
+    matrix = torch.randn(37, 128, generator=torch.Generator().manual_seed(0))
+    weight = matrix.half() if format is None else quantize(matrix, format, has_zeros=format == "int4").to("cpu")
+    expected = weight.float() if isinstance(weight, Tensor) else weight.dequantize(torch.float32)
+    monkeypatch.setattr(gpu_backend, "_BLOCK_WEIGHTS", 128 * 5)
+    rows = list(gpu_backend.GpuLinear(weight, None, None).rows(3, 29))
+    assert max(block.shape[0] for block in rows) == 5
+    assert torch.equal(torch.cat(rows), expected[3:29])
+
+
+def test_joined_linears_hand_out_rows_and_biases_as_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    first, second, third = (torch.randn(n, 64, generator=generator) for n in (20, 9, 13))
+    parts = [
+        make_linear(first, None, quantize="nf4", dtype=torch.float32),
+        make_linear(second, torch.arange(9.0), quantize="none", dtype=torch.float32),
+        make_linear(third, None, quantize="int8", dtype=torch.float32),
+    ]
+    joined = JoinedLinear(parts)
+    whole = torch.cat([block for part in parts for block in part.rows(0, part.out_features)])
+    assert whole.shape[0] == joined.out_features == 42
+    for start, end in ((0, 42), (17, 23), (20, 29), (28, 42)):
+        assert torch.equal(torch.cat(list(joined.rows(start, end))), whole[start:end])
+    assert joined.bias is not None
+    assert torch.equal(joined.bias, torch.cat((torch.zeros(20), torch.arange(9.0), torch.zeros(13))))
 
 
 def test_weights_come_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
