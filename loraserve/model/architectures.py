@@ -54,6 +54,8 @@ class Architecture:
         attention_out_norm, mlp_out_norm: of what the outputs pass before they are added to it; None: nothing.
         q_norm, k_norm: names inside a layer.
         module_paths: linear's short name → its path inside a layer.
+        fused_paths: site → path inside a layer of the one linear that the checkpoint holds for all of the site's.
+        has_default_rope_only: whether another rope type is refused.
     """
 
     name: str
@@ -83,6 +85,8 @@ class Architecture:
     norm: str = "model.norm.weight"
     head: str = "lm_head.weight"
     layers: str = "model.layers"
+    fused_paths: Mapping[str, str] = field(default_factory=dict)
+    has_default_rope_only: bool = False
     attention_norm: str | None = "input_layernorm.weight"
     attention_out_norm: str | None = None
     mlp_norm: str | None = "post_attention_layernorm.weight"
@@ -265,6 +269,25 @@ ARCHITECTURES: Mapping[str, Architecture] = {
                 "rope_theta": 1_000_000.0,
                 "rope_local_base_freq": 10_000.0,
             },
+        ),
+        Architecture(
+            name="Phi3ForCausalLM",
+            model_type="phi3",
+            window=Window.EVERY_LAYER,
+            fused_paths={"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"},
+            # what its configs call su or yarn is longrope
+            has_default_rope_only=True,
+            module_paths={
+                # no adapter can name these: PEFT knows the fused linears alone
+                "q_proj": "self_attn.qkv_proj[q_proj]",
+                "k_proj": "self_attn.qkv_proj[k_proj]",
+                "v_proj": "self_attn.qkv_proj[v_proj]",
+                "o_proj": "self_attn.o_proj",
+                "gate_proj": "mlp.gate_up_proj[gate_proj]",
+                "up_proj": "mlp.gate_up_proj[up_proj]",
+                "down_proj": "mlp.down_proj",
+            },
+            defaults={**_COMMON, "rms_norm_eps": 1e-5},
         ),
     )
 }

@@ -415,6 +415,10 @@ def _rope(
     if name not in [rope_type.value for rope_type in RopeType]:
         known = ", ".join(rope_type.value for rope_type in RopeType)
         raise ModelError(f"config.json: {source}.rope_type is {_shown(name)}; expected one of {known}.")
+    if fields.architecture.has_default_rope_only and name != RopeType.DEFAULT.value:
+        raise ModelError(
+            f"config.json: {source}.rope_type is {_shown(name)}; only default is implemented for {fields.architecture.name}."
+        )
     for holder in (rope, config):
         partial = holder.get("partial_rotary_factor")
         if partial is not None and partial != 1:

@@ -69,11 +69,11 @@ def load_model(
 
 def _find_stored_weights(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, StoredWeight]:
     """The linears that the checkpoint holds quantized, by path."""
-    architecture = config.architecture
     linears = {
-        f"{architecture.layers}.{layer}.{architecture.module_paths[module]}": shape
+        path: (out_features, config.module_shapes[SITES[site][0]][1])
         for layer in range(config.num_layers)
-        for module, shape in config.module_shapes.items()
+        for site in LAYER_SITES
+        for path, out_features, _ in _site_modules(config, layer, site)
     }
     if not config.is_tied or any(name.startswith(_head_path(config) + ".") for name in checkpoint.tensors):
         linears[_head_path(config)] = (config.vocab_size, config.hidden_size)
@@ -82,6 +82,20 @@ def _find_stored_weights(config: ModelConfig, checkpoint: Checkpoint) -> dict[st
         for path, shape in linears.items()
     }
     return {path: weight for path, weight in found.items() if weight is not None}
+
+
+def _site_modules(config: ModelConfig, layer: int, site: str) -> list[tuple[str, int, bool]]:
+    """What the checkpoint holds of a site's linears: each one's path, out_features and whether it has a bias."""
+    architecture, prefix = config.architecture, f"{config.architecture.layers}.{layer}."
+    modules = [
+        (prefix + architecture.module_paths[module], config.module_shapes[module][0], config.has_bias(module))
+        for module in SITES[site]
+    ]
+    if site not in architecture.fused_paths:
+        return modules
+    # the rows of the linears stand there in the site's order
+    sizes, biases = [size for _, size, _ in modules], [has_bias for _, _, has_bias in modules]
+    return [(prefix + architecture.fused_paths[site], sum(sizes), any(biases))]
 
 
 def _head_path(config: ModelConfig) -> str:
@@ -218,19 +232,11 @@ class _Loader:
             for name, size in norms.items():
                 self._expect(prefix + name, (size,), self._keep_norm)
             for site in LAYER_SITES:
-                self._plan_site(layer, site, prefix)
+                self._plan_site(layer, site)
 
-    def _plan_site(self, layer: int, site: str, prefix: str) -> None:
-        config = self._config
-        modules = [
-            (
-                prefix + config.architecture.module_paths[module],
-                config.module_shapes[module][0],
-                config.has_bias(module),
-            )
-            for module in SITES[site]
-        ]
-        in_features = config.module_shapes[SITES[site][0]][1]
+    def _plan_site(self, layer: int, site: str) -> None:
+        modules = _site_modules(self._config, layer, site)
+        in_features = self._config.module_shapes[SITES[site][0]][1]
         self._sites[layer, site] = self._site(modules, in_features, self._backend.linear, self._quantize)
 
     def _site(

@@ -19,6 +19,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
+    Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -41,6 +42,7 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "smollm3": SmolLM3Config,
     "gemma2": Gemma2Config,
     "gemma3": Gemma3TextConfig,
+    "phi3": Phi3Config,
 }
 SMALL: dict[str, Any] = {
     "vocab_size": 101,

@@ -6,9 +6,13 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 
+from loraserve.adapters.compiler import compile_adapter
+from loraserve.adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE, read_adapter
+from loraserve.errors import AdapterRejected
 from loraserve.model.decoder import Decoder
 from loraserve_kernels.layout import LAYER_MODULES, PackedAdapter
 
@@ -17,7 +21,7 @@ from .test_equality import CASES
 
 # heads and widths that the compiled kernels take
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
-NAMES = ["granite", "olmo2", "smollm3-window-yarn", "gemma2", "gemma3"]
+NAMES = ["granite", "olmo2", "smollm3-window-yarn", "gemma2", "gemma3", "phi3"]
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -32,10 +36,13 @@ def merged(model: Any, adapter: PackedAdapter) -> Any:
     model = copy.deepcopy(model)
     with torch.no_grad():
         for layer, block in enumerate(model.model.layers):
-            for module in LAYER_MODULES:
+            updates = {m: 0.5 * adapter.lora_b(layer, m).T @ adapter.lora_a(layer, m) for m in LAYER_MODULES}
+            if hasattr(block.self_attn, "qkv_proj"):
+                updates["qkv_proj"] = torch.cat([updates.pop(module) for module in ("q_proj", "k_proj", "v_proj")])
+                updates["gate_up_proj"] = torch.cat([updates.pop(module) for module in ("gate_proj", "up_proj")])
+            for module, update in updates.items():
                 part = block.self_attn if hasattr(block.self_attn, module) else block.mlp
-                update = adapter.lora_b(layer, module).T @ adapter.lora_a(layer, module)
-                getattr(part, module).weight.add_(0.5 * update)
+                getattr(part, module).weight.add_(update)
     return model
 
 
@@ -50,6 +57,23 @@ def test_rows_with_adapters_equal_models_with_the_updates_merged(saved: tuple[An
     for i, reference in enumerate([model, merged(model, first), merged(model, second)]):
         expected = reference_logits(reference, tokens[i])[-2:]
         torch.testing.assert_close(torch.cat((prefill[i], decode[i])), expected, rtol=0, atol=1e-4)
+
+
+def test_adapter_on_a_fused_linear_is_refused_by_name(tmp_path: Path) -> None:
+    """As PEFT writes it for Phi-3; linears that aren't fused take adapters."""
+    model = build_model("phi3", **CASES["phi3"][1])
+    base = load(save_model(model, tmp_path)).spec
+
+    def adapter_on(module: str) -> Any:
+        adapted = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(r=2, target_modules=[module]))
+        adapted.save_pretrained(tmp_path / module)
+        files = [(tmp_path / module / name).read_bytes() for name in (CONFIG_FILE, WEIGHTS_FILE)]
+        adapter = read_adapter(*files)
+        return compile_adapter(adapter.config, adapter.tensors, base)
+
+    with pytest.raises(AdapterRejected, match="qkv_proj"):
+        adapter_on("qkv_proj")
+    assert {matrices.module for matrices in adapter_on("o_proj").modules} == {"o_proj"}
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])

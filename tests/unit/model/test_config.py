@@ -247,6 +247,23 @@ def test_odd_field_of_gemma3_is_named(changes: dict[str, Any], message: str) -> 
         parse(**GEMMA3, **changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"partial_rotary_factor": 0.75}, "partial_rotary_factor is 0.75"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, 'rope_type is "longrope"'),
+        ({"rope_scaling": {"type": "su"}}, 'rope_type is "su"'),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0}},
+            'rope_type is "yarn"; only default is implemented for Phi3',
+        ),
+    ],
+)
+def test_what_phi3_has_beyond_the_plain_rope_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        parse(architectures=["Phi3ForCausalLM"], **changes)
+
+
 def test_identity_sees_caps_activation_and_scale() -> None:
     changes = [
         {"attn_logit_softcapping": None},

@@ -146,6 +146,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention", "sliding_attention", "full_attention"],
         },
     ),
+    "phi3": ("phi3", {"pad_token_id": 0, "num_key_value_heads": 1}),
+    "phi3-window-tied": ("phi3", {"pad_token_id": 0, "sliding_window": 9, "tie_word_embeddings": True}),
     "qwen3-yarn-mscale": ("qwen3", {"head_dim": 32, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2}}),
 }
 
