@@ -22,7 +22,7 @@ def failed_checks(outcomes: Mapping[str, Outcome]) -> list[str]:
 def lines(outcomes: Mapping[str, Outcome]) -> list[str]:
     checks = [row for name, outcome in outcomes.items() if BY_NAME[name].is_check for row in outcome.rows]
     failed = failed_checks(outcomes)
-    said = [f"{sum(row.get('ok') is True for row in checks)} of {len(checks)} checks hold."]
+    said = [f"{sum(row.get('ok') is True for row in checks)} of {len(checks)} checks hold."] if checks else []
     said += [f"**Not so:** {text}" for text in failed[:20]]
     if len(failed) > 20:
         said.append(f"… and {len(failed) - 20} more.")
