@@ -132,6 +132,8 @@ def check_logits(world: World) -> list[Row]:
     plain = [model.logits(prompt, None) for prompt in world.prompts]
     rows = [_compare("logits of a mixed prefill", prefill(world), torch.cat(expected), world)]
     last = torch.stack([logits[-1] for logits in expected])
+    sampled = world.steps.prefill(world.everyone, world.prompts, world.slots, last_rows_only=True)
+    rows.append(_compare("logits of a mixed prefill's last rows alone", sampled, last, world))
     rows.append(_compare("logits of a mixed decode step", world.decode(world.everyone), last, world))
     differences = [
         float((a - b).norm() / a.norm()) for i, (a, b) in enumerate(zip(expected, plain, strict=True)) if world.slots[i]

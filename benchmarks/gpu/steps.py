@@ -67,6 +67,7 @@ class Steps:
         items = 64 if machine.is_tiny else MAX_WORK_ITEMS
         self._decode_lora = GpuLoraPlan(pool, max_num_tokens=max_num_seqs, max_work_items=items, block_m=16)
         self._mixed_lora = GpuLoraPlan(pool, max_num_tokens=rows, max_work_items=items, block_m=32)
+        self._logits_lora = GpuLoraPlan(pool, max_num_tokens=max_num_seqs, max_work_items=items, block_m=16)
         # token ids, positions, slots
         self._rows = torch.zeros((3, rows), dtype=torch.int64, device=self._device)
         pinned = self._device.type == "cuda"
@@ -108,8 +109,15 @@ class Steps:
         return self.base.decoder.forward(self._inputs(num_rows, lora, None), self._kv)
 
     @torch.inference_mode()
-    def prefill(self, sequences: Sequence[int], prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> Tensor:
-        """Compute whole prompts in one step; the logits of all rows."""
+    def prefill(
+        self,
+        sequences: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        slots: Sequence[int],
+        *,
+        last_rows_only: bool = False,
+    ) -> Tensor:
+        """Compute whole prompts in one step; the logits of all rows, or of each prompt's last."""
         lens = [len(prompt) for prompt in prompts]
         where = np.concatenate([np.arange(size) for size in lens])
         tables = self.tables[list(sequences)]
@@ -119,8 +127,12 @@ class Steps:
         starts = np.concatenate(([0], np.cumsum(lens))).astype(np.int32)
         self._attention.fill(starts, np.array(lens, dtype=np.int32), tables)
         has_lora = self._mixed_lora.fill(np.repeat(np.array(slots, dtype=np.int32), lens))
-        lora = self._mixed_lora if has_lora else None
-        return self.base.decoder.forward(self._inputs(len(where), lora, lora), self._kv)
+        lora, wanted = self._mixed_lora if has_lora else None, None
+        logits_lora = lora
+        if last_rows_only:
+            wanted = torch.from_numpy(starts[1:].astype(np.int64) - 1).to(self._device)
+            logits_lora = self._logits_lora if self._logits_lora.fill(np.array(slots, dtype=np.int32)) else None
+        return self.base.decoder.forward(self._inputs(len(where), lora, logits_lora, wanted), self._kv)
 
     def _fill_nobody(self, num_rows: int) -> None:
         nothing = np.zeros(num_rows, dtype=np.int64)
@@ -138,13 +150,15 @@ class Steps:
         self._rows.copy_(staged, non_blocking=True)
         self._turn = 1 - self._turn
 
-    def _inputs(self, num_rows: int, lora: GpuLoraPlan | None, logits_lora: GpuLoraPlan | None) -> GpuInputs:
+    def _inputs(
+        self, num_rows: int, lora: GpuLoraPlan | None, logits_lora: GpuLoraPlan | None, wanted: Tensor | None = None
+    ) -> GpuInputs:
         return GpuInputs(
             token_ids=self._rows[0, :num_rows],
             positions=self._rows[1, :num_rows],
             slot_mapping=self._rows[2, :num_rows],
             attention=self._attention,
-            logits_rows=None,
+            logits_rows=wanted,
             lora=lora,
             logits_lora=logits_lora,
         )
