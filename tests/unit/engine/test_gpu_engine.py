@@ -124,7 +124,7 @@ def test_an_adapter_that_is_not_finite_fails_alone(world, make_gpu_engine):
     outputs: list[TokenOutput] = []
     while engine.has_requests:
         outputs += engine.step()
-    assert [o.error.code for o in outputs if o.request_id == bad] == ["adapter_numerics"]
+    assert [o.error_code for o in outputs if o.request_id == bad] == ["adapter_numerics"]
     assert [t for o in outputs if o.request_id == base for t in o.token_ids] == wanted
     assert engine.check() == []
 
