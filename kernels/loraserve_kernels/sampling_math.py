@@ -33,12 +33,12 @@ def way_of(temperature, top_k, top_p, vocab_size):  # type: ignore[no-untyped-de
 def key_of(x):  # type: ignore[no-untyped-def]
     """The float's place in the order of floats, uint32, above 0; both zeros have one place."""
     bits = x.to(tl.uint32, bitcast=True)
-    return tl.where(x < 0.0, ~bits, bits | 0x80000000)
+    return tl.where(x < 0.0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit
 def float_of(key):  # type: ignore[no-untyped-def]
-    bits = tl.where(key >= 0x80000000, key ^ 0x80000000, ~key)
+    bits = tl.where(key >= 0x80000000, key ^ 0x80000000, key ^ 0xFFFFFFFF)
     return bits.to(tl.float32, bitcast=True)
 
 
