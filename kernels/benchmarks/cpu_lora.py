@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from loraserve_kernels import attention, cpu, gemm, launch
-from loraserve_kernels.layout import SITES, LoraModule, PackedAdapter, pack_adapter
+from loraserve_kernels.layout import LAYER_SITES, SITES, LoraModule, PackedAdapter, pack_adapter
 from loraserve_kernels.plan import make_plan
 
 RANKS = (8, 16, 32, 64)
@@ -100,7 +100,7 @@ def lora(base: Base, dtype: torch.dtype, read: float, times: int) -> None:
                 torch.randn(num_tokens, base.shapes[m[0]][1]),
                 torch.randn(num_tokens, sum(base.shapes[n][0] for n in m)),
             )
-            for site, m in SITES.items()
+            for site, m in ((site, SITES[site]) for site in LAYER_SITES)
         }
 
         def step(apply: Callable[..., None]) -> None:
@@ -173,7 +173,10 @@ def linears(base: Base, read: float, times: int) -> None:
     print(f"\n### Linears of one layer of {base.name} (qkv, o, gate_up, down), µs\n")
     print("| rows | float32, PyTorch | float32, blocked | of reading once | int8 | of reading once |")
     print("| --- | --- | --- | --- | --- | --- |")
-    shapes = [(sum(base.shapes[m][0] for m in site), base.shapes[site[0]][1]) for site in SITES.values()]
+    shapes = [
+        (sum(base.shapes[m][0] for m in site), base.shapes[site[0]][1])
+        for site in (SITES[name] for name in LAYER_SITES)
+    ]
     weights = [torch.randn(n, k) for _ in range(base.layers) for n, k in shapes]
     packed, rounded = [gemm.pack_float(w) for w in weights], [gemm.quantize_int8(w) for w in weights]
     num_bytes = sum(w.nbytes for w in weights)
