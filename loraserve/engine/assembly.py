@@ -118,10 +118,10 @@ def _on_cpu(decoder: Decoder, config: EngineConfig) -> tuple[Runner, AdapterDevi
 
 def _on_gpu(decoder: Decoder, config: EngineConfig) -> tuple[StepRunner, AdapterDevice]:
     # Triton is loaded for GPUs alone
-    from loraserve.engine import gpu_runner
+    from loraserve.engine import gpu_budget, gpu_runner
     from loraserve.memory.gpu_device import GpuDevice, adapter_dtype
 
-    budget = config.memory_budget_bytes or gpu_runner.free_bytes(decoder, config)
+    budget = config.memory_budget_bytes or gpu_budget.free_bytes(decoder, config)
     num_blocks, adapter_bytes = divide(decoder, config, budget)
     dtype = adapter_dtype(config.adapter_dtype, decoder.kv_dtype)
     device = GpuDevice.of_size(decoder.spec, adapter_bytes, dtype, decoder.backend.device)

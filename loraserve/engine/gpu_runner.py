@@ -6,10 +6,7 @@ the tokens that aren't known yet are taken from where the step before leaves the
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,31 +16,21 @@ from torch import Tensor
 from loraserve.config import EngineConfig
 from loraserve.engine.batch import Batch
 from loraserve.engine.cuda_graphs import DecodeGraphs, bucket_sizes
+from loraserve.engine.gpu_budget import MAX_WORK_ITEMS, attention_plan
+from loraserve.engine.gpu_step import GpuStep, HostResults, Top, lost, send_logprobs, to_host
 from loraserve.engine.request import Request
-from loraserve.engine.runner import DeviceLost, allocate_kv
 from loraserve.engine.sampler import Sampler, has_penalties
-from loraserve.engine.scheduler import ScheduledRequest, StepResult
-from loraserve.errors import ConfigError, InvariantViolation
-from loraserve.limits import GIB, MIB
+from loraserve.engine.step_rows import StepRows
+from loraserve.errors import InvariantViolation
 from loraserve.memory.gpu_device import GpuDevice
 from loraserve.model.decoder import Decoder
 from loraserve.model.inputs import GpuInputs, KVTensors
-from loraserve.types import SamplingParams, TokenLogprobs
-from loraserve_kernels.gpu_attention_plan import GpuAttentionPlan
+from loraserve.types import SamplingParams
 from loraserve_kernels.gpu_plan import GpuLoraPlan
 from loraserve_kernels.gpu_sampling import SamplingRows, sample, top_logprobs
 
-logger = logging.getLogger(__name__)
-
-MAX_WORK_ITEMS = 4096
-"""Of one site in one step: 64 rows of as many adapters of rank 341, or 512 of one of rank 512. A step that has more is refused by its plan, and the engine halves it."""
-
-
 _WARM_UP_ROWS = (1, 2, 15, 16, 17, 48, 63, 64, 65, 80, 1 << 20)
 """On both sides of what kernels distinguish: one row, multiples of 16, few rows and many; and the largest step."""
-
-_PLANS_BYTES = MAX_WORK_ITEMS * 16 * 16 * 4 * (16 + 32 + 16) + 64 * MIB
-"""What the three LoRA plans and the other buffers of a runner take: an item has at most 16 parts of a tile's rows times 16 ranks."""
 
 
 class Runner:
@@ -65,9 +52,9 @@ class Runner:
         self._device = device = decoder.backend.device
         self._sampler = Sampler(decoder.spec.eos_token_ids)
         max_num_seqs, max_num_tokens = config.max_num_seqs, max(config.max_num_batched_tokens, config.max_num_seqs)
-        self._decode_rows = _Rows(max_num_seqs, device)
-        self._mixed_rows = _Rows(max_num_tokens, device)
-        self._attention = _attention_plan(decoder, config)
+        self._decode_rows = StepRows(max_num_seqs, device)
+        self._mixed_rows = StepRows(max_num_tokens, device)
+        self._attention = attention_plan(decoder, config)
         pool, items = adapters.pool, MAX_WORK_ITEMS
         self._decode_lora = GpuLoraPlan(pool, max_num_tokens=max_num_seqs, max_work_items=items, block_m=16)
         self._mixed_lora = GpuLoraPlan(pool, max_num_tokens=max_num_tokens, max_work_items=items, block_m=32)
@@ -76,7 +63,7 @@ class Runner:
         self._sampled = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._finite = torch.zeros(max_num_seqs, dtype=torch.bool, device=device)
         # a step's results are read while those of the next one are made
-        self._host_results = [_HostResults(max_num_seqs, device) for _ in range(2)]
+        self._host_results = [HostResults(max_num_seqs, device) for _ in range(2)]
         self._turn = 0
         # of the step before: entry of its batch → place in `_sampled`
         self._places: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
@@ -110,7 +97,7 @@ class Runner:
             for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.9)):
                 self._sampling.fill([params] * num_logits, [0] * num_logits)
                 sample(logits, self._sampling, self._sampled[:num_logits], self._finite[:num_logits])
-            _to_host(top_logprobs(logits, self._sampled[:num_logits], 1)[0])
+            to_host(top_logprobs(logits, self._sampled[:num_logits], 1)[0])
 
     def launch(self, batch: Batch) -> GpuStep:
         """Send the step's description and kernels to the device, and return without waiting for it."""
@@ -123,10 +110,10 @@ class Runner:
             with torch.inference_mode():
                 return self._launch(batch, row_slots)
         except torch.AcceleratorError as error:
-            raise _lost(error) from error
+            raise lost(error) from error
         except RuntimeError as error:
             if "Triton Error [CUDA]" in str(error):
-                raise _lost(error) from error
+                raise lost(error) from error
             raise
         finally:
             # also when a launch raised: what was launched before it may still read adapters
@@ -191,7 +178,7 @@ class Runner:
 
     def _inputs(
         self,
-        rows: _Rows,
+        rows: StepRows,
         num_rows: int,
         logits_rows: Tensor | None,
         lora: GpuLoraPlan | None,
@@ -219,16 +206,16 @@ class Runner:
         self._places = np.zeros(len(batch.entries), dtype=np.int64)
         self._places[sampled] = np.arange(count)
         host, self._turn = self._host_results[self._turn], 1 - self._turn
-        top: _Top | None = None
+        top: Top | None = None
         if count:
             tokens, finite = self._sampled[:count], self._finite[:count]
             self._sampling.fill([e.request.params for e in entries], [e.end for e in entries])
             sample(rows, self._sampling, tokens, finite)
             host.tokens[:count].copy_(tokens, non_blocking=True)
             host.finite[:count].copy_(finite, non_blocking=True)
-            top = _send_logprobs(entries, rows, tokens)
+            top = send_logprobs(entries, rows, tokens)
         on_host = {
-            i: _to_host(logits[start:end])
+            i: to_host(logits[start:end])
             for i, (start, end) in enumerate(batch.logits_ranges)
             if end > start and (batch.entries[i].is_scored or needs_host(batch.entries[i].request))
         }
@@ -239,200 +226,7 @@ class Runner:
         return GpuStep(batch, sampled, host, top, on_host, self._sampler, event)
 
 
-def _attention_plan(decoder: Decoder, config: EngineConfig) -> GpuAttentionPlan:
-    shape = decoder.config
-    return GpuAttentionPlan(
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        block_size=config.block_size,
-        max_num_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=decoder.spec.max_model_len,
-        device=decoder.backend.device,
-    )
-
-
-def free_bytes(decoder: Decoder, config: EngineConfig) -> int:
-    """Return what of the device's memory is left for KV blocks and adapters: its free memory after the largest step was computed once.
-
-    Raises:
-        ConfigError: nothing is.
-    """
-    device = decoder.backend.device
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    _compute_largest_step(decoder, config)
-    torch.cuda.synchronize(device)
-    step_bytes = torch.cuda.max_memory_allocated(device) - before
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    # graphs keep a decode step's memory of their own
-    budget = int(total * config.memory_utilization) - (total - free) - 2 * step_bytes - _PLANS_BYTES
-    if budget <= 0:
-        raise ConfigError(
-            f"The base leaves no memory: of the device's {total / GIB:.1f} GiB {free / GIB:.1f} are free, and a step takes {step_bytes / GIB:.1f}.",
-            hint="Quantize the base, lower --max-num-batched-tokens, or raise --memory-utilization.",
-        )
-    return budget
-
-
-@torch.inference_mode()
-def _compute_largest_step(decoder: Decoder, config: EngineConfig) -> None:
-    """Rows that stand for nobody, as many as a step may have; their logits for as many as may be sampled."""
-    device, plan = decoder.backend.device, _attention_plan(decoder, config)
-    num_rows = max(config.max_num_batched_tokens, config.max_num_seqs)
-    lengths = [decoder.spec.max_model_len] * (num_rows // decoder.spec.max_model_len)
-    lengths += [num_rows - sum(lengths)] if num_rows > sum(lengths) else []
-    lengths = lengths[: config.max_num_seqs]
-    num_rows = sum(lengths)
-    width = -(-max(lengths) // config.block_size)
-    starts = np.cumsum([0, *lengths]).astype(np.int32)
-    plan.fill(starts, np.array(lengths, dtype=np.int32), np.zeros((len(lengths), width), dtype=np.int32))
-    inputs = GpuInputs(
-        token_ids=torch.zeros(num_rows, dtype=torch.int64, device=device),
-        positions=torch.zeros(num_rows, dtype=torch.int64, device=device),
-        slot_mapping=torch.full((num_rows,), -1, dtype=torch.int64, device=device),
-        attention=plan,
-        logits_rows=torch.arange(min(num_rows, config.max_num_seqs), device=device),
-        lora=None,
-        logits_lora=None,
-    )
-    decoder.forward(inputs, allocate_kv(decoder, 1, config.block_size))
-
-
-class _Top(NamedTuple):
-    chosen: Tensor
-    values: Tensor
-    ids: Tensor
-
-
-def _send_logprobs(entries: list[ScheduledRequest], logits: Tensor, tokens: Tensor) -> _Top | None:
-    counts = [entry.request.params.logprobs for entry in entries if entry.request.params.logprobs is not None]
-    if not counts:
-        return None
-    chosen, values, ids = top_logprobs(logits, tokens, min(max(*counts, 1), logits.shape[1]))
-    return _Top(*(_to_host(part) for part in (chosen, values, ids)))
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    """A copy in the host's memory, there once what was launched so far is done: into pinned memory, or else the copy would wait."""
-    out = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return out.copy_(tensor, non_blocking=True)
-
-
-class _HostResults:
-    """Pinned memory that a step's tokens arrive in."""
-
-    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
-        pinned = device.type == "cuda"
-        self.tokens = torch.zeros(max_num_seqs, dtype=torch.int64, pin_memory=pinned)
-        self.finite = torch.zeros(max_num_seqs, dtype=torch.bool, pin_memory=pinned)
-
-
-@dataclass(frozen=True, slots=True)
-class GpuStep:
-    """A launched step. Its host memory is the runner's, until the step after the next is launched."""
-
-    batch: Batch
-    sampled: list[int]
-    host: _HostResults
-    top: _Top | None
-    logits: dict[int, Tensor]
-    sampler: Sampler
-    event: torch.cuda.Event | None
-
-    def results(self) -> list[StepResult]:
-        """Wait for the device."""
-        if self.event is not None:
-            try:
-                self.event.synchronize()
-            except torch.AcceleratorError as error:
-                raise _lost(error) from error
-        tokens: list[int] = self.host.tokens[: len(self.sampled)].tolist()
-        finite: list[bool] = self.host.finite[: len(self.sampled)].tolist()
-        results = [StepResult() for _ in self.batch.entries]
-        for place, i in enumerate(self.sampled):
-            entry = self.batch.entries[i]
-            if not finite[place]:
-                results[i] = StepResult(is_finite=False)
-            elif entry.request.params.max_tokens > 0:
-                results[i] = StepResult(tokens[place], self._logprobs(place, entry, tokens[place]))
-        for i, logits in self.logits.items():
-            results[i] = self.sampler.sample_entry(self.batch.entries[i], logits)
-        return results
-
-    def _logprobs(self, place: int, entry: ScheduledRequest, token_id: int) -> TokenLogprobs | None:
-        count = entry.request.params.logprobs
-        if self.top is None or count is None:
-            return None
-        ids, values = self.top.ids[place, :count].tolist(), self.top.values[place, :count].tolist()
-        return TokenLogprobs(token_id, float(self.top.chosen[place]), tuple(zip(ids, values, strict=True)))
-
-
-def _lost(error: RuntimeError) -> DeviceLost:
-    """An error of the device stays with its process: every later call would fail with it."""
-    logger.error("the device failed: %s", str(error).splitlines()[0])
-    return DeviceLost(str(error))
-
-
 def needs_host(request: Request) -> bool:
     """Whether the request's tokens are chosen on the host: by its history, or by its own list of tokens."""
     params = request.params
     return has_penalties(params) or bool(params.logit_bias) or request.num_output_tokens < params.min_tokens
-
-
-class _Rows:
-    """A step's rows as the device reads them, at one address for life, and two buffers of pinned memory that they come from in turn."""
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        pinned = device.type == "cuda"
-        self._rows = torch.zeros((6, size), dtype=torch.int64, device=device)
-        self._staged = [torch.zeros((6, size), dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
-        self._hosts = [staged.numpy() for staged in self._staged]
-        self._turn = 0
-
-    def token_ids(self, count: int, sampled: Tensor) -> Tensor:
-        """Return the rows' tokens, [count] int64: those that the host didn't know are in `sampled`."""
-        tokens, feeds = self._rows[0, :count], self._rows[3, :count]
-        return torch.where(feeds >= 0, sampled[feeds.clamp_min(0)], tokens)
-
-    def positions(self, count: int) -> Tensor:
-        return self._rows[1, :count]
-
-    def slots(self, count: int) -> Tensor:
-        return self._rows[2, :count]
-
-    def logits_rows(self, count: int) -> Tensor:
-        return self._rows[4, :count]
-
-    def sampled(self, logits: Tensor, count: int) -> Tensor:
-        """Return the logits that tokens are chosen from, [count, vocab_size]."""
-        return logits if count == logits.shape[0] else logits[self._rows[5, :count]]
-
-    def fill(self, batch: Batch, places: npt.NDArray[np.int64], sampled_rows: Sequence[int], num_rows: int) -> None:
-        """Describe a batch, followed by rows that stand for nobody, up to `num_rows`.
-
-        Args:
-            places: of the step before: entry → where its token will stand.
-            sampled_rows: which rows of the logits tokens are chosen from.
-        """
-        host, count = self._hosts[self._turn], len(batch.token_ids)
-        host[0, :count], host[1, :count], host[2, :count] = batch.token_ids, batch.positions, batch.slots
-        host[3, :count] = -1
-        host[3, batch.feeds.rows] = places[batch.feeds.previous_entries]
-        host[4, : len(batch.logits_rows)] = batch.logits_rows
-        host[5, : len(sampled_rows)] = sampled_rows
-        self._send(count, num_rows)
-
-    def clear(self, num_rows: int) -> None:
-        """Rows that all stand for nobody."""
-        self._send(0, num_rows)
-
-    def _send(self, count: int, num_rows: int) -> None:
-        host = self._hosts[self._turn]
-        host[:2, count:num_rows] = 0
-        host[2:4, count:num_rows] = -1
-        self._rows.copy_(self._staged[self._turn], non_blocking=True)
-        self._turn = 1 - self._turn

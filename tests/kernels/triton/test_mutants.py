@@ -1,10 +1,7 @@
 """Kernels, plans and pages that are wrong in one place: the comparison of test_gpu_lora must fail for each."""
 
-import importlib.util
-import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +15,7 @@ from loraserve_kernels import gpu_lora
 from loraserve_kernels.gpu_plan import HEADER
 from loraserve_kernels.paged_layout import DELTA_UNIT, HAS_DELTA
 
+from .mutation import mutant_of
 from .stepping import Step, make_step
 
 pytestmark = pytest.mark.interpreted
@@ -31,22 +29,6 @@ def make(site: str, *, has_bias: bool = False) -> Step:
     fleet = Fleet(ADAPTERS, ODD, torch.float16, stored=[torch.float16, torch.int8], has_delta=ODD)
     a, b, c = fleet.slots
     return make_step(fleet, [0, b, a, 0, c, a, 0], site, has_bias=has_bias)
-
-
-def mutated(name: str, kernel: str, old: str, new: str, folder: Path) -> Any:
-    """A kernel of this module with one piece of its source replaced."""
-    module = inspect.getmodule(getattr(gpu_lora, f"{name}_kernel").fn)
-    assert module is not None
-    source = inspect.getsource(module)
-    assert source.count(old) == 1, f"{name}.py has {source.count(old)} times: {old}"
-    path = folder / f"{name}_mutant.py"
-    path.write_text(source.replace(old, new))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    mutant = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(mutant)
-    return getattr(mutant, f"{kernel}_kernel")
 
 
 def is_caught(step: Step) -> bool:
@@ -87,7 +69,8 @@ def test_the_unmutated_step_is_right(site: str) -> None:
 def test_a_mutant_kernel_is_caught(
     kernel: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(gpu_lora, f"{kernel}_kernel", mutated(kernel, kernel, old, new, tmp_path))
+    name = f"{kernel}_kernel"
+    monkeypatch.setattr(gpu_lora, name, mutant_of(getattr(gpu_lora, name), old, new, tmp_path))
     # gate_up has several blocks of columns, down several parts of its sums
     assert is_caught(make("down", has_bias=True)) or is_caught(make("gate_up", has_bias=True))
 
@@ -105,7 +88,7 @@ def test_a_mutant_look_up_is_caught(old: str, new: str, monkeypatch: pytest.Monk
     step = make("embed")
     # in place of an address that would end the process
     step.x[step.is_base] = 0
-    monkeypatch.setattr(gpu_lora, "look_up_kernel", mutated("shrink", "look_up", old, new, tmp_path))
+    monkeypatch.setattr(gpu_lora, "look_up_kernel", mutant_of(gpu_lora.look_up_kernel, old, new, tmp_path))
     assert is_caught(step)
 
 
