@@ -150,15 +150,6 @@ class KVCache:
                 else:
                     self._free.append(block)
 
-    def drop_prefixes(self) -> int:
-        """Forget every idle prefix block; return how many were freed."""
-        count = len(self._idle)
-        while self._idle:
-            block, _ = self._idle.popitem(last=False)
-            self._forget(block)
-            self._free.append(block)
-        return count
-
     def check(self) -> list[str]:
         """Return every broken invariant, in words; empty when all hold."""
         problems = []

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from loraserve.errors import ConfigError
 from loraserve.model.config import Activation, ModelConfig
 from loraserve.model.inputs import KVTensors, ModelInputs
 from loraserve.model.layers import ResidualNorm, RMSNorm, geglu, swiglu
@@ -111,6 +112,23 @@ class Backend(Protocol):
     def begin(self, inputs: Any, kv: KVTensors) -> Step:
         """Make what a step's layers share."""
         ...
+
+
+def make_backend(device: str, dtype: torch.dtype, quantize: str) -> Backend:
+    """Return the backend of a kind of device.
+
+    Raises:
+        ConfigError: there's no such device here, or it can't keep weights so.
+    """
+    if device == "cpu":
+        return CpuBackend(dtype, quantize)
+    if device == "cuda":
+        # Triton is loaded for GPUs alone
+        from loraserve.model.gpu_backend import GpuBackend
+
+        # without a GPU only Triton's interpreter brings us here
+        return GpuBackend(torch.device("cuda" if torch.cuda.is_available() else "cpu"), dtype, quantize)
+    raise ConfigError(f"The device {device!r} isn't available; expected cpu or cuda.")
 
 
 class CpuBackend:

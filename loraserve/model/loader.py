@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from loraserve.errors import ConfigError, InvariantViolation, MissingTensor, ModelError, ShapeMismatch, UnexpectedTensor
-from loraserve.model.backend import Backend, CpuBackend, DecoderLayer, Norm
+from loraserve.model.backend import Backend, DecoderLayer, Norm, make_backend
 from loraserve.model.checkpoint import Checkpoint, open_checkpoint
 from loraserve.model.config import ModelConfig, read_config
 from loraserve.model.decoder import Decoder
@@ -109,23 +109,6 @@ def _check_contradiction(config: ModelConfig, formats: list[str], quantize: str)
             f"--quantize {quantize}: the checkpoint is quantized to {' and '.join(formats)} already{method}; codes aren't rounded again.",
             hint="Leave --quantize out, or give the float checkpoint.",
         )
-
-
-def make_backend(device: str, dtype: torch.dtype, quantize: str) -> Backend:
-    """Return the backend of a kind of device.
-
-    Raises:
-        ConfigError: there's no such device here, or it can't keep weights so.
-    """
-    if device == "cpu":
-        return CpuBackend(dtype, quantize)
-    if device == "cuda":
-        # Triton is loaded for GPUs alone
-        from loraserve.model.gpu_backend import GpuBackend
-
-        # without a GPU only Triton's interpreter brings us here
-        return GpuBackend(torch.device("cuda" if torch.cuda.is_available() else "cpu"), dtype, quantize)
-    raise ConfigError(f"The device {device!r} isn't available; expected cpu or cuda.")
 
 
 def _context(config: ModelConfig, max_model_len: int | None) -> int:

@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 import torch
 
-from adapters_store import open_store
+from adapters_store import BlobStore, open_store
 from loraserve.config import EngineConfig
 from loraserve.engine.request import Request
 from loraserve.engine.scheduler import ScheduledRequest, Scheduler, StepResult
@@ -201,6 +201,19 @@ class World:
         return ids[len(prompt) :]
 
 
+def store_adapter(store: BlobStore, directory: Path) -> AdapterRef:
+    """Put what PEFT saved in this directory into the store; the directory's name becomes the adapter's."""
+    blobs = []
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        with store.stage() as staged:
+            staged.write((directory / file).read_bytes())
+            blobs.append(staged.commit())
+    digest = Digest(hashlib.sha256("".join(blobs).encode()).hexdigest())
+    return AdapterRef(
+        tenant=TenantId("t"), name=directory.name, version=1, digest=digest, config_blob=blobs[0], weights_blob=blobs[1]
+    )
+
+
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     import peft
@@ -237,14 +250,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
             if f".{name}." in key:
                 torch.nn.init.normal_(parameter.data, std=0.2)
         model.save_pretrained(str(root / "adapters"), selected_adapters=[name])
-        blobs = []
-        for file in ("adapter_config.json", "adapter_model.safetensors"):
-            with store.stage() as staged:
-                staged.write((root / "adapters" / name / file).read_bytes())
-                blobs.append(staged.commit())
-        digest = Digest(hashlib.sha256("".join(blobs).encode()).hexdigest())
-        refs[name] = AdapterRef(
-            tenant=TenantId("t"), name=name, version=1, digest=digest, config_blob=blobs[0], weights_blob=blobs[1]
-        )
+        refs[name] = store_adapter(store, root / "adapters" / name)
     assert model is not None
     return World(root / "base", store_url, refs, model.eval())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,9 @@ from adapters_store import open_store
 from loraserve.config import EngineConfig
 from loraserve.engine.assembly import build_engine
 from loraserve.limits import MIB
-from loraserve.types import AdapterRef, Digest, TenantId, TokenOutput
+from loraserve.types import TokenOutput
 
-from .conftest import World
+from .conftest import World, store_adapter
 from .test_engine import add, run
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -52,17 +51,10 @@ def make_world(root: Path) -> World:
             parameter.data.mul_(1 + 0.5 * torch.rand_like(parameter))
         elif "lora_" in name:
             torch.nn.init.normal_(parameter.data, std=0.2)
-    model.save_pretrained(root / "adapter")
-    store, blobs = open_store(f"file://{root}/blobs"), []
-    for file in ("adapter_config.json", "adapter_model.safetensors"):
-        with store.stage() as staged:
-            staged.write((root / "adapter" / file).read_bytes())
-            blobs.append(staged.commit())
-    digest = Digest(hashlib.sha256("".join(blobs).encode()).hexdigest())
-    ref = AdapterRef(
-        tenant=TenantId("t"), name="dora", version=1, digest=digest, config_blob=blobs[0], weights_blob=blobs[1]
-    )
-    return World(root / "base", f"file://{root}/blobs", {"dora": ref}, model.eval())
+    model.save_pretrained(root / "dora")
+    store_url = f"file://{root}/blobs"
+    ref = store_adapter(open_store(store_url), root / "dora")
+    return World(root / "base", store_url, {"dora": ref}, model.eval())
 
 
 @torch.inference_mode()

@@ -129,10 +129,6 @@ class KVCacheMachine(RuleBasedStateMachine):
             index = data.draw(st.integers(0, len(self.sequences) - 1))
             self.kv.release(self.sequences.pop(index)[1])
 
-    @rule()
-    def drop(self):
-        self.kv.drop_prefixes()
-
     @invariant()
     def holds(self):
         assert self.kv.check() == []
