@@ -98,6 +98,9 @@ class Runner:
                 self._sampling.fill([params] * num_logits, [0] * num_logits)
                 sample(logits, self._sampling, self._sampled[:num_logits], self._finite[:num_logits])
             to_host(top_logprobs(logits, self._sampled[:num_logits], 1)[0])
+            if self._device.type == "cuda":
+                # pinned buffers take turns: nobody may fill one whose copy hasn't been made
+                torch.cuda.synchronize(self._device)
 
     def launch(self, batch: Batch) -> GpuStep:
         """Send the step's description and kernels to the device, and return without waiting for it."""
