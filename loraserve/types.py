@@ -32,6 +32,41 @@ class AdapterRef(Struct, frozen=True):
     digest: Digest
     config_blob: Digest
     weights_blob: Digest
+    parts: tuple[AdapterPart, ...] = ()
+    """Of a composition, which has no blobs of its own: the weighted sum of what these change."""
+
+
+class AdapterPart(Struct, frozen=True):
+    """One term of a composition."""
+
+    adapter: AdapterRef
+    weight: float
+
+
+class Certificate(Struct, frozen=True):
+    """How far an adapter's answers on this engine are from those of a plain float32 evaluation of it on the same (dequantised) base.
+
+    Differences are of logits, over all tokens of the vocabulary at every probe position, the adapter alone and in a mixed batch.
+    """
+
+    verdict: str
+    """passed, or failed."""
+    max_difference: float
+    mean_difference: float
+    base_difference: float
+    """The largest of the base alone, which has no part in the verdict on an adapter but in its bound."""
+    tolerance: float
+    """What `max_difference` must not pass."""
+    max_effect: float
+    """The largest change that the adapter makes to a logit of the base, by the reference."""
+    top1_agreement: float
+    """The part of probe positions at which the two have the same likeliest token."""
+    precision_loss: float
+    """The largest relative error, over the adapter's modules, of ``B A`` as it is served against as it was uploaded."""
+    num_probe_tokens: int
+    seconds: float
+    reason: str = ""
+    """Why it failed, for people."""
 
 
 class BaseSpec(Struct, frozen=True):
@@ -56,6 +91,15 @@ class BaseSpec(Struct, frozen=True):
     quantization: str
     num_parameters: int = 0
     size_bytes: int = 0
+    biased_modules: tuple[str, ...] = ()
+    """Those of `modules` that have a bias in this base."""
+    norm_paths: Mapping[str, str] = {}
+    """Norm that an adapter may have a weight of its own for (`attention_norm`, `mlp_norm`: what a layer's linears read; `norm`: what the head reads) → its path: inside
+    a layer, but for `norm`."""
+    norm_offset: float = 0.0
+    """What is added to a norm's stored weight."""
+    is_head_tied: bool = False
+    """Whether the head's weight is the embedding's."""
 
 
 class FinishReason(StrEnum):

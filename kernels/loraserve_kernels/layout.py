@@ -48,25 +48,61 @@ DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
+class ReplacedRows:
+    """Rows of a linear's weight, or of the embedding's table, that an adapter has in the place of the base's.
+
+    Attributes:
+        ids: [n] int32, ascending: which rows: output features of a linear, tokens of the embedding.
+        weight: [n, in_features]; of the embedding [n, hidden_size].
+    """
+
+    ids: Tensor
+    weight: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ReplacedNorm:
+    """A norm's weight in the place of the base's.
+
+    Attributes:
+        layer: 0 for ``norm``.
+        norm: one of `NORMS`.
+        weight: [hidden_size], what normed rows are multiplied with.
+    """
+
+    layer: int
+    norm: str
+    weight: Tensor
+
+
+NORMS: tuple[str, ...] = ("attention_norm", "mlp_norm", "norm")
+"""What an attention's, an MLP's and the head's inputs pass."""
+
+
+@dataclass(frozen=True, slots=True)
 class LoraModule:
-    """One linear's update ``scaling · B A``, as a checkpoint has it.
+    """What an adapter changes of one linear: ``(1 + delta) · (W' x + B diag(scaling) A x) + bias + shift``, W' being W but for the rows in `rows`.
 
     Attributes:
         layer: which decoder layer; 0 for ``lm_head`` and ``embed_tokens``.
         module: the linear's short name, one of `MODULES`.
-        lora_a: [r, in_features]; in_features of ``embed_tokens`` is the size of the vocabulary.
+        lora_a: [r, in_features]; in_features of ``embed_tokens`` is the size of the vocabulary. r may be 0.
         lora_b: [out_features, r].
-        scaling: alpha / r, or alpha / sqrt(r).
+        scaling: alpha / r, or alpha / sqrt(r); or [r] float32, a number of each rank.
         delta: [out_features], DoRA's ``m / ‖W + scaling · B A‖ − 1`` (norms of the rows, W as the base computes with it), or None. Where it's given, the
             linear's output without its bias is multiplied by ``1 + delta``, update included.
+        shift: [out_features], added to all of that, or None. Not for ``embed_tokens``.
+        rows: the rows of W' that aren't W's, or None.
     """
 
     layer: int
     module: str
     lora_a: Tensor
     lora_b: Tensor
-    scaling: float
+    scaling: float | Tensor
     delta: Tensor | None = None
+    shift: Tensor | None = None
+    rows: ReplacedRows | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from loraserve.adapters.ir import OUTSIDE_LAYERS, AdapterIR, LoraIR, TensorView
+from loraserve.adapters.ir import OUTSIDE_LAYERS, AdapterIR, ModuleIR, TensorView
 from loraserve.adapters.patterns import first_matches
 from loraserve.adapters.peft_config import LoraSettings, read_settings
 from loraserve.adapters.strict_json import shown
@@ -101,7 +101,7 @@ def compile_adapter(
     if settings is not None and settings.ensure_weight_tying:
         _check_tying({m.module: m for m in modules if m.module in OUTSIDE_LAYERS}, problems)
     problems.raise_if_any()
-    dtypes = {t.dtype for m in modules for t in (m.lora_a, m.lora_b)}
+    dtypes = {t.dtype for m in modules for t in (m.lora_a, m.lora_b, m.weight, m.token_rows) if t is not None}
     # bfloat16 and float16 hold different numbers; float32 holds both
     return AdapterIR(
         modules=tuple(modules),
@@ -246,7 +246,7 @@ def _check_reach(settings: LoraSettings, pairs: Mapping[Place, _Pair], base: Bas
             )
 
 
-def _check_tying(modules: Mapping[str, LoraIR], problems: _Problems) -> None:
+def _check_tying(modules: Mapping[str, ModuleIR], problems: _Problems) -> None:
     """With ensure_weight_tying, PEFT gives a head that is tied to the embedding the embedding's LoRA, whatever a file says."""
     if not modules:
         return
@@ -266,8 +266,8 @@ def _check_tying(modules: Mapping[str, LoraIR], problems: _Problems) -> None:
         )
 
 
-def _is_transposed(a: TensorView, b: TensorView) -> bool:
-    return a.dtype == b.dtype and np.array_equal(a.array, b.array.T)
+def _is_transposed(a: TensorView | None, b: TensorView | None) -> bool:
+    return a is not None and b is not None and a.dtype == b.dtype and np.array_equal(a.array, b.array.T)
 
 
 def _is_targeted(settings: LoraSettings, base: BaseSpec, layer: int, module: str) -> bool:
@@ -302,11 +302,11 @@ def _compile_pairs(
     base: BaseSpec,
     limits: Limits,
     problems: _Problems,
-) -> list[LoraIR]:
+) -> list[ModuleIR]:
     names = {place: module_name(base, *place) for place in pairs}
     ranks = first_matches([p for p, _ in settings.rank_pattern], names.values()) if settings else {}
     alphas = first_matches([p for p, _ in settings.alpha_pattern], names.values()) if settings else {}
-    modules: list[LoraIR] = []
+    modules: list[ModuleIR] = []
     for (layer, module), pair in pairs.items():
         told = _told(layer, module)
         if pair.lora_a is None or pair.lora_b is None:
@@ -342,7 +342,7 @@ def _compile_pairs(
                 f"{module} has scaling {scaling:g} {{layers}} (alpha {alpha:g}, rank {rank}); at most {limits.max_scaling:g} is taken.",
                 told,
             )
-        modules.append(LoraIR(layer, module, rank, scaling, pair.lora_a, pair.lora_b, pair.magnitude))
+        modules.append(ModuleIR(layer, module, rank, scaling, pair.lora_a, pair.lora_b, pair.magnitude))
     if not pairs and not problems.by_message:
         problems.add(AdapterFormatError, "The file holds no lora_A and lora_B.")
     return modules

@@ -1,8 +1,8 @@
-"""What an adapter is once it has been understood: per module A, B and scale, in the base's own names. numpy only."""
+"""What an adapter is once it has been understood: what it changes of each module, in the base's own names. numpy only."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,33 +36,65 @@ class TensorView:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LoraIR:
-    """One module's update, ``scaling · lora_b @ lora_a``; with DoRA, the magnitudes that the updated weight's rows are then given.
+class ModuleIR:
+    """What an adapter changes of one linear. For an input x and the base's weight W and bias b, the output is::
+
+        output_scale · ((magnitude / ‖W' + scaling · B A‖) · (W' x + scaling · B A x) + b' + scaling · lora_bias)
+
+    where W' and b' are W and b, or what stands in their place, and what is None isn't there. (With a magnitude there is neither weight nor lora_bias.)
 
     The embedding is a linear whose input is one-hot: its weight is the table, transposed.
 
     Attributes:
         layer: 0 … num_layers - 1 of the base; 0 for modules in no layer.
         module: the module's short name in the base (``q_proj``).
-        rank: rows of lora_a.
+        rank: rows of lora_a; 0 where there is no LoRA.
         scaling: alpha / rank, or alpha / sqrt(rank) with rsLoRA.
-        lora_a: [rank, in_features].
-        lora_b: [out_features, rank].
-        magnitude: [out_features], DoRA's; None without it.
+        lora_a: [rank, in_features]; None at rank 0.
+        lora_b: [out_features, rank]; None at rank 0.
+        magnitude: [out_features], DoRA's.
+        lora_bias: [out_features], of lora_B.
+        bias: [out_features], in the place of the base's.
+        output_scale: [out_features], IA3's: of all that the linear gives, its bias among it.
+        weight: in the place of the base's, as the base's checkpoint has it: [out_features, in_features], of the embedding [vocab_size, hidden_size].
+        token_ids: ascending; rows of the embedding, or of the head, that have others in their place.
+        token_rows: [len(token_ids), hidden_size]: those others.
     """
 
     layer: int
     module: str
-    rank: int
-    scaling: float
-    lora_a: TensorView
-    lora_b: TensorView
+    rank: int = 0
+    scaling: float = 1.0
+    lora_a: TensorView | None = None
+    lora_b: TensorView | None = None
     magnitude: TensorView | None = None
+    lora_bias: TensorView | None = None
+    bias: TensorView | None = None
+    output_scale: TensorView | None = None
+    weight: TensorView | None = None
+    token_ids: tuple[int, ...] = ()
+    token_rows: TensorView | None = None
 
     @property
-    def tensors(self) -> tuple[TensorView, ...]:
-        pair = (self.lora_a, self.lora_b)
-        return pair if self.magnitude is None else (*pair, self.magnitude)
+    def tensors(self) -> dict[str, TensorView]:
+        """Those that it has, by their names above."""
+        names = ("lora_a", "lora_b", "magnitude", "lora_bias", "bias", "output_scale", "weight", "token_rows")
+        return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NormIR:
+    """A norm's weight in the place of the base's.
+
+    Attributes:
+        layer: 0 for `norm`, which is in none.
+        norm: a key of the base's `norm_paths`.
+        weight: [hidden_size], as a checkpoint has it: the base's `norm_offset` isn't added yet.
+    """
+
+    layer: int
+    norm: str
+    weight: TensorView
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,20 +102,25 @@ class AdapterIR:
     """An adapter that fits its base; modules in order of layer, then of the base's modules.
 
     Attributes:
-        modules: never empty.
-        dtype: the narrowest stored dtype that holds every lora_a and lora_b exactly: the common one, or "F32".
+        modules: empty only where there are norms.
+        dtype: the narrowest stored dtype that holds every lora_a, lora_b, weight and token row exactly: the common one, or "F32".
         saved_base: what PEFT saves of the base beside LoRA on the head or the embedding: module → [vocab_size, hidden_size]. It says which weights the
             adapter was trained on.
+        invocation_token_ids: aLoRA's: the adapter acts from their last occurrence in a prompt on, and not at all where they don't occur. Empty: it acts on every token.
+        kind: PEFT's name for it: ``LORA``, ``LOHA`` …
     """
 
-    modules: tuple[LoraIR, ...]
+    modules: tuple[ModuleIR, ...]
     dtype: str
     saved_base: Mapping[str, TensorView] = field(default_factory=dict)
+    norms: tuple[NormIR, ...] = ()
+    invocation_token_ids: tuple[int, ...] = ()
+    kind: str = "LORA"
 
     @property
     def rank(self) -> int:
         """The largest rank of any module."""
-        return max(m.rank for m in self.modules)
+        return max((m.rank for m in self.modules), default=0)
 
     @property
     def target_modules(self) -> tuple[str, ...]:
@@ -98,8 +135,14 @@ class AdapterIR:
     @property
     def num_bytes(self) -> int:
         """Bytes of the modules' tensors as stored."""
-        return sum(t.array.nbytes for m in self.modules for t in m.tensors)
+        return sum(t.array.nbytes for t in self._tensors())
 
     @property
     def num_parameters(self) -> int:
-        return sum(t.array.size for m in self.modules for t in m.tensors)
+        return sum(t.array.size for t in self._tensors())
+
+    def _tensors(self) -> Iterator[TensorView]:
+        for m in self.modules:
+            yield from m.tensors.values()
+        for norm in self.norms:
+            yield norm.weight

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from loraserve.adapters.ir import OUTSIDE_LAYERS, AdapterIR, LoraIR, TensorView
+from loraserve.adapters.ir import OUTSIDE_LAYERS, AdapterIR, ModuleIR, TensorView
 from loraserve.errors import AdapterNotFinite
 from loraserve.limits import LIMITS, Limits
 
@@ -20,6 +20,9 @@ _BITS: dict[str, tuple[str, int, int]] = {
 }
 _CHUNK = 1 << 18
 
+_SAVED_AS = {"lora_a": "lora_A", "lora_b": "lora_B", "magnitude": "lora_magnitude_vector"}
+"""Where PEFT's files have another name for a tensor of `ModuleIR`."""
+
 
 def check_finite(adapter: AdapterIR, limits: Limits = LIMITS) -> None:
     """Return if every weight is finite and no element of any ``scaling · B A`` can pass `limits.max_delta`.
@@ -31,11 +34,11 @@ def check_finite(adapter: AdapterIR, limits: Limits = LIMITS) -> None:
     """
     problems: list[str] = []
     for m in adapter.modules:
-        largest = [_largest(t) for t in m.tensors]
-        for side, tensor, value in zip(("lora_A", "lora_B", "lora_magnitude_vector"), m.tensors, largest, strict=False):
-            if not math.isfinite(value):
-                problems.append(_where(m, side, tensor))
-        bound = abs(m.scaling) * m.rank * largest[0] * largest[1]
+        largest = {name: _largest(tensor) for name, tensor in m.tensors.items()}
+        for name, tensor in m.tensors.items():
+            if not math.isfinite(largest[name]):
+                problems.append(_where(m, _SAVED_AS.get(name, name), tensor))
+        bound = abs(m.scaling) * m.rank * largest.get("lora_a", 0.0) * largest.get("lora_b", 0.0)
         if math.isfinite(bound) and bound > limits.max_delta:
             problems.append(f"The update of {_name(m)} may reach {bound:.3g}; at most {limits.max_delta:g} is taken.")
     if problems:
@@ -65,7 +68,7 @@ def _as_float(bits: int, dtype: str) -> float:
     return float(np.array(bits << 16 if dtype == "BF16" else bits, dtype=np.uint32).view(np.float32))
 
 
-def _where(m: LoraIR, side: str, tensor: TensorView) -> str:
+def _where(m: ModuleIR, side: str, tensor: TensorView) -> str:
     integer, mask, limit = _BITS[tensor.dtype]
     bad = np.flatnonzero((tensor.array.reshape(-1).view(integer) & mask) >= limit)
     place = ", ".join(str(int(i)) for i in np.unravel_index(int(bad[0]), tensor.shape))
@@ -73,5 +76,5 @@ def _where(m: LoraIR, side: str, tensor: TensorView) -> str:
     return f"{_name(m, f'.{side}')} has {of} that are NaN or infinite, the first at [{place}]."
 
 
-def _name(m: LoraIR, tensor: str = "") -> str:
+def _name(m: ModuleIR, tensor: str = "") -> str:
     return f"{m.module}{tensor}" + ("" if m.module in OUTSIDE_LAYERS else f" in layer {m.layer}")

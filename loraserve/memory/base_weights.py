@@ -27,6 +27,10 @@ class BaseWeights(Protocol):
         """
         ...
 
+    def bias(self, layer: int, module: str) -> Tensor | None:
+        """Return a linear's bias, [out_features] float32, on `device`; None where it has none."""
+        ...
+
 
 @contextlib.contextmanager
 def beside_steps(device: torch.device) -> Iterator[None]:
@@ -50,7 +54,7 @@ def dora_delta(m: LoraModule, magnitude: Tensor, weights: BaseWeights) -> Tensor
         AdapterUnavailable: a row of the updated weight is zero, or not finite.
     """
     device = weights.device
-    a, b = m.lora_a.to(device, torch.float32), m.lora_b.to(device, torch.float32)
+    a, b = m.lora_a.to(device, torch.float32), m.lora_b.to(device, torch.float32) * m.scaling
     norms = _column_norms(m, a, b, weights) if m.module == "embed_tokens" else _row_norms(m, a, b, weights)
     delta = magnitude.to(device, torch.float32).div_(norms).sub_(1).cpu()
     if not bool(delta.isfinite().all()):
@@ -66,7 +70,7 @@ def _row_norms(m: LoraModule, a: Tensor, b: Tensor, weights: BaseWeights) -> Ten
     norms, start = torch.empty(b.shape[0], device=b.device), 0
     for block in weights.weight_rows(m.layer, m.module):
         end = start + block.shape[0]
-        updated = torch.addmm(block, b[start:end], a, alpha=m.scaling)
+        updated = torch.addmm(block, b[start:end], a)
         torch.linalg.vector_norm(updated, dim=1, out=norms[start:end])
         start = end
     return norms
@@ -76,7 +80,7 @@ def _column_norms(m: LoraModule, a: Tensor, b: Tensor, weights: BaseWeights) -> 
     squares, start = torch.zeros(b.shape[0], dtype=torch.float64, device=b.device), 0
     for block in weights.weight_rows(m.layer, m.module):
         end = start + block.shape[0]
-        updated = torch.addmm(block, a[:, start:end].T, b.T, alpha=m.scaling)
+        updated = torch.addmm(block, a[:, start:end].T, b.T)
         squares += torch.linalg.vector_norm(updated, dim=0).double() ** 2
         start = end
     return squares.sqrt().float()

@@ -82,6 +82,7 @@ def load_adapter(
             None if m.magnitude is None else _as_tensor(m.magnitude),
         )
         for m in ir.modules
+        if m.lora_a is not None and m.lora_b is not None
     ]
     try:
         footprint = device.footprint(modules, stored)

@@ -70,10 +70,22 @@ class Decoder:
         if module == "lm_head":
             yield from self._head.base.rows(0, self.spec.vocab_size)
             return
+        linear, start = self._linear(layer, module)
+        yield from linear.rows(start, start + self.spec.modules[module][0])
+
+    def bias(self, layer: int, module: str) -> Tensor | None:
+        """Return a linear's bias, [out_features] float32; None where it has none."""
+        if module not in self.spec.biased_modules:
+            return None
+        linear, start = self._linear(layer, module)
+        return None if linear.bias is None else linear.bias[start : start + self.spec.modules[module][0]].float()
+
+    def _linear(self, layer: int, module: str) -> tuple[Linear, int]:
+        """The site's linear that a layer's module is a part of, and the module's first row."""
         site, modules = next((site, modules) for site, modules in SITES.items() if module in modules)
         start = sum(self.spec.modules[before][0] for before in modules[: modules.index(module)])
         linear: LoraLinear = getattr(self._layers[layer], site)
-        yield from linear.base.rows(start, start + self.spec.modules[module][0])
+        return linear.base, start
 
     @torch.inference_mode()
     def forward(self, inputs: ModelInputs | GpuInputs, kv: KVTensors) -> Tensor:

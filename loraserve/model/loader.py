@@ -184,6 +184,18 @@ class _Loader:
             + sum(t.nbytes for t in self._tensors.values())
             + head.num_bytes
             + sum(r.num_bytes for r in rotaries),
+            biased_modules=tuple(module for module in config.module_shapes if config.has_bias(module)),
+            norm_paths={
+                norm: name.removesuffix(".weight")
+                for norm, name in (
+                    ("attention_norm", architecture.attention_norm),
+                    ("mlp_norm", architecture.mlp_norm),
+                    ("norm", architecture.norm),
+                )
+                if name is not None
+            },
+            norm_offset=architecture.norm_offset,
+            is_head_tied=self._head is None,
         )
         return_free_memory()
         return Decoder(config, spec, self._backend, embedding=embedding, layers=layers, norm=norm, head=head)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loraserve.adapters.ir import AdapterIR, LoraIR, TensorView
+from loraserve.adapters.ir import AdapterIR, ModuleIR, TensorView
 from loraserve.adapters.validation import check_finite
 from loraserve.errors import AdapterNotFinite
 
@@ -15,7 +15,7 @@ BF16_ONE, BF16_NAN, BF16_INF, BF16_MAX = 0x3F80, 0x7FC1, 0xFF80, 0x7F7F
 def adapter(a: np.ndarray, dtype: str = "F32", scaling: float = 1.0) -> AdapterIR:
     b = np.full((3, a.shape[0]), BF16_ONE, np.uint16) if dtype == "BF16" else np.ones((3, a.shape[0]), a.dtype)
     return AdapterIR(
-        (LoraIR(5, "q_proj", a.shape[0], scaling, TensorView(dtype, a.shape, a), TensorView(dtype, b.shape, b)),), dtype
+        (ModuleIR(5, "q_proj", a.shape[0], scaling, TensorView(dtype, a.shape, a), TensorView(dtype, b.shape, b)),), dtype
     )
 
 
@@ -53,7 +53,7 @@ def test_subnormal_and_zero_weights_are_fine() -> None:
 def test_a_magnitude_that_is_not_finite_is_named() -> None:
     plain = adapter(np.ones((2, 4), np.float32)).modules[0]
     magnitude = TensorView("F32", (3,), np.array([1, 1, np.nan], np.float32))
-    module = LoraIR(0, "embed_tokens", 2, 1.0, plain.lora_a, plain.lora_b, magnitude)
+    module = ModuleIR(0, "embed_tokens", 2, 1.0, plain.lora_a, plain.lora_b, magnitude)
     expected = r"embed_tokens.lora_magnitude_vector has 1 of 3 weights .* first at \[2\]"
     with pytest.raises(AdapterNotFinite, match=expected):
         check_finite(AdapterIR((module,), "F32"))
