@@ -17,7 +17,13 @@ from pathlib import Path
 import asyncpg
 import numpy as np
 import pytest
-from interpreted import pytest_pyfunc_call, pytest_runtest_logreport
+from interpreted import (
+    pytest_collection_finish,
+    pytest_collection_modifyitems,
+    pytest_pyfunc_call,
+    pytest_runtest_logreport,
+    pytest_sessionfinish,
+)
 from safetensors.numpy import save
 from sqlalchemy import make_url
 
@@ -25,7 +31,13 @@ from loraserve.db import migrate
 from loraserve.db.models import Base
 from loraserve.types import BaseSpec, Digest
 
-__all__ = ["pytest_pyfunc_call", "pytest_runtest_logreport"]
+__all__ = [
+    "pytest_collection_finish",
+    "pytest_collection_modifyitems",
+    "pytest_pyfunc_call",
+    "pytest_runtest_logreport",
+    "pytest_sessionfinish",
+]
 
 POSTGRES_URL = os.environ.get("LORASERVE_TEST_POSTGRES_URL")
 BACKENDS = ["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)]

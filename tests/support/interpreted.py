@@ -1,7 +1,8 @@
 """Tests marked ``interpreted`` run in one child process of pytest, where Triton interprets its kernels on the CPU.
 
 Triton decides on its first import, for the whole process, whether kernels are interpreted or compiled; other tests here compile them. So the child runs every
-marked test of the session at once, with ``TRITON_INTERPRET=1``, and each one's outcome is reported here under its own name. `tests/conftest.py` imports the hooks.
+marked test of the session at once, with ``TRITON_INTERPRET=1``, beside this process, and each one's outcome is reported here under its own name. `tests/conftest.py`
+imports the hooks.
 """
 
 from __future__ import annotations
@@ -16,21 +17,62 @@ from pathlib import Path
 import pytest
 
 _REPORT = "LORASERVE_TEST_INTERPRETED_REPORT"
-_OUTCOMES: pytest.StashKey[tuple[dict[str, tuple[str, str]], str]] = pytest.StashKey()
+_CHILD: pytest.StashKey[_Child] = pytest.StashKey()
+
+
+class _Child:
+    """The process that interprets, from its start to its outcomes."""
+
+    def __init__(self, ids: list[str], root: Path) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        folder = Path(self._folder.name)
+        self._report, self._words = folder / "outcomes", folder / "words"
+        environment = {**os.environ, _REPORT: str(self._report), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", *ids]
+        with self._words.open("w") as words:
+            self._process = subprocess.Popen(command, cwd=root, env=environment, stdout=words, stderr=words)
+        self._outcomes: dict[str, tuple[str, str]] | None = None
+
+    def outcome(self, nodeid: str) -> tuple[str, str]:
+        """Wait for the child; return what became of a test, and the text to it."""
+        if self._outcomes is None:
+            self._process.wait()
+            lines = self._report.read_text().splitlines() if self._report.exists() else []
+            self._outcomes = {nodeid: (outcome, text) for nodeid, outcome, text in map(json.loads, lines)}
+        last_words = self._words.read_text()[-3000:]
+        return self._outcomes.get(nodeid, ("failed", f"the child process didn't run this test:\n{last_words}"))
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._folder.cleanup()
+
+
+def _is_interpreted(item: pytest.Item) -> bool:
+    return item.get_closest_marker("interpreted") is not None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Triton's tests come first: kernels are compiled here, one after the other and on one core, while the child interprets on another. No clock is read there."""
+    items.sort(key=lambda item: 1 if _is_interpreted(item) else 2 * (item.path.parent.name != "triton"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    ids = [item.nodeid for item in session.items if _is_interpreted(item)]
+    if ids and _REPORT not in os.environ and not session.config.option.collectonly:
+        session.stash[_CHILD] = _Child(ids, session.config.rootpath)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if _CHILD in session.stash:
+        session.stash[_CHILD].close()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    if _REPORT in os.environ or pyfuncitem.get_closest_marker("interpreted") is None:
+    if _REPORT in os.environ or not _is_interpreted(pyfuncitem):
         return None
-    session = pyfuncitem.session
-    if _OUTCOMES not in session.stash:
-        ids = [item.nodeid for item in session.items if item.get_closest_marker("interpreted")]
-        session.stash[_OUTCOMES] = _run_child(ids, session.config.rootpath)
-    outcomes, last_words = session.stash[_OUTCOMES]
-    outcome, text = outcomes.get(
-        pyfuncitem.nodeid, ("failed", f"the child process didn't run this test:\n{last_words}")
-    )
+    outcome, text = pyfuncitem.session.stash[_CHILD].outcome(pyfuncitem.nodeid)
     if outcome == "failed":
         pytest.fail(text, pytrace=False)
     if outcome == "skipped":
@@ -42,15 +84,3 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if _REPORT in os.environ and (report.when == "call" or not report.passed):
         with Path(os.environ[_REPORT]).open("a") as file:
             file.write(json.dumps([report.nodeid, report.outcome, report.longreprtext]) + "\n")
-
-
-def _run_child(ids: list[str], root: Path) -> tuple[dict[str, tuple[str, str]], str]:
-    """Return each test's outcome and text, and what the child said last."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "outcomes"
-        environment = {**os.environ, _REPORT: str(report), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", *ids]
-        child = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-        lines = report.read_text().splitlines() if report.exists() else []
-    outcomes = {nodeid: (outcome, text) for nodeid, outcome, text in map(json.loads, lines)}
-    return outcomes, f"{child.stdout[-3000:]}{child.stderr[-3000:]}"
