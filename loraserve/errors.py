@@ -34,7 +34,8 @@ An error knows what went wrong, never how HTTP says it: `loraserve.api.errors` m
     ├── AdapterUnavailable          a published adapter can't be served now
     │   ├── AdapterCorrupt          its bytes no longer hash to its digest
     │   ├── AdapterNumerics         its logits were not finite
-    │   └── AdapterTooLarge         it can never fit the memory budget
+    │   └── AdapterUnservable       it never can, on this base and device as this server was started
+    │       └── AdapterTooLarge     it can never fit the memory budget
     ├── ModelError                  the base model can't be loaded
     │   ├── UnknownArchitecture
     │   ├── MissingTensor
@@ -218,7 +219,11 @@ class AdapterNumerics(AdapterUnavailable):
     code = "adapter_numerics"
 
 
-class AdapterTooLarge(AdapterUnavailable):
+class AdapterUnservable(AdapterUnavailable):
+    code = "adapter_unservable"
+
+
+class AdapterTooLarge(AdapterUnservable):
     code = "adapter_too_large"
 
 

@@ -44,6 +44,9 @@ class Limits:
     max_scaling: float = 1e4
     max_delta: float = 65504.0
     """Bound on scaling · B A, element by element: what half precision can hold."""
+    max_verifications: int = 64
+    """Running or waiting for their turn."""
+    verification_timeout_s: float = 120.0
     # management
     max_page_size: int = 200
     max_adapters_per_tenant: int = 100_000

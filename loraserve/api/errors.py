@@ -48,7 +48,7 @@ _STATUS: dict[type[LoraserveError], int] = {
 _OPENAI_TYPE = {403: "permission_error", 429: "requests", 503: "server_error"}
 
 # A second try gives the same answer: the OpenAI client would otherwise repeat every 5xx.
-_NOT_WORTH_RETRYING = (errors.AdapterTooLarge, errors.AdapterNumerics, errors.AdapterCorrupt, errors.EngineCrashed)
+_NOT_WORTH_RETRYING = (errors.AdapterUnservable, errors.AdapterNumerics, errors.AdapterCorrupt, errors.EngineCrashed)
 
 _DEFAULT_RETRY_AFTER_S = 1.0
 

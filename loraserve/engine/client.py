@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import zmq
 
@@ -17,13 +18,21 @@ from loraserve.engine import messages as m
 from loraserve.engine.messages import GenerateRequest
 from loraserve.engine.output import Chunk, OutputProcessor, merge
 from loraserve.engine.process import EngineProcess
-from loraserve.errors import EngineCrashed, EngineUnavailable, LoraserveError, Overloaded, error_from_code
+from loraserve.errors import (
+    AdapterRejected,
+    EngineCrashed,
+    EngineUnavailable,
+    LoraserveError,
+    Overloaded,
+    error_from_code,
+)
 from loraserve.limits import LIMITS
 from loraserve.text.tokenizer import Tokenizer
 from loraserve.types import (
     AdapterRef,
     AdapterResidency,
     BaseSpec,
+    Certificate,
     Digest,
     EngineStats,
     FinishReason,
@@ -128,7 +137,7 @@ class EngineClient:
         self._is_stopping = False
         self._supervisor: asyncio.Task[None] | None = None
         self._live: dict[RequestId, _LiveRequest] = {}
-        self._calls: dict[int, asyncio.Future[tuple[AdapterResidency, ...]]] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
         self._operator_pins: dict[Digest, AdapterRef] = {}
 
@@ -232,7 +241,29 @@ class EngineClient:
 
     async def residency(self) -> tuple[AdapterResidency, ...]:
         """Return every adapter that the engine has in some memory."""
-        return await self._call(lambda call_id: m.QueryResidency(call_id=call_id))
+        adapters: tuple[AdapterResidency, ...] = await self._call(lambda call_id: m.QueryResidency(call_id=call_id))
+        return adapters
+
+    async def verify(self, ref: AdapterRef) -> Certificate:
+        """Return how far the adapter's answers are from those of a plain evaluation of it. Its verdict may be that it failed.
+
+        Requests that run meanwhile go on. Cancelling this frees what it holds.
+
+        Raises:
+            AdapterRejected: it can never be served here, and why.
+            AdapterUnavailable, EngineError, Overloaded: it couldn't be found out now.
+        """
+        try:
+            async with asyncio.timeout(LIMITS.verification_timeout_s):
+                certificate: Certificate = await self._call(
+                    lambda call_id: m.VerifyAdapter(call_id=call_id, adapter=ref),
+                    abort=lambda call_id: m.AbortVerification(call_id=call_id),
+                )
+        except TimeoutError:
+            raise EngineUnavailable(
+                f"The adapter could not be verified within {LIMITS.verification_timeout_s:.0f} s.", hint="Try again."
+            ) from None
+        return certificate
 
     # requests
 
@@ -284,29 +315,47 @@ class EngineClient:
             case m.CallReply(call_id=call_id, error_code=None):
                 self._answer(call_id, ())
             case m.CallReply(call_id=call_id, error_code=code, error_message=text):
-                future = self._calls.pop(call_id, None)
-                if future is not None and not future.done():
-                    future.set_exception(error_from_code(code or "", text or ""))
+                self._refuse(call_id, error_from_code(code or "", text or ""))
             case m.ResidencyReply(call_id=call_id, adapters=adapters):
                 self._answer(call_id, adapters)
+            case m.VerifyReply(call_id=call_id, certificate=Certificate() as certificate):
+                self._answer(call_id, certificate)
+            case m.VerifyReply(call_id=call_id):
+                self._refuse(call_id, _verification_error(message))
             case _:
                 pass
 
     # calls
 
-    async def _call(self, make: Callable[[int], m.EngineInput]) -> tuple[AdapterResidency, ...]:
+    async def _call(
+        self, make: Callable[[int], m.EngineInput], *, abort: Callable[[int], m.EngineInput] | None = None
+    ) -> Any:
+        """Return what the engine answers to a message.
+
+        Args:
+            abort: makes what the engine is told when nobody waits for its answer any more.
+        """
         if self._process is None or not self._is_up:
             raise EngineUnavailable("The engine isn't up; try again shortly.")
         call_id = next(self._call_ids)
-        future: asyncio.Future[tuple[AdapterResidency, ...]] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
         try:
             self._process.send(make(call_id))
             return await future
+        except asyncio.CancelledError:
+            if abort is not None:
+                self._process.send(abort(call_id))
+            raise
         finally:
             self._calls.pop(call_id, None)
 
-    def _answer(self, call_id: int, value: tuple[AdapterResidency, ...]) -> None:
+    def _refuse(self, call_id: int, error: LoraserveError) -> None:
+        future = self._calls.pop(call_id, None)
+        if future is not None and not future.done():
+            future.set_exception(error)
+
+    def _answer(self, call_id: int, value: object) -> None:
         future = self._calls.pop(call_id, None)
         if future is not None and not future.done():
             future.set_result(value)
@@ -454,3 +503,9 @@ class EngineClient:
             if not live.is_sent and not live.is_finished and live.num_crashes == 0:
                 self._send(live)
         self._is_up = True
+
+
+def _verification_error(reply: m.VerifyReply) -> LoraserveError:
+    text = reply.error_message or "The adapter could not be verified."
+    error = error_from_code(reply.error_code or "", text)
+    return AdapterRejected(text) if reply.is_permanent and not isinstance(error, AdapterRejected) else error

@@ -8,6 +8,7 @@ from loraserve.types import (
     AdapterRef,
     AdapterResidency,
     BaseSpec,
+    Certificate,
     EngineStats,
     RequestId,
     SamplingParams,
@@ -64,6 +65,19 @@ class PinAdapter(Struct, frozen=True, tag="pin"):
     is_pinned: bool
 
 
+class VerifyAdapter(Struct, frozen=True, tag="verify"):
+    """Compare an adapter's answers with a plain evaluation of it; answered by VerifyReply."""
+
+    call_id: int
+    adapter: AdapterRef
+
+
+class AbortVerification(Struct, frozen=True, tag="abort_verify"):
+    """Nobody waits for it any more: it isn't answered."""
+
+    call_id: int
+
+
 class QueryResidency(Struct, frozen=True, tag="residency"):
     call_id: int
 
@@ -72,7 +86,9 @@ class Shutdown(Struct, frozen=True, tag="shutdown"):
     pass
 
 
-EngineInput = AddRequest | AbortRequest | WarmAdapter | PinAdapter | QueryResidency | Shutdown
+EngineInput = (
+    AddRequest | AbortRequest | WarmAdapter | PinAdapter | VerifyAdapter | AbortVerification | QueryResidency | Shutdown
+)
 
 
 class Ready(Struct, frozen=True, tag="ready"):
@@ -106,12 +122,23 @@ class CallReply(Struct, frozen=True, tag="reply"):
     error_message: str | None = None
 
 
+class VerifyReply(Struct, frozen=True, tag="verify"):
+    """A certificate, whose verdict may be that the adapter failed; or why there is none."""
+
+    call_id: int
+    certificate: Certificate | None = None
+    error_code: str | None = None
+    error_message: str | None = None
+    is_permanent: bool = False
+    """Whether the adapter can never be served here; otherwise another try may go well."""
+
+
 class ResidencyReply(Struct, frozen=True, tag="residency"):
     call_id: int
     adapters: tuple[AdapterResidency, ...]
 
 
-EngineOutput = Ready | Fatal | StepOutputs | Heartbeat | CallReply | ResidencyReply
+EngineOutput = Ready | Fatal | StepOutputs | Heartbeat | CallReply | VerifyReply | ResidencyReply
 
 encode_input = msgspec.msgpack.Encoder().encode
 decode_input = msgspec.msgpack.Decoder(EngineInput).decode
