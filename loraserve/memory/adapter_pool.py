@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 
 from loraserve.errors import InvariantViolation
-from loraserve.memory.device import NOTHING, AdapterDevice, Footprint, HostAdapter, Placed
+from loraserve.memory.device import NOTHING, AdapterDevice, Footprint, Placed
+from loraserve.memory.facts import AdapterFacts, Loaded
 from loraserve.types import Digest
 from loraserve_kernels.layout import PackedAdapter
 
@@ -21,6 +22,7 @@ class Resident:
     """
 
     placed: Placed
+    facts: AdapterFacts
     last_used_s: float
     has_landed: bool
     num_pins: int = 0
@@ -41,7 +43,7 @@ class Evicted:
 
     digest: Digest
     last_used_s: float
-    moved: HostAdapter | None
+    moved: Loaded | None
 
 
 class Pin:
@@ -123,6 +125,14 @@ class AdapterPool:
         """
         return self._landed(digest).placed.handle
 
+    def facts(self, digest: Digest) -> AdapterFacts:
+        """What is known of a resident adapter beside its weights.
+
+        Raises:
+            InvariantViolation: it isn't resident.
+        """
+        return self._landed(digest).facts
+
     def pin(self, digest: Digest, now_s: float) -> Pin:
         """A pin on a resident adapter, which stays until the pin's release.
 
@@ -176,7 +186,7 @@ class AdapterPool:
     def admit(
         self,
         digest: Digest,
-        packed: HostAdapter,
+        adapter: Loaded,
         now_s: float,
         *,
         is_operator_pinned: bool = False,
@@ -187,7 +197,7 @@ class AdapterPool:
         Raises:
             InvariantViolation: it has a place already, or `can_admit` is false.
         """
-        footprint = self.device.footprint_of(packed)
+        footprint = self.device.footprint_of(adapter.host)
         if digest in self._residents or not self.can_admit(footprint, keep):
             raise InvariantViolation(
                 f"Adapter {digest} can't be admitted: it is resident already, or there is no room."
@@ -198,8 +208,10 @@ class AdapterPool:
                 break
             if other.is_idle and candidate not in keep:
                 evicted.append(self._evict(candidate))
-        placed = self.device.place(packed)
-        resident = Resident(placed, now_s, self.device.is_ready(placed), is_operator_pinned=is_operator_pinned)
+        placed = self.device.place(adapter.host)
+        resident = Resident(
+            placed, adapter.facts, now_s, self.device.is_ready(placed), is_operator_pinned=is_operator_pinned
+        )
         self._residents[digest] = resident
         self.used += footprint
         self._account(resident, 1)
@@ -256,7 +268,8 @@ class AdapterPool:
         self._account(resident, -1)
         self.used -= resident.footprint
         self.num_evictions += 1
-        return Evicted(digest, resident.last_used_s, self.device.remove(resident.placed))
+        moved = self.device.remove(resident.placed)
+        return Evicted(digest, resident.last_used_s, None if moved is None else Loaded(moved, resident.facts))
 
     def _landed(self, digest: Digest) -> Resident:
         if not self.has_landed(digest):

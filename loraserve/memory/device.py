@@ -10,7 +10,8 @@ import torch
 
 from loraserve.errors import AdapterUnavailable, InvariantViolation
 from loraserve.types import BaseSpec
-from loraserve_kernels.layout import LoraModule, PackedAdapter, pack_adapter, packed_num_bytes
+from loraserve_kernels.errors import ShapeMismatch
+from loraserve_kernels.layout import LoraModule, PackedAdapter, ReplacedNorm, pack_adapter, packed_num_bytes
 
 DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.float32: "fp32",
@@ -96,15 +97,19 @@ class AdapterDevice(Protocol):
         """Whether the device's memory is the host's: an adapter is then in one tier at a time, and moves between them without a copy."""
         ...
 
-    def footprint(self, modules: Sequence[LoraModule], stored: torch.dtype) -> Footprint:
-        """What these modules, stored in this dtype, will take once they are packed. Reads no weight.
+    def footprint(
+        self, modules: Sequence[LoraModule], stored: torch.dtype, norms: Sequence[ReplacedNorm] = ()
+    ) -> Footprint:
+        """What these modules, stored in this dtype, and these norms will take once they are packed. Reads no weight.
 
         Raises:
-            ShapeMismatch (the kernels'): it doesn't fit the base, or has a rank that the device's kernels don't.
+            ShapeMismatch (the kernels'): it doesn't fit the base, or has what the device's kernels don't do: a rank, rows or a norm.
         """
         ...
 
-    def pack(self, modules: Sequence[LoraModule], stored: torch.dtype) -> HostAdapter:
+    def pack(
+        self, modules: Sequence[LoraModule], stored: torch.dtype, norms: Sequence[ReplacedNorm] = ()
+    ) -> HostAdapter:
         """The adapter in host memory, ready to be placed. A worker's thread does this.
 
         Raises:
@@ -160,7 +165,9 @@ class CpuDevice:
         self._dtype = dtype
         self.limits = Footprint(budget_bytes)
 
-    def footprint(self, modules: Sequence[LoraModule], stored: torch.dtype) -> Footprint:
+    def footprint(
+        self, modules: Sequence[LoraModule], stored: torch.dtype, norms: Sequence[ReplacedNorm] = ()
+    ) -> Footprint:
         num_bytes = packed_num_bytes(
             ((m.layer, m.module, m.lora_a.shape[0]) for m in modules),
             num_layers=self._base.num_layers,
@@ -170,7 +177,11 @@ class CpuDevice:
         )
         return Footprint(num_bytes)
 
-    def pack(self, modules: Sequence[LoraModule], stored: torch.dtype) -> PackedAdapter:
+    def pack(
+        self, modules: Sequence[LoraModule], stored: torch.dtype, norms: Sequence[ReplacedNorm] = ()
+    ) -> PackedAdapter:
+        if norms:
+            raise ShapeMismatch("adapters with norms of their own can't be held yet")
         dtype = self._dtype if self._dtype is not None else stored
         refuse_out_of_range(modules, stored, dtype)
         return pack_adapter(modules, num_layers=self._base.num_layers, module_shapes=self._base.modules, dtype=dtype)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from cachetools import LRUCache
 
-from loraserve.memory.device import HostAdapter
+from loraserve.memory.facts import Loaded
 from loraserve.types import Digest
 
 
 @dataclass(frozen=True, slots=True)
 class HostEntry:
-    packed: HostAdapter
+    adapter: Loaded
     last_used_s: float
     """The clock at its last use, carried over from the device."""
 
@@ -63,20 +63,20 @@ class HostCache:
         """Whether that many bytes fit once everything that isn't held has been evicted."""
         return self._held_bytes + num_bytes <= self.budget_bytes
 
-    def put(self, digest: Digest, packed: HostAdapter, last_used_s: float, *, hold: bool = False) -> bool:
+    def put(self, digest: Digest, adapter: Loaded, last_used_s: float, *, hold: bool = False) -> bool:
         """The adapter is in the cache, held if asked; the least recently used were evicted to make room.
 
         False, and nothing has changed, if it can't fit beside what is held.
         """
-        if not self.can_put(packed.num_bytes):
+        if not self.can_put(adapter.num_bytes):
             return False
         self.take(digest)
-        while self.num_bytes + packed.num_bytes > self.budget_bytes:
+        while self.num_bytes + adapter.num_bytes > self.budget_bytes:
             self._evictable.popitem()
-        entry = HostEntry(packed, last_used_s)
+        entry = HostEntry(adapter, last_used_s)
         if hold:
             self._held[digest] = entry
-            self._held_bytes += packed.num_bytes
+            self._held_bytes += adapter.num_bytes
         else:
             self._evictable[digest] = entry
         return True
@@ -85,13 +85,13 @@ class HostCache:
         """If the adapter is in the cache, it counts as the most recently used, at that time."""
         where = self._held if digest in self._held else self._evictable
         if digest in where:
-            where[digest] = HostEntry(where[digest].packed, last_used_s)
+            where[digest] = HostEntry(where[digest].adapter, last_used_s)
 
     def take(self, digest: Digest) -> HostEntry | None:
         """The adapter, which is no longer in the cache; None if it wasn't."""
         entry = self._held.pop(digest, None)
         if entry is not None:
-            self._held_bytes -= entry.packed.num_bytes
+            self._held_bytes -= entry.adapter.num_bytes
             return entry
         taken: HostEntry | None = self._evictable.pop(digest, None)
         return taken
@@ -101,13 +101,13 @@ class HostCache:
         entry: HostEntry | None = self._evictable.pop(digest, None)
         if entry is not None:
             self._held[digest] = entry
-            self._held_bytes += entry.packed.num_bytes
+            self._held_bytes += entry.adapter.num_bytes
 
     def unhold(self, digest: Digest) -> None:
         """If the adapter is in the cache, it may be evicted; it counts as the most recently used."""
         entry = self._held.pop(digest, None)
         if entry is not None:
-            self._held_bytes -= entry.packed.num_bytes
+            self._held_bytes -= entry.adapter.num_bytes
             self._evictable[digest] = entry
 
     def items(self) -> Iterator[tuple[Digest, HostEntry]]:
@@ -117,7 +117,7 @@ class HostCache:
     def check(self) -> list[str]:
         """Every broken invariant, in words; empty when all hold."""
         problems: list[str] = []
-        total = sum(entry.packed.num_bytes for _, entry in self.items())
+        total = sum(entry.adapter.num_bytes for _, entry in self.items())
         if total != self.num_bytes:
             problems.append(f"host cache: adapters of {total} bytes are counted as {self.num_bytes}")
         if self.num_bytes > self.budget_bytes:
@@ -128,4 +128,4 @@ class HostCache:
 
 
 def _size(entry: HostEntry) -> int:
-    return entry.packed.num_bytes
+    return entry.adapter.num_bytes

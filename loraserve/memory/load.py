@@ -24,7 +24,8 @@ from loraserve.errors import (
     StorageError,
 )
 from loraserve.memory.base_weights import BaseWeights, beside_steps, check_saved_base, dora_delta
-from loraserve.memory.device import AdapterDevice, HostAdapter
+from loraserve.memory.device import AdapterDevice
+from loraserve.memory.facts import AdapterFacts, Loaded
 from loraserve.types import AdapterRef, BaseSpec
 from loraserve_kernels.errors import ShapeMismatch
 from loraserve_kernels.layout import LoraModule
@@ -37,7 +38,7 @@ _QUANTIZED_TOLERANCE = 0.25
 
 def load_adapter(
     store: BlobStore, ref: AdapterRef, base: BaseSpec, device: AdapterDevice, base_weights: BaseWeights | None = None
-) -> HostAdapter:
+) -> Loaded:
     """The adapter's weights, read, verified against their digests, compiled for `base` and packed as `device` wants them.
 
     Args:
@@ -91,7 +92,8 @@ def load_adapter(
                 f"This adapter version takes {footprint.excess(device.limits)}.",
                 hint="Start the server with a larger memory budget or adapter share.",
             )
-        return device.pack(_compared_with_base(modules, ir, base, base_weights), stored)
+        host = device.pack(_compared_with_base(modules, ir, base, base_weights), stored)
+        return Loaded(host, AdapterFacts(ir.invocation_token_ids))
     except ShapeMismatch as error:
         raise AdapterUnavailable(
             f"This adapter version can't be served on this device: {error}", hint="Push it again with other settings."

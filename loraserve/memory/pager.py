@@ -21,7 +21,8 @@ from adapters_store import BlobStore
 from loraserve.errors import AdapterUnavailable, InvariantViolation, LoraserveError
 from loraserve.memory.adapter_pool import AdapterPool, Pin
 from loraserve.memory.base_weights import BaseWeights
-from loraserve.memory.device import Footprint, HostAdapter
+from loraserve.memory.device import Footprint
+from loraserve.memory.facts import AdapterFacts, Loaded
 from loraserve.memory.host_cache import HostCache
 from loraserve.memory.load import load_adapter
 from loraserve.types import AdapterRef, AdapterResidency, BaseSpec, Digest, Tier
@@ -66,9 +67,9 @@ class _Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class _Loaded:
+class _Result:
     ref: AdapterRef
-    outcome: HostAdapter | LoraserveError
+    outcome: Loaded | LoraserveError
     elapsed_s: float
 
 
@@ -119,7 +120,7 @@ class Pager:
         self._weights = weights
         self._clock = clock
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="adapter-loader")
-        self._results: SimpleQueue[_Loaded] = SimpleQueue()
+        self._results: SimpleQueue[_Result] = SimpleQueue()
         # in the order they came: the line for the device
         self._waiting: OrderedDict[Digest, _Wait] = OrderedDict()
         self._loading: set[Digest] = set()
@@ -222,6 +223,14 @@ class Pager:
         """
         return self._pool.handle(digest)
 
+    def facts(self, digest: Digest) -> AdapterFacts:
+        """What is known of a resident adapter beside its weights.
+
+        Raises:
+            InvariantViolation: it isn't resident.
+        """
+        return self._pool.facts(digest)
+
     def packed(self, digest: Digest) -> PackedAdapter:
         """The weights of an adapter that is resident on a CPU.
 
@@ -270,13 +279,13 @@ class Pager:
                 Tier.DEVICE if r.has_landed else Tier.LOADING,
                 now - r.last_used_s,
                 device_bytes=r.footprint.num_bytes,
-                host_bytes=in_host[digest].packed.num_bytes if digest in in_host else 0,
+                host_bytes=in_host[digest].adapter.num_bytes if digest in in_host else 0,
                 num_pins=r.num_pins,
             )
             for digest, r in self._pool.items()
         ]
         rows += [
-            self._row(digest, Tier.HOST, now - entry.last_used_s, host_bytes=entry.packed.num_bytes)
+            self._row(digest, Tier.HOST, now - entry.last_used_s, host_bytes=entry.adapter.num_bytes)
             for digest, entry in in_host.items()
             if digest not in self._pool
         ]
@@ -346,7 +355,7 @@ class Pager:
     def _load(self, ref: AdapterRef) -> None:
         """On a worker thread."""
         started = time.perf_counter()
-        outcome: HostAdapter | LoraserveError
+        outcome: Loaded | LoraserveError
         try:
             outcome = load_adapter(self._store, ref, self._base, self._pool.device, self._weights)
         except LoraserveError as error:
@@ -354,11 +363,11 @@ class Pager:
         except Exception as error:
             logger.exception("loading adapter %s failed", ref.digest)
             outcome = AdapterUnavailable(f"The adapter can't be loaded: {type(error).__name__}.")
-        self._results.put(_Loaded(ref, outcome, time.perf_counter() - started))
+        self._results.put(_Result(ref, outcome, time.perf_counter() - started))
 
-    def _take_results(self, now: float, changed: list[Digest]) -> dict[Digest, HostAdapter]:
+    def _take_results(self, now: float, changed: list[Digest]) -> dict[Digest, Loaded]:
         """Finished loads that are good; failures are noted, and those adapters leave the line."""
-        landed: dict[Digest, HostAdapter] = {}
+        landed: dict[Digest, Loaded] = {}
         while True:
             try:
                 result = self._results.get_nowait()
@@ -374,7 +383,7 @@ class Pager:
                 continue
             self._num_loads += 1
             self._failures.pop(digest, None)
-            footprint = self._pool.device.footprint_of(result.outcome)
+            footprint = self._pool.device.footprint_of(result.outcome.host)
             self._sizes[digest] = _Size(footprint, result.outcome.num_bytes)
             landed[digest] = result.outcome
 
@@ -389,7 +398,7 @@ class Pager:
         self._waiting.pop(digest, None)
         self._host.unhold(digest)
 
-    def _serve_line(self, landed: dict[Digest, HostAdapter], now: float) -> list[Digest]:
+    def _serve_line(self, landed: dict[Digest, Loaded], now: float) -> list[Digest]:
         """Give places in order of arrival; returns who is resident by that.
 
         Whoever fits may pass the first in line until its patience is over. From then on nobody does, and residents that cover what
@@ -421,19 +430,19 @@ class Pager:
         self._draining.clear()
         return placed + returned
 
-    def _place(self, digest: Digest, landed: dict[Digest, HostAdapter], now: float) -> bool:
+    def _place(self, digest: Digest, landed: dict[Digest, Loaded], now: float) -> bool:
         """Whether a waiting adapter that is in memory got a place, from which it may still be a copy away."""
         footprint = self._sizes[digest].footprint if digest in self._sizes else None
         if footprint is None or not self._pool.can_admit(footprint, self._fresh):
             return False
-        packed = landed.pop(digest, None)
-        if packed is None:
+        adapter = landed.pop(digest, None)
+        if adapter is None:
             entry = self._host.take(digest)
             if entry is None:
                 return False
-            packed = entry.packed
+            adapter = entry.adapter
         is_operator_pinned = digest in self._operator_pins
-        evicted = self._pool.admit(digest, packed, now, is_operator_pinned=is_operator_pinned, keep=self._fresh)
+        evicted = self._pool.admit(digest, adapter, now, is_operator_pinned=is_operator_pinned, keep=self._fresh)
         self._waiting.pop(digest)
         if self._pool.has_landed(digest):
             self._fresh.add(digest)
@@ -444,7 +453,7 @@ class Pager:
             else:
                 self._host.touch(other.digest, other.last_used_s)
         if not self._pool.device.is_host_memory:
-            self._host.put(digest, packed, now)
+            self._host.put(digest, adapter, now)
         return True
 
     def _drain_for(self, footprint: Footprint) -> None:

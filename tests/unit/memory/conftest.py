@@ -13,7 +13,8 @@ from safetensors.torch import save
 
 from adapters_store import LocalStore
 from loraserve.memory.adapter_pool import AdapterPool
-from loraserve.memory.device import AdapterDevice, CpuDevice
+from loraserve.memory.device import AdapterDevice, CpuDevice, HostAdapter
+from loraserve.memory.facts import AdapterFacts, Loaded
 from loraserve.memory.host_cache import HostCache
 from loraserve.memory.pager import Pager
 from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
@@ -103,6 +104,11 @@ def make_packed(rank: int = 4) -> PackedAdapter:
     return pack_adapter(modules, num_layers=2, module_shapes=MODULES, dtype=torch.float32)
 
 
+def make_loaded(host: HostAdapter | int = 4, **facts: Any) -> Loaded:
+    """An adapter as the loader hands it over; a number is a rank."""
+    return Loaded(make_packed(host) if isinstance(host, int) else host, AdapterFacts(**facts))
+
+
 def make_digest(name: object) -> Digest:
     return Digest(hashlib.sha256(str(name).encode()).hexdigest())
 
@@ -168,6 +174,7 @@ class Builders:
     publish = staticmethod(publish)
     settle = staticmethod(settle)
     packed = staticmethod(make_packed)
+    loaded = staticmethod(make_loaded)
     page_bytes = PAGE_BYTES
     pool = staticmethod(make_pool)
     modules = staticmethod(make_modules)

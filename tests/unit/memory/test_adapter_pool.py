@@ -14,14 +14,14 @@ from loraserve.memory.device import CpuDevice, Footprint
 @pytest.fixture
 def pool(make: Any) -> AdapterPool:
     pool = AdapterPool(CpuDevice(make.base, 8 * make.rank_bytes))
-    pool.admit(make.digest("a"), make.packed(4), 0.0)
-    pool.admit(make.digest("b"), make.packed(4), 0.0)
+    pool.admit(make.digest("a"), make.loaded(4), 0.0)
+    pool.admit(make.digest("b"), make.loaded(4), 0.0)
     return pool
 
 
 def test_the_least_recently_used_idle_adapter_makes_room(pool: AdapterPool, make: Any) -> None:
     pool.touch(make.digest("a"), 1.0)
-    evicted = pool.admit(make.digest("c"), make.packed(4), 2.0)
+    evicted = pool.admit(make.digest("c"), make.loaded(4), 2.0)
     assert [e.digest for e in evicted] == [make.digest("b")]
     assert pool.check() == []
 
@@ -34,7 +34,7 @@ def test_a_pinned_adapter_stays_until_its_last_pin_is_released(pool: AdapterPool
     assert not pool.can_admit(Footprint(1))
     second.release()
     assert pool.can_admit(Footprint(4 * make.rank_bytes))
-    assert [e.digest for e in pool.admit(make.digest("c"), make.packed(4), 0.0)] == [a]
+    assert [e.digest for e in pool.admit(make.digest("c"), make.loaded(4), 0.0)] == [a]
     other.release()
     assert pool.num_pins == 0
     assert pool.check() == []
@@ -55,7 +55,7 @@ def test_a_pin_can_be_released_only_once(pool: AdapterPool, make: Any) -> None:
 
 def test_what_an_operator_pinned_is_never_evicted(pool: AdapterPool, make: Any) -> None:
     pool.set_operator_pin(make.digest("a"), True)
-    assert [e.digest for e in pool.admit(make.digest("c"), make.packed(4), 0.0)] == [make.digest("b")]
+    assert [e.digest for e in pool.admit(make.digest("c"), make.loaded(4), 0.0)] == [make.digest("b")]
     assert not pool.can_admit(Footprint(8 * make.rank_bytes))
     pool.set_operator_pin(make.digest("a"), False)
     assert pool.can_admit(Footprint(8 * make.rank_bytes))
@@ -65,13 +65,13 @@ def test_what_an_operator_pinned_is_never_evicted(pool: AdapterPool, make: Any) 
 def test_what_is_to_be_kept_is_not_evicted(pool: AdapterPool, make: Any) -> None:
     a, b = make.digest("a"), make.digest("b")
     assert not pool.can_admit(Footprint(1), {a, b})
-    assert [e.digest for e in pool.admit(make.digest("c"), make.packed(4), 0.0, keep={a})] == [b]
+    assert [e.digest for e in pool.admit(make.digest("c"), make.loaded(4), 0.0, keep={a})] == [b]
 
 
 def test_admitting_without_room_is_our_own_bug(pool: AdapterPool, make: Any) -> None:
     pins = [pool.pin(make.digest(name), 0.0) for name in "ab"]
     with pytest.raises(InvariantViolation):
-        pool.admit(make.digest("c"), make.packed(1), 0.0)
+        pool.admit(make.digest("c"), make.loaded(1), 0.0)
     with pytest.raises(InvariantViolation):
         pool.pin(make.digest("absent"), 0.0)
     assert pool.check() == []

@@ -34,7 +34,9 @@ def make_device(make: Any, **pool: int) -> GpuDevice:
 
 def fill(make: Any, pool: AdapterPool, names: str, rank: int = 1) -> None:
     for seed, name in enumerate(names):
-        pool.admit(make.digest(name), pool.device.pack(make.modules(rank, seed=seed), torch.float32), float(seed))
+        pool.admit(
+            make.digest(name), make.loaded(pool.device.pack(make.modules(rank, seed=seed), torch.float32)), float(seed)
+        )
 
 
 def test_a_placed_adapter_lies_in_the_pool_as_it_was(make: Any) -> None:
@@ -75,7 +77,7 @@ def test_eviction_goes_on_until_every_limit_is_kept(make: Any, tight: str) -> No
     if tight == "num_pages":
         modules = make.modules(2)
     packed = pool.device.pack(modules, torch.float32)
-    evicted = [e.digest for e in pool.admit(make.digest("x"), packed, 9.0)]
+    evicted = [e.digest for e in pool.admit(make.digest("x"), make.loaded(packed), 9.0)]
     assert evicted == [make.digest(name) for name in ("b" if tight == "max_slots" else "bc")]
     assert pool.check() == []
     pin.release()
@@ -89,7 +91,7 @@ def test_scattered_tiles_cost_further_evictions_and_no_failure(make: Any) -> Non
         pool.touch(make.digest(name), 5.0)
     packed = pool.device.pack(make.modules(17), torch.float32)
     assert pool.can_admit(pool.device.footprint_of(packed))
-    evicted = [e.digest for e in pool.admit(make.digest("x"), packed, 9.0)]
+    evicted = [e.digest for e in pool.admit(make.digest("x"), make.loaded(packed), 9.0)]
     assert evicted == [make.digest(name) for name in "acb"]
     assert pool.check() == []
 
@@ -109,7 +111,7 @@ def test_tiles_scattered_between_pinned_adapters_are_no_place(make: Any) -> None
     pool.set_operator_pin(make.digest("b"), True)
     assert not pool.can_ever_admit(footprint)
     pool.set_operator_pin(make.digest("b"), False)
-    pool.admit(make.digest("x"), packed, 9.0)
+    pool.admit(make.digest("x"), make.loaded(packed), 9.0)
     assert pool.check() == []
 
 

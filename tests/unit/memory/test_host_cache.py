@@ -14,7 +14,7 @@ def test_the_least_recently_put_goes_first(make: Any) -> None:
     cache = HostCache(8 * make.rank_bytes)
     a, b, c = (make.digest(name) for name in "abc")
     for digest in (a, b, c):
-        assert cache.put(digest, make.packed(4), 0.0)
+        assert cache.put(digest, make.loaded(4), 0.0)
     assert a not in cache
     assert b in cache
     assert c in cache
@@ -24,34 +24,34 @@ def test_the_least_recently_put_goes_first(make: Any) -> None:
 def test_what_is_held_is_never_evicted(make: Any) -> None:
     cache = HostCache(8 * make.rank_bytes)
     a, b, c = (make.digest(name) for name in "abc")
-    cache.put(a, make.packed(4), 0.0)
+    cache.put(a, make.loaded(4), 0.0)
     cache.hold(a)
-    cache.put(b, make.packed(4), 0.0)
-    cache.put(c, make.packed(4), 0.0)
+    cache.put(b, make.loaded(4), 0.0)
+    cache.put(c, make.loaded(4), 0.0)
     assert a in cache
     assert b not in cache
     cache.hold(c)
-    assert not cache.put(b, make.packed(4), 0.0)
+    assert not cache.put(b, make.loaded(4), 0.0)
     cache.unhold(a)
-    assert cache.put(b, make.packed(4), 0.0)
+    assert cache.put(b, make.loaded(4), 0.0)
     assert a not in cache
     assert cache.check() == []
 
 
 def test_what_is_larger_than_the_budget_is_not_taken(make: Any) -> None:
     cache = HostCache(4 * make.rank_bytes)
-    cache.put(make.digest("a"), make.packed(4), 0.0)
-    assert not cache.put(make.digest("b"), make.packed(5), 0.0)
+    cache.put(make.digest("a"), make.loaded(4), 0.0)
+    assert not cache.put(make.digest("b"), make.loaded(5), 0.0)
     assert make.digest("a") in cache
 
 
 def test_take_gives_the_very_object_back(make: Any) -> None:
     cache = HostCache(8 * make.rank_bytes)
-    packed = make.packed(4)
-    cache.put(make.digest("a"), packed, 3.5)
+    adapter = make.loaded(4)
+    cache.put(make.digest("a"), adapter, 3.5)
     entry = cache.take(make.digest("a"))
     assert entry is not None
-    assert entry.packed is packed
+    assert entry.adapter is adapter
     assert entry.last_used_s == 3.5
     assert cache.take(make.digest("a")) is None
     assert cache.num_bytes == 0
@@ -68,7 +68,7 @@ def test_invariants_hold_after_any_operations(ops: list[tuple[str, int, int]], m
     for op, name, rank in ops:
         digest = make.digest(name)
         if op in ("put", "put_held") and digest not in cache:
-            if cache.put(digest, make.packed(rank), 0.0, hold=op == "put_held") and op == "put_held":
+            if cache.put(digest, make.loaded(rank), 0.0, hold=op == "put_held") and op == "put_held":
                 held.add(name)
         elif op == "take":
             cache.take(digest)

@@ -31,8 +31,8 @@ def test_a_header_that_leaves_the_tensors_unaligned_changes_nothing(make: Any, s
     data = bytes(store.read(ref.weights_blob))
     length = int.from_bytes(data[:8], "little")
     shifted = (length + padding).to_bytes(8, "little") + data[8 : 8 + length] + b" " * padding + data[8 + length :]
-    expected = load_adapter(store, ref, make.base, make.cpu)
-    got = load_adapter(store, rewrite(make, store, ref, shifted), make.base, make.cpu)
+    expected = load_adapter(store, ref, make.base, make.cpu).host
+    got = load_adapter(store, rewrite(make, store, ref, shifted), make.base, make.cpu).host
     assert torch.equal(got.data, expected.data)
 
 
@@ -43,7 +43,7 @@ def test_mixed_dtypes_are_packed_without_losing_a_bit(make: Any, store: LocalSto
     tensors = load(bytes(store.read(ref.weights_blob)))
     first, *_ = tensors
     tensors[first] = tensors[first].to(torch.bfloat16)
-    packed = load_adapter(store, rewrite(make, store, ref, save(tensors)), make.base, make.cpu)
+    packed = load_adapter(store, rewrite(make, store, ref, save(tensors)), make.base, make.cpu).host
     assert packed.data.dtype is torch.float32
     layer, side = int(first.split(".")[4]), first.split(".")[-2]
     got = packed.lora_a(layer, "q_proj") if side == "lora_A" else packed.lora_b(layer, "q_proj").T
@@ -52,7 +52,7 @@ def test_mixed_dtypes_are_packed_without_losing_a_bit(make: Any, store: LocalSto
 
 def test_patterns_reach_the_packed_scalings(make: Any, store: LocalStore) -> None:
     ref = make.publish(store, rank=4, use_rslora=True, alpha_pattern={"layers.1.self_attn.q_proj": 10})
-    packed = load_adapter(store, ref, make.base, make.cpu)
+    packed = load_adapter(store, ref, make.base, make.cpu).host
     assert packed.scalings[:, 0].tolist() == [4.0, 5.0]
     assert json.loads(bytes(store.read(ref.config_blob)))["use_rslora"] is True
 
@@ -80,7 +80,7 @@ def add_magnitudes(make: Any, store: LocalStore, ref: AdapterRef) -> AdapterRef:
 
 def test_doras_rows_get_their_magnitude_for_the_norm_that_the_update_gave_them(make: Any, store: LocalStore) -> None:
     ref = add_magnitudes(make, store, make.publish(store, rank=3, use_dora=True))
-    packed = load_adapter(store, ref, make.base, make.cpu, Weights())
+    packed = load_adapter(store, ref, make.base, make.cpu, Weights()).host
     for layer in range(2):
         update = 2 * packed.lora_b(layer, "q_proj").T @ packed.lora_a(layer, "q_proj")
         expected = torch.arange(1.0, 33.0) / (torch.ones(32, 32) + update).norm(dim=1) - 1

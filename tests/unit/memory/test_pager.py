@@ -105,6 +105,25 @@ def test_an_evicted_adapter_comes_back_from_the_host_at_once_and_without_a_copy(
     assert pager.stats()["device_evictions"] == 2
 
 
+def test_what_is_known_of_an_adapter_stays_with_it_through_the_tiers(
+    make: Any, store: LocalStore, make_pager: MakePager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pager = make_pager(device_ranks=4)
+    a, b = (make.publish(store, seed=seed) for seed in range(2))
+    monkeypatch.setattr(
+        "loraserve.memory.pager.load_adapter",
+        lambda store, ref, *_: make.loaded(4, invocation_token_ids=(7, 8) if ref == a else ()),
+    )
+    with pytest.raises(InvariantViolation, match="isn't resident"):
+        pager.facts(a.digest)
+    for ref in (a, b, a):
+        pager.request(ref)
+        make.settle(pager)
+        pager.request(ref)
+    assert pager.stats()["adapter_loads"] == 2
+    assert pager.facts(a.digest).invocation_token_ids == (7, 8)
+
+
 def test_an_adapter_evicted_from_both_tiers_is_read_again(make: Any, store: LocalStore, make_pager: MakePager) -> None:
     pager = make_pager(device_ranks=4, host_ranks=0)
     a, b = (make.publish(store, seed=seed) for seed in range(2))

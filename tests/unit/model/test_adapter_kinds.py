@@ -100,7 +100,7 @@ class Serving:
 
     def load(self, directory: Path) -> PackedAdapter:
         device = CpuDevice(self.decoder.spec, 1 << 30)
-        packed = load_adapter(self.store, publish(directory, self.store), self.decoder.spec, device, self.decoder)
+        packed = load_adapter(self.store, publish(directory, self.store), self.decoder.spec, device, self.decoder).host
         assert isinstance(packed, PackedAdapter)
         return packed
 
