@@ -198,6 +198,8 @@ class EngineStats(Struct, frozen=True):
     """Idle, kept for prefix hits."""
     prefix_tokens_hit: int = 0
     prefix_tokens_queried: int = 0
+    base_prefix_tokens_hit: int = 0
+    """Of those found for an activated adapter's requests, the ones before it acts: any other request of the tenant may have computed them."""
     prompt_tokens: int = 0
     generation_tokens: int = 0
     device_adapters: int = 0

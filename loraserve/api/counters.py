@@ -122,6 +122,11 @@ class EngineCollector(Collector):
             stats.prefix_tokens_queried,
         )
         yield counter("loraserve_prefix_cache_hits", "Of those, found.", stats.prefix_tokens_hit)
+        yield counter(
+            "loraserve_prefix_cache_base_hits",
+            "Of those found, for activated adapters, before they act.",
+            stats.base_prefix_tokens_hit,
+        )
         resident = GaugeMetricFamily("loraserve_adapters_resident", "Adapters by memory tier.", labels=["tier"])
         resident.add_metric(["device"], stats.device_adapters)
         resident.add_metric(["host"], stats.host_adapters)

@@ -37,7 +37,7 @@ class Batch:
     """What crosses from the scheduler to the runner. Rows of one sequence are contiguous and in position order; sequences of one adapter are neighbours.
 
     Attributes:
-        entries: the step's requests; base rows first, then adapter by adapter, so that an adapter's rows are one slice.
+        entries: the step's requests; those of the base first, then adapter by adapter.
         token_ids, positions: [num_tokens] int64.
         slots: [num_tokens] int64, ``block * block_size + offset``: where the row's K and V are written.
         query_starts: num_entries + 1 numbers: entry i has rows ``query_starts[i]:query_starts[i + 1]``.
@@ -45,7 +45,8 @@ class Batch:
         block_tables: [num_entries, max_blocks] int32, padded with 0.
         logits_rows: [num_logits] int64, ascending: the rows whose logits are wanted.
         logits_ranges: per entry, its part ``[start, end)`` of the logits; empty when the step doesn't reach its last token.
-        adapters: (adapter, row_start, row_end), in row order; the other rows are the base's.
+        adapters: (adapter, row_start, row_end), in row order; the other rows are the base's. Once for each adapter, and once more for each of its sequences whose
+            first rows are still the base's.
         feeds: the rows whose token the runner puts in; none unless another step is in flight.
     """
 
@@ -77,7 +78,7 @@ def build_batch(
     Raises:
         InvariantViolation: a token isn't known and ``previous`` doesn't sample it.
     """
-    entries = sorted(scheduled, key=_adapter_digest)
+    entries = sorted(scheduled, key=_acting_adapter)
     num_entries = len(entries)
     starts = np.fromiter((entry.start for entry in entries), np.int64, num_entries)
     counts = np.fromiter((entry.num_tokens for entry in entries), np.int64, num_entries)
@@ -146,16 +147,26 @@ def _feeds(entries: Sequence[ScheduledRequest], query_starts: Sequence[int], pre
     return Feeds(np.array(rows, dtype=np.int64), np.array(previous_entries, dtype=np.int64))
 
 
-def _adapter_digest(entry: ScheduledRequest) -> str:
-    return entry.request.adapter.digest if entry.request.adapter is not None else ""
+def _acting_adapter(entry: ScheduledRequest) -> str:
+    """The digest of the adapter that acts on some of the entry's rows; empty if none does."""
+    activation = entry.request.activation
+    return activation.adapter if activation is not None and activation.start < entry.end else ""
 
 
 def _adapters(
     entries: Sequence[ScheduledRequest], query_starts: Sequence[int], resident: Callable[[Digest], Resident]
 ) -> list[tuple[Resident, int, int]]:
     segments = []
-    for digest, group in groupby(range(len(entries)), key=lambda i: _adapter_digest(entries[i])):
-        if digest:
-            members = list(group)
-            segments.append((resident(Digest(digest)), query_starts[members[0]], query_starts[members[-1] + 1]))
+    for digest, group in groupby(range(len(entries)), key=lambda i: _acting_adapter(entries[i])):
+        if not digest:
+            continue
+        members = list(group)
+        adapter, row_start = resident(Digest(digest)), query_starts[members[0]]
+        for i in members:
+            num_base_rows = entries[i].num_base_tokens
+            if num_base_rows:
+                if row_start < query_starts[i]:
+                    segments.append((adapter, row_start, query_starts[i]))
+                row_start = query_starts[i] + num_base_rows
+        segments.append((adapter, row_start, query_starts[members[-1] + 1]))
     return segments

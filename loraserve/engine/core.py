@@ -98,12 +98,7 @@ class Engine:
                 token_ids=[*message.prompt_token_ids, *message.output_token_ids],
                 num_prompt_tokens=len(message.prompt_token_ids),
                 priority=message.priority,
-                prefix_root=prefix_root(
-                    message.tenant,
-                    message.adapter.digest if message.adapter is not None else None,
-                    self.base.digest,
-                    self._kv_dtype,
-                ),
+                prefix_root=prefix_root(message.tenant, self.base.digest, self._kv_dtype),
                 arrival_s=self._clock(),
                 sequence_number=next(self._sequence_numbers),
             )
@@ -230,6 +225,7 @@ class Engine:
             num_kv_blocks_cached=kv.num_idle,
             prefix_tokens_hit=kv.prefix_tokens_hit,
             prefix_tokens_queried=kv.prefix_tokens_queried,
+            base_prefix_tokens_hit=scheduler.base_prefix_tokens_hit,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             step_s=self._step_s,

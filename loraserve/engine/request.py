@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
-from loraserve.memory.kv_cache import PrefixKey
+from loraserve.memory.kv_cache import Activation, PrefixKey
 from loraserve.types import AdapterRef, FinishReason, RequestId, SamplingParams, TenantId, TokenLogprobs
 
 
@@ -41,6 +41,7 @@ class Request:
     num_prompt_tokens: int
     priority: int
     prefix_root: PrefixKey
+    """What its blocks' keys are chained from, up to where its adapter acts."""
     arrival_s: float
     sequence_number: int
     """Order of arrival; ties of priority run in this order."""
@@ -56,6 +57,8 @@ class Request:
     """Keys of the leading blocks that are published or were prefix hits."""
     num_cached_tokens: int = 0
     pin: Pin | None = None
+    activation: Activation | None = None
+    """Where its adapter begins to act, found once, when it is pinned. None: every token is the base's, as of a request without an adapter."""
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
@@ -65,8 +68,17 @@ class Request:
     num_preemptions: int = 0
 
     @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.token_ids[: self.num_prompt_tokens]
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids) + self.num_in_flight_tokens
+
+    @property
+    def num_base_tokens(self) -> int:
+        """Those, from the first, that no adapter acts on."""
+        return self.num_tokens if self.activation is None else self.activation.start
 
     @property
     def num_output_tokens(self) -> int:

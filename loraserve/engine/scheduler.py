@@ -21,8 +21,10 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Protocol
 
+from loraserve.engine.activation import find_activation
 from loraserve.engine.request import Pin, Request, Status
 from loraserve.errors import AdapterNumerics, EngineError, InvariantViolation, LoraserveError
+from loraserve.memory.facts import AdapterFacts
 from loraserve.memory.kv_cache import BlockId, KVCache
 from loraserve.memory.pager import Residency
 from loraserve.types import AdapterRef, Digest, FinishReason, RequestId, TokenLogprobs, TokenOutput
@@ -38,6 +40,7 @@ class AdapterSource(Protocol):
     def request(self, ref: AdapterRef) -> Residency: ...
     def error(self, digest: Digest) -> LoraserveError | None: ...
     def pin(self, digest: Digest) -> Pin: ...
+    def facts(self, digest: Digest) -> AdapterFacts: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,12 @@ class ScheduledRequest:
     @property
     def end(self) -> int:
         return self.start + self.num_tokens
+
+    @property
+    def num_base_tokens(self) -> int:
+        """How many of its tokens, from the first, no adapter acts on."""
+        activation = self.request.activation
+        return self.num_tokens if activation is None else min(max(activation.start - self.start, 0), self.num_tokens)
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -98,6 +107,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_preemptions = 0
+        self.base_prefix_tokens_hit = 0
         self._kv = kv
         self._adapters = adapters
         self._max_num_seqs = max_num_seqs
@@ -209,6 +219,8 @@ class Scheduler:
             if request.first_scheduled_s is None:
                 request.first_scheduled_s = self._clock()
                 request.num_cached_tokens = request.num_computed_tokens
+                if request.adapter is not None:
+                    self.base_prefix_tokens_hit += min(request.num_cached_tokens, request.num_base_tokens)
             insort(self._running, request, key=_ORDER)
             scheduled.append(_take_part(request, count))
             budget -= count
@@ -231,7 +243,11 @@ class Scheduler:
         match self._adapters.request(request.adapter):
             case Residency.RESIDENT:
                 # Pinned before any KV block is taken, and kept across preemption: a request that holds KV can always run.
-                request.pin = self._adapters.pin(request.adapter.digest)
+                digest = request.adapter.digest
+                request.pin = self._adapters.pin(digest)
+                invocation_token_ids = self._adapters.facts(digest).invocation_token_ids
+                # in the prompt alone: neither an answer, nor what of it came before a crash, moves it
+                request.activation = find_activation(digest, invocation_token_ids, request.prompt_token_ids)
                 if request.adapter_wait_started_s is not None:
                     request.adapter_wait_s += self._clock() - request.adapter_wait_started_s
                     request.adapter_wait_started_s = None
@@ -247,7 +263,9 @@ class Scheduler:
 
     def _take_prefix(self, request: Request) -> None:
         # The last token is always computed: its logits are what the step is for.
-        blocks, keys = self._kv.match_prefix(request.prefix_root, request.token_ids, request.num_tokens - 1)
+        blocks, keys = self._kv.match_prefix(
+            request.prefix_root, request.token_ids, request.num_tokens - 1, request.activation
+        )
         request.blocks, request.block_keys = array("i", blocks), keys
         request.num_computed_tokens = len(blocks) * self._kv.block_size
 
@@ -341,7 +359,7 @@ class Scheduler:
     def _publish(self, request: Request, num_tokens: int) -> None:
         size = self._kv.block_size
         for index in range(len(request.block_keys), num_tokens // size):
-            parent = request.block_keys[-1] if request.block_keys else request.prefix_root
+            parent = self._kv.parent_key(request.prefix_root, request.activation, request.block_keys, index)
             content = request.token_ids[index * size : (index + 1) * size]
             request.block_keys.append(self._kv.publish(BlockId(request.blocks[index]), parent, content))
 
@@ -420,7 +438,7 @@ def _take_part(request: Request, count: int) -> ScheduledRequest:
 
 
 def _numerics_error(request: Request) -> LoraserveError:
-    if request.adapter is None:
+    if request.adapter is None or request.activation is None:
         return EngineError("The base model's logits for this request were not finite.")
     return AdapterNumerics(
         f'The logits of adapter "{request.adapter.name}@{request.adapter.version}" for this request were not finite.',

@@ -19,23 +19,40 @@ PrefixKey = NewType("PrefixKey", bytes)
 """Names one block's content *and* everything before it: a hash chained from the prefix root."""
 
 
-def prefix_root(tenant: TenantId, adapter: Digest | None, base: Digest, kv_dtype: str) -> PrefixKey:
-    """Return the key that a tenant's prefixes under one adapter start from.
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """An adapter, and the first token that it acts on: the keys and values of those before it are the base's."""
 
-    Each part is framed by its length, so that no two tuples of parts run together to the same bytes. Nothing that a
-    client chooses goes in: two tenants never share a prefix, nor do two versions of an adapter.
+    adapter: Digest
+    start: int
+
+
+def prefix_root(tenant: TenantId, base: Digest, kv_dtype: str) -> PrefixKey:
+    """Return the key that a tenant's prefixes start from, as long as no adapter acts. Nothing that a client chooses goes in: two tenants never share a prefix."""
+    return _key(b"loraserve.kv.root", tenant.encode(), base.encode(), kv_dtype.encode())
+
+
+def activate_key(parent: PrefixKey, activation: Activation) -> PrefixKey:
+    """Return the key that blocks are chained from once an adapter acts, after everything that ``parent`` names.
+
+    It names the adapter's version and the token, not the block: the same tokens may have been computed by the base up to there, or up to the next.
     """
-    hasher = sha256(b"loraserve.kv.v1")
-    for part in (tenant, adapter or "", base, kv_dtype):
-        raw = part.encode()
-        hasher.update(len(raw).to_bytes(8, "little"))
-        hasher.update(raw)
-    return PrefixKey(hasher.digest())
+    return _key(b"loraserve.kv.activation", parent, activation.adapter.encode(), activation.start.to_bytes(8, "little"))
 
 
 def extend_key(parent: PrefixKey, token_ids: Sequence[int]) -> PrefixKey:
     """Return the key of the block that holds ``token_ids`` after everything that ``parent`` names."""
-    return PrefixKey(sha256(parent + array("q", token_ids).tobytes()).digest())
+    # of one length for one parent's blocks, so the frame of each token can be spared
+    return PrefixKey(sha256(b"loraserve.kv.block" + parent + array("q", token_ids).tobytes()).digest())
+
+
+def _key(tag: bytes, *parts: bytes) -> PrefixKey:
+    """Each part is framed by its length, so that no two tuples of parts run together to the same bytes; tags tell roots, activations and blocks apart."""
+    hasher = sha256(tag)
+    for part in parts:
+        hasher.update(len(part).to_bytes(8, "little"))
+        hasher.update(part)
+    return PrefixKey(hasher.digest())
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,20 +111,42 @@ class KVCache:
             blocks.append(block)
         return blocks
 
+    def parent_key(
+        self, root: PrefixKey, activation: Activation | None, keys: Sequence[PrefixKey], index: int
+    ) -> PrefixKey:
+        """Return the key that a sequence's block number ``index`` is chained from.
+
+        Blocks that lie wholly before the activation are chained from the root like the base's own, and shared with them; the one that holds its first token, and
+        all after it, from the adapter.
+
+        Args:
+            root: the tenant's.
+            activation: None where every token is the base's.
+            keys: those of the blocks before it, at least.
+        """
+        parent = keys[index - 1] if index else root
+        if activation is not None and index == activation.start // self.block_size:
+            return activate_key(parent, activation)
+        return parent
+
     def match_prefix(
-        self, root: PrefixKey, token_ids: Sequence[int], max_tokens: int
+        self, root: PrefixKey, token_ids: Sequence[int], max_tokens: int, activation: Activation | None = None
     ) -> tuple[list[BlockId], list[PrefixKey]]:
         """Hold and return the cached blocks that start ``token_ids``, at most ``max_tokens`` tokens' worth, with their keys.
 
         A hit is believed only after the block's parent and token ids were compared, not for its hash alone.
+
+        Args:
+            root: the tenant's.
+            activation: None where every token is the base's.
         """
         blocks: list[BlockId] = []
         keys: list[PrefixKey] = []
         if not self.enable_prefix_cache:
             return blocks, keys
         self.prefix_tokens_queried += len(token_ids)
-        parent = root
-        for start in range(0, max_tokens - self.block_size + 1, self.block_size):
+        for index, start in enumerate(range(0, max_tokens - self.block_size + 1, self.block_size)):
+            parent = self.parent_key(root, activation, keys, index)
             content = tuple(token_ids[start : start + self.block_size])
             key = extend_key(parent, content)
             block = self._by_key.get(key)
@@ -118,7 +157,6 @@ class KVCache:
                 break
             blocks.append(block)
             keys.append(key)
-            parent = key
         for block in blocks:
             if self._holders[block] == 0:
                 del self._idle[block]
@@ -127,7 +165,7 @@ class KVCache:
         return blocks, keys
 
     def publish(self, block: BlockId, parent: PrefixKey, token_ids: Sequence[int]) -> PrefixKey:
-        """Offer a full, computed block to later prompts and return its key.
+        """Offer a full, computed block to later prompts and return its key. Its parent is `parent_key`'s.
 
         When another block already has this content, that one stays the answer and this one is freed with its holder.
         """

@@ -18,6 +18,7 @@ from loraserve.engine.request import Request
 from loraserve.engine.scheduler import ScheduledRequest, Scheduler, StepResult
 from loraserve.errors import AdapterCorrupt, LoraserveError
 from loraserve.limits import MIB
+from loraserve.memory.facts import AdapterFacts
 from loraserve.memory.kv_cache import KVCache, prefix_root
 from loraserve.memory.pager import Residency
 from loraserve.types import AdapterRef, Digest, RequestId, SamplingParams, TenantId, TokenOutput
@@ -66,7 +67,7 @@ def make_request(
         token_ids=list(token_ids),
         num_prompt_tokens=len(token_ids),
         priority=priority,
-        prefix_root=prefix_root(TenantId("t"), ref.digest if ref else None, Digest("b"), "float32"),
+        prefix_root=prefix_root(TenantId("t"), Digest("b"), "float32"),
         arrival_s=0.0,
         sequence_number=number,
     )
@@ -89,6 +90,8 @@ class Adapters:
     pins: dict[Digest, int] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
     """Names, in the order of the scheduler's questions."""
+    invocations: dict[Digest, tuple[int, ...]] = field(default_factory=dict)
+    """Of those that don't act on every token."""
 
     def request(self, ref: AdapterRef) -> Residency:
         self.asked.append(ref.name)
@@ -100,8 +103,13 @@ class Adapters:
     def pin(self, digest: Digest) -> CountedPin:
         return CountedPin(self, digest)
 
-    def set(self, name: str, state: Residency) -> None:
+    def facts(self, digest: Digest) -> AdapterFacts:
+        assert self.states[digest] is Residency.RESIDENT
+        return AdapterFacts(invocation_token_ids=self.invocations.get(digest, ()))
+
+    def set(self, name: str, state: Residency, invocation_token_ids: tuple[int, ...] = ()) -> None:
         self.states[make_ref(name).digest] = state
+        self.invocations[make_ref(name).digest] = invocation_token_ids
 
 
 class Harness:

@@ -5,7 +5,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from loraserve.memory.kv_cache import BlockId, KVCache, PrefixKey, extend_key, prefix_root
 from loraserve.types import Digest, TenantId
 
-ROOT = prefix_root(TenantId("t"), None, Digest("b"), "float32")
+ROOT = prefix_root(TenantId("t"), Digest("b"), "float32")
 
 
 def publish_all(kv: KVCache, blocks: list[BlockId], token_ids: list[int], root: PrefixKey = ROOT) -> None:
@@ -47,18 +47,15 @@ def test_another_root_finds_nothing():
     blocks = kv.allocate(2)
     publish_all(kv, blocks, list(range(8)))
     for other in (
-        prefix_root(TenantId("u"), None, Digest("b"), "float32"),
-        prefix_root(TenantId("t"), Digest("a"), Digest("b"), "float32"),
-        prefix_root(TenantId("t"), None, Digest("c"), "float32"),
-        prefix_root(TenantId("t"), None, Digest("b"), "bfloat16"),
+        prefix_root(TenantId("u"), Digest("b"), "float32"),
+        prefix_root(TenantId("t"), Digest("c"), "float32"),
+        prefix_root(TenantId("t"), Digest("b"), "bfloat16"),
     ):
         assert kv.match_prefix(other, list(range(9)), 8) == ([], [])
 
 
 def test_roots_are_framed():
-    assert prefix_root(TenantId("ab"), Digest("c"), Digest("d"), "f") != prefix_root(
-        TenantId("a"), Digest("bc"), Digest("d"), "f"
-    )
+    assert prefix_root(TenantId("ab"), Digest("c"), "f") != prefix_root(TenantId("a"), Digest("bc"), "f")
 
 
 def test_a_hit_is_not_believed_for_its_hash_alone():

@@ -1,0 +1,48 @@
+"""From which of a prompt's tokens on an adapter acts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from loraserve.memory.kv_cache import Activation
+from loraserve.types import Digest
+
+
+def find_activation(
+    adapter: Digest, invocation_token_ids: Sequence[int], prompt_token_ids: Sequence[int]
+) -> Activation | None:
+    """Return where an adapter begins to act; it acts on every token after that too, the answer's among them.
+
+    An activated LoRA acts from the first token of the last occurrence of its invocation tokens in the prompt on, and nowhere (None) if they don't occur; an
+    adapter without invocation tokens acts on every token.
+
+    Source: `calculate_alora_offsets` of PEFT.
+    """
+    if not invocation_token_ids:
+        return Activation(adapter, 0)
+    start = find_last(invocation_token_ids, prompt_token_ids)
+    return None if start is None else Activation(adapter, start)
+
+
+def find_last(part: Sequence[int], whole: Sequence[int]) -> int | None:
+    """Return where the last occurrence of ``part``, which isn't empty, starts in ``whole``; None if there is none.
+
+    In time linear in both, whatever clients send (Knuth, Morris and Pratt), from the end.
+    """
+    pattern = part[::-1]
+    # of the first i + 1 of the pattern, how long the longest beginning of it is that also ends them, other than themselves
+    borders = [0] * len(pattern)
+    length = 0
+    for i in range(1, len(pattern)):
+        while length and pattern[i] != pattern[length]:
+            length = borders[length - 1]
+        length += pattern[i] == pattern[length]
+        borders[i] = length
+    length = 0
+    for start in range(len(whole) - 1, -1, -1):
+        while length and whole[start] != pattern[length]:
+            length = borders[length - 1]
+        length += whole[start] == pattern[length]
+        if length == len(pattern):
+            return start
+    return None
