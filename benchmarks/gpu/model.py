@@ -17,6 +17,7 @@ from loraserve.model.gpu_backend import GpuBackend
 from loraserve.model.inputs import KVTensors
 from loraserve.model.layers import RMSNorm
 from loraserve.model.lora import LoraLinear
+from loraserve.model.mlp import GatedMlp
 from loraserve.model.rotary import RotaryEmbedding
 from loraserve.types import BaseSpec, Digest
 from loraserve_kernels.layout import LAYER_SITES, SITES
@@ -106,8 +107,7 @@ class _Maker:
             k_norm=head_norm(architecture.k_norm),
             o=sites["o"],
             mlp_norm=self.norm(prefix + architecture.mlp_norm),
-            gate_up=sites["gate_up"],
-            down=sites["down"],
+            mlp=GatedMlp(sites["gate_up"], sites["down"], self.backend.gated),
             sliding_window=config.sliding_windows[layer],
         )
 

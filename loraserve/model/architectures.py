@@ -24,6 +24,29 @@ class Window(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertPaths:
+    """Where the checkpoint holds what stands in the place of a layer's MLP, and what the config calls its sizes.
+
+    Attributes:
+        router: path inside a layer of the router's linear.
+        experts: path inside a layer of the numbered experts.
+        gate, up, down: an expert's linears.
+        num_experts: fields of the number of experts; the first that is there counts.
+        intermediate_size: field of an expert's.
+        is_normed: whether the chosen experts' probabilities are scaled to sum to 1; a string names the config's field that says so.
+    """
+
+    router: str
+    experts: str
+    gate: str
+    up: str
+    down: str
+    num_experts: tuple[str, ...]
+    intermediate_size: str
+    is_normed: bool | str
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
     """One row of the table.
 
@@ -56,6 +79,7 @@ class Architecture:
         module_paths: linear's short name → its path inside a layer.
         fused_paths: site → path inside a layer of the one linear that the checkpoint holds for all of the site's.
         has_default_rope_only: whether another rope type is refused.
+        experts: where each layer has a mixture of experts; None: they have MLPs.
     """
 
     name: str
@@ -87,6 +111,7 @@ class Architecture:
     layers: str = "model.layers"
     fused_paths: Mapping[str, str] = field(default_factory=dict)
     has_default_rope_only: bool = False
+    experts: ExpertPaths | None = None
     attention_norm: str | None = "input_layernorm.weight"
     attention_out_norm: str | None = None
     mlp_norm: str | None = "post_attention_layernorm.weight"
@@ -288,6 +313,58 @@ ARCHITECTURES: Mapping[str, Architecture] = {
                 "down_proj": "mlp.down_proj",
             },
             defaults={**_COMMON, "rms_norm_eps": 1e-5},
+        ),
+        Architecture(
+            name="MixtralForCausalLM",
+            model_type="mixtral",
+            window=Window.EVERY_LAYER,
+            experts=ExpertPaths(
+                router="block_sparse_moe.gate",
+                experts="block_sparse_moe.experts",
+                gate="w1",
+                up="w3",
+                down="w2",
+                num_experts=("num_local_experts",),
+                intermediate_size="intermediate_size",
+                is_normed=True,
+            ),
+            defaults={
+                **_COMMON,
+                "rms_norm_eps": 1e-5,
+                "num_key_value_heads": 8,
+                "rope_theta": 1_000_000.0,
+                "num_local_experts": 8,
+                "num_experts_per_tok": 2,
+            },
+        ),
+        Architecture(
+            name="Qwen3MoeForCausalLM",
+            model_type="qwen3_moe",
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            has_qk_norm=True,
+            # every layer has experts, and none a window
+            refused={"decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False},
+            experts=ExpertPaths(
+                router="mlp.gate",
+                experts="mlp.experts",
+                gate="gate_proj",
+                up="up_proj",
+                down="down_proj",
+                # of checkpoints, and as transformers 5 writes it
+                num_experts=("num_experts", "num_local_experts"),
+                intermediate_size="moe_intermediate_size",
+                is_normed="norm_topk_prob",
+            ),
+            defaults={
+                **_COMMON,
+                "num_key_value_heads": 4,
+                "attention_bias": False,
+                "num_experts": 128,
+                "num_experts_per_tok": 8,
+                "moe_intermediate_size": 768,
+                "norm_topk_prob": False,
+            },
         ),
     )
 }

@@ -15,6 +15,7 @@ from loraserve.model.config import Activation, ModelConfig
 from loraserve.model.inputs import KVTensors, ModelInputs
 from loraserve.model.layers import ResidualNorm, RMSNorm, geglu, swiglu
 from loraserve.model.lora import LoraLinear
+from loraserve.model.mlp import GatedMlp, Mlp
 from loraserve.model.quantize import Linear, check_format, make_linear
 from loraserve.model.rotary import RotaryEmbedding, rotate
 from loraserve_kernels.attention import AttentionPlan, make_attention_plan, paged_attention, store_kv
@@ -51,10 +52,17 @@ class DecoderLayer:
     k_norm: RMSNorm | None
     o: LoraLinear
     mlp_norm: Norm
-    gate_up: LoraLinear
-    down: LoraLinear
+    mlp: Mlp
     sliding_window: int | None
     rope: int | None = 0
+
+    def linear(self, site: str) -> LoraLinear | None:
+        """Return the linears of a site; None where the layer has none: of an MLP, where it has experts."""
+        if site in ("qkv", "o"):
+            return self.qkv if site == "qkv" else self.o
+        if not isinstance(self.mlp, GatedMlp):
+            return None
+        return self.mlp.gate_up if site == "gate_up" else self.mlp.down
 
 
 class Step(Protocol):

@@ -62,6 +62,22 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """Of the mixture of experts that each layer has in the place of an MLP.
+
+    Attributes:
+        num_chosen: experts for each row.
+        intermediate_size: of one expert.
+        is_normed: whether the chosen experts' probabilities are scaled to sum to 1.
+    """
+
+    num_experts: int
+    num_chosen: int
+    intermediate_size: int
+    is_normed: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Everything that the decoder needs to know of a base model, but its weights.
 
@@ -77,6 +93,7 @@ class ModelConfig:
         max_stretched_len: the longest context that the rope scaling covers, at least max_model_len.
         eos_token_ids: of config.json and generation_config.json together.
         quantization: how linears are stored; None: in a float dtype.
+        experts: None: layers have MLPs.
     """
 
     architecture: Architecture
@@ -107,6 +124,7 @@ class ModelConfig:
     logits_cap: float | None = None
     activation: Activation = Activation.SILU
     quantization: QuantizationConfig | None = None
+    experts: ExpertsConfig | None = None
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -115,18 +133,13 @@ class ModelConfig:
 
     @property
     def module_shapes(self) -> dict[str, tuple[int, int]]:
-        """Linear's short name → (out_features, in_features)."""
+        """Linear's short name → (out_features, in_features). Experts and their router aren't among them."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         hidden, inner = self.hidden_size, self.intermediate_size
-        return {
-            "q_proj": (q, hidden),
-            "k_proj": (kv, hidden),
-            "v_proj": (kv, hidden),
-            "o_proj": (hidden, q),
-            "gate_proj": (inner, hidden),
-            "up_proj": (inner, hidden),
-            "down_proj": (hidden, inner),
-        }
+        attention = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
+        if self.experts is not None:
+            return attention
+        return {**attention, "gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
 
     def has_bias(self, module: str) -> bool:
         """Whether this linear, by its short name, has a bias."""
@@ -168,6 +181,8 @@ class ModelConfig:
             identity["activation"] = self.activation.value
         if any(rope != 0 for rope in self.layer_ropes):
             identity["layer_ropes"] = list(self.layer_ropes)
+        if self.experts is not None:
+            identity["experts"] = {name: getattr(self.experts, name) for name in ExpertsConfig.__slots__}
         if self.local_rope is not None:
             identity["local_rope"] = self.local_rope.identity()
         return identity if self.quantization is None else {**identity, "quantization": self.quantization.identity()}
@@ -250,6 +265,7 @@ def parse_config(config: Mapping[str, Any], generation_config: Mapping[str, Any]
         logits_cap=fields.cap(architecture.logits_cap),
         activation=fields.activation(),
         quantization=parse_quantization(config),
+        experts=_experts(fields),
     )
 
 
@@ -304,6 +320,22 @@ class _Fields:
 
     def cap(self, name: str | None) -> float | None:
         return None if name is None or self.get(name) is None else self.number(name)
+
+
+def _experts(fields: _Fields) -> ExpertsConfig | None:
+    paths = fields.architecture.experts
+    if paths is None:
+        return None
+    name = next((name for name in paths.num_experts if name in fields.config), paths.num_experts[0])
+    num_experts, num_chosen = fields.count(name), fields.count("num_experts_per_tok")
+    if num_chosen > num_experts:
+        raise ModelError(f"config.json: num_experts_per_tok is {num_chosen}, of {num_experts} experts ({name}).")
+    return ExpertsConfig(
+        num_experts=num_experts,
+        num_chosen=num_chosen,
+        intermediate_size=fields.count(paths.intermediate_size),
+        is_normed=fields.rule(paths.is_normed),
+    )
 
 
 def _attention_scale(fields: _Fields, head_dim: int) -> float:

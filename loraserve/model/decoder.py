@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from loraserve.errors import InvariantViolation
 from loraserve.model.backend import Backend, DecoderLayer, Norm, Step
 from loraserve.model.config import ModelConfig
 from loraserve.model.inputs import GpuInputs, KVTensors, ModelInputs
@@ -84,7 +85,9 @@ class Decoder:
         """The site's linear that a layer's module is a part of, and the module's first row."""
         site, modules = next((site, modules) for site, modules in SITES.items() if module in modules)
         start = sum(self.spec.modules[before][0] for before in modules[: modules.index(module)])
-        linear: LoraLinear = getattr(self._layers[layer], site)
+        linear = self._layers[layer].linear(site)
+        if linear is None:
+            raise InvariantViolation(f"{module} of layer {layer} was asked for, which this base doesn't have.")
         return linear.base, start
 
     @torch.inference_mode()
@@ -135,4 +138,4 @@ class Decoder:
     ) -> Tensor:
         """Add the attention's output to `hidden` in place; return the MLP's, which is still to be added."""
         x = layer.mlp_norm.after_adding(hidden, layer.o(attended, lora))
-        return layer.down(self.backend.gated(layer.gate_up(x, lora)), lora)
+        return layer.mlp(x, lora)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
@@ -13,14 +13,17 @@ import torch
 from torch import Tensor
 
 from loraserve.errors import ConfigError, InvariantViolation, MissingTensor, ModelError, ShapeMismatch, UnexpectedTensor
+from loraserve.model.architectures import Architecture, ExpertPaths
 from loraserve.model.backend import Backend, DecoderLayer, Norm, make_backend
 from loraserve.model.checkpoint import Checkpoint, open_checkpoint
-from loraserve.model.config import ModelConfig, read_config
+from loraserve.model.config import ExpertsConfig, ModelConfig, read_config
 from loraserve.model.decoder import Decoder
+from loraserve.model.experts import Expert, MixtureOfExperts
 from loraserve.model.layers import RMSNorm
 from loraserve.model.lora import LoraLinear
+from loraserve.model.mlp import GatedMlp, Mlp
 from loraserve.model.prequantized import Expected, StoredWeight, find_stored_weight
-from loraserve.model.quantize import Linear, group_size, quantize_weight
+from loraserve.model.quantize import Linear, group_size, make_linear, quantize_weight
 from loraserve.model.rotary import RotaryEmbedding
 from loraserve.model.site import MakeLinear, Site, SiteModule, return_free_memory
 from loraserve.types import BaseSpec, Digest
@@ -53,6 +56,10 @@ def load_model(
     """
     backend = make_backend(device, dtype, quantize)
     config = read_config(model_dir)
+    if config.experts is not None and device != "cpu":
+        raise ConfigError(
+            f"{config.architecture.name} has experts, which aren't served on GPUs yet.", hint="Use --device cpu."
+        )
     context = _context(config, max_model_len)
     checkpoint = open_checkpoint(model_dir)
     stored = _find_stored_weights(config, checkpoint)
@@ -72,9 +79,14 @@ def _find_stored_weights(config: ModelConfig, checkpoint: Checkpoint) -> dict[st
     linears = {
         path: (out_features, config.module_shapes[SITES[site][0]][1])
         for layer in range(config.num_layers)
-        for site in LAYER_SITES
+        for site in _layer_sites(config)
         for path, out_features, _ in _site_modules(config, layer, site)
     }
+    if config.experts is not None:
+        for layer in range(config.num_layers):
+            for expert in range(config.experts.num_experts):
+                for modules, in_features in _expert_modules(config, config.experts, layer, expert):
+                    linears |= {path: (out_features, in_features) for path, out_features, _ in modules}
     if not config.is_tied or any(name.startswith(_head_path(config) + ".") for name in checkpoint.tensors):
         linears[_head_path(config)] = (config.vocab_size, config.hidden_size)
     found = {
@@ -96,6 +108,29 @@ def _site_modules(config: ModelConfig, layer: int, site: str) -> list[tuple[str,
     # the rows of the linears stand there in the site's order
     sizes, biases = [size for _, size, _ in modules], [has_bias for _, _, has_bias in modules]
     return [(prefix + architecture.fused_paths[site], sum(sizes), any(biases))]
+
+
+def _layer_sites(config: ModelConfig) -> list[str]:
+    """The sites of a layer that adapters know."""
+    return [site for site in LAYER_SITES if SITES[site][0] in config.module_shapes]
+
+
+def _expert_modules(
+    config: ModelConfig, experts: ExpertsConfig, layer: int, expert: int
+) -> tuple[tuple[list[tuple[str, int, bool]], int], tuple[list[tuple[str, int, bool]], int]]:
+    """An expert's two sites: what the checkpoint holds of its linears (path, out_features, whether it has a bias), and their in_features."""
+    architecture = config.architecture
+    paths = _experts_of(architecture)
+    prefix = f"{architecture.layers}.{layer}.{paths.experts}.{expert}."
+    inner, hidden = experts.intermediate_size, config.hidden_size
+    gate_up = [(prefix + paths.gate, inner, False), (prefix + paths.up, inner, False)]
+    return (gate_up, hidden), ([(prefix + paths.down, hidden, False)], inner)
+
+
+def _experts_of(architecture: Architecture) -> ExpertPaths:
+    if architecture.experts is None:
+        raise InvariantViolation(f"{architecture.name} has no experts")
+    return architecture.experts
 
 
 def _head_path(config: ModelConfig) -> str:
@@ -142,6 +177,9 @@ class _Loader:
         self._unread: set[str] = set()
         self._tensors: dict[str, Tensor] = {}
         self._sites: dict[tuple[int, str], Site] = {}
+        self._routers: dict[int, Site] = {}
+        # by layer, in the experts' order: gate and up, down
+        self._experts: dict[int, list[tuple[Site, Site]]] = {}
         self._head: Site | None = None
         self._plan()
 
@@ -156,7 +194,7 @@ class _Loader:
         embedding = embedding.to(self._backend.device)
         layers = tuple(self._layer(layer) for layer in range(config.num_layers))
         norm = self._norm(architecture.norm, self._name(config.num_layers - 1, architecture.mlp_out_norm))
-        sites = [site.linear.num_bytes for site in self._sites.values() if site.linear is not None]
+        sites = [site.linear.num_bytes for site in self._all_sites() if site.linear is not None]
         spec = BaseSpec(
             id=model_id,
             digest=digest,
@@ -226,13 +264,40 @@ class _Loader:
             prefix = f"{architecture.layers}.{layer}."
             for name, size in norms.items():
                 self._expect(prefix + name, (size,), self._keep_norm)
-            for site in LAYER_SITES:
+            for site in _layer_sites(config):
                 self._plan_site(layer, site)
+            if config.experts is not None:
+                self._plan_experts(layer, config.experts)
 
     def _plan_site(self, layer: int, site: str) -> None:
         modules = _site_modules(self._config, layer, site)
         in_features = self._config.module_shapes[SITES[site][0]][1]
         self._sites[layer, site] = self._site(modules, in_features, self._backend.linear, self._quantize)
+
+    def _plan_experts(self, layer: int, experts: ExpertsConfig) -> None:
+        config, architecture = self._config, self._config.architecture
+        router = f"{architecture.layers}.{layer}.{_experts_of(architecture).router}"
+        # the router decides between experts: it isn't rounded
+        self._routers[layer] = self._site(
+            [(router, experts.num_experts, False)], config.hidden_size, self._make_router, "none"
+        )
+        self._experts[layer] = []
+        for expert in range(experts.num_experts):
+            gate_up, down = (
+                self._site(modules, in_features, self._backend.linear, self._quantize)
+                for modules, in_features in _expert_modules(config, experts, layer, expert)
+            )
+            self._experts[layer].append((gate_up, down))
+
+    def _make_router(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Linear:
+        return make_linear(weight, bias, quantize="none", dtype=torch.float32)
+
+    def _all_sites(self) -> Iterator[Site]:
+        yield from self._sites.values()
+        yield from self._routers.values()
+        for experts in self._experts.values():
+            for sites in experts:
+                yield from sites
 
     def _site(
         self, modules: Sequence[tuple[str, int, bool]], in_features: int, make: MakeLinear, quantize: str
@@ -276,9 +341,7 @@ class _Loader:
     def _make_head(self, embedding: Tensor) -> Linear:
         """The checkpoint's head, or the embedding as the head."""
         if self._head is not None:
-            if self._head.linear is None:
-                raise InvariantViolation("not every tensor of the head was put")
-            return self._head.linear
+            return _finished(self._head)
         weight = embedding.to(self._gather_dtype)
         if self._head_quantize == "none":
             return self._backend.head(weight)
@@ -359,8 +422,7 @@ class _Loader:
             mlp_norm=self._norm(
                 self._name(layer, architecture.mlp_norm), self._name(layer, architecture.attention_out_norm)
             ),
-            gate_up=self._linear(layer, "gate_up"),
-            down=self._linear(layer, "down"),
+            mlp=self._mlp(layer),
             sliding_window=config.sliding_windows[layer],
             rope=config.layer_ropes[layer],
         )
@@ -382,11 +444,26 @@ class _Loader:
     def _head_norm(self, name: str) -> RMSNorm:
         return RMSNorm(self._tensors[name].to(self._backend.device), self._config.rms_norm_eps)
 
+    def _mlp(self, layer: int) -> Mlp:
+        experts = self._config.experts
+        if experts is None:
+            return GatedMlp(self._linear(layer, "gate_up"), self._linear(layer, "down"), self._backend.gated)
+        return MixtureOfExperts(
+            _finished(self._routers[layer]),
+            [Expert(_finished(gate_up), _finished(down)) for gate_up, down in self._experts[layer]],
+            num_chosen=experts.num_chosen,
+            is_normed=experts.is_normed,
+            gated=self._backend.gated,
+        )
+
     def _linear(self, layer: int, site: str) -> LoraLinear:
-        linear = self._sites[layer, site].linear
-        if linear is None:
-            raise InvariantViolation(f"not every tensor of layer {layer}'s {site} was put")
-        return LoraLinear(linear, site, layer)
+        return LoraLinear(_finished(self._sites[layer, site]), site, layer)
+
+
+def _finished(site: Site) -> Linear:
+    if site.linear is None:
+        raise InvariantViolation("not every tensor of a site was put")
+    return site.linear
 
 
 def _put(put: Callable[..., None], *args: object) -> Callable[[str, Tensor], None]:

@@ -18,11 +18,13 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
@@ -43,6 +45,8 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "gemma2": Gemma2Config,
     "gemma3": Gemma3TextConfig,
     "phi3": Phi3Config,
+    "mixtral": MixtralConfig,
+    "qwen3-moe": Qwen3MoeConfig,
 }
 SMALL: dict[str, Any] = {
     "vocab_size": 101,

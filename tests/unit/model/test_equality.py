@@ -44,6 +44,8 @@ GEMMA3 = {
     "bos_token_id": 1,
 }
 
+QWEN3_MOE = {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-multi-head": ("llama", {"num_key_value_heads": 4, "head_dim": 16}),
@@ -147,6 +149,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phi3": ("phi3", {"pad_token_id": 0, "num_key_value_heads": 1}),
+    "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral-window-one-expert": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 9}),
+    "qwen3-moe": ("qwen3-moe", {**QWEN3_MOE, "norm_topk_prob": True}),
+    "qwen3-moe-not-normed-biases": ("qwen3-moe", {**QWEN3_MOE, "attention_bias": True}),
     "phi3-window-tied": ("phi3", {"pad_token_id": 0, "sliding_window": 9, "tie_word_embeddings": True}),
     "qwen3-yarn-mscale": ("qwen3", {"head_dim": 32, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2}}),
 }
