@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from loraserve.errors import InvariantViolation
 from loraserve.model.backend import Backend, DecoderLayer, Norm, Step
 from loraserve.model.config import ModelConfig
+from loraserve.model.experts import MixtureOfExperts
 from loraserve.model.inputs import GpuInputs, KVTensors, ModelInputs
 from loraserve.model.layers import cap_softly
 from loraserve.model.lora import LoraLinear
@@ -42,6 +43,7 @@ class Decoder:
         layers: tuple[DecoderLayer, ...],
         norm: Norm,
         head: Linear,
+        norm_weights: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.config = config
         self.spec = spec
@@ -51,6 +53,7 @@ class Decoder:
         self._embedding = embedding
         self._layers = layers
         self._norm = norm
+        self._norm_weights = norm_weights or {}
         self._head = LoraLinear(head, "lm_head", 0)
 
     @property
@@ -80,6 +83,15 @@ class Decoder:
             return None
         linear, start = self._linear(layer, module)
         return None if linear.bias is None else linear.bias[start : start + self.spec.modules[module][0]].float()
+
+    def norm_weight(self, name: str) -> Tensor:
+        """Return what a norm multiplies with, float32 in the host's memory, by the name of its tensor in the checkpoint."""
+        return self._norm_weights[name]
+
+    def experts(self, layer: int) -> MixtureOfExperts | None:
+        """Return what stands in the place of a layer's MLP."""
+        mlp = self._layers[layer].mlp
+        return mlp if isinstance(mlp, MixtureOfExperts) else None
 
     def _linear(self, layer: int, module: str) -> tuple[Linear, int]:
         """The site's linear that a layer's module is a part of, and the module's first row."""

@@ -236,7 +236,16 @@ class _Loader:
             is_head_tied=self._head is None,
         )
         return_free_memory()
-        return Decoder(config, spec, self._backend, embedding=embedding, layers=layers, norm=norm, head=head)
+        return Decoder(
+            config,
+            spec,
+            self._backend,
+            embedding=embedding,
+            layers=layers,
+            norm=norm,
+            head=head,
+            norm_weights={name: tensor for name, tensor in self._tensors.items() if name != architecture.embedding},
+        )
 
     def _plan(self) -> None:
         """Say of each tensor that the model needs what shape it has and where it goes."""

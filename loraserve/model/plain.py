@@ -1,0 +1,381 @@
+"""The base with one adapter, evaluated in plain float32 PyTorch: what the engine's answers are compared with.
+
+Written from the formulas of `adapters.ir` and of the architectures alone, in the most direct way. It shares nothing with what it judges: no kernel, no packed or lowered
+weight, no plan, no page and no cache. Of the resident base it takes the weights as they are computed with (dequantised), a block of rows at a time: beside them it
+needs memory for a few dozen rows. Several short sequences go through in one pass over the weights, each by the base alone and with the adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from loraserve.adapters.ir import AdapterIR, ModuleIR, NormIR, TensorView
+from loraserve.model.config import Activation, ModelConfig
+from loraserve.model.experts import MixtureOfExperts
+from loraserve.model.quantize import Linear
+from loraserve.model.rotary import rope_frequencies
+
+_BLOCK_WEIGHTS = 1 << 22
+
+
+class PlainBase(Protocol):
+    """The resident base; `model.decoder.Decoder` is one."""
+
+    config: ModelConfig
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def weight_rows(self, layer: int, module: str) -> Iterator[Tensor]:
+        """Yield a module's weight in blocks of rows, float32, in order; of ``embed_tokens`` the rows of the table."""
+        ...
+
+    def bias(self, layer: int, module: str) -> Tensor | None:
+        """Return a linear's bias, float32; None where it has none."""
+        ...
+
+    def experts(self, layer: int) -> MixtureOfExperts | None:
+        """Return what stands in the place of a layer's MLP, whose linears' weights are read in the same way; None where that is an MLP."""
+        ...
+
+    def norm_weight(self, name: str) -> Tensor:
+        """Return what a norm multiplies with, float32, by the name of its tensor in the checkpoint."""
+        ...
+
+
+class Stopped(Exception):
+    """Nobody wants the evaluation any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Logits in the host's memory, a [num_tokens, vocab_size] float32 tensor for each sequence.
+
+    Attributes:
+        base: of the base alone.
+        adapted: of the base with the adapter.
+    """
+
+    base: tuple[Tensor, ...]
+    adapted: tuple[Tensor, ...]
+
+
+def evaluate(
+    base: PlainBase,
+    sequences: Sequence[Sequence[int]],
+    terms: Sequence[tuple[AdapterIR, float]],
+    *,
+    is_wanted: Callable[[], bool] = lambda: True,
+) -> Evaluation:
+    """Return the logits of every token of these sequences.
+
+    Args:
+        terms: an adapter, with a weight of 1; or the terms of a composition: the weighted changes add up, module by module.
+        is_wanted: asked now and then.
+
+    Raises:
+        Stopped: it was asked and said no.
+    """
+    with torch.inference_mode():
+        return _Pass(base, sequences, terms, is_wanted).run()
+
+
+def invocation_start(token_ids: Sequence[int], invocation: Sequence[int]) -> int | None:
+    """Return where an aLoRA begins to act: at the last occurrence of its invocation tokens, from the first of them on. None: nowhere. Without such tokens: at 0."""
+    size = len(invocation)
+    for start in range(len(token_ids) - size, -1, -1) if size else (0,):
+        if list(token_ids[start : start + size]) == list(invocation):
+            return start
+    return None
+
+
+class _Term:
+    """One adapter, and the rows that it acts on."""
+
+    def __init__(self, ir: AdapterIR, weight: float, rows: Tensor) -> None:
+        self.weight, self.rows = weight, rows
+        self._modules: Mapping[tuple[int, str], ModuleIR] = {(m.layer, m.module): m for m in ir.modules}
+        self._norms: Mapping[tuple[int, str], NormIR] = {(n.layer, n.norm): n for n in ir.norms}
+
+    def module(self, layer: int, module: str) -> ModuleIR | None:
+        return self._modules.get((layer, module))
+
+    def norm(self, layer: int, norm: str) -> NormIR | None:
+        return self._norms.get((layer, norm))
+
+
+class _Pass:
+    """One pass through the layers. Its rows are all sequences' by the base, then all sequences' with the adapter."""
+
+    def __init__(
+        self,
+        base: PlainBase,
+        sequences: Sequence[Sequence[int]],
+        terms: Sequence[tuple[AdapterIR, float]],
+        is_wanted: Callable[[], bool],
+    ) -> None:
+        self._base, self._config, self._is_wanted = base, base.config, is_wanted
+        self._device = base.device
+        self._lengths = [len(sequence) for sequence in sequences]
+        self._num_rows = sum(self._lengths)
+        tokens = [token for sequence in sequences for token in sequence]
+        self._tokens = torch.tensor(tokens * 2, device=self._device)
+        self._positions = torch.cat([torch.arange(length) for length in self._lengths] * 2).to(self._device)
+        self._terms = [_Term(ir, weight, self._rows_of(sequences, ir)) for ir, weight in terms]
+
+    def _rows_of(self, sequences: Sequence[Sequence[int]], ir: AdapterIR) -> Tensor:
+        rows: list[int] = []
+        end = self._num_rows
+        for sequence in sequences:
+            end += len(sequence)
+            start = invocation_start(sequence, ir.invocation_token_ids)
+            if start is not None:
+                rows += range(end - len(sequence) + start, end)
+        return torch.tensor(rows, dtype=torch.int64, device=self._device)
+
+    def run(self) -> Evaluation:
+        config, architecture = self._config, self._config.architecture
+        hidden = self._embed() * config.embedding_scale
+        for layer in range(config.num_layers):
+            x = self._norm(hidden, layer, "attention_norm", architecture.attention_norm)
+            attended = self._attend(layer, x)
+            delta = self._norm(self._linear(attended, layer, "o_proj"), layer, "", architecture.attention_out_norm)
+            hidden = hidden + config.residual_scale * delta
+            x = self._norm(hidden, layer, "mlp_norm", architecture.mlp_norm)
+            delta = self._norm(self._mlp(x, layer), layer, "", architecture.mlp_out_norm)
+            hidden = hidden + config.residual_scale * delta
+        x = self._scale_and_norm(hidden, architecture.norm, 0, "norm")
+        logits = self._linear(x, 0, "lm_head") * config.logits_scale
+        if config.logits_cap is not None:
+            logits = config.logits_cap * torch.tanh(logits / config.logits_cap)
+        parts = self._split(logits.cpu())
+        return Evaluation(parts[: len(self._lengths)], parts[len(self._lengths) :])
+
+    # a layer's parts
+
+    def _attend(self, layer: int, x: Tensor) -> Tensor:
+        config, architecture = self._config, self._config.architecture
+        q, k, v = (self._linear(x, layer, module) for module in ("q_proj", "k_proj", "v_proj"))
+        if architecture.has_qk_norm:
+            q = self._norm_heads(q, layer, architecture.q_norm)
+            k = self._norm_heads(k, layer, architecture.k_norm)
+        q, k, v = (y.view(y.shape[0], -1, config.head_dim) for y in (q, k, v))
+        rope = config.layer_ropes[layer]
+        if rope is not None:
+            q, k = self._rotate(q, rope), self._rotate(k, rope)
+        # each key and value serves a group of heads
+        k, v = (y.repeat_interleave(config.num_heads // config.num_kv_heads, dim=1) for y in (k, v))
+        window = config.sliding_windows[layer]
+        parts = zip(self._split(q), self._split(k), self._split(v), strict=True)
+        return torch.cat([self._attend_alone(*part, window) for part in parts]).flatten(1)
+
+    def _split(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Every sequence's rows."""
+        return torch.split(rows, self._lengths * 2)
+
+    def _attend_alone(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        """One sequence's; all are [num_tokens, num_heads, head_dim]."""
+        scores = torch.einsum("ihd,jhd->hij", q, k) * self._config.attention_scale
+        if self._config.attention_cap is not None:
+            scores = self._config.attention_cap * torch.tanh(scores / self._config.attention_cap)
+        positions = torch.arange(q.shape[0], device=q.device)
+        distance = positions[:, None] - positions[None, :]
+        is_hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
+        return torch.einsum("hij,jhd->ihd", scores.masked_fill(is_hidden, -torch.inf).softmax(-1), v)
+
+    def _rotate(self, x: Tensor, rope: int) -> Tensor:
+        config = self._config.ropes[rope]
+        angles = self._positions.float()[:, None] * rope_frequencies(config, self._config.head_dim).to(self._device)
+        cos, sin = ((y * config.attention_factor)[:, None] for y in (angles.cos(), angles.sin()))
+        first, second = x.chunk(2, -1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    def _mlp(self, x: Tensor, layer: int) -> Tensor:
+        mixture = self._base.experts(layer)
+        if mixture is not None:
+            return self._mix(x, mixture)
+        gate, up = self._linear(x, layer, "gate_proj"), self._linear(x, layer, "up_proj")
+        return self._linear(self._activate(gate) * up, layer, "down_proj")
+
+    def _mix(self, x: Tensor, mixture: MixtureOfExperts) -> Tensor:
+        """The chosen experts' outputs, weighted. No adapter acts on them."""
+        probabilities = _multiply(x, mixture.router).softmax(1)
+        chosen = torch.zeros_like(probabilities, dtype=torch.bool)
+        chosen.scatter_(1, probabilities.topk(mixture.num_chosen).indices, True)
+        weights = probabilities * chosen
+        if mixture.is_normed:
+            weights = weights / weights.sum(1, keepdim=True)
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(mixture.experts):
+            rows = chosen[:, i].nonzero()[:, 0]
+            if not len(rows):
+                continue
+            gate, up = _multiply(x[rows], expert.gate_up).chunk(2, 1)
+            out[rows] += weights[rows, i : i + 1] * _multiply(self._activate(gate) * up, expert.down)
+        return out
+
+    def _activate(self, gate: Tensor) -> Tensor:
+        return F.silu(gate) if self._config.activation is Activation.SILU else F.gelu(gate, approximate="tanh")
+
+    # norms
+
+    def _norm(self, x: Tensor, layer: int, norm: str, name: str | None) -> Tensor:
+        """By a layer's norm; x itself where the architecture has none there.
+
+        Args:
+            norm: what adapters call it.
+            name: the checkpoint's, inside the layer.
+        """
+        if name is None:
+            return x
+        return self._scale_and_norm(x, f"{self._config.architecture.layers}.{layer}.{name}", layer, norm)
+
+    def _scale_and_norm(self, x: Tensor, name: str, layer: int, norm: str) -> Tensor:
+        weight = self._base.norm_weight(name).to(self._device)
+        normed = _rms(x, self._config.rms_norm_eps)
+        out = normed * weight
+        for term in self._terms:
+            own = term.norm(layer, norm)
+            if own is not None:
+                own_weight = _tensor(own.weight, self._device) + self._config.architecture.norm_offset
+                out[term.rows] += term.weight * (own_weight - weight) * normed[term.rows]
+        return out
+
+    def _norm_heads(self, x: Tensor, layer: int, name: str) -> Tensor:
+        weight = self._base.norm_weight(f"{self._config.architecture.layers}.{layer}.{name}").to(self._device)
+        heads = x.view(x.shape[0], -1, weight.shape[0])
+        return (_rms(heads, self._config.rms_norm_eps) * weight).flatten(1)
+
+    # linears
+
+    def _linear(self, x: Tensor, layer: int, module: str) -> Tensor:
+        if not self._is_wanted():
+            raise Stopped
+        y = torch.cat([x @ block.T for block in self._base.weight_rows(layer, module)], dim=1)
+        bias = self._base.bias(layer, module)
+        out = y if bias is None else y + bias
+        changes = []
+        for term in self._terms:
+            m = term.module(layer, module)
+            if m is not None:
+                own = self._adapted(m, x[term.rows], y[term.rows], bias)
+                changes.append((term, own - out[term.rows]))
+        for term, change in changes:
+            out[term.rows] += term.weight * change
+        return out
+
+    def _adapted(self, m: ModuleIR, x: Tensor, wx: Tensor, bias: Tensor | None) -> Tensor:
+        """The formula of `ModuleIR`.
+
+        Args:
+            wx: the base's weight times x.
+        """
+        scale = self._dora_scale(m)
+        if m.weight is not None:
+            wx = self._product(x, m.weight)
+        if m.token_rows is not None:
+            wx = wx.clone()
+            wx[:, list(m.token_ids)] = x @ self._of(m.token_rows).T
+        if m.lora_a is not None and m.lora_b is not None:
+            wx = wx + m.scaling * ((x @ self._of(m.lora_a).T) @ self._of(m.lora_b).T)
+        return self._finish(m, wx if scale is None else scale * wx, bias)
+
+    def _finish(self, m: ModuleIR, y: Tensor, bias: Tensor | None) -> Tensor:
+        """Biases and IA3's scale."""
+        if m.bias is not None:
+            bias = self._of(m.bias)
+        if bias is not None:
+            y = y + bias
+        if m.lora_bias is not None:
+            y = y + m.scaling * self._of(m.lora_bias)
+        return y if m.output_scale is None else y * self._of(m.output_scale)
+
+    def _dora_scale(self, m: ModuleIR) -> Tensor | None:
+        if m.magnitude is None or m.lora_a is None or m.lora_b is None:
+            return None
+        a, b = self._of(m.lora_a), self._of(m.lora_b)
+        if m.module == "embed_tokens":
+            squares, start = torch.zeros(b.shape[0], device=self._device, dtype=torch.float64), 0
+            for block in self._base.weight_rows(m.layer, m.module):
+                columns = a[:, start : start + block.shape[0]]
+                squares += ((block + m.scaling * (columns.T @ b.T)).double() ** 2).sum(0)
+                start += block.shape[0]
+            return self._of(m.magnitude) / squares.sqrt().float()
+        norms, start = [], 0
+        for block in self._base.weight_rows(m.layer, m.module):
+            norms.append((block + m.scaling * (b[start : start + block.shape[0]] @ a)).norm(dim=1))
+            start += block.shape[0]
+        return self._of(m.magnitude) / torch.cat(norms)
+
+    # the embedding
+
+    def _embed(self) -> Tensor:
+        out = self._table_rows(self._base.weight_rows(0, "embed_tokens"))
+        plain = out.clone()
+        for term in self._terms:
+            m = term.module(0, "embed_tokens")
+            if m is not None:
+                out[term.rows] += term.weight * (self._embedded(m, term.rows, plain[term.rows]) - plain[term.rows])
+        return out
+
+    def _table_rows(self, blocks: Iterator[Tensor]) -> Tensor:
+        """The tokens' rows of a table that comes in blocks."""
+        out, start = torch.empty(len(self._tokens), self._config.hidden_size, device=self._device), 0
+        for block in blocks:
+            here = (self._tokens >= start) & (self._tokens < start + block.shape[0])
+            out[here] = block[self._tokens[here] - start]
+            start += block.shape[0]
+        return out
+
+    def _embedded(self, m: ModuleIR, rows: Tensor, embedded: Tensor) -> Tensor:
+        tokens = self._tokens[rows]
+        if m.weight is not None:
+            embedded = _tensor(m.weight, self._device, tokens.cpu().numpy())
+        if m.token_rows is not None:
+            places = {token: place for place, token in enumerate(m.token_ids)}
+            own = self._of(m.token_rows)
+            embedded = torch.stack(
+                [
+                    row if token not in places else own[places[token]]
+                    for token, row in zip(tokens.tolist(), embedded, strict=True)
+                ]
+            )
+        if m.lora_a is not None and m.lora_b is not None:
+            embedded = embedded + m.scaling * (self._of(m.lora_a)[:, tokens].T @ self._of(m.lora_b).T)
+        scale = self._dora_scale(m)
+        return self._finish(m, embedded if scale is None else scale * embedded, None)
+
+    def _product(self, x: Tensor, weight: TensorView) -> Tensor:
+        """``x W^T``; of the weight a block of rows is float32 at a time."""
+        step = max(1, _BLOCK_WEIGHTS // weight.shape[1])
+        rows = np.arange(weight.shape[0])
+        blocks = (rows[start : start + step] for start in range(0, len(rows), step))
+        return torch.cat([x @ _tensor(weight, self._device, block).T for block in blocks], dim=1)
+
+    def _of(self, view: TensorView) -> Tensor:
+        return _tensor(view, self._device)
+
+
+def _multiply(x: Tensor, linear: Linear) -> Tensor:
+    return torch.cat([x @ block.T for block in linear.rows(0, linear.out_features)], dim=1)
+
+
+def _rms(x: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def _tensor(view: TensorView, device: torch.device, rows: npt.NDArray[np.int64] | None = None) -> Tensor:
+    """A stored tensor, or these rows of it, in float32, in memory of its own."""
+    array = np.array(view.array if rows is None else view.array[rows])
+    if view.dtype == "BF16":
+        # torch has no bfloat16 in numpy; int16 has the same bits
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(device, torch.float32)
+    return torch.from_numpy(array).to(device, torch.float32)
