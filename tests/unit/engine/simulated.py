@@ -1,7 +1,8 @@
 """A device whose model is a hash, and a pager whose loads take a few steps: an engine over them runs in microseconds.
 
 A request's next token depends on every token that its block table leads to, and on its adapter. So a block given away too
-early, a token fed from the wrong row or a prefix that isn't what it says changes the text.
+early, a token fed from the wrong row or a prefix that isn't what it says changes the text. What a slot holds depends on the
+adapter of its token too, and of all before it: no step may read what another adapter computed, or the base in its stead.
 """
 
 from __future__ import annotations
@@ -54,6 +55,11 @@ def next_token(adapter: int, context: list[int], penalised: list[int] | None = N
     return digest_of(adapter, context, penalised) % VOCAB
 
 
+def last_start(part: tuple[int, ...], whole: list[int]) -> int | None:
+    starts = [i for i in range(len(whole) - len(part) + 1) if tuple(whole[i : i + len(part)]) == part]
+    return starts[-1] if starts else None
+
+
 def score(token_id: int, context: list[int]) -> TokenLogprobs:
     return TokenLogprobs(token_id=token_id, logprob=-float(digest_of("logprob", token_id, context) % 1000))
 
@@ -93,9 +99,12 @@ class SimulatedDevice:
     fail_results: Callable[[Batch], None] = lambda batch: None
     num_out: int = 0
     """Steps whose results were not taken."""
+    vocab: int = VOCAB
+    invocations: dict[Digest, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.memory: list[int | None] = [None] * (self.num_blocks * BLOCK_SIZE)
+        self._kv: list[int] = [0] * (self.num_blocks * BLOCK_SIZE)
         self._queue: deque[SimulatedStep] = deque()
         self._sampled: list[int] = []
 
@@ -140,13 +149,32 @@ class SimulatedDevice:
             slots = [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(batch.context_lens[i])]
             context = [self.memory[slot] for slot in slots]
             assert None not in context
+            for row in range(batch.query_starts[i], batch.query_starts[i + 1]):
+                position = batch.positions[row]
+                before = self._kv[slots[position - 1]] if position else 0
+                self._kv[slots[position]] = digest_of(before, tokens[row], adapters[row])
+            assert [self._kv[slot] for slot in slots] == self._plain_kv(entry.request, context)
             start, end = batch.logits_ranges[i]
             wanted = entry.num_tokens if entry.is_scored else int(entry.is_sampled)
             last_row = batch.query_starts[i + 1]
             assert batch.logits_rows[start:end].tolist() == list(range(last_row - wanted, last_row))
-            results.append(self._result(entry, adapters[batch.query_starts[i]], context, step.histories[i]))
+            results.append(self._result(entry, adapters[last_row - 1], context, step.histories[i]))
         self._sampled = [result.token_id or 0 for result in results]
         step.step_results = results
+
+    def _plain_kv(self, request: Request, tokens: list[int]) -> list[int]:
+        """What the slots of these tokens hold, had the request been alone in the world and computed in one go."""
+        adapter, start = 0, None
+        if request.adapter is not None:
+            invocation = self.invocations.get(request.adapter.digest, ())
+            adapter = digest_of(request.adapter.digest)
+            start = last_start(invocation, request.token_ids[: request.num_prompt_tokens]) if invocation else 0
+        kv, last = [], 0
+        for position, token in enumerate(tokens):
+            acts = start is not None and position >= start
+            last = digest_of(last, token, adapter if acts else 0)
+            kv.append(last)
+        return kv
 
     def _result(self, entry, adapter: int, context: list[int], history: list[int]) -> StepResult:
         params = entry.request.params
@@ -157,7 +185,7 @@ class SimulatedDevice:
             return StepResult(prompt_logprobs=prompt_logprobs)
         if (entry.request.request_id, entry.end) in self.bad:
             return StepResult(is_finite=False)
-        token = next_token(adapter, context, history if params.presence_penalty else None)
+        token = next_token(adapter, context, history if params.presence_penalty else None) % self.vocab
         return StepResult(token, None if params.logprobs is None else score(token, context), prompt_logprobs)
 
 
@@ -221,6 +249,8 @@ class Simulation:
         max_num_seqs: int = 8,
         token_budget: int = 32,
         seed: int = 0,
+        vocab: int = VOCAB,
+        invocations: dict[str, tuple[int, ...]] | None = None,
     ) -> None:
         config = EngineConfig(
             model_dir="",
@@ -231,8 +261,10 @@ class Simulation:
             max_num_batched_tokens=token_budget,
         )
         self.max_num_seqs, self.token_budget = max_num_seqs, token_budget
-        self.device = SimulatedDevice(num_blocks, is_lazy)
+        by_digest = {make_ref(name).digest: tokens for name, tokens in (invocations or {}).items()}
+        self.device = SimulatedDevice(num_blocks, is_lazy, vocab=vocab, invocations=by_digest)
         self.pager = SimulatedPager(random.Random(seed))
+        self.pager.invocations = by_digest
         self.engine = Engine(config, BASE, self.device, self.pager, overlap=overlap)
         self.received: dict[RequestId, Received] = {}
 

@@ -2,7 +2,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from loraserve.memory.kv_cache import BlockId, KVCache, PrefixKey, extend_key, prefix_root
+from loraserve.memory.kv_cache import Activation, BlockId, KVCache, PrefixKey, activate_key, extend_key, prefix_root
 from loraserve.types import Digest, TenantId
 
 ROOT = prefix_root(TenantId("t"), Digest("b"), "float32")
@@ -56,6 +56,33 @@ def test_another_root_finds_nothing():
 
 def test_roots_are_framed():
     assert prefix_root(TenantId("ab"), Digest("c"), "f") != prefix_root(TenantId("a"), Digest("bc"), "f")
+
+
+def test_each_activation_has_a_key_of_its_own():
+    parents = [ROOT, extend_key(ROOT, [1, 2, 3, 4])]
+    activations = [Activation(Digest(adapter), start) for adapter in ("a", "b", "a1") for start in (0, 1, 255, 256)]
+    keys = [activate_key(parent, activation) for parent in parents for activation in activations]
+    assert len({*parents, *keys}) == len(parents) + len(keys)
+
+
+def test_a_prefix_ends_where_another_adapter_acts():
+    kv = KVCache(8, 4)
+    tokens, activation = list(range(13)), Activation(Digest("a"), 6)
+    blocks, keys = kv.allocate(3), []
+    for i in range(3):
+        parent = kv.parent_key(ROOT, activation, keys, i)
+        keys.append(kv.publish(blocks[i], parent, tokens[4 * i : 4 * i + 4]))
+    found = [
+        len(kv.match_prefix(ROOT, tokens, 12, other)[0])
+        for other in (
+            activation,
+            None,
+            Activation(Digest("b"), 6),
+            Activation(Digest("a"), 5),
+            Activation(Digest("a"), 8),
+        )
+    ]
+    assert found == [3, 1, 1, 1, 1]
 
 
 def test_a_hit_is_not_believed_for_its_hash_alone():

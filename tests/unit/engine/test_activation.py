@@ -1,0 +1,247 @@
+"""Adapters that act from their invocation on: where that is, which rows of a step are theirs, and whose KV blocks they share."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loraserve.engine.activation import find_activation, find_last
+from loraserve.engine.batch import build_batch
+from loraserve.engine.scheduler import StepResult
+from loraserve.errors import EngineError
+from loraserve.memory.kv_cache import Activation
+from loraserve.memory.pager import Residency
+from loraserve.types import Digest
+
+from .conftest import Harness, make_ref, make_request
+from .simulated import Received, Simulation, digest_of, last_start, next_token
+
+INVOCATION = (91, 92)
+PROMPT = list(range(1, 25))
+"""24 tokens, six blocks; none of them is the invocation's."""
+
+
+@given(st.lists(st.integers(0, 1), min_size=1, max_size=6), st.lists(st.integers(0, 1), max_size=24))
+def test_the_last_occurrence_is_found_wherever_it_is(part, whole):
+    assert find_last(part, whole) == last_start(tuple(part), whole)
+
+
+@pytest.mark.parametrize(
+    ("invocation", "prompt", "start"),
+    [
+        ((), [5, 6], 0),
+        (INVOCATION, [5, 91, 92, 6], 1),
+        (INVOCATION, [91, 92, 91, 92, 7], 2),
+        (INVOCATION, [5, 91, 92], 1),
+        (INVOCATION, [5, 6, 91], None),
+        (INVOCATION, [92, 91], None),
+        ((4, 4), [4, 4, 4], 1),
+        (INVOCATION, [92], None),
+    ],
+)
+def test_an_adapter_acts_from_the_first_token_of_its_last_invocation_on(invocation, prompt, start):
+    wanted = None if start is None else Activation(Digest("a"), start)
+    assert find_activation(Digest("a"), invocation, prompt) == wanted
+
+
+# whose blocks are shared
+
+
+@pytest.fixture
+def harness() -> Harness:
+    harness = Harness(num_blocks=200, token_budget=100)
+    for name in ("a", "b"):
+        harness.adapters.set(name, Residency.RESIDENT, INVOCATION)
+    harness.adapters.set("plain", Residency.RESIDENT)
+    return harness
+
+
+def cached(harness: Harness, adapter: str | None, tokens: list[int], max_tokens: int = 1) -> int:
+    """Run such a request alone; how many of its tokens were there already."""
+    harness.add(make_request(adapter=adapter, tokens=tokens, max_tokens=max_tokens))
+    return harness.run()[0].num_cached_tokens
+
+
+def invoked_at(start: int, tail: int = 6) -> list[int]:
+    return [*PROMPT[:start], *INVOCATION, *range(200, 200 + tail)]
+
+
+@pytest.mark.parametrize(("start", "shared"), [(8, 8), (9, 8), (11, 8), (12, 12), (3, 0), (0, 0)])
+def test_blocks_before_the_invocation_are_shared_with_the_base_in_both_directions(harness, start, shared):
+    assert cached(harness, None, PROMPT) == 0
+    assert cached(harness, "a", invoked_at(start)) == shared
+    assert cached(harness, None, invoked_at(start)) == shared
+
+    other = Harness(num_blocks=200, token_budget=100)
+    other.adapters.set("a", Residency.RESIDENT, INVOCATION)
+    assert cached(other, "a", invoked_at(start)) == 0
+    assert cached(other, None, PROMPT) == shared
+
+
+def test_blocks_before_the_invocation_are_shared_among_activated_adapters(harness):
+    assert cached(harness, "a", invoked_at(20)) == 0
+    assert cached(harness, "b", invoked_at(20)) == 20
+    assert harness.scheduler.base_prefix_tokens_hit == 20
+
+
+def test_blocks_from_the_invocation_on_are_the_adapters_own(harness):
+    tokens = invoked_at(8, tail=12)
+    for adapter in ("a", "b", None):
+        cached(harness, adapter, tokens)
+        assert cached(harness, adapter, tokens) == 20
+    # what it has in common with the base, though more was found
+    assert harness.scheduler.base_prefix_tokens_hit == 8 + 8 + 8
+
+
+def test_an_adapter_that_acts_on_every_token_shares_no_block(harness):
+    assert cached(harness, None, PROMPT) == 0
+    assert cached(harness, "plain", PROMPT) == 0
+    assert cached(harness, "plain", invoked_at(20)) == 20
+    assert cached(harness, "a", invoked_at(20)) == 20
+    assert harness.scheduler.base_prefix_tokens_hit == 20
+
+
+def test_a_new_version_of_an_adapter_has_blocks_of_its_own_from_its_invocation_on(harness):
+    tokens = invoked_at(8, tail=12)
+    cached(harness, "a", tokens)
+    harness.adapters.set("a, uploaded again", Residency.RESIDENT, INVOCATION)
+    assert cached(harness, "a, uploaded again", tokens) == 8
+
+
+def test_an_answer_that_says_the_invocation_is_computed_by_the_adapter_and_found_by_nobody_who_asks_with_it(harness):
+    # the same 12 tokens under the same adapter, activated at 5 in the first and at 9 in the second
+    first, rest = [*PROMPT[:5], *INVOCATION, 7], [8, *INVOCATION, 9]
+    request = make_request(adapter="a", tokens=first, max_tokens=5)
+    harness.add(request)
+    for token in (*rest, 3):
+        harness.step(token)
+    assert request.token_ids == [*first, *rest, 3]
+    assert cached(harness, "a", [*first, *rest, 3, 3]) == 4
+    assert cached(harness, "a", [*first, *rest, 3, 3]) == 12
+
+
+def test_an_activation_in_one_block_is_not_anothers_in_the_same_block(harness):
+    # the answer of the first says what the second is asked with, in the block in which both are activated
+    tokens = [1, 2, 3, 4, *INVOCATION]
+    request = make_request(adapter="a", tokens=tokens, max_tokens=4)
+    harness.add(request)
+    for token in (*INVOCATION, 5, 6):
+        harness.step(token)
+    assert request.token_ids == [*tokens, *INVOCATION, 5, 6]
+    assert cached(harness, "a", [*tokens, *INVOCATION, 5, 6]) == 4
+
+
+def test_an_adapter_that_is_not_invoked_is_the_base(harness):
+    assert cached(harness, "a", PROMPT) == 0
+    assert cached(harness, None, PROMPT) == 20
+    assert cached(harness, "b", PROMPT) == 20
+    harness.add(make_request(adapter="a", tokens=PROMPT))
+    _, outputs = harness.step(is_finite=False)
+    assert outputs[0].error_code == EngineError.code
+
+
+def test_a_preempted_request_is_activated_where_it_was_though_its_answer_says_the_invocation():
+    harness = Harness(num_blocks=6, token_budget=16)
+    harness.adapters.set("a", Residency.RESIDENT, INVOCATION)
+    old, young = make_request(7, max_tokens=12), make_request(adapter="a", tokens=[1, 91, 92, 4, 5], max_tokens=12)
+    harness.add(old, young)
+    tokens = iter([91, 92] * 100)
+    while young.num_preemptions == 0:
+        scheduled = harness.schedule()
+        harness.scheduler.update(scheduled, [StepResult(next(tokens)) for _ in scheduled])
+    assert young.activation == Activation(make_ref("a").digest, 1)
+    harness.run()
+    assert young.num_output_tokens == 12
+    assert young.activation == Activation(make_ref("a").digest, 1)
+
+
+# which rows are whose
+
+
+def segments(harness: Harness, scheduled) -> list[tuple[str, int, int]]:
+    names = {make_ref(name).digest: name for name in ("a", "b", "plain")}
+    return build_batch(scheduled, 4, lambda digest: names[digest]).adapters
+
+
+def test_a_chunk_in_which_an_adapter_is_invoked_has_base_rows_before_adapter_rows():
+    harness = Harness(token_budget=4)
+    harness.adapters.set("a", Residency.RESIDENT, INVOCATION)
+    harness.add(make_request(adapter="a", tokens=invoked_at(6, tail=3)))
+    assert [segments(harness, harness.step()[0]) for _ in range(3)] == [[], [("a", 2, 4)], [("a", 0, 3)]]
+
+
+def test_an_adapters_rows_are_one_slice_but_for_the_base_rows_between_them(harness):
+    starts = {"plain": [0], "a": [0, 2, 0, 5], "b": [3]}
+    requests = [
+        make_request(adapter=name, tokens=invoked_at(start, tail=1)) for name, each in starts.items() for start in each
+    ]
+    harness.add(*requests, make_request(5), make_request(adapter="a", tokens=PROMPT[:5]))
+    scheduled = harness.schedule()
+    # ten rows of the base and of who isn't invoked; then "a", by its digest
+    a = [("a", 10, 13), ("a", 15, 21), ("a", 26, 29)]
+    assert segments(harness, scheduled) == [*a, ("b", 32, 35), ("plain", 35, 38)]
+
+
+# whatever happens
+
+INVOCATIONS = {"a": (1, 2), "b": (2,), "c": (1, 2, 1)}
+
+
+def alone(adapter: str | None, prompt: list[int], count: int) -> list[int]:
+    number = 0 if adapter is None else digest_of(make_ref(adapter).digest)
+    if adapter in INVOCATIONS and last_start(INVOCATIONS[adapter], prompt) is None:
+        number = 0
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(number, tokens) % 4)
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_random_schedules_read_no_kv_but_their_own(is_lazy):
+    # the device compares what each row reads with what its request would have computed alone
+    num_preemptions = num_hits = num_replays = 0
+    for seed in range(150):
+        rng = random.Random(seed)
+        stems = [[rng.randrange(4) for _ in range(14)] for _ in range(2)]
+        work = {}
+        for i in range(rng.randint(6, 16)):
+            prompt = rng.choice(stems)[: rng.randint(1, 14)] + [rng.randrange(4) for _ in range(rng.randint(0, 3))]
+            work[f"r{i}"] = (rng.choice([None, "plain", *INVOCATIONS, *INVOCATIONS]), prompt, rng.choice([1, 3, 12]))
+        received = {name: Received() for name in work}
+        while any(got.ending is None for got in received.values()):
+            simulation = Simulation(
+                overlap=rng.random() < 0.7,
+                is_lazy=is_lazy,
+                num_blocks=rng.randint(9, 16),
+                max_num_seqs=rng.randint(1, 8),
+                token_budget=rng.choice([3, 5, 8, 30]),
+                seed=seed,
+                vocab=4,
+                invocations=INVOCATIONS,
+            )
+            coming = [name for name in work if received[name].ending is None]
+            # sooner or later this engine crashes
+            for _ in range(rng.choice([10, 30, 1000])):
+                if coming and rng.random() < 0.7:
+                    name = coming.pop(0)
+                    adapter, prompt, max_tokens = work[name]
+                    simulation.add(name, prompt, adapter, tuple(received[name].token_ids), max_tokens=max_tokens)
+                if simulation.engine.has_requests:
+                    simulation.step()
+                elif not coming:
+                    simulation.check_idle()
+                    break
+            stats = simulation.engine.stats()
+            num_preemptions, num_hits = num_preemptions + stats.num_preemptions, num_hits + stats.base_prefix_tokens_hit
+            for name, got in simulation.received.items():
+                num_replays += got.ending is None and bool(got.token_ids)
+                received[name].token_ids += got.token_ids
+                received[name].ending = got.ending
+        assert {name: got.token_ids for name, got in received.items()} == {
+            name: alone(adapter, prompt, count) for name, (adapter, prompt, count) in work.items()
+        }
+    assert min(num_preemptions, num_hits, num_replays) > 100
