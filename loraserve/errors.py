@@ -34,6 +34,7 @@ An error knows what went wrong, never how HTTP says it: `loraserve.api.errors` m
     ├── AdapterUnavailable          a published adapter can't be served now
     │   ├── AdapterCorrupt          its bytes no longer hash to its digest
     │   ├── AdapterNumerics         its logits were not finite
+    │   ├── AdapterQuarantined      its answers here aren't the reference's: its certificate failed
     │   └── AdapterUnservable       it never can, on this base and device as this server was started
     │       └── AdapterTooLarge     it can never fit the memory budget
     ├── ModelError                  the base model can't be loaded
@@ -217,6 +218,10 @@ class AdapterCorrupt(AdapterUnavailable):
 
 class AdapterNumerics(AdapterUnavailable):
     code = "adapter_numerics"
+
+
+class AdapterQuarantined(AdapterUnavailable):
+    code = "adapter_quarantined"
 
 
 class AdapterUnservable(AdapterUnavailable):

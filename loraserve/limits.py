@@ -41,12 +41,17 @@ class Limits:
     max_tensor_name_bytes: int = 512
     max_rank: int = 512
     max_adapter_patterns: int = 2048
+    max_factors_bytes: int = 1 * GIB
+    """Of the float32 factors that an adapter of a kind other than LoRA is unfolded to: a small file can hold a large update."""
     max_scaling: float = 1e4
     max_delta: float = 65504.0
     """Bound on scaling · B A, element by element: what half precision can hold."""
     max_verifications: int = 64
     """Running or waiting for their turn."""
     verification_timeout_s: float = 120.0
+    max_composition_terms: int = 8
+    max_composition_weight: float = 10.0
+    """Of a term, either way of zero, and of what the weights of one version add up to."""
     # management
     max_page_size: int = 200
     max_adapters_per_tenant: int = 100_000
@@ -57,6 +62,7 @@ class Limits:
     max_listed_models: int = 10_000
     max_concurrent_uploads: int = 16
     max_concurrent_uploads_per_tenant: int = 8
+    max_concurrent_verifications_per_tenant: int = 2
     max_idempotency_key_bytes: int = 255
     max_idempotency_keys_per_key: int = 10_000
     idempotency_ttl_s: float = 86_400.0

@@ -29,7 +29,7 @@ from sqlalchemy import make_url
 
 from loraserve.db import migrate
 from loraserve.db.models import Base
-from loraserve.types import BaseSpec, Digest
+from loraserve.types import BaseSpec, Certificate, Digest
 
 __all__ = [
     "pytest_collection_finish",
@@ -147,3 +147,21 @@ def make_upload() -> Callable[..., tuple[bytes, bytes]]:
         return json.dumps(config).encode(), save(tensors)
 
     return make
+
+
+@pytest.fixture
+def make_certificate() -> Callable[..., Certificate]:
+    """A function that makes a certificate with some of its fields as given."""
+    passed = {
+        "verdict": "passed",
+        "max_difference": 1e-5,
+        "mean_difference": 1e-6,
+        "base_difference": 2e-5,
+        "tolerance": 1e-3,
+        "max_effect": 3.0,
+        "top1_agreement": 1.0,
+        "precision_loss": 0.0,
+        "num_probe_tokens": 64,
+        "seconds": 0.25,
+    }
+    return lambda **fields: Certificate(**{**passed, **fields})

@@ -10,6 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from loraserve.registry.certificates import VERDICTS
+
 if TYPE_CHECKING:
     from loraserve.api.services import Services
 
@@ -81,7 +83,7 @@ class Metrics:
 
 
 class EngineCollector(Collector):
-    """The engine's last heartbeat as metrics, ours and vLLM's names for the routers that look for those."""
+    """The engine's last heartbeat and the registry's counts as metrics; vLLM's names too, for the routers that look for those."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -148,7 +150,24 @@ class EngineCollector(Collector):
         yield counter("loraserve_adapter_load_failures", "Loads that failed.", stats.adapter_load_failures)
         yield counter("loraserve_adapter_load_seconds", "Seconds spent loading.", stats.adapter_load_s)
         yield counter("loraserve_invariant_violations", "Broken invariants of ours.", stats.invariant_violations)
+        yield from self._registry()
         yield from self._vllm()
+
+    def _registry(self) -> Iterator[Metric]:
+        registry = self._services.registry
+        certificates = CounterMetricFamily(
+            "loraserve_certificates",
+            "Answers to the question for a certificate (skipped: the engine was away; rejected: it can never serve it).",
+            labels=["verdict"],
+        )
+        for verdict in VERDICTS:
+            certificates.add_metric([verdict], registry.certificates.num_by_verdict[verdict])
+        yield certificates
+        yield CounterMetricFamily(
+            "loraserve_quarantined_refusals",
+            "Uses of versions in quarantine, which were refused.",
+            value=registry.num_quarantined_refused,
+        )
 
     def _vllm(self) -> Iterator[Metric]:
         stats = self._services.engine.stats

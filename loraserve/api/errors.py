@@ -35,6 +35,7 @@ _STATUS: dict[type[LoraserveError], int] = {
     errors.IdempotencyKeyReused: 422,
     errors.Conflict: 409,
     errors.AdapterRejected: 422,
+    errors.AdapterQuarantined: 409,
     errors.AdapterUnavailable: 503,
     errors.Overloaded: 503,
     errors.RateLimited: 429,
@@ -47,8 +48,14 @@ _STATUS: dict[type[LoraserveError], int] = {
 # OpenAI's `type` for a status.
 _OPENAI_TYPE = {403: "permission_error", 429: "requests", 503: "server_error"}
 
-# A second try gives the same answer: the OpenAI client would otherwise repeat every 5xx.
-_NOT_WORTH_RETRYING = (errors.AdapterUnservable, errors.AdapterNumerics, errors.AdapterCorrupt, errors.EngineCrashed)
+# A second try gives the same answer: the OpenAI client would otherwise repeat every 409 and 5xx.
+_NOT_WORTH_RETRYING = (
+    errors.AdapterUnservable,
+    errors.AdapterNumerics,
+    errors.AdapterCorrupt,
+    errors.AdapterQuarantined,
+    errors.EngineCrashed,
+)
 
 _DEFAULT_RETRY_AFTER_S = 1.0
 

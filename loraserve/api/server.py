@@ -110,7 +110,7 @@ async def _make_services(settings: Settings) -> tuple[Services, Database]:
     services = Services(
         settings=settings,
         engine=engine,
-        registry=Registry(database, store, lambda: engine.base),
+        registry=Registry(database, store, lambda: engine.base, certify=engine.verify),
         authenticator=authenticator,
         store=store,
         tokenizer=tokenizer,

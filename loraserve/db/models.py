@@ -1,7 +1,7 @@
 """The registry's tables. The migrations in `loraserve_migrations` make them; a test holds the two equal.
 
-Rows of `adapter_versions` never change but for their state and tombstone; names are pointers (`aliases`) moved under the
-adapter's row lock. Nothing is deleted but aliases and expired idempotency rows: a delete sets `deleted_at`.
+Rows of `adapter_versions` never change but for their state, their certificate (among `checks`) and their tombstone; names are
+pointers (`aliases`) moved under the adapter's row lock. Nothing is deleted but aliases and expired idempotency rows: a delete sets `deleted_at`.
 """
 
 from __future__ import annotations

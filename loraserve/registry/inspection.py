@@ -8,6 +8,7 @@ from typing import Any
 
 from loraserve.adapters.compiler import compile_adapter
 from loraserve.adapters.digest import adapter_digest
+from loraserve.adapters.ir import AdapterIR
 from loraserve.adapters.peft_format import Buffer, read_adapter
 from loraserve.adapters.validation import check_finite
 from loraserve.types import BaseSpec, Digest
@@ -40,11 +41,31 @@ def inspect_upload(config: bytes, weights: Buffer, base: BaseSpec) -> Inspected:
         target_modules=ir.target_modules,
         dtype=ir.dtype,
         checks=(
-            _passed("format", f"{len(adapter.tensors)} tensors, {ir.num_parameters} parameters"),
+            _passed("format", f"{_kind(ir)}: {len(adapter.tensors)} tensors, {ir.num_parameters} parameters"),
             _passed("base", f"fits {base.id} ({base.digest[:12]}) in {len(ir.layers)} of {base.num_layers} layers"),
             _passed("finite", "no NaN, no infinity, no update out of range"),
         ),
     )
+
+
+def _kind(ir: AdapterIR) -> str:
+    """PEFT's name for it, and what it has beside the factors: ``LORA with magnitudes (DoRA), norms``."""
+    modules = ir.modules
+    features = (
+        ("magnitudes (DoRA)", any(module.magnitude is not None for module in modules)),
+        ("biases", any(module.bias is not None or module.lora_bias is not None for module in modules)),
+        ("output scales", any(module.output_scale is not None for module in modules)),
+        ("whole weights", any(module.weight is not None for module in modules)),
+        ("token rows", any(module.token_rows is not None for module in modules)),
+        ("norms", bool(ir.norms)),
+        (f"the invocation tokens {_some(ir.invocation_token_ids)} (aLoRA)", bool(ir.invocation_token_ids)),
+    )
+    has = ", ".join(name for name, is_there in features if is_there)
+    return f"{ir.kind} with {has}" if has else ir.kind
+
+
+def _some(ids: tuple[int, ...]) -> str:
+    return " ".join(map(str, ids[:16])) + (" …" if len(ids) > 16 else "")
 
 
 def _passed(name: str, detail: str) -> dict[str, Any]:

@@ -9,10 +9,16 @@ from typing import Any
 
 from loraserve.types import AdapterRef, Digest, TenantId
 
+READY = "ready"
+QUARANTINED = "quarantined"
+"""Its last certificate failed: it isn't served, and no alias is moved to it."""
+CHECKED = "checked"
+"""The state of a dry run's result."""
+
 
 @dataclass(frozen=True, slots=True)
 class VersionRecord:
-    """One version. Immutable but for `state` and `aliases`."""
+    """One version. Immutable but for `aliases`, and for what a verification finds: `state`, and the certificate among `checks`."""
 
     tenant: TenantId
     name: str

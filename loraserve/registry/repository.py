@@ -15,7 +15,8 @@ from loraserve.db.models import Adapter, AdapterVersion, Alias, Tenant
 from loraserve.db.names import is_name
 from loraserve.errors import AdapterNotFound, AliasNotFound, TenantNotFound, VersionNotFound
 from loraserve.registry.model_name import LIVE, MAX_VERSION, ParsedModel
-from loraserve.registry.records import AdapterRecord, AliasRecord, ServableAdapter, VersionRecord
+from loraserve.registry.parity import quarantined
+from loraserve.registry.records import QUARANTINED, AdapterRecord, AliasRecord, ServableAdapter, VersionRecord
 from loraserve.types import AdapterRef, Digest, TenantId
 
 Columns = TypeVarTuple("Columns")
@@ -113,6 +114,11 @@ class AdapterRepository:
         )
         row = (await self._session.execute(query)).one_or_none()
         return None if row is None else (row[0], row[1])
+
+    async def next_number(self, name: str) -> int:
+        """The number that the adapter's next version gets, unless another takes it first."""
+        query = select(Adapter.last_version).where(self._mine(), Adapter.name == name)
+        return (await self._session.scalar(query) or 0) + 1
 
     async def alias(self, adapter: Adapter, name: str) -> Alias | None:
         return await self._session.get(Alias, (adapter.id, name)) if is_name(name) else None
@@ -217,17 +223,26 @@ class AdapterRepository:
         return (await self._session.scalars(query)).all()
 
     async def servable(self, limit: int) -> list[ServableAdapter]:
-        """The adapters that have the alias `LIVE`, by name."""
+        """The adapters that have the alias `LIVE`, by name; not those where it names a version in quarantine."""
         query = _joined(
             select(Adapter.name, Adapter.created_at, AdapterVersion.number, AdapterVersion.digest), LIVE
-        ).where(self._mine())
+        ).where(self._mine(), AdapterVersion.state != QUARANTINED)
         rows = (await self._session.execute(query.order_by(Adapter.name).limit(limit))).all()
         return [ServableAdapter(name, created_at, number, Digest(digest)) for name, created_at, number, digest in rows]
 
     async def resolve(self, model: ParsedModel) -> AdapterRef | None:
-        """The version that `model` means now."""
+        """The version that `model` means now.
+
+        Raises:
+            AdapterQuarantined: it isn't served.
+        """
         columns = select(
-            AdapterVersion.number, AdapterVersion.digest, AdapterVersion.config_blob, AdapterVersion.weights_blob
+            AdapterVersion.number,
+            AdapterVersion.digest,
+            AdapterVersion.config_blob,
+            AdapterVersion.weights_blob,
+            AdapterVersion.state,
+            AdapterVersion.checks,
         )
         query = _joined(columns, model.alias).where(self._mine(), Adapter.name == model.name)
         if model.version is not None:
@@ -235,7 +250,9 @@ class AdapterRepository:
         row = (await self._session.execute(query)).one_or_none()
         if row is None or model.name is None:
             return None
-        number, digest, config_blob, weights_blob = row
+        number, digest, config_blob, weights_blob, state, checks = row
+        if state == QUARANTINED:
+            raise quarantined(model.name, number, checks)
         return AdapterRef(
             tenant=self.tenant,
             name=model.name,

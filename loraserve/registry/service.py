@@ -14,14 +14,17 @@ from loraserve.db.lookup import LookupCache
 from loraserve.db.models import Alias
 from loraserve.db.paging import Page, check_limit, decode_cursor, decode_number_cursor, make_page
 from loraserve.db.session import Clock, Database, utc_now
-from loraserve.errors import Conflict, InvalidRequest, PreconditionFailed
+from loraserve.errors import AdapterQuarantined, Conflict, InvalidRequest, PreconditionFailed
 from loraserve.limits import LIMITS
 from loraserve.registry.audit import AuditEntry, list_audit
+from loraserve.registry.certificates import Certificates, Certify
 from loraserve.registry.changes import point_alias, record_change
 from loraserve.registry.last_used import LastUsed
 from loraserve.registry.model_name import ParsedModel, check_alias_name, model_not_found
+from loraserve.registry.parity import quarantined
 from loraserve.registry.records import (
     NO_CONDITION,
+    QUARANTINED,
     AdapterRecord,
     AliasRecord,
     Precondition,
@@ -42,10 +45,11 @@ class Registry:
     What a call acknowledged is durable: blobs first (`adapters_store`), then the database's commit. A change is seen by
     `resolve` at once in this process and within `LIMITS.resolve_cache_s` in others.
 
-    `uploads` is the way in.
+    `uploads` is the way in; `certificates` verifies what is there again.
 
     Args:
         base: the resident base model; may raise `EngineUnavailable` while there is none.
+        certify: the engine's verification; None: versions have no certificates.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class Registry:
         store: BlobStore,
         base: Callable[[], BaseSpec],
         *,
+        certify: Certify | None = None,
         clock: Clock = utc_now,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -62,7 +67,10 @@ class Registry:
         self._resolved: LookupCache[tuple[TenantId, ParsedModel], AdapterRef] = LookupCache(
             ttl_s=LIMITS.resolve_cache_s, clock=monotonic
         )
-        self.uploads = Uploads(database, store, base, self._forget, clock=clock)
+        self.certificates = Certificates(database, certify, self._forget, clock=clock)
+        self.uploads = Uploads(database, store, base, self.certificates, self._forget, clock=clock)
+        self.num_quarantined_refused = 0
+        """Uses of versions in quarantine, since the start."""
         self.last_used = LastUsed(clock=monotonic)
 
     # --- the token path ---
@@ -75,9 +83,14 @@ class Registry:
 
         Raises:
             ModelNotFound: absent, deleted, or another tenant's: one text.
+            AdapterQuarantined: it isn't served; the message has its certificate's numbers.
             DatabaseUnavailable: the name isn't known here and can't be looked up.
         """
-        ref = await self._resolved.get((tenant, model), lambda: self._look_up(tenant, model))
+        try:
+            ref = await self._resolved.get((tenant, model), lambda: self._look_up(tenant, model))
+        except AdapterQuarantined:
+            self.num_quarantined_refused += 1
+            raise
         self.last_used.touch(tenant, ref.digest)
         return ref
 
@@ -206,6 +219,7 @@ class Registry:
         Raises:
             InvalidRequest: the alias's name can't be one, or there are `LIMITS.max_aliases_per_adapter`.
             AdapterNotFound, VersionNotFound
+            AdapterQuarantined: who uses the alias would be refused.
             PreconditionFailed: the condition doesn't hold; nothing was changed.
         """
         check_alias_name(alias)
@@ -215,14 +229,15 @@ class Registry:
             adapter = await repository.adapter(name, is_locking=True)
             found = await repository.alias(adapter, alias)
             _check_condition(condition, found, f"{name}@{alias}")
-            await repository.version(adapter, version)
+            if (row := await repository.version(adapter, version)).state == QUARANTINED:
+                raise quarantined(name, version, row.checks)
             if found is None and await repository.num_aliases(adapter) >= LIMITS.max_aliases_per_adapter:
                 raise InvalidRequest(
                     f"The adapter has {LIMITS.max_aliases_per_adapter} aliases, the most it may have.", param="alias"
                 )
             is_new = found is None
-            row = await point_alias(session, repository, adapter, alias, version, actor=actor, now=now)
-            record = repository.alias_record(adapter, row, alias)
+            moved = await point_alias(session, repository, adapter, alias, version, actor=actor, now=now)
+            record = repository.alias_record(adapter, moved, alias)
         faults.hit("registry.after_alias_commit")
         self._forget(tenant, name)
         return record, is_new

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from adapters_store.base import BlobStore, StagedBlob
 from loraserve import faults
@@ -12,25 +13,25 @@ from loraserve.db.idempotency import Once
 from loraserve.db.session import Clock, Database
 from loraserve.errors import Overloaded, QuotaExceeded, RateLimited
 from loraserve.limits import LIMITS
+from loraserve.registry.certificates import Certificates
 from loraserve.registry.changes import point_alias, record_change
 from loraserve.registry.inspection import Inspected, inspect_upload
 from loraserve.registry.model_name import LIVE, check_adapter_name
-from loraserve.registry.records import Published, VersionRecord
+from loraserve.registry.parity import Parity
+from loraserve.registry.records import CHECKED, QUARANTINED, READY, Published, VersionRecord
 from loraserve.registry.repository import AdapterRepository
-from loraserve.types import BaseSpec, Digest, TenantId
+from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
 
-READY = "ready"
-CHECKED = "checked"
-"""The state of a dry run's result."""
 MAX_INSPECTIONS = 2
 """Uploads that are checked at the same time: each holds a thread, and its bytes in memory."""
 
 
 class Uploads:
-    """Publishes versions: blobs first (bytes, fsync, rename, fsync of the folder), then the database's commit, then the answer.
+    """Publishes versions: blobs first (bytes, fsync, rename, fsync of the folder), then the certificate, the database's commit, and the answer.
 
     Args:
         base: the resident base model; may raise `EngineUnavailable` while there is none.
+        certificates: asked for one per new version.
         on_change: told whose name it was after a publish is durable.
     """
 
@@ -39,11 +40,13 @@ class Uploads:
         database: Database,
         store: BlobStore,
         base: Callable[[], BaseSpec],
+        certificates: Certificates,
         on_change: Callable[[TenantId, str], None],
         *,
         clock: Clock,
     ) -> None:
         self._database = database
+        self._certificates = certificates
         self._store = store
         self._base = base
         self._on_change = on_change
@@ -104,13 +107,14 @@ class Uploads:
         is_dry_run: bool = False,
         once: Once[Published] | None = None,
     ) -> Published:
-        """The version that holds these files; durable, checked against the base, and named `LIVE` if `is_promoting`.
+        """The version that holds these files; durable, checked against the base, certified, and named `LIVE` if `is_promoting`.
 
-        The same bytes again give the version that has them (and `LIVE` moves to it). A dry run checks the same things and leaves
-        nothing behind. `weights` stays the caller's to `release`.
+        A version whose certificate failed is quarantined: no alias is moved to it. The same bytes again give the version that has
+        them, with the certificate that it has (and `LIVE` moves to it). A dry run checks the same things but for the certificate,
+        which takes stored bytes, and leaves nothing behind. `weights` stays the caller's to `release`.
 
         Raises:
-            AdapterRejected: the files can't be served; it lists every reason.
+            AdapterRejected: the files can't be served, by their own look or by the engine's word; it lists every reason.
             InvalidRequest: the name can't be an adapter's.
             QuotaExceeded: the tenant may not hold another adapter or as many bytes.
             StorageFull, StorageError: the bytes can't be kept.
@@ -127,14 +131,26 @@ class Uploads:
         async with self._database.read() as session:
             repository = AdapterRepository(session, tenant)
             known = await repository.version_of_digest(name, inspected.digest)
+            next_number = await repository.next_number(name)
             if is_dry_run:
                 if known is not None:
                     return Published(await repository.version_record(*known), is_new=False)
                 return Published(self._preview(tenant, name, inspected, size_bytes), is_new=True)
         if known is None:
             config_blob, weights_blob = await asyncio.to_thread(self._commit, config, weights)
+            ref = AdapterRef(
+                tenant=tenant,
+                name=name,
+                # For people: another upload may take the number first.
+                version=next_number,
+                digest=inspected.digest,
+                config_blob=config_blob,
+                weights_blob=weights_blob,
+            )
+            parity = await self._certificates.check_upload(ref)
         else:
             config_blob, weights_blob = Digest(known[1].config_blob), Digest(known[1].weights_blob)
+            parity = None
         now = self._clock()
         async with self._database.write() as session:
             if once is not None:
@@ -157,8 +173,8 @@ class Uploads:
                     rank=inspected.rank,
                     target_modules=list(inspected.target_modules),
                     dtype=inspected.dtype,
-                    state=READY,
-                    checks=list(inspected.checks),
+                    state=READY if parity is None else parity.state,
+                    checks=list(_checks(inspected, parity)),
                 )
                 repository.touch(adapter, now)
                 record_change(
@@ -170,10 +186,11 @@ class Uploads:
                     now=now,
                     digest=version.digest,
                     size_bytes=size_bytes,
+                    state=version.state,
                 )
             else:
                 version = found[1]
-            if is_promoting:
+            if is_promoting and version.state != QUARANTINED:
                 await point_alias(session, repository, adapter, LIVE, version.number, actor=actor, now=now)
             await session.flush()
             published = Published(await repository.version_record(adapter, version), is_new=found is None)
@@ -209,9 +226,13 @@ class Uploads:
             dtype=inspected.dtype,
             aliases=(),
             created_at=self._clock(),
-            checks=inspected.checks,
+            checks=_checks(inspected, self._certificates.check_dry_run()),
             revision=0,
         )
+
+
+def _checks(inspected: Inspected, parity: Parity | None) -> tuple[Mapping[str, Any], ...]:
+    return inspected.checks if parity is None else (*inspected.checks, parity.as_check())
 
 
 def _inspect(config: bytes, weights: StagedBlob, base: BaseSpec) -> Inspected:

@@ -44,7 +44,10 @@ class ActionResource(Resource):
 async def publish_version(
     name: str, request: Request, dry_run: bool = False, promote: bool = True, caller: Caller = Depends(_writer)
 ) -> Response:
-    """Publish the uploaded files. 201 with a new version, 200 with the one that has these bytes or with a dry run's findings."""
+    """Publish the uploaded files. 201 with a new version, 200 with the one that has these bytes or with a dry run's findings.
+
+    A version whose certificate failed is there in the state ``quarantined``, and no alias was moved to it.
+    """
     services = services_of(request)
     services.check_open()
     # A misspelt ?dry-run=true would otherwise publish.
@@ -129,6 +132,23 @@ async def delete_version(name: str, number: int, request: Request, caller: Calle
     """The version resolves no more; 409 while an alias names it."""
     await services_of(request).registry.delete_version(caller.tenant, name, number, actor=caller.key_id)
     return Response(status_code=204)
+
+
+@router.post("/{name}/versions/{number}/verify", response_model=VersionResource)
+async def verify_version(name: str, number: int, request: Request, caller: Caller = Depends(_writer)) -> Response:
+    """Compare the version's answers with the reference's anew. 200 with the version as it is then: ready, or in quarantine."""
+    services = services_of(request)
+    services.check_open()
+
+    async def work(once: Once[VersionRecord] | None) -> VersionRecord:
+        return await services.registry.certificates.verify(caller.tenant, name, number, actor=caller.key_id, once=once)
+
+    return await answer_once(request, caller, b"", work, _verified)
+
+
+def _verified(version: VersionRecord) -> StoredResponse:
+    body = encode(VersionResource.of(version))
+    return StoredResponse(200, {"ETag": content_etag(body)}, body)
 
 
 @router.post("/{name}/versions/{number}/warm", response_model=ActionResource)

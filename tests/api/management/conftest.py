@@ -19,7 +19,7 @@ from loraserve.db.session import Database
 from loraserve.registry.service import Registry
 from loraserve.settings import Settings
 from loraserve.tenancy.auth import Authenticator
-from loraserve.types import AdapterRef, AdapterResidency, BaseSpec, Digest, EngineStats, Tier
+from loraserve.types import AdapterRef, AdapterResidency, BaseSpec, Certificate, Digest, EngineStats, Tier
 
 ADMIN_KEY = "an admin key of enough characters"
 
@@ -29,6 +29,7 @@ class FakeEngine:
     """Holds what it is told to hold, by digest, as the engine does."""
 
     base: BaseSpec
+    certificate: Certificate | Exception
     resident: dict[Digest, AdapterResidency] = field(default_factory=dict)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     stats: EngineStats = field(default_factory=EngineStats)
@@ -46,6 +47,11 @@ class FakeEngine:
     async def unpin(self, ref: AdapterRef) -> None:
         self._put(ref, is_pinned=False)
 
+    async def verify(self, ref: AdapterRef) -> Certificate:
+        if isinstance(self.certificate, Exception):
+            raise self.certificate
+        return self.certificate
+
     async def residency(self) -> tuple[AdapterResidency, ...]:
         return tuple(self.resident.values())
 
@@ -62,8 +68,8 @@ class FakeEngine:
 
 
 @pytest.fixture
-def engine(small_base: BaseSpec) -> FakeEngine:
-    engine = FakeEngine(small_base)
+def engine(small_base: BaseSpec, make_certificate: Callable[..., Certificate]) -> FakeEngine:
+    engine = FakeEngine(small_base, make_certificate())
     engine.gate.set()
     return engine
 
@@ -81,7 +87,7 @@ async def services(engine: FakeEngine, store: LocalStore, database_url: str, tmp
     yield Services(
         settings=Settings(model="tiny", data_dir=tmp_path),
         engine=engine,  # type: ignore[arg-type]
-        registry=Registry(database, store, lambda: engine.base),
+        registry=Registry(database, store, lambda: engine.base, certify=engine.verify),
         authenticator=authenticator,
         store=store,
         tokenizer=None,  # type: ignore[arg-type]

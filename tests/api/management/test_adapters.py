@@ -21,6 +21,7 @@ CALLS = [
     ("PUT", "/adapters/{name}/aliases/live", {"version": 1}),
     ("DELETE", "/adapters/{name}/aliases/live", None),
     ("POST", "/adapters/{name}/versions/1/warm", None),
+    ("POST", "/adapters/{name}/versions/1/verify", None),
 ]
 
 

@@ -52,7 +52,7 @@ async def test_a_push_is_a_version_resource(push: Any, acme: httpx2.AsyncClient)
         "aliases": ["live"],
     }
     assert len(version["digest"]) == 64
-    assert [check["status"] for check in version["checks"]] == ["passed"] * 3
+    assert [check["status"] for check in version["checks"]] == ["passed"] * 4
     found = await acme.get("/adapters/sql/versions/1")
     assert found.json() == version
     assert found.headers["etag"] == response.headers["etag"]

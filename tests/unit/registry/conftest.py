@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,25 @@ from loraserve.db.session import Database
 from loraserve.registry.records import Published
 from loraserve.registry.service import Registry
 from loraserve.tenancy.auth import Authenticator
-from loraserve.types import BaseSpec, TenantId
+from loraserve.types import AdapterRef, BaseSpec, Certificate, TenantId
 
 Publish = Callable[..., Awaitable[Published]]
+
+
+@dataclass
+class Certifying:
+    """An engine that gives the certificate, or fails, as it is told; and remembers what it was asked."""
+
+    outcome: Certificate | Exception
+    asked: list[AdapterRef] = field(default_factory=list)
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def __call__(self, ref: AdapterRef) -> Certificate:
+        self.asked.append(ref)
+        await self.gate.wait()
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
 
 
 @pytest.fixture
@@ -30,6 +48,19 @@ def store(tmp_path: Path) -> LocalStore:
 @pytest.fixture
 def registry(database: Database, store: LocalStore, small_base: BaseSpec) -> Registry:
     return Registry(database, store, lambda: small_base)
+
+
+@pytest.fixture
+def certifying(make_certificate: Callable[..., Certificate]) -> Certifying:
+    certifying = Certifying(make_certificate())
+    certifying.gate.set()
+    return certifying
+
+
+@pytest.fixture
+def certified(database: Database, store: LocalStore, small_base: BaseSpec, certifying: Certifying) -> Registry:
+    """A registry whose engine certifies."""
+    return Registry(database, store, lambda: small_base, certify=certifying)
 
 
 @pytest.fixture

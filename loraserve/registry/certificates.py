@@ -1,0 +1,159 @@
+"""Certificates: the engine's word on how far a version's answers are from the reference's; asked for, stored, and heeded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+
+from loraserve.db.idempotency import Once
+from loraserve.db.session import Clock, Database
+from loraserve.errors import AdapterRejected, EngineUnavailable, LoraserveError, Overloaded, RateLimited
+from loraserve.limits import LIMITS
+from loraserve.registry.changes import record_change
+from loraserve.registry.parity import FAILED, PARITY, PASSED, SKIPPED, Parity
+from loraserve.registry.records import VersionRecord
+from loraserve.registry.repository import AdapterRepository
+from loraserve.types import AdapterRef, Certificate, TenantId
+
+Certify = Callable[[AdapterRef], Awaitable[Certificate]]
+REJECTED = "rejected"
+VERDICTS = (PASSED, FAILED, SKIPPED, REJECTED)
+"""What is counted. `REJECTED`: the engine can never serve it."""
+
+
+class Certificates:
+    """Asks the engine for certificates, and keeps what versions have.
+
+    Args:
+        certify: the engine's verification; None: nothing is verified.
+        on_change: told whose name it was after a new state is durable.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        certify: Certify | None,
+        on_change: Callable[[TenantId, str], None],
+        *,
+        clock: Clock,
+    ) -> None:
+        self.num_by_verdict: Counter[str] = Counter()
+        """Since the start."""
+        self._database = database
+        self._certify = certify
+        self._on_change = on_change
+        self._clock = clock
+        self._num_running: Counter[TenantId] = Counter()
+
+    def check_dry_run(self) -> Parity | None:
+        """The outcome for bytes that aren't kept; None where nothing is verified."""
+        return None if self._certify is None else Parity(SKIPPED, "a dry run stores nothing that could be served")
+
+    async def check_upload(self, ref: AdapterRef) -> Parity | None:
+        """The outcome for committed blobs that aren't a version yet; None where nothing is verified.
+
+        An engine that is away or busy is no reason to refuse an upload: the outcome is `SKIPPED` then, and says why.
+
+        Raises:
+            AdapterRejected: the engine can never serve it.
+        """
+        if self._certify is None:
+            return None
+        try:
+            return await self._ask(ref)
+        except AdapterRejected:
+            raise
+        except LoraserveError as error:
+            self.num_by_verdict[SKIPPED] += 1
+            return Parity(SKIPPED, error.message.rstrip("."))
+
+    async def verify(
+        self, tenant: TenantId, name: str, number: int, *, actor: str, once: Once[VersionRecord] | None = None
+    ) -> VersionRecord:
+        """The version with a new certificate, and in the state that follows from it; durable. This may end or begin a quarantine.
+
+        What the engine can never serve (any more: its memory or its bounds may have changed) is quarantined too.
+
+        Raises:
+            AdapterNotFound, VersionNotFound
+            RateLimited: the tenant has `LIMITS.max_concurrent_verifications_per_tenant` under way.
+            EngineUnavailable, Overloaded, AdapterUnavailable: there is no certificate now; nothing was changed.
+            Replay: `once` was used before.
+        """
+        async with self._database.read() as session:
+            if once is not None:
+                await once.check(session)
+            repository = AdapterRepository(session, tenant)
+            adapter = await repository.adapter(name)
+            ref = (await repository.version_record(adapter, await repository.version(adapter, number))).ref
+        with self._place(tenant):
+            parity = await self._ask_again(ref)
+        now = self._clock()
+        async with self._database.write() as session:
+            if once is not None:
+                await once.begin(session)
+            repository = AdapterRepository(session, tenant)
+            adapter = await repository.adapter(name, is_locking=True)
+            row = await repository.version(adapter, number)
+            before = row.state
+            # A new list: a change inside the old one would go unnoticed.
+            row.checks = [*(check for check in row.checks if check["name"] != PARITY), parity.as_check()]
+            row.state = parity.state
+            repository.touch(adapter, now)
+            record_change(
+                session,
+                repository,
+                "version.verify",
+                f"{name}@{number}",
+                actor=actor,
+                now=now,
+                verdict=parity.status,
+                before=before,
+                after=row.state,
+            )
+            await session.flush()
+            record = await repository.version_record(adapter, row)
+            if once is not None:
+                await once.finish(session, record)
+        self._on_change(tenant, name)
+        return record
+
+    async def _ask_again(self, ref: AdapterRef) -> Parity:
+        try:
+            return await self._ask(ref)
+        except AdapterRejected as error:
+            return Parity(FAILED, error.message.rstrip("."))
+
+    async def _ask(self, ref: AdapterRef) -> Parity:
+        if self._certify is None:
+            raise EngineUnavailable("This server has no engine that verifies.")
+        try:
+            async with asyncio.timeout(LIMITS.verification_timeout_s):
+                parity = Parity.of(await self._certify(ref))
+        except TimeoutError:
+            raise Overloaded(
+                f"The engine gave no certificate within {LIMITS.verification_timeout_s:g} s.", retry_after_s=10
+            ) from None
+        except AdapterRejected:
+            self.num_by_verdict[REJECTED] += 1
+            raise
+        self.num_by_verdict[parity.status] += 1
+        return parity
+
+    @contextmanager
+    def _place(self, tenant: TenantId) -> Iterator[None]:
+        if self._num_running[tenant] >= LIMITS.max_concurrent_verifications_per_tenant:
+            raise RateLimited(
+                f"{self._num_running[tenant]} verifications of this tenant are under way, the most at a time.",
+                retry_after_s=5,
+            )
+        self._num_running[tenant] += 1
+        try:
+            yield
+        finally:
+            self._num_running[tenant] -= 1
+            if not self._num_running[tenant]:
+                # one entry per verifying tenant, not per tenant ever seen
+                del self._num_running[tenant]

@@ -1,0 +1,66 @@
+"""What a certificate means for a version: its entry among the checks, its state, and the refusal of a version in quarantine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from loraserve.errors import AdapterQuarantined
+from loraserve.registry.records import QUARANTINED, READY
+from loraserve.types import Certificate
+
+PARITY = "parity"
+"""The name of the check that a certificate is."""
+PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """What came of asking for a certificate."""
+
+    status: str
+    """`PASSED`, `FAILED`, or `SKIPPED`: there is none."""
+    detail: str
+    certificate: Certificate | None = None
+
+    @classmethod
+    def of(cls, certificate: Certificate) -> Parity:
+        # Whatever isn't said to have passed has not.
+        if certificate.verdict == PASSED:
+            return cls(PASSED, _numbers(certificate), certificate)
+        why = f"{certificate.reason.rstrip('.')}: " if certificate.reason else ""
+        return cls(FAILED, why + _numbers(certificate), certificate)
+
+    @property
+    def state(self) -> str:
+        """Of a version with this outcome. Without a certificate it is served: nothing speaks against it."""
+        return QUARANTINED if self.status == FAILED else READY
+
+    def as_check(self) -> dict[str, Any]:
+        """The entry among a version's `checks`. A number that isn't finite is None: JSON has no word for it."""
+        certificate = None
+        if self.certificate is not None:
+            certificate = {
+                name: None if isinstance(value, float) and not math.isfinite(value) else value
+                for name, value in msgspec.structs.asdict(self.certificate).items()
+            }
+        return {"name": PARITY, "status": self.status, "detail": self.detail, "certificate": certificate}
+
+
+def _numbers(one: Certificate) -> str:
+    return (
+        f"logits differ from the reference's by at most {one.max_difference:.3g} ({one.tolerance:.3g} is allowed), "
+        f"the likeliest token is the same at {one.top1_agreement:.1%} of {one.num_probe_tokens} positions"
+    )
+
+
+def quarantined(name: str, version: int, checks: Iterable[Mapping[str, Any]]) -> AdapterQuarantined:
+    """Why this version isn't served, with its certificate's numbers."""
+    detail = next((check["detail"] for check in checks if check["name"] == PARITY), "its certificate failed")
+    return AdapterQuarantined(
+        f"{name}@{version} is quarantined: {detail}.", hint=f"See: loraserve adapter show {name}@{version}"
+    )

@@ -1,0 +1,270 @@
+"""Certificates: asked for before a version is there, stored with it, and heeded: what failed isn't served."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from adapters_store import LocalStore
+from loraserve.adapters.compiler import compile_adapter
+from loraserve.db.idempotency import Once, Replay, StoredResponse
+from loraserve.errors import (
+    AdapterCorrupt,
+    AdapterNotFound,
+    AdapterQuarantined,
+    AdapterRejected,
+    AdapterUnsupported,
+    EngineUnavailable,
+    LoraserveError,
+    Overloaded,
+    RateLimited,
+    VersionNotFound,
+)
+from loraserve.limits import LIMITS, Limits
+from loraserve.registry import certificates, inspection
+from loraserve.registry.model_name import parse_model
+from loraserve.registry.records import VersionRecord
+from loraserve.registry.service import Registry
+from loraserve.types import Certificate, TenantId
+
+SQL = parse_model("sql", "base")
+Make = Callable[..., Certificate]
+
+
+def parity_of(version: VersionRecord) -> dict[str, Any]:
+    return next(dict(check) for check in version.checks if check["name"] == "parity")
+
+
+@pytest.fixture
+def failed(make_certificate: Make) -> Certificate:
+    return make_certificate(verdict="failed", max_difference=0.31, tolerance=0.002, reason="The logits are far off.")
+
+
+async def test_a_version_is_certified_from_its_stored_bytes_before_it_is_there(
+    publish: Any, certified: Registry, certifying: Any, store: LocalStore, acme: TenantId, make_upload: Any
+) -> None:
+    certifying.gate.clear()
+    publishing = asyncio.create_task(publish(via=certified))
+    while not certifying.asked:
+        await asyncio.sleep(0.001)
+    with pytest.raises(AdapterNotFound):
+        await certified.get(acme, "sql")
+    ref = certifying.asked[0]
+    assert (bytes(store.read(ref.config_blob)), bytes(store.read(ref.weights_blob))) == make_upload()
+    certifying.gate.set()
+    version = (await publishing).version
+    assert version.ref == ref
+    assert (version.state, version.aliases) == ("ready", ("live",))
+    assert [check["name"] for check in version.checks] == ["format", "base", "finite", "parity"]
+    assert parity_of(version)["status"] == "passed"
+    assert parity_of(version)["certificate"] == msgspec.structs.asdict(certifying.outcome)
+    assert certified.certificates.num_by_verdict == {"passed": 1}
+
+
+async def test_a_failed_certificate_is_a_quarantine_that_live_is_not_moved_to(
+    publish: Any, certified: Registry, certifying: Any, acme: TenantId, failed: Certificate
+) -> None:
+    await publish(seed=1, via=certified)
+    certifying.outcome = failed
+    version = (await publish(seed=2, via=certified)).version
+    assert (version.version, version.state, version.aliases) == (2, "quarantined", ())
+    assert (await certified.resolve(acme, SQL)).version == 1
+    with pytest.raises(AdapterQuarantined) as caught:
+        await certified.resolve(acme, parse_model("sql@2", "base"))
+    for text in ("sql@2", "The logits are far off", "0.31", "0.002"):
+        assert text in caught.value.message
+    assert certified.num_quarantined_refused == 1
+    assert (await certified.list_versions(acme, "sql")).items[0].state == "quarantined"
+
+
+async def test_no_alias_is_moved_to_a_version_in_quarantine(
+    publish: Any, certified: Registry, certifying: Any, acme: TenantId, failed: Certificate
+) -> None:
+    await publish(seed=1, via=certified)
+    certifying.outcome = failed
+    await publish(seed=2, via=certified)
+    with pytest.raises(AdapterQuarantined):
+        await certified.set_alias(acme, "sql", "canary", 2, actor="x")
+    assert (await certified.get(acme, "sql")).aliases == {"live": 1}
+
+
+async def test_the_same_bytes_again_keep_their_certificate_and_their_quarantine(
+    publish: Any, certified: Registry, certifying: Any, make_certificate: Make, failed: Certificate
+) -> None:
+    certifying.outcome = failed
+    first = (await publish(via=certified)).version
+    certifying.outcome = make_certificate()
+    again = (await publish(via=certified)).version
+    assert (again.state, again.aliases, again.checks) == ("quarantined", (), first.checks)
+    assert len(certifying.asked) == 1
+
+
+async def test_what_the_engine_can_never_serve_is_refused_in_its_words(
+    publish: Any, certified: Registry, certifying: Any, acme: TenantId
+) -> None:
+    certifying.outcome = AdapterUnsupported("norms can't be served on a GPU")
+    with pytest.raises(AdapterUnsupported, match="norms"):
+        await publish(via=certified)
+    assert (await certified.list(acme)).items == ()
+    assert certified.certificates.num_by_verdict == {"rejected": 1}
+
+
+@pytest.mark.parametrize(
+    "error", [EngineUnavailable("The engine isn't up."), Overloaded("Too many."), AdapterCorrupt("X.")]
+)
+async def test_an_engine_that_cannot_tell_now_refuses_no_upload(
+    publish: Any, certified: Registry, certifying: Any, acme: TenantId, error: LoraserveError
+) -> None:
+    certifying.outcome = error
+    version = (await publish(via=certified)).version
+    assert (version.state, version.aliases) == ("ready", ("live",))
+    parity = parity_of(version)
+    assert (parity["status"], parity["detail"] + ".", parity["certificate"]) == ("skipped", error.message, None)
+    assert (await certified.resolve(acme, SQL)).version == 1
+    assert certified.certificates.num_by_verdict == {"skipped": 1}
+
+
+async def test_an_engine_that_never_answers_is_waited_for_no_longer_than_the_bound(
+    publish: Any, certified: Registry, certifying: Any, acme: TenantId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(certificates, "LIMITS", Limits(verification_timeout_s=0.02))
+    certifying.gate.clear()
+    assert parity_of((await publish(via=certified)).version)["status"] == "skipped"
+    with pytest.raises(Overloaded):
+        await certified.certificates.verify(acme, "sql", 1, actor="x")
+
+
+async def test_a_dry_run_says_that_nothing_was_compared(publish: Any, certified: Registry, certifying: Any) -> None:
+    parity = parity_of((await publish(via=certified, is_dry_run=True)).version)
+    assert (parity["status"], parity["certificate"], certifying.asked) == ("skipped", None, [])
+
+
+async def test_verifying_again_ends_a_quarantine_and_begins_one(
+    publish: Any, certified: Registry, certifying: Any, acme: TenantId, make_certificate: Make, failed: Certificate
+) -> None:
+    await publish(via=certified)
+    assert (await certified.resolve(acme, SQL)).version == 1
+    before = await certified.get(acme, "sql")
+    certifying.outcome = failed
+    version = await certified.certificates.verify(acme, "sql", 1, actor="x")
+    assert (version.state, version.aliases, parity_of(version)["status"]) == ("quarantined", ("live",), "failed")
+    # at once, though the name was in the cache
+    with pytest.raises(AdapterQuarantined):
+        await certified.resolve(acme, SQL)
+    assert await certified.list_servable(acme) == []
+    certifying.outcome = make_certificate(seconds=7.0)
+    version = await certified.certificates.verify(acme, "sql", 1, actor="x")
+    assert (version.state, parity_of(version)["certificate"]["seconds"]) == ("ready", 7.0)
+    assert [check["name"] for check in version.checks] == ["format", "base", "finite", "parity"]
+    assert version == await certified.get_version(acme, "sql", 1)
+    assert version.revision == before.revision + 2
+    assert (await certified.resolve(acme, SQL)).version == 1
+    rows = [entry for entry in (await certified.list_audit(acme)).items if entry.action == "version.verify"]
+    assert [(row.target, row.actor, row.detail["verdict"]) for row in rows] == [
+        ("sql@1", "x", "passed"),
+        ("sql@1", "x", "failed"),
+    ]
+
+
+async def test_what_the_engine_can_serve_no_more_is_quarantined(
+    publish: Any, certified: Registry, certifying: Any, acme: TenantId
+) -> None:
+    await publish(via=certified)
+    certifying.outcome = AdapterRejected("It takes 4 MiB of a budget of 2 MiB.")
+    version = await certified.certificates.verify(acme, "sql", 1, actor="x")
+    parity = parity_of(version)
+    assert (version.state, parity["status"], parity["certificate"]) == ("quarantined", "failed", None)
+    with pytest.raises(AdapterQuarantined, match="4 MiB"):
+        await certified.resolve(acme, SQL)
+
+
+@pytest.mark.parametrize("error", [EngineUnavailable("The engine isn't up."), AdapterCorrupt("Its bytes changed.")])
+async def test_a_verification_that_cannot_be_made_changes_nothing(
+    publish: Any, certified: Registry, certifying: Any, acme: TenantId, error: LoraserveError
+) -> None:
+    before = (await publish(via=certified)).version
+    certifying.outcome = error
+    with pytest.raises(type(error)):
+        await certified.certificates.verify(acme, "sql", 1, actor="x")
+    assert await certified.get_version(acme, "sql", 1) == before
+
+
+async def test_a_version_deleted_while_it_is_verified_stays_deleted(
+    publish: Any, certified: Registry, certifying: Any, acme: TenantId
+) -> None:
+    await publish(via=certified, is_promoting=False)
+    certifying.gate.clear()
+    verifying = asyncio.create_task(certified.certificates.verify(acme, "sql", 1, actor="x"))
+    while len(certifying.asked) < 2:
+        await asyncio.sleep(0.001)
+    await certified.delete_version(acme, "sql", 1, actor="x")
+    certifying.gate.set()
+    with pytest.raises(VersionNotFound):
+        await verifying
+
+
+async def test_one_tenants_verifications_leave_room_for_anothers(
+    publish: Any, certified: Registry, certifying: Any, acme: TenantId, globex: TenantId
+) -> None:
+    await publish(via=certified)
+    await publish(via=certified, tenant=globex)
+    certifying.gate.clear()
+    running = [
+        asyncio.create_task(certified.certificates.verify(acme, "sql", 1, actor="x"))
+        for _ in range(LIMITS.max_concurrent_verifications_per_tenant)
+    ]
+    while len(certifying.asked) < 2 + len(running):
+        await asyncio.sleep(0.001)
+    with pytest.raises(RateLimited):
+        await certified.certificates.verify(acme, "sql", 1, actor="x")
+    running.append(asyncio.create_task(certified.certificates.verify(globex, "sql", 1, actor="x")))
+    certifying.gate.set()
+    assert [version.state for version in await asyncio.gather(*running)] == ["ready"] * len(running)
+    await certified.certificates.verify(acme, "sql", 1, actor="x")
+
+
+async def test_the_same_idempotency_key_verifies_once(
+    publish: Any, certified: Registry, certifying: Any, acme: TenantId
+) -> None:
+    await publish(via=certified)
+
+    def once() -> Once[VersionRecord]:
+        return Once("owner", "k", "f", lambda version: StoredResponse(200, {}, version.state.encode()))
+
+    await certified.certificates.verify(acme, "sql", 1, actor="x", once=once())
+    with pytest.raises(Replay) as caught:
+        await certified.certificates.verify(acme, "sql", 1, actor="x", once=once())
+    assert caught.value.response.body == b"ready"
+    assert len(certifying.asked) == 2
+
+
+async def test_numbers_that_json_has_no_word_for_are_kept_as_nothing(
+    publish: Any, certified: Registry, certifying: Any, make_certificate: Make
+) -> None:
+    certifying.outcome = make_certificate(verdict="failed", max_difference=math.nan, mean_difference=math.inf)
+    version = (await publish(via=certified)).version
+    certificate = parity_of(version)["certificate"]
+    assert (certificate["max_difference"], certificate["mean_difference"], version.state) == (None, None, "quarantined")
+
+
+def test_an_upload_says_which_kind_it_is(small_base: Any, make_upload: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, weights = make_upload()
+
+    def compile_as_another(*arguments: Any) -> Any:
+        ir = compile_adapter(*arguments)
+        modules = (replace(ir.modules[0], magnitude=ir.modules[0].lora_a), *ir.modules[1:])
+        return replace(ir, modules=modules, kind="VERA", invocation_token_ids=(5, 7))
+
+    def format_of() -> str:
+        checks = inspection.inspect_upload(config, memoryview(weights), small_base).checks
+        return str(checks[0]["detail"])
+
+    assert format_of() == "LORA: 8 tensors, 112 parameters"
+    monkeypatch.setattr(inspection, "compile_adapter", compile_as_another)
+    assert format_of().startswith("VERA with magnitudes (DoRA), the invocation tokens 5 7 (aLoRA): 8 tensors")
