@@ -32,13 +32,15 @@ class LoraPlan:
     Attributes:
         segments: at least one.
         num_tokens: rows of the step.
-        tables: dtype that adapters are stored in → [its segments, 10] int64, what kernels read of a segment: row_start, row_end, the adapter's seven
-            addresses, 0.
+        has_norms: whether an adapter of the step has norms of its own.
+        tables: dtype that adapters are stored in → [its segments, 8] int64, what kernels read of a segment: row_start, row_end, the adapter's four
+            addresses, 0, 0.
         launches: site → what the launches of this plan at that site need; filled by the first.
     """
 
     segments: tuple[Segment, ...]
     num_tokens: int
+    has_norms: bool
     tables: dict[torch.dtype, npt.NDArray[np.int64]]
     launches: dict[str, object] = field(default_factory=dict)
 
@@ -73,9 +75,9 @@ def make_plan(segments: Sequence[tuple[PackedAdapter, int, int]], num_tokens: in
         return None
     rows: dict[torch.dtype, list[tuple[int, ...]]] = {}
     for s in joined:
-        rows.setdefault(s.adapter.data.dtype, []).append((s.row_start, s.row_end, *s.adapter.addresses, 0))
+        rows.setdefault(s.adapter.data.dtype, []).append((s.row_start, s.row_end, *s.adapter.addresses, 0, 0))
     tables = {dtype: np.array(table, dtype=np.int64) for dtype, table in rows.items()}
-    return LoraPlan(tuple(joined), num_tokens, tables)
+    return LoraPlan(tuple(joined), num_tokens, any(s.adapter.norms for s in joined), tables)
 
 
 def _base(adapter: PackedAdapter) -> tuple[int, tuple[int, ...], tuple[int, ...]]:

@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from loraserve_kernels.layout import MODULE_INDEX, SITES, PackedAdapter
-from loraserve_kernels.plan import LoraPlan
+from loraserve_kernels.modules import MODULE_INDEX, SITES
+
+if TYPE_CHECKING:
+    from loraserve_kernels.layout import PackedAdapter
+    from loraserve_kernels.plan import LoraPlan
 
 
 def apply_lora(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: int, bias: Tensor | None = None) -> None:
-    """Add ``scaling · (x A^T) B`` to `y` in place, for every row and slice of the site that has an adapter, in y's dtype; where the adapter has a δ, the
-    sum without the bias is multiplied by 1 + δ.
+    """Turn `y` into ``(1 + δ) · (W' x + B diag(scaling) A x) + bias + shift`` in place, in y's dtype, for every row and slice of the site that has an adapter.
 
     Args:
         x: [num_tokens, in_features].
-        y: [num_tokens, sum of the site's out_features].
+        y: [num_tokens, sum of the site's out_features], ``W x + bias``.
         bias: [sum of the site's out_features]: what y already holds of the linears' biases.
 
     Source: DoRA, arXiv:2402.09353; PEFT computes the same as ``y + δ · (y − bias) + (1 + δ) · scaling · B A x``.
     """
     for segment in plan.segments:
         rows, adapter, column = slice(segment.row_start, segment.row_end), segment.adapter, 0
+        inputs = x[rows].to(y.dtype)
         for module in SITES[site]:
             columns = slice(column, column := column + adapter.out_features[MODULE_INDEX[module]])
-            shrunk = x[rows].to(y.dtype) @ adapter.lora_a(layer, module).to(y.dtype).T
-            _expand(shrunk, y[rows, columns], adapter, module, layer, None if bias is None else bias[columns])
+            part, added = y[rows, columns], 0 if bias is None else bias[columns].to(y.dtype)
+            part -= added
+            replaced = adapter.rows(layer, module)
+            if replaced is not None:
+                part[:, replaced.ids.long()] = inputs @ replaced.pick(slice(None), y.dtype).T
+            _expand(inputs @ adapter.lora_a(layer, module).to(y.dtype).T, part, adapter, module, layer)
+            shift = adapter.shift(layer, module)
+            part += added if shift is None else added + shift.to(y.dtype)
 
 
 def apply_embedding_lora(token_ids: Tensor, y: Tensor, plan: LoraPlan) -> None:
-    """The same for the embedding, whose input is one-hot: ``x A^T`` is row token_id of A^T.
+    """The same for the embedding, whose input is one-hot: ``x A^T`` is row token_id of A^T, ``W' x`` is row token_id of the table.
 
     Args:
         token_ids: [num_tokens], integers.
@@ -37,15 +48,22 @@ def apply_embedding_lora(token_ids: Tensor, y: Tensor, plan: LoraPlan) -> None:
     """
     for segment in plan.segments:
         rows, adapter = slice(segment.row_start, segment.row_end), segment.adapter
+        replaced = adapter.rows(0, "embed_tokens")
+        if replaced is not None:
+            table = replaced.pick(slice(None), y.dtype)
+            for row in range(segment.row_start, segment.row_end):
+                found = (replaced.ids == token_ids[row]).nonzero()
+                if len(found):
+                    y[row] = table[found[0, 0]]
         shrunk = adapter.lora_a(0, "embed_tokens").T[token_ids[rows].long()].to(y.dtype)
-        _expand(shrunk, y[rows], adapter, "embed_tokens", 0, None)
+        _expand(shrunk, y[rows], adapter, "embed_tokens", 0)
 
 
-def _expand(shrunk: Tensor, y: Tensor, adapter: PackedAdapter, module: str, layer: int, bias: Tensor | None) -> None:
-    y += float(adapter.scalings[layer, MODULE_INDEX[module]]) * shrunk @ adapter.lora_b(layer, module).to(y.dtype)
+def _expand(shrunk: Tensor, y: Tensor, adapter: PackedAdapter, module: str, layer: int) -> None:
+    y += shrunk * adapter.scaling(layer, module).to(y.dtype) @ adapter.lora_b(layer, module).to(y.dtype)
     delta = adapter.delta(layer, module)
     if delta is not None:
-        y += delta.to(y.dtype) * (y if bias is None else y - bias.to(y.dtype))
+        y += delta.to(y.dtype) * y
 
 
 def paged_attention(

@@ -10,7 +10,6 @@ import torch
 
 from loraserve.errors import AdapterUnavailable, InvariantViolation
 from loraserve.types import BaseSpec
-from loraserve_kernels.errors import ShapeMismatch
 from loraserve_kernels.layout import LoraModule, PackedAdapter, ReplacedNorm, pack_adapter, packed_num_bytes
 
 DTYPE_NAMES: Mapping[torch.dtype, str] = {
@@ -97,6 +96,10 @@ class AdapterDevice(Protocol):
         """Whether the device's memory is the host's: an adapter is then in one tier at a time, and moves between them without a copy."""
         ...
 
+    def held_dtype(self, stored: torch.dtype) -> torch.dtype:
+        """In what the device holds the matrices and rows of adapters that are stored in this; to int8, `kernels.reference.quantize_rows` rounds."""
+        ...
+
     def footprint(
         self, modules: Sequence[LoraModule], stored: torch.dtype, norms: Sequence[ReplacedNorm] = ()
     ) -> Footprint:
@@ -165,26 +168,29 @@ class CpuDevice:
         self._dtype = dtype
         self.limits = Footprint(budget_bytes)
 
+    def held_dtype(self, stored: torch.dtype) -> torch.dtype:
+        return self._dtype if self._dtype is not None else stored
+
     def footprint(
         self, modules: Sequence[LoraModule], stored: torch.dtype, norms: Sequence[ReplacedNorm] = ()
     ) -> Footprint:
         num_bytes = packed_num_bytes(
-            ((m.layer, m.module, m.lora_a.shape[0]) for m in modules),
+            modules,
             num_layers=self._base.num_layers,
             module_shapes=self._base.modules,
-            dtype=self._dtype if self._dtype is not None else stored,
-            deltas=((m.layer, m.module) for m in modules if m.delta is not None),
+            dtype=self.held_dtype(stored),
+            norms=norms,
         )
         return Footprint(num_bytes)
 
     def pack(
         self, modules: Sequence[LoraModule], stored: torch.dtype, norms: Sequence[ReplacedNorm] = ()
     ) -> PackedAdapter:
-        if norms:
-            raise ShapeMismatch("adapters with norms of their own can't be held yet")
-        dtype = self._dtype if self._dtype is not None else stored
+        dtype = self.held_dtype(stored)
         refuse_out_of_range(modules, stored, dtype)
-        return pack_adapter(modules, num_layers=self._base.num_layers, module_shapes=self._base.modules, dtype=dtype)
+        return pack_adapter(
+            modules, num_layers=self._base.num_layers, module_shapes=self._base.modules, dtype=dtype, norms=norms
+        )
 
     def footprint_of(self, packed: HostAdapter) -> Footprint:
         return Footprint(packed.num_bytes)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import pytest
 import torch
 from torch import Tensor
 
 from loraserve_kernels.attention import AttentionPlan, make_attention_plan
-from loraserve_kernels.layout import LAYER_MODULES, MODULES, LoraModule, PackedAdapter, pack_adapter
+from loraserve_kernels.layout import LAYER_MODULES, MODULES, LoraModule, PackedAdapter, ReplacedRows, pack_adapter
 
 NUM_LAYERS = 2
 # odd widths: neither vectors nor blocks fit them
@@ -38,22 +39,46 @@ def make_modules(
     layers: Sequence[int] = range(NUM_LAYERS),
     scaling: float = 0.5,
     has_delta: Container[str] = (),
+    has_shift: Container[str] = (),
+    rows: Mapping[str, int] = MappingProxyType({}),
+    is_scaled_by_rank: bool = False,
 ) -> list[LoraModule]:
-    """Random modules; `ranks` is one rank for all, or a rank for each module that the adapter has."""
+    """Random modules.
+
+    Args:
+        ranks: one rank for all, or a rank for each module that the adapter has.
+        has_delta, has_shift: modules, of those.
+        rows: module → how many of its rows are replaced, anywhere.
+        is_scaled_by_rank: whether `scaling` differs from rank to rank.
+    """
     by_module = dict.fromkeys(MODULES, ranks) if isinstance(ranks, int) else ranks
-    return [
-        LoraModule(
-            layer,
-            module,
-            torch.randn(rank, SHAPES[module][1]) / SHAPES[module][1] ** 0.5,
-            torch.randn(SHAPES[module][0], rank) / rank**0.5,
-            scaling + 0.25 * layer + 0.125 * MODULES.index(module),
-            torch.randn(SHAPES[module][0]) / 2 if module in has_delta else None,
-        )
-        for layer in layers
-        for module, rank in by_module.items()
-        if layer == 0 or module in LAYER_MODULES
-    ]
+    modules = []
+    for layer in layers:
+        for module, rank in by_module.items():
+            if layer and module not in LAYER_MODULES:
+                continue
+            out_features, in_features = SHAPES[module]
+            number: float | Tensor = scaling + 0.25 * layer + 0.125 * MODULES.index(module)
+            modules.append(
+                LoraModule(
+                    layer,
+                    module,
+                    torch.randn(rank, in_features) / in_features**0.5,
+                    torch.randn(out_features, rank) / max(rank, 1) ** 0.5,
+                    number + torch.rand(rank) if is_scaled_by_rank else number,
+                    torch.randn(out_features) / 2 if module in has_delta else None,
+                    torch.randn(out_features) if module in has_shift and module != "embed_tokens" else None,
+                    make_rows(module, rows[module]) if module in rows else None,
+                )
+            )
+    return modules
+
+
+def make_rows(module: str, count: int) -> ReplacedRows:
+    """Random rows, as many as asked for or as there are, anywhere."""
+    num_rows, width = reversed(SHAPES[module]) if module == "embed_tokens" else SHAPES[module]
+    ids = torch.randperm(num_rows)[:count].sort().values.int()
+    return ReplacedRows(ids, torch.randn(len(ids), width) / (1 if module == "embed_tokens" else width**0.5))
 
 
 def make_adapter(
@@ -62,8 +87,19 @@ def make_adapter(
     dtype: torch.dtype = torch.float32,
     layers: Sequence[int] = range(NUM_LAYERS),
     has_delta: Container[str] = (),
+    has_shift: Container[str] = (),
+    rows: Mapping[str, int] = MappingProxyType({}),
+    is_scaled_by_rank: bool = False,
 ) -> PackedAdapter:
-    modules = make_modules(ranks, layers=layers, has_delta=has_delta)
+    """A random adapter; see `make_modules`."""
+    modules = make_modules(
+        ranks,
+        layers=layers,
+        has_delta=has_delta,
+        has_shift=has_shift,
+        rows=rows,
+        is_scaled_by_rank=is_scaled_by_rank,
+    )
     return pack_adapter(modules, num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=dtype)
 
 

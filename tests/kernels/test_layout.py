@@ -5,7 +5,6 @@ from loraserve_kernels.errors import ShapeMismatch
 from loraserve_kernels.layout import (
     ALIGN_ELEMENTS,
     LAYER_MODULES,
-    MODULE_INDEX,
     LoraModule,
     pack_adapter,
     packed_num_bytes,
@@ -23,7 +22,7 @@ def test_every_matrix_comes_back_as_it_was_packed(dtype: torch.dtype) -> None:
     for m in modules:
         assert torch.equal(packed.lora_a(m.layer, m.module), m.lora_a.to(dtype))
         assert torch.equal(packed.lora_b(m.layer, m.module), m.lora_b.T.to(dtype))
-        assert packed.scalings[m.layer, MODULE_INDEX[m.module]] == m.scaling
+        assert packed.scaling(m.layer, m.module).eq(m.scaling).all()
 
 
 def test_a_sites_a_matrices_are_one_matrix() -> None:
@@ -50,8 +49,10 @@ def test_gaps_are_zero() -> None:
 
 
 def test_size_is_known_without_tensors() -> None:
-    ranks = [(layer, module, rank) for layer in range(NUM_LAYERS) for module, rank in MIXED.items()]
-    known = packed_num_bytes(ranks, num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.bfloat16)
+    meta = [
+        LoraModule(m.layer, m.module, m.lora_a.to("meta"), m.lora_b.to("meta"), m.scaling) for m in make_modules(MIXED)
+    ]
+    known = packed_num_bytes(meta, num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.bfloat16)
     assert known == make_adapter(MIXED, dtype=torch.bfloat16).num_bytes
 
 
@@ -70,7 +71,9 @@ def test_a_module_that_doesnt_fit_the_base_is_named() -> None:
 
 def test_a_layer_that_the_base_lacks_is_refused() -> None:
     with pytest.raises(ShapeMismatch, match="LoRA on layer 2; this base has layers 0 to 1"):
-        packed_num_bytes([(2, "q_proj", 4)], num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.float32)
+        packed_num_bytes(
+            make_modules({"q_proj": 4}, layers=[2]), num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.float32
+        )
 
 
 def test_a_module_given_twice_is_refused() -> None:
@@ -87,8 +90,9 @@ def test_a_module_that_the_base_lacks_is_refused() -> None:
 
 
 def test_the_head_is_in_no_layer_but_0() -> None:
+    module = LoraModule(1, "lm_head", torch.zeros(4, 40), torch.zeros(2105, 4), 1.0)
     with pytest.raises(ShapeMismatch, match="lm_head, which is in no layer"):
-        packed_num_bytes([(1, "lm_head", 4)], num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.float32)
+        packed_num_bytes([module], num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.float32)
 
 
 def test_a_delta_comes_back_as_it_was_packed_and_counts() -> None:
@@ -98,13 +102,7 @@ def test_a_delta_comes_back_as_it_was_packed_and_counts() -> None:
         delta = packed.delta(m.layer, m.module)
         assert (delta is None) == (m.delta is None)
         assert delta is None or m.delta is None or torch.equal(delta, m.delta)
-    known = packed_num_bytes(
-        [(m.layer, m.module, m.lora_a.shape[0]) for m in modules],
-        num_layers=NUM_LAYERS,
-        module_shapes=SHAPES,
-        dtype=torch.bfloat16,
-        deltas=[(m.layer, m.module) for m in modules if m.delta is not None],
-    )
+    known = packed_num_bytes(modules, num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.bfloat16)
     assert known == packed.num_bytes > make_adapter(MIXED, dtype=torch.bfloat16).num_bytes
 
 

@@ -1,40 +1,14 @@
-from collections.abc import Callable
-
 import pytest
 import torch
-from torch import Tensor
 
-from loraserve_kernels import cpu, launch, reference
+from loraserve_kernels import cpu, launch
 from loraserve_kernels.errors import ShapeMismatch
-from loraserve_kernels.layout import LAYER_SITES, MODULES, SITES, PackedAdapter
-from loraserve_kernels.plan import LoraPlan, make_plan
+from loraserve_kernels.layout import DTYPES, LAYER_SITES, MODULES, SITES
+from loraserve_kernels.plan import make_plan
 
 from .conftest import SHAPES, make_adapter
+from .lora_steps import PATHS, Apply, assert_equals_reference, launched, make_io, make_step
 
-Apply = Callable[..., None]
-
-
-def entry(linear: Callable[..., None], embedding: Callable[[Tensor, Tensor, LoraPlan], None]) -> Apply:
-    """Both entries of a path as one: x is token ids at the embedding."""
-
-    def apply(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: int, bias: Tensor | None = None) -> None:
-        if site == "embed":
-            embedding(x, y, plan)
-        else:
-            linear(x, y, plan, site, layer, bias)
-
-    return apply
-
-
-launched = entry(launch.apply_lora, launch.apply_embedding_lora)
-expected_by = entry(reference.apply_lora, reference.apply_embedding_lora)
-PATHS = [
-    pytest.param(entry(cpu.apply_lora_torch, cpu.apply_embedding_lora_torch), id="torch"),
-    pytest.param(launched, id="numba", marks=pytest.mark.skipif(not cpu.HAS_NUMBA, reason="needs numba")),
-]
-# float32 sums of up to 2100 products, next to outputs of about 1
-TOLERANCE = 2e-6
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 MODULES_OF_MIXED_RANK = {
     "q_proj": 1,
     "v_proj": 12,
@@ -44,32 +18,6 @@ MODULES_OF_MIXED_RANK = {
     "lm_head": 3,
     "embed_tokens": 20,
 }
-
-
-def make_step(adapters: list[PackedAdapter | None], rows: list[int]) -> LoraPlan:
-    segments, start = [], 0
-    for adapter, count in zip(adapters, rows, strict=True):
-        if adapter is not None:
-            segments.append((adapter, start, start + count))
-        start += count
-    plan = make_plan(segments, start)
-    assert plan is not None
-    return plan
-
-
-def make_io(num_tokens: int, site: str) -> tuple[Tensor, Tensor]:
-    modules = SITES[site]
-    width, y = SHAPES[modules[0]][1], torch.randn(num_tokens, sum(SHAPES[m][0] for m in modules))
-    return torch.randint(width, (num_tokens,)) if site == "embed" else torch.randn(num_tokens, width), y
-
-
-def assert_equals_reference(apply: Apply, plan: LoraPlan, site: str, layer: int, *, bias: Tensor | None = None) -> None:
-    x, y = make_io(plan.num_tokens, site)
-    expected = y.double()
-    layer = layer if site in LAYER_SITES else 0
-    expected_by(x if site == "embed" else x.double(), expected, plan, site, layer, bias)
-    apply(x, y, plan, site, layer, bias)
-    assert (y - expected).abs().max() / expected.abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("apply", PATHS)
@@ -91,8 +39,8 @@ def test_mixed_ranks_equal_the_reference(apply: Apply, dtype: torch.dtype, site:
 @pytest.mark.parametrize("apply", PATHS)
 @pytest.mark.parametrize("site", SITES)
 def test_adapters_of_mixed_dtypes_share_a_step(apply: Apply, site: str) -> None:
-    adapters = [make_adapter(rank, dtype=dtype) for rank, dtype in zip((8, 3, 12), DTYPES, strict=True)]
-    assert_equals_reference(apply, make_step([*adapters, None, adapters[0]], [2, 3, 1, 2, 4]), site, 1)
+    adapters = [make_adapter(rank, dtype=dtype) for rank, dtype in zip((8, 3, 12, 5), DTYPES, strict=True)]
+    assert_equals_reference(apply, make_step([*adapters, None, adapters[0]], [2, 3, 1, 2, 2, 4]), site, 1)
 
 
 @pytest.mark.parametrize("apply", PATHS)
@@ -126,7 +74,8 @@ def test_rank_512_equals_the_reference(apply: Apply) -> None:
 @pytest.mark.parametrize("apply", PATHS)
 @pytest.mark.parametrize("site", SITES)
 def test_base_rows_keep_every_bit(apply: Apply, site: str) -> None:
-    plan = make_step([None, make_adapter(8, has_delta=MODULES), None], [2, 4, 3])
+    adapter = make_adapter(8, has_delta=MODULES, has_shift=MODULES, rows=dict.fromkeys(MODULES, 3))
+    plan = make_step([None, adapter, None], [2, 4, 3])
     x, y = make_io(9, site)
     # a base row's input must not even be read
     if site != "embed":
@@ -187,10 +136,17 @@ def test_rows_of_wider_tensors_are_read_and_written_in_place(apply: Apply) -> No
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_rows_bits_dont_depend_on_its_batch(site: str, dtype: torch.dtype) -> None:
     adapter = make_adapter(
-        MODULES_OF_MIXED_RANK, dtype=dtype, has_delta=("v_proj", "up_proj", "lm_head", "embed_tokens")
+        MODULES_OF_MIXED_RANK,
+        dtype=dtype,
+        has_delta=("v_proj", "up_proj", "lm_head", "embed_tokens"),
+        has_shift=("q_proj", "o_proj", "up_proj"),
+        rows=dict.fromkeys(MODULES, 70) | {"q_proj": 5, "k_proj": 1, "v_proj": 24, "o_proj": 40, "down_proj": 40},
     )
     other, layer = make_adapter(64, dtype=dtype), 1 if site in LAYER_SITES else 0
     x, y = make_io(70, site)
+    if site == "embed":
+        # tokens with rows of their own
+        x[30:] = torch.arange(40)
     together = y.clone()
     launched(x, together, make_step([other, adapter, None, other], [3, 60, 2, 5]), site, layer)
     for row in (3, 4, 34, 35, 62):
