@@ -6,14 +6,32 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from loraserve.adapters.ir import AdapterIR, TensorView
+from loraserve.adapters.tuners.adalora import compile_adalora
+from loraserve.adapters.tuners.canonical import canonical_adalora, canonical_lycoris, canonical_plain
+from loraserve.adapters.tuners.ia3 import compile_ia3
+from loraserve.adapters.tuners.loha import compile_loha
+from loraserve.adapters.tuners.lokr import compile_lokr
+from loraserve.adapters.tuners.vera import compile_vera
 from loraserve.limits import Limits
 from loraserve.types import BaseSpec
 
 Compile = Callable[[Mapping[str, Any], Mapping[str, TensorView], BaseSpec, Limits], AdapterIR]
 Canonical = Callable[[Mapping[str, Any]], list[tuple[str, str]]]
 
-TUNERS: Mapping[str, Compile] = {}
-"""PEFT's name of a kind (``LOHA``) → (config, tensors, base, limits) → the adapter in the base's terms."""
+TUNERS: Mapping[str, Compile] = {
+    "LOHA": compile_loha,
+    "LOKR": compile_lokr,
+    "IA3": compile_ia3,
+    "VERA": compile_vera,
+    "ADALORA": compile_adalora,
+}
+"""PEFT's name of a kind → (config, tensors, base, limits) → the adapter in the base's terms."""
 
-CANONICAL: Mapping[str, Canonical] = {}
-"""PEFT's name of a kind → the fields of a config that decide the arithmetic of an adapter of it, as an adapter's digest frames them."""
+CANONICAL: Mapping[str, Canonical] = {
+    "LOHA": canonical_lycoris,
+    "LOKR": canonical_lycoris,
+    "IA3": canonical_plain,
+    "VERA": canonical_plain,
+    "ADALORA": canonical_adalora,
+}
+"""PEFT's name of a kind → the fields of an accepted config that decide the arithmetic, as an adapter's digest frames them."""

@@ -1,0 +1,278 @@
+"""What compiling any of PEFT's other kinds has in common: its tensors in their places, its config read, and every problem at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from loraserve.adapters.ir import OUTSIDE_LAYERS, AdapterIR, ModuleIR, TensorView
+from loraserve.adapters.patterns import first_matches
+from loraserve.adapters.peft_config import FieldRule, LoraSettings, read_settings
+from loraserve.adapters.strict_json import shown
+from loraserve.adapters.tuners.factors import num_bytes
+from loraserve.adapters.tuners.fields import refusals
+from loraserve.errors import AdapterBaseMismatch, AdapterFormatError, AdapterRejected, AdapterUnsupported
+from loraserve.limits import Limits
+from loraserve.types import BaseSpec
+
+Place = tuple[int, str]
+"""(layer, module); the layer is 0 for modules in none."""
+
+_REACH = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+_MAX_R = 1 << 24
+"""Of a rank that isn't the one that is served: LoKr's says, beyond some number, only that there are no factors."""
+
+
+class Compilation:
+    """One adapter on its way to an `AdapterIR`; problems are collected until `finish`.
+
+    Attributes:
+        settings: reach, ranks and alphas; None where the config is malformed.
+        places: place → the kind's name for a tensor (``hada_w1_a``) → the tensor; in order of layer, then of the base's modules.
+        shared: tensors of the whole adapter, by their names.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        table: Mapping[str, FieldRule],
+        parts: Sequence[str],
+        config: Mapping[str, Any],
+        tensors: Mapping[str, TensorView],
+        base: BaseSpec,
+        limits: Limits,
+        *,
+        rank: str | None = "r",
+        alpha: str | None = "alpha",
+        shared: Sequence[str] = (),
+    ) -> None:
+        """`rank` and `alpha` are the config's names for what LoRA calls r and lora_alpha; None where the kind has none."""
+        # the compiler of LoRA asks this package first, so that it can't be imported sooner
+        from loraserve.adapters import compiler
+
+        self._compiler = compiler
+        self.kind = kind
+        self.config = config
+        self.base = base
+        self.limits = limits
+        self._problems = compiler._Problems()
+        self._bytes = 0
+        for message in refusals(config, table):
+            self.unsupported(message)
+        self.settings = self._read_settings(table, rank, alpha)
+        self.shared = {name: tensors[name] for name in shared if name in tensors}
+        self.places = self._sort_out(parts, {n: t for n, t in tensors.items() if n not in self.shared})
+        if self.settings is not None:
+            self._check_reach(self.settings)
+        self._ranks, self._alphas = self._match_patterns()
+
+    # -- problems -------------------------------------------------------------------------------------------------
+
+    def malformed(self, message: str, place: Place | None = None) -> None:
+        """The files contradict themselves. ``{layers}`` in a message becomes the layers of all places that it is said of."""
+        self._add(AdapterFormatError, message, place)
+
+    def unsupported(self, message: str, place: Place | None = None) -> None:
+        self._add(AdapterUnsupported, message, place)
+
+    def mismatch(self, message: str, place: Place | None = None) -> None:
+        """The adapter is of another base."""
+        self._add(AdapterBaseMismatch, message, place)
+
+    def _add(self, kind: type[AdapterRejected], message: str, place: Place | None) -> None:
+        self._problems.add(kind, message, None if place is None or place[1] in OUTSIDE_LAYERS else place[0])
+
+    # -- what the config says of a module -------------------------------------------------------------------------
+
+    def rank(self, place: Place) -> int:
+        """By r and rank_pattern, as PEFT reads them; 1 where the config is malformed."""
+        if self.settings is None:
+            return 1
+        name = self.name(place)
+        return self.settings.rank_pattern[self._ranks[name]][1] if name in self._ranks else self.settings.r
+
+    def scaling(self, place: Place) -> float:
+        """alpha / rank by the config; a problem if it is over the limit."""
+        if self.settings is None:
+            return 1.0
+        name = self.name(place)
+        alpha = self.settings.lora_alpha
+        if name in self._alphas:
+            alpha = self.settings.alpha_pattern[self._alphas[name]][1]
+        scaling = alpha / self.rank(place)
+        if abs(scaling) > self.limits.max_scaling:
+            self.malformed(
+                f"{place[1]} has scaling {scaling:g} {{layers}} (alpha {alpha:g}, rank {self.rank(place)}); at most "
+                f"{self.limits.max_scaling:g} is taken.",
+                place,
+            )
+        return scaling
+
+    # -- what a module's tensors are ------------------------------------------------------------------------------
+
+    def has_all(self, place: Place, parts: Sequence[str]) -> bool:
+        """Whether the file holds all of these of the module; a problem names what it doesn't."""
+        missing = [part for part in parts if part not in self.places[place]]
+        if missing:
+            there = ", ".join(self.places[place]) or "nothing"
+            self.malformed(f"{place[1]} has {there} and no {', '.join(missing)} {{layers}}.", place)
+        return not missing
+
+    def has_shape(self, place: Place, part: str, shape: tuple[int, ...], because: str) -> bool:
+        """Whether the tensor has the shape that the base and the config give it; a problem if not, with `because`."""
+        found = self.places[place][part].shape
+        if found != shape:
+            self.mismatch(
+                f"{place[1]}.{part} is {_sizes(found)} {{layers}}; on this base it is {_sizes(shape)} ({because}).",
+                place,
+            )
+        return found == shape
+
+    def has_rank(self, place: Place, part: str, axis: int) -> bool:
+        """Whether that axis of the tensor is as long as the config's rank; a problem if not."""
+        shape, rank = self.places[place][part].shape, self.rank(place)
+        found = shape[axis] if len(shape) == 2 else 0
+        if found != rank and self.settings is not None:
+            self.malformed(
+                f"{place[1]}.{part} is {_sizes(shape)} {{layers}}; the config gives it rank {rank} (r, rank_pattern).",
+                place,
+            )
+        return found == rank and self.settings is not None
+
+    def has_room(self, place: Place, rank: int, how: str) -> bool:
+        """Whether factors of that rank may be made; `how` explains the rank to whom it is refused."""
+        if rank > self.limits.max_rank:
+            self.unsupported(
+                f"{place[1]} would be served as LoRA of rank {rank:,} {{layers}} ({how}); at most {self.limits.max_rank} is taken.",
+                place,
+            )
+            return False
+        self._bytes += num_bytes(rank, self.base.modules[place[1]])
+        return self._bytes <= self.limits.max_factors_bytes
+
+    def finish(self, modules: Sequence[ModuleIR]) -> AdapterIR:
+        """The adapter, if there were no problems.
+
+        Raises:
+            AdapterFormatError, AdapterUnsupported, AdapterBaseMismatch: as `compile_adapter`.
+        """
+        if self._bytes > self.limits.max_factors_bytes:
+            self.unsupported(
+                f"The adapter would take {self._bytes:,} bytes as LoRA, in float32; at most {self.limits.max_factors_bytes:,} are "
+                "taken. Train it with a smaller r, or on fewer modules."
+            )
+        if not self.places and not self._problems.by_message:
+            self.malformed(f"The file holds no tensors of {self.kind}.")
+        self._problems.raise_if_any()
+        dtypes = {t.dtype for m in modules for t in (m.lora_a, m.lora_b) if t is not None}
+        return AdapterIR(tuple(modules), dtype=dtypes.pop() if len(dtypes) == 1 else "F32", kind=self.kind)
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    def name(self, place: Place) -> str:
+        """As PEFT sees it: ``model.layers.3.self_attn.q_proj``."""
+        return self._compiler.module_name(self.base, *place)
+
+    def _read_settings(
+        self, table: Mapping[str, FieldRule], rank: str | None, alpha: str | None
+    ) -> LoraSettings | None:
+        """The kind's config, read as LoRA's of the same reach."""
+        names = [name for name in (*_REACH, "rank_pattern", "alpha_pattern") if name in table]
+        as_lora = {
+            "peft_type": "LORA",
+            "r": self.config.get(rank) if rank else 1,
+            "lora_alpha": self.config.get(alpha) if alpha else 1,
+            **{name: self.config[name] for name in names if name in self.config},
+        }
+        settings, problems = read_settings(as_lora, dataclasses.replace(self.limits, max_rank=_MAX_R))
+        for problem in problems:
+            message = problem.message.replace("lora_alpha", alpha or "lora_alpha")
+            (self.unsupported if problem.is_unsupported else self.malformed)(message)
+        return settings
+
+    def _match_patterns(self) -> tuple[dict[str, int], dict[str, int]]:
+        if self.settings is None:
+            return {}, {}
+        names = [self.name(place) for place in self.places]
+        return (
+            first_matches([p for p, _ in self.settings.rank_pattern], names),
+            first_matches([p for p, _ in self.settings.alpha_pattern], names),
+        )
+
+    def _sort_out(self, parts: Sequence[str], tensors: Mapping[str, TensorView]) -> dict[Place, dict[str, TensorView]]:
+        places: dict[Place, dict[str, TensorView]] = {}
+        for name, tensor in tensors.items():
+            path, _, part = name.rpartition(".")
+            if part not in parts or not path.startswith(self._compiler.PREFIX):
+                self._explain(name, parts)
+                continue
+            place = self._find(name, path.removeprefix(self._compiler.PREFIX))
+            if place is not None:
+                places.setdefault(place, {})[part] = tensor
+        order = {module: index for index, module in enumerate(self.base.modules)}
+        return dict(sorted(places.items(), key=lambda item: (item[0][0], order[item[0][1]])))
+
+    def _find(self, name: str, path: str) -> Place | None:
+        """Where the module of that path is; a problem if the base has none there, or PEFT's kind acts on no such."""
+        by_path = {path: module for module, path in self.base.module_paths.items() if module in self.base.modules}
+        layers_path = self.base.layers_path + "."
+        if by_path.get(path) == "lm_head":
+            return 0, "lm_head"
+        number, _, module_path = path.removeprefix(layers_path).partition(".")
+        module = by_path.get(module_path)
+        if not path.startswith(layers_path) or not number.isdecimal() or str(int(number[:9])) != number:
+            self.mismatch(
+                f"{shown(name, 200)} is for {shown(path, 120)}; adapters of kind {self.kind} act on "
+                f"{layers_path}<layer>.<module> and lm_head."
+            )
+        elif module is None or module in OUTSIDE_LAYERS:
+            self.mismatch(
+                f"The adapter has tensors for {shown(module_path, 120)} {{layers}}; this base has "
+                f"{', '.join(path for path, module in by_path.items() if module not in OUTSIDE_LAYERS)}.",
+                (int(number), ""),
+            )
+        elif int(number) >= self.base.num_layers:
+            self.mismatch(
+                f"The adapter has tensors {{layers}}; this base has {self.base.num_layers} layers (0 to {self.base.num_layers - 1}).",
+                (int(number), ""),
+            )
+        else:
+            return int(number), module
+        return None
+
+    def _explain(self, name: str, parts: Sequence[str]) -> None:
+        text = shown(name, 200)
+        if any(f".{part}." in name for part in parts):
+            self.malformed(
+                f"{text} has the adapter's name in its key, as in a running model. Save with PEFT's save_pretrained, which takes it out."
+            )
+        elif name.rpartition(".")[2] in parts:
+            self.malformed(
+                f"{text} doesn't begin with \"{self._compiler.PREFIX}\", as PEFT's save_pretrained writes it."
+            )
+        else:
+            self.unsupported(
+                f"{text} isn't one of the tensors of {self.kind}, which are {', '.join(parts)}; only these are served."
+            )
+
+    def _check_reach(self, settings: LoraSettings) -> None:
+        """The modules that the config would give an update must be those that have tensors."""
+        for layer in range(self.base.num_layers):
+            for module in self.base.modules:
+                place = (layer, module)
+                if module == "embed_tokens" or (layer and module in OUTSIDE_LAYERS):
+                    continue
+                is_meant = self._compiler._is_targeted(settings, self.base, layer, module)
+                if is_meant and place not in self.places:
+                    self.malformed(
+                        f"The config targets {module} {{layers}}, and the file holds no tensors for it.", place
+                    )
+                elif place in self.places and not is_meant:
+                    self.malformed(
+                        f"The file holds tensors for {module} {{layers}}, which the config doesn't target.", place
+                    )
+
+
+def _sizes(shape: Sequence[int]) -> str:
+    return "×".join(map(str, shape)) or "a number"

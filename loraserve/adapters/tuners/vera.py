@@ -1,0 +1,102 @@
+"""VeRA: ΔW = diag(b) B · diag(d) A, with one B and A for all modules, of which each takes as many rows and columns as it has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from loraserve.adapters.ir import AdapterIR, ModuleIR, TensorView
+from loraserve.adapters.peft_config import FIELDS as LORA
+from loraserve.adapters.tuners.compilation import Compilation, Place
+from loraserve.adapters.tuners.factors import Matrix, as_float32, as_view, split
+from loraserve.adapters.tuners.fields import DROPOUT, INIT, TRANSPOSED, fields, ignored, implemented, refused
+from loraserve.limits import LIMITS, Limits
+from loraserve.types import BaseSpec
+
+FIELDS = fields(
+    "VeRA",
+    r=implemented("the rank of vera_A and vera_B; it must agree with the tensors"),
+    save_projection=implemented("vera_A and vera_B must be in the file; without them the adapter is refused"),
+    projection_prng_key=ignored("vera_A and vera_B are read from the file"),
+    layers_to_transform=LORA["layers_to_transform"],
+    layers_pattern=LORA["layers_pattern"],
+    fan_in_fan_out=TRANSPOSED,
+    bias=refused("trained biases are served with LoRA alone", "none"),
+    modules_to_save=LORA["modules_to_save"],
+    vera_dropout=DROPOUT,
+    d_initial=INIT,
+    init_weights=INIT,
+)
+"""Every field of peft.VeraConfig (0.21); a test compares the two."""
+
+_PARTS = ("vera_lambda_b", "vera_lambda_d")
+_A, _B = "base_model.vera_A", "base_model.vera_B"
+
+
+def compile_vera(
+    config: Mapping[str, Any], tensors: Mapping[str, TensorView], base: BaseSpec, limits: Limits = LIMITS
+) -> AdapterIR:
+    """The adapter in the base's terms, each module with factors of its own; they are computed, in float32.
+
+    The rank is r, or the smaller side of a module where that is less.
+
+    Raises:
+        AdapterRejected: as `compile_adapter`; also AdapterUnsupported where the file lacks vera_A and vera_B, or with the bytes that the
+            factors would take.
+    """
+    work = Compilation("VERA", FIELDS, _PARTS, config, tensors, base, limits, alpha=None, shared=(_A, _B))
+    projections = _projections(work)
+    modules = [module for place in work.places if (module := _compile(work, place, projections)) is not None]
+    return work.finish(modules)
+
+
+def _projections(work: Compilation) -> tuple[Matrix, Matrix] | None:
+    """vera_A and vera_B, of the sizes that PEFT gives them on this base; None and a problem if they aren't there."""
+    is_saved = work.config.get("save_projection", True)
+    missing = [name for name in (_A, _B) if name not in work.shared]
+    if is_saved is not True or missing:
+        said = (
+            f"save_projection is {str(is_saved).lower()}"
+            if is_saved is not True
+            else f"the file has no {' and '.join(missing)}"
+        )
+        work.unsupported(
+            f"{said}: PEFT then draws vera_A and vera_B anew from projection_prng_key, and what its generator gives depends on the "
+            "machine. Save the adapter with save_projection=True."
+        )
+        return None
+    if not work.places or work.settings is None:
+        return None
+    a, b = work.shared[_A], work.shared[_B]
+    sides = [work.base.modules[module] for _, module in work.places]
+    expected = ((work.settings.r, max(i for _, i in sides)), (max(o for o, _ in sides), work.settings.r))
+    if (a.shape, b.shape) != expected:
+        found = " and ".join("×".join(map(str, shape)) for shape in (a.shape, b.shape))
+        meant = " and ".join("×".join(map(str, shape)) for shape in expected)
+        work.mismatch(
+            f"vera_A and vera_B are {found}; for r = {work.settings.r} and this base's modules they are {meant}."
+        )
+        return None
+    return as_float32(a), as_float32(b)
+
+
+def _compile(work: Compilation, place: Place, projections: tuple[Matrix, Matrix] | None) -> ModuleIR | None:
+    (out_features, in_features), r = work.base.modules[place[1]], work.rank(place)
+    if not work.has_all(place, _PARTS) or work.settings is None:
+        return None
+    fits = [
+        work.has_shape(place, "vera_lambda_b", (out_features,), "its output size"),
+        work.has_shape(place, "vera_lambda_d", (r,), f"r = {r}"),
+    ]
+    rank = min(r, out_features, in_features)
+    if not all(fits) or not work.has_room(place, rank, f"r = {r}") or projections is None:
+        return None
+    lambda_b, lambda_d = (as_float32(work.places[place][part]) for part in _PARTS)
+    with np.errstate(over="ignore", invalid="ignore"):
+        a = lambda_d[:, None] * projections[0][:, :in_features]
+        b = lambda_b[:, None] * projections[1][:out_features]
+        if rank < r:
+            b, a = split(b @ a)
+    return ModuleIR(*place, rank=rank, scaling=1.0, lora_a=as_view(a), lora_b=as_view(b))

@@ -1,0 +1,89 @@
+"""LoHa, LoKr, VeRA and AdaLoRA as PEFT saves them, compiled by us, are the same updates that PEFT computes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+
+from loraserve.adapters.compiler import module_name
+from loraserve.types import BaseSpec
+
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("FutureWarning", "UserWarning", "RuntimeWarning")
+]
+
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ADALORA: dict[str, Any] = {"total_step": 10, "tinit": 1, "tfinal": 1}
+PRUNED = {
+    f"model.layers.{layer}.self_attn.{module}.lora_E.default": [True, False, index > layer, True]
+    for index, module in enumerate(("q_proj", "v_proj"))
+    for layer in range(3)
+}
+
+CASES: dict[str, peft.PeftConfig] = {
+    "LoHa": peft.LoHaConfig(r=3, alpha=5, target_modules=LINEARS),
+    "LoHa, r² over a module's sides": peft.LoHaConfig(r=6, alpha=2, target_modules=LINEARS),
+    "LoHa, patterns": peft.LoHaConfig(
+        r=2,
+        alpha=4,
+        target_modules=["q_proj", "up_proj", "down_proj"],
+        rank_pattern={"layers.1.self_attn.q_proj": 3, "^model.layers.0.mlp.down_proj": 1},
+        alpha_pattern={"up_proj": 7},
+        use_effective_conv2d=True,
+    ),
+    "LoHa, all-linear but one": peft.LoHaConfig(
+        r=2, alpha=4, target_modules="all-linear", exclude_modules=["layers.1.mlp.up_proj"]
+    ),
+    "LoKr": peft.LoKrConfig(r=2, alpha=5, target_modules=LINEARS),
+    "LoKr, both whole": peft.LoKrConfig(r=64, alpha=5, target_modules=LINEARS, rank_dropout_scale=True),
+    "LoKr, both products": peft.LoKrConfig(r=1, alpha=3, target_modules=LINEARS, decompose_both=True),
+    "LoKr, a factor": peft.LoKrConfig(r=3, alpha=3, target_modules=LINEARS, decompose_factor=4, decompose_both=True),
+    "LoKr, a factor that doesn't divide": peft.LoKrConfig(
+        r=2, alpha=3, target_modules=LINEARS, decompose_factor=5, init_weights="lycoris"
+    ),
+    "LoKr, patterns": peft.LoKrConfig(
+        r=2,
+        alpha=4,
+        target_modules=["q_proj", "up_proj", "k_proj"],
+        rank_pattern={"layers.1.self_attn.q_proj": 3, "k_proj": 16},
+        alpha_pattern={"up_proj": 7},
+        layers_to_transform=[0, 1],
+    ),
+    "VeRA": peft.VeraConfig(r=12, target_modules=LINEARS),
+    "VeRA, r over a module's sides": peft.VeraConfig(
+        r=40, target_modules=["k_proj", "down_proj"], layers_to_transform=[1], projection_prng_key=5
+    ),
+    "AdaLoRA": peft.AdaLoraConfig(init_r=4, lora_alpha=3, target_modules=LINEARS, use_rslora=True, **ADALORA),
+    "AdaLoRA, no alpha": peft.AdaLoraConfig(init_r=5, lora_alpha=0, target_modules=["o_proj"], **ADALORA),
+    "AdaLoRA, ranks cut down": peft.AdaLoraConfig(
+        init_r=4, lora_alpha=3, target_modules=["q_proj", "v_proj"], rank_pattern=dict(PRUNED), **ADALORA
+    ),
+    "AdaLoRA, ranks cut down and no alpha": peft.AdaLoraConfig(
+        init_r=4, lora_alpha=0, target_modules=["q_proj", "v_proj"], rank_pattern=dict(PRUNED), **ADALORA
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_modules_update_equals_pefts(
+    case: str,
+    tmp_path: Path,
+    make_base: Callable[..., BaseSpec],
+    save_adapter: Callable[..., Any],
+    load_adapter: Callable[..., Any],
+    compile_kind: Callable[..., Any],
+    delta: Callable[..., torch.Tensor],
+) -> None:
+    base = make_base()
+    ir = compile_kind(save_adapter(tmp_path, CASES[case]), base)
+    ours = {module_name(base, m.layer, m.module): delta(m) for m in ir.modules}
+    theirs = {name: layer.get_delta_weight("default").detach() for name, layer in load_adapter(tmp_path).items()}
+    assert ours.keys() == theirs.keys()
+    assert ir.kind == CASES[case].peft_type
+    for name, update in theirs.items():
+        torch.testing.assert_close(ours[name], update, rtol=1e-5, atol=1e-6 * float(update.abs().max()))
