@@ -12,7 +12,7 @@ from loraserve.model.backend import Backend, DecoderLayer, Norm, Step
 from loraserve.model.config import ModelConfig
 from loraserve.model.experts import MixtureOfExperts
 from loraserve.model.inputs import GpuInputs, KVTensors, ModelInputs
-from loraserve.model.layers import cap_softly
+from loraserve.model.layers import RMSNorm, cap_softly
 from loraserve.model.lora import LoraLinear
 from loraserve.model.quantize import Linear, row_blocks
 from loraserve.types import BaseSpec
@@ -120,8 +120,9 @@ class Decoder:
         x = self._layers[0].attention_norm(hidden)
         for i in range(last):
             layer = self._layers[i]
+            x = self._with_own_norms(x, hidden, inputs.lora, i, "attention_norm")
             attended = step.attend(layer, layer.qkv(x, inputs.lora), kv.k[i], kv.v[i])
-            delta = self._finish(layer, hidden, attended, inputs.lora)
+            delta = self._finish(i, hidden, attended, inputs.lora)
             x = self._layers[i + 1].attention_norm.after_adding(hidden, delta)
         return self._last_layer(step, hidden, x, inputs, kv)
 
@@ -129,7 +130,7 @@ class Decoder:
         self, step: Step, hidden: Tensor, x: Tensor, inputs: ModelInputs | GpuInputs, kv: KVTensors
     ) -> Tensor:
         layer, rows, lora = self._layers[-1], inputs.logits_rows, inputs.lora
-        qkv = layer.qkv(x, lora)
+        qkv = layer.qkv(self._with_own_norms(x, hidden, lora, len(self._layers) - 1, "attention_norm"), lora)
         if rows is not None and rows.shape[0] == 0:
             step.store(layer, qkv, kv.k[-1], kv.v[-1])
             return hidden.new_empty(0, self.spec.vocab_size)
@@ -137,17 +138,29 @@ class Decoder:
         if rows is not None and rows.shape[0] < hidden.shape[0]:
             # nobody reads the other rows from here on
             hidden, attended, lora = hidden[rows], attended[rows], inputs.logits_lora
-        delta = self._finish(layer, hidden, attended, lora)
-        return self._finish_logits(self._head(self._norm.after_adding(hidden, delta), lora))
+        delta = self._finish(len(self._layers) - 1, hidden, attended, lora)
+        x = self._with_own_norms(self._norm.after_adding(hidden, delta), hidden, lora, 0, "norm")
+        return self._finish_logits(self._head(x, lora))
 
     def _finish_logits(self, logits: Tensor) -> Tensor:
         if self.config.logits_scale != 1.0:
             logits.mul_(self.config.logits_scale)
         return logits if self.config.logits_cap is None else cap_softly(logits, self.config.logits_cap)
 
-    def _finish(
-        self, layer: DecoderLayer, hidden: Tensor, attended: Tensor, lora: LoraPlan | GpuLoraPlan | None
-    ) -> Tensor:
-        """Add the attention's output to `hidden` in place; return the MLP's, which is still to be added."""
+    def _finish(self, index: int, hidden: Tensor, attended: Tensor, lora: LoraPlan | GpuLoraPlan | None) -> Tensor:
+        """Add a layer's attention's output to `hidden` in place; return the MLP's, which is still to be added."""
+        layer = self._layers[index]
         x = layer.mlp_norm.after_adding(hidden, layer.o(attended, lora))
-        return layer.mlp(x, lora)
+        return layer.mlp(self._with_own_norms(x, hidden, lora, index, "mlp_norm"), lora)
+
+    def _with_own_norms(
+        self, x: Tensor, hidden: Tensor, lora: LoraPlan | GpuLoraPlan | None, layer: int, norm: str
+    ) -> Tensor:
+        """Return the normed rows of `hidden`, with those of adapters that have this norm's weight of their own normed by that. On GPUs none has."""
+        if isinstance(lora, LoraPlan) and lora.has_norms:
+            for segment in lora.segments:
+                weight = segment.adapter.norms.get((layer, norm))
+                if weight is not None:
+                    rows = slice(segment.row_start, segment.row_end)
+                    x[rows] = RMSNorm(weight, self.config.rms_norm_eps)(hidden[rows])
+        return x
