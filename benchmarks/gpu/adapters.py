@@ -13,7 +13,8 @@ from benchmarks.gpu.limits import SiteShape
 from benchmarks.gpu.machine import Machine
 from loraserve_kernels.gpu_plan import GpuLoraPlan
 from loraserve_kernels.layout import LAYER_MODULES, MODULE_INDEX, MODULES, SITES, LoraModule
-from loraserve_kernels.paged_layout import A_UNITS, B_UNITS, RANK_TILE, UNIT_BYTES, AdapterPages, make_pages
+from loraserve_kernels.paged_layout import A_UNITS, B_UNITS, RANK_TILE, UNIT_BYTES, AdapterPages
+from loraserve_kernels.paged_packing import make_pages
 from loraserve_kernels.paged_pool import PagedPool
 
 Shapes = Mapping[str, tuple[int, int]]

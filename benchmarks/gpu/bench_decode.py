@@ -19,7 +19,7 @@ from benchmarks.gpu.steps import BLOCK_SIZE, Steps
 from loraserve.types import SamplingParams
 from loraserve_kernels.gpu_sampling import SamplingRows, sample
 from loraserve_kernels.layout import LAYER_MODULES, LoraModule
-from loraserve_kernels.paged_layout import make_pages
+from loraserve_kernels.paged_packing import make_pages
 from loraserve_kernels.paged_pool import PagedPool
 
 FORMATS = ("none", "int4", "int8")

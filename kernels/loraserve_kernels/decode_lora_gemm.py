@@ -1,7 +1,7 @@
 """A linear for up to 64 rows and LoRA's expand in one launch, after shrink. A Triton kernel.
 
 A column tile has `SPLIT_K` programs that sum the linear's products, as in `decode_gemm`, and `LORA_PARTS` programs that multiply the shrunk sums of some of
-the step's row tiles by their adapters' B meanwhile. The last to arrive puts them together: ``(1 + δ) (sums + Δ) + bias``, rounded once. Rows without an adapter
+the step's row tiles by their adapters' B meanwhile. The last to arrive puts them together: ``(1 + δ) (sums + Δ) + bias + shift``, rounded once. Rows without an adapter
 get the bits that `decode_gemm` gives them, and a row's Δ is one program's work: its bits depend neither on the other rows nor on how many parts there are.
 """
 
@@ -16,6 +16,8 @@ from loraserve_kernels.expand import add_products
 
 DELTA_UNIT = tl.constexpr(paged_layout.DELTA_UNIT)
 HAS_DELTA = tl.constexpr(paged_layout.HAS_DELTA)
+SHIFT_UNIT = tl.constexpr(paged_layout.SHIFT_UNIT)
+HAS_SHIFT = tl.constexpr(paged_layout.HAS_SHIFT)
 UNIT_BITS = tl.constexpr(8 * paged_layout.UNIT_BYTES)
 
 
@@ -28,7 +30,7 @@ def decode_lora_gemm_kernel(  # type: ignore[no-untyped-def]
     zeros_ptr,
     bias_ptr,
     out_ptr,
-    planes_ptr,  # [tiles, SPLIT_K + 2, HALVES * BLOCK_M, BLOCK_N] float32: the sums' parts, Δ, δ
+    planes_ptr,  # [tiles, SPLIT_K + 3, HALVES * BLOCK_M, BLOCK_N] float32: the sums' parts, Δ, δ, shifts
     counters_ptr,
     scratch_ptr,  # as in expand_kernel, down to plan_ptr
     weights_ptr,
@@ -72,7 +74,7 @@ def decode_lora_gemm_kernel(  # type: ignore[no-untyped-def]
     PLANE: tl.constexpr = HALVES * BLOCK_M * BLOCK_N
     tile = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
-    planes = planes_ptr + tile.to(tl.int64) * ((SPLIT_K + 2) * PLANE)
+    planes = planes_ptr + tile.to(tl.int64) * ((SPLIT_K + 3) * PLANE)
     num_row_tiles = tl.load(plan_ptr + HEADER_AT + 2)
     tiles_at = tl.multiple_of(tl.load(plan_ptr + HEADER_AT + 3), 16)
     in1 = (tile * BLOCK_N >= N0).to(tl.int32)
@@ -97,26 +99,28 @@ def decode_lora_gemm_kernel(  # type: ignore[no-untyped-def]
         offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         for half in tl.static_range(HALVES):
             rows = tl.arange(0, BLOCK_M) + half * BLOCK_M
-            # 0: the base's; 1: has an adapter; 2: which has a δ
+            # 0: the base's; 1: has an adapter; 2: which has a δ or a shift
             state = tl.max(tl.where(rows[:, None] == with_lora[None, :], states[None, :], 0), axis=1)
             y = sum_of_parts(planes, half, num_rows, SPLIT_K, BLOCK_M, HALVES, BLOCK_N)
             if FORMAT != "plain" and not BY_GROUP:
                 y = scaled(y, scales_ptr, stride_scale_n, offs_n, N)
             delta_ptrs = planes + SPLIT_K * PLANE + rows[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-            has_lora, has_delta = (state > 0)[:, None], (state > 1)[:, None]
+            has_lora, has_ending = (state > 0)[:, None], (state > 1)[:, None]
             # not even a zero is added to the base's rows
             y = tl.where(has_lora, y + tl.load(delta_ptrs, mask=has_lora, other=0.0, cache_modifier=".cg"), y)
-            delta = tl.load(delta_ptrs + PLANE, mask=has_delta, other=0.0, cache_modifier=".cg")
-            y = tl.where(has_delta, y + delta * y, y)
+            delta = tl.load(delta_ptrs + PLANE, mask=has_ending, other=0.0, cache_modifier=".cg")
+            y = tl.where(has_ending, y + delta * y, y)
             if HAS_BIAS:
                 y = y + tl.load(bias_ptr + offs_n).to(tl.float32)[None, :]
+            shift = tl.load(delta_ptrs + 2 * PLANE, mask=has_ending, other=0.0, cache_modifier=".cg")
+            y = tl.where(has_ending, y + shift, y)
             out = out_ptr + rows[:, None].to(tl.int64) * stride_out + offs_n[None, :]
             tl.store(out, y.to(out_ptr.dtype.element_ty), mask=(rows < num_rows)[:, None])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def expand_tiles(  # type: ignore[no-untyped-def]
-    plane,  # Δ's; δ's follows
+    plane,  # Δ's; δ's and the shifts' follow
     scratch_ptr,
     weights_ptr,
     lora_codes_ptr,
@@ -137,7 +141,7 @@ def expand_tiles(  # type: ignore[no-untyped-def]
     LORA_STAGES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Leave Δ, and δ where there is one, of every so many-th row tile's rows in the rows' places of their planes."""
+    """Leave Δ, and where there is a δ or a shift both, of every so many-th row tile's rows in the rows' places of their planes."""
     offs_m = tl.arange(0, LORA_BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
     for row_tile in range(lora_part, num_row_tiles, LORA_PARTS):
@@ -148,7 +152,7 @@ def expand_tiles(  # type: ignore[no-untyped-def]
         first_item = tl.load(tile_ptr + 4 + slice_ * 4)
         num_items = tl.load(tile_ptr + 5 + slice_ * 4)
         first_tile = tl.load(tile_ptr + 6 + slice_ * 4)
-        has_delta = tl.load(tile_ptr + 7 + slice_ * 4)
+        has_ending = tl.load(tile_ptr + 7 + slice_ * 4)
         is_row = offs_m < tl.where(num_items > 0, num_rows, 0)
         rows = tl.load(perm_ptr + row0 + offs_m, mask=is_row, other=0)
         h_ptr = scratch_ptr + first_item.to(tl.int64) * (LORA_SPLIT_K * LORA_BLOCK_M * 16)
@@ -167,26 +171,31 @@ def expand_tiles(  # type: ignore[no-untyped-def]
             )  # fmt: skip
         out = plane + rows[:, None] * BLOCK_N + offs_n[None, :]
         tl.store(out, acc, mask=is_row[:, None])
-        if has_delta != 0:
+        if has_ending != 0:
             delta = tl.full((BLOCK_N,), 0.0, dtype=tl.float32)
+            shift = tl.full((BLOCK_N,), 0.0, dtype=tl.float32)
             # at another layer, if not at this
             if tl.load(record_ptr + HAS_DELTA) != 0:
                 start = tl.load(record_ptr + DELTA_UNIT).to(tl.int64) * (UNIT_BITS // 32) + first_column
                 delta = tl.load(deltas_ptr + tl.multiple_of(start, 8) + offs_n)
+            if tl.load(record_ptr + HAS_SHIFT) != 0:
+                start = tl.load(record_ptr + SHIFT_UNIT).to(tl.int64) * (UNIT_BITS // 32) + first_column
+                shift = tl.load(deltas_ptr + tl.multiple_of(start, 8) + offs_n)
             tl.store(out + PLANE, tl.broadcast_to(delta[None, :], (LORA_BLOCK_M, BLOCK_N)), mask=is_row[:, None])
+            tl.store(out + 2 * PLANE, tl.broadcast_to(shift[None, :], (LORA_BLOCK_M, BLOCK_N)), mask=is_row[:, None])
 
 
 @triton.jit
 def rows_with_lora(tiles_ptr, perm_ptr, num_row_tiles, slice_):  # type: ignore[no-untyped-def]
-    """For up to 64 places of the permutation: the row, and 1 if its adapter has the slice's module, 2 if with a δ; -1 and 0 where there is none."""
+    """For up to 64 places of the permutation: the row, and 1 if its adapter has the slice's module, 2 if with a δ or a shift; -1 and 0 where there is none."""
     offs = tl.arange(0, 64)
     is_tile = offs < num_row_tiles
     tile_ptrs = tiles_ptr + offs * 16
     row0 = tl.load(tile_ptrs, mask=is_tile, other=1 << 30)
     num_rows = tl.load(tile_ptrs + 1, mask=is_tile, other=0)
     num_items = tl.load(tile_ptrs + 5 + slice_ * 4, mask=is_tile, other=0)
-    has_delta = tl.load(tile_ptrs + 7 + slice_ * 4, mask=is_tile, other=0)
-    state_of_tile = tl.where(num_items > 0, tl.where(has_delta != 0, 2, 1), 0)
+    has_ending = tl.load(tile_ptrs + 7 + slice_ * 4, mask=is_tile, other=0)
+    state_of_tile = tl.where(num_items > 0, tl.where(has_ending != 0, 2, 1), 0)
     # a site's row tiles stand in the order of the permutation, and no step that comes here has more than 64 rows
     places = tl.min(row0, axis=0) + offs
     is_in = (places[:, None] >= row0[None, :]) & (places[:, None] - row0[None, :] < num_rows[None, :])

@@ -2,7 +2,7 @@
 
 A fixed grid of programs takes (row tile, chunk of columns) pairs until the device-side count is reached. Only rows of the permutation are read or
 written; where an adapter lacks a slice's module, the slice's columns aren't either. Where it has a δ, what the columns hold beside the bias is multiplied by
-1 + δ before they are written.
+1 + δ before they are written; where it has a shift, that is added last.
 
 Adapters stored in 16 bits and in int8 share a launch: a row tile says which its adapter is, and the program takes one of two loops.
 """
@@ -18,6 +18,8 @@ B_UNITS = tl.constexpr(paged_layout.B_UNITS)
 MULTIPLIERS = tl.constexpr(paged_layout.MULTIPLIERS)
 DELTA_UNIT = tl.constexpr(paged_layout.DELTA_UNIT)
 HAS_DELTA = tl.constexpr(paged_layout.HAS_DELTA)
+SHIFT_UNIT = tl.constexpr(paged_layout.SHIFT_UNIT)
+HAS_SHIFT = tl.constexpr(paged_layout.HAS_SHIFT)
 UNIT_BITS = tl.constexpr(8 * paged_layout.UNIT_BYTES)
 
 
@@ -67,7 +69,7 @@ def expand_kernel(  # type: ignore[no-untyped-def]
         first_item = tl.load(tile_ptr + 4 + slice_ * 4)
         num_items = tl.load(tile_ptr + 5 + slice_ * 4)
         first_tile = tl.load(tile_ptr + 6 + slice_ * 4)
-        has_delta = tl.load(tile_ptr + 7 + slice_ * 4)
+        has_ending = tl.load(tile_ptr + 7 + slice_ * 4)
         # an adapter without this slice's module has no row here
         is_row = offs_m < tl.where(num_items > 0, num_rows, 0)
         rows = tl.load(plan_ptr + PERM_AT + row0 + offs_m, mask=is_row, other=0).to(tl.int64)
@@ -94,7 +96,7 @@ def expand_kernel(  # type: ignore[no-untyped-def]
         y_ptrs = y_ptr + rows[:, None] * stride_y + (column + offs_n)[None, :]
         is_output = is_row[:, None] & is_column[None, :]
         acc += tl.load(y_ptrs, mask=is_output, other=0.0).to(tl.float32)
-        if has_delta != 0:  # noqa: SIM102 (on a device both sides of an "and" are loaded)
+        if has_ending != 0:
             # at another layer, if not at this
             if tl.load(record_ptr + HAS_DELTA) != 0:
                 start = tl.load(record_ptr + DELTA_UNIT).to(tl.int64) * (UNIT_BITS // 32) + first_column
@@ -104,6 +106,10 @@ def expand_kernel(  # type: ignore[no-untyped-def]
                 else:
                     bias = tl.load(bias_ptr + column + offs_n, mask=is_column, other=0.0).to(tl.float32)
                     acc += delta[None, :] * (acc - bias[None, :])
+            if tl.load(record_ptr + HAS_SHIFT) != 0:
+                start = tl.load(record_ptr + SHIFT_UNIT).to(tl.int64) * (UNIT_BITS // 32) + first_column
+                shift = tl.load(deltas_ptr + tl.multiple_of(start, 8) + offs_n, mask=is_column, other=0.0)
+                acc += shift[None, :]
         tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=is_output)
 
 
@@ -125,7 +131,7 @@ def add_products(  # type: ignore[no-untyped-def]
     NUM_STAGES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Return acc plus a row tile's shrunk sums times B, for some columns of one slice. δ is the caller's."""
+    """Return acc plus a row tile's shrunk sums times B, for some columns of one slice. δ and the shift are the caller's."""
     offs_m = tl.arange(0, BLOCK_M)
     offs_r = tl.arange(0, 16)
     offs_n = tl.arange(0, BLOCK_N)

@@ -22,6 +22,7 @@ from loraserve_kernels.errors import ShapeMismatch
 from loraserve_kernels.gpu_device import INTERPRETED
 from loraserve_kernels.gpu_lora import apply_lora, shrink, site_widths
 from loraserve_kernels.gpu_plan import HEADER, SITE_INDEX, GpuLoraPlan
+from loraserve_kernels.paged_layout import REPLACED_SITES
 from loraserve_kernels.prefill_gemm import prefill_gemm_kernel
 from loraserve_kernels.quantized import QuantizedWeight, zero_words
 
@@ -128,8 +129,8 @@ def weight_only_linear_lora(
 ) -> Tensor:
     """Return what `weight_only_linear` and then `apply_lora` give, up to rounding: with few rows, by shrink and one launch for everything else.
 
-    Rows without an adapter have the bits of `weight_only_linear`; those of a row with one depend on that row alone. More than `MAX_DECODE_ROWS` rows, and slices that column
-    tiles don't fill, take the two steps themselves.
+    Rows without an adapter have the bits of `weight_only_linear`; those of a row with one depend on that row alone. More than `MAX_DECODE_ROWS` rows, slices that column
+    tiles don't fill, and the head, of which adapters may replace rows, take the two steps themselves.
 
     Args:
         x, weight, bias, out_dtype: as `weight_only_linear` takes them; x's dtype is the pool's.
@@ -144,7 +145,8 @@ def weight_only_linear_lora(
     if site == "embed":
         raise ShapeMismatch("the embedding is no linear: gather its rows, then call apply_embedding_lora")
     widths = site_widths(plan, site)
-    if x.shape[0] not in range(1, MAX_DECODE_ROWS + 1) or any(width % config.block_n for width in widths):
+    is_few = x.shape[0] in range(1, MAX_DECODE_ROWS + 1)
+    if not is_few or site in REPLACED_SITES or any(width % config.block_n for width in widths):
         y = weight_only_linear(x, weight, bias, out_dtype=out_dtype)
         apply_lora(x, y, plan, site, layer, bias)
         return y
@@ -158,7 +160,7 @@ def weight_only_linear_lora(
     tensors, numbers, constants = _decode_launch(x, weight, bias, out, in_features, config)
     decode_lora_gemm_kernel[(tiles * (parts + lora_parts),)](
         *tensors,
-        _planes(x, tiles, parts + 2, config),
+        _planes(x, tiles, parts + 3, config),
         _counters(x.device),
         plan.scratch,
         pool.weights,

@@ -1,4 +1,5 @@
-"""LoRA on a GPU: shrink, then expand, for one site of one layer. Needs Triton; nothing that runs on a CPU imports this module.
+"""LoRA on a GPU for one site of one layer: shrink, then expand; before them, where adapters may replace rows of the base's weight, those. Needs Triton; nothing that runs on a
+CPU imports this module.
 
 With ``TRITON_INTERPRET=1`` in the environment before Triton's first import, the same entry runs the kernels on CPU tensors, slowly: for tests.
 """
@@ -13,8 +14,10 @@ from torch import Tensor
 from loraserve_kernels.errors import ShapeMismatch
 from loraserve_kernels.expand import expand_kernel
 from loraserve_kernels.gpu_device import INTERPRETED, PROGRAMS_PER_MULTIPROCESSOR, num_programs
-from loraserve_kernels.gpu_plan import BLOCK_K, HEADER, SITE_INDEX, GpuLoraPlan
-from loraserve_kernels.layout import MODULE_INDEX, SITES
+from loraserve_kernels.gpu_plan import BLOCK_K, HEADER, REPLACED_AT, SITE_INDEX, GpuLoraPlan
+from loraserve_kernels.modules import MODULE_INDEX, SITES
+from loraserve_kernels.paged_layout import REPLACED_SITES
+from loraserve_kernels.replace import replace_embedding_kernel, replace_kernel
 from loraserve_kernels.shrink import look_up_kernel, shrink_kernel
 
 
@@ -32,6 +35,10 @@ EXPAND_CONFIGS: dict[int, KernelConfig] = {16: KernelConfig(256, 4, 2), 32: Kern
 NARROW_EXPAND_CONFIGS: dict[int, KernelConfig] = {16: KernelConfig(128, 4, 2), 32: KernelConfig(128, 4, 2)}
 """By block_m. A block is columns of x (shrink) or of y (expand; narrow where y is float32 or sums have one part: 256 columns would spill there)."""
 
+REPLACE_EMBEDDING_CONFIG = KernelConfig(128, 4, 2)
+REPLACE_CHUNK = 1024
+"""Columns that one search for a row's token serves."""
+
 MAX_REGISTERS = 65536 // (4 * 32 * PROGRAMS_PER_MULTIPROCESSOR)
 """Of a thread: what lets all programs of the grid run at once. Left alone, the compiler takes more for expand than it needs."""
 
@@ -42,11 +49,10 @@ def expand_config(block_m: int, split: int, y_dtype: torch.dtype) -> KernelConfi
 
 
 def apply_lora(x: Tensor, y: Tensor, plan: GpuLoraPlan, site: str, layer: int, bias: Tensor | None = None) -> None:
-    """Add ``scaling · B A x`` to `y` in place, for every row that has an adapter and every slice of the site; leave other rows as they are.
+    """Turn `y` from ``W x + bias`` into ``(1 + δ) (W' x + B diag(scaling) A x) + bias + shift`` in place, for every row that has an adapter and every slice of the
+    site that the adapter has; leave other rows as they are. (`modules.LoraModule` has the terms.)
 
-    Where an adapter has a δ for a slice (DoRA), what these columns of its rows then hold beside the bias is multiplied by 1 + δ.
-
-    Two launches, no synchronisation, no allocation: may be captured in a CUDA graph and replayed after any later ``plan.fill``.
+    Two launches, three at ``lm_head``, no synchronisation, no allocation: may be captured in a CUDA graph and replayed after any later ``plan.fill``.
 
     Args:
         x: [at least num_tokens, in_features] of the pool's dtype, contiguous in the last dim. At ``lm_head``, the sampled rows: at least num_sampled.
@@ -54,7 +60,7 @@ def apply_lora(x: Tensor, y: Tensor, plan: GpuLoraPlan, site: str, layer: int, b
         plan: the step's.
         site: ``qkv``, ``o``, ``gate_up``, ``down`` or ``lm_head``.
         layer: which decoder layer; 0 for ``lm_head``.
-        bias: [sum of the site's out_features], contiguous: what y already holds of the linears' biases. Only δ needs it.
+        bias: [sum of the site's out_features], contiguous: what y already holds of the linears' biases. Only δ and replaced rows need it.
 
     Raises:
         ShapeMismatch: x, y, the bias and the plan disagree on rows, widths, dtypes or devices.
@@ -63,7 +69,10 @@ def apply_lora(x: Tensor, y: Tensor, plan: GpuLoraPlan, site: str, layer: int, b
     if site == "embed":
         raise ShapeMismatch("the embedding takes token ids, not rows of numbers: call apply_embedding_lora")
     _check_output(y, x, plan, site, bias)
-    shrink(x, plan, site, layer)
+    _check_input(x, plan, site)
+    if site in REPLACED_SITES:
+        _replace(x, y, plan, site, bias)
+    _shrink(x, plan, site, layer)
     _expand(y, plan, site, layer, bias)
 
 
@@ -73,14 +82,26 @@ def shrink(x: Tensor, plan: GpuLoraPlan, site: str, layer: int) -> None:
     Raises:
         ShapeMismatch: x and the plan disagree on rows, widths or dtypes.
     """
-    pool = plan.pool
-    in_features = pool.module_shapes[MODULE_INDEX[SITES[site][0]]][1]
+    _check_input(x, plan, site)
+    _shrink(x, plan, site, layer)
+
+
+def _check_input(x: Tensor, plan: GpuLoraPlan, site: str) -> None:
+    pool, in_features = plan.pool, _in_features(plan, site)
     num_rows = plan.num_sampled if site == "lm_head" else plan.num_tokens
     if x.shape[0] < num_rows or x.shape[1:] != (in_features,) or x.dtype != pool.dtype or x.stride(1) != 1:
         raise ShapeMismatch(
             f"x is {x.dtype} {tuple(x.shape)}; site {site} of this plan takes at least {num_rows} rows of {in_features}, "
             f"{pool.dtype} and contiguous in the last dim"
         )
+
+
+def _in_features(plan: GpuLoraPlan, site: str) -> int:
+    return plan.pool.module_shapes[MODULE_INDEX[SITES[site][0]]][1]
+
+
+def _shrink(x: Tensor, plan: GpuLoraPlan, site: str, layer: int) -> None:
+    pool, in_features = plan.pool, _in_features(plan, site)
     split, config = plan.split_k(site), SHRINK_CONFIGS[plan.block_m]
     shrink_kernel[(num_programs(x.device),)](
         x,
@@ -107,9 +128,10 @@ def shrink(x: Tensor, plan: GpuLoraPlan, site: str, layer: int) -> None:
 
 
 def apply_embedding_lora(token_ids: Tensor, y: Tensor, plan: GpuLoraPlan) -> None:
-    """Add ``scaling · B (column token_id of A)`` to `y` in place, for every row whose adapter has the module ``embed_tokens``; leave other rows as they are.
+    """Turn `y` into ``(1 + δ) (row token_id of the table + B diag(scaling) (column token_id of A))`` in place, for every row whose adapter has the module
+    ``embed_tokens``; leave other rows as they are. The table's rows are the base's, which `y` holds, but for those that the adapter replaces.
 
-    Where the adapter has a δ, these rows are then multiplied by 1 + δ. Launches as `apply_lora` does.
+    Three launches, as `apply_lora` does.
 
     Args:
         token_ids: [at least num_tokens] int64 or int32, contiguous; those of rows with an adapter are in the vocabulary.
@@ -127,6 +149,7 @@ def apply_embedding_lora(token_ids: Tensor, y: Tensor, plan: GpuLoraPlan) -> Non
     if token_ids.dtype not in (torch.int64, torch.int32):
         raise ShapeMismatch(f"token_ids is {token_ids.dtype}, not int64 or int32")
     _check_output(y, token_ids, plan, "embed", None)
+    _replace_embeddings(token_ids, y, plan)
     look_up_kernel[(num_programs(y.device),)](
         token_ids,
         pool.weights,
@@ -192,4 +215,57 @@ def _expand(y: Tensor, plan: GpuLoraPlan, site: str, layer: int, bias: Tensor | 
         # widths that no known base has take what they need
         maxnreg=MAX_REGISTERS if is_even else None,
         enable_fp_fusion=True,
+    )
+
+
+def _replace(x: Tensor, y: Tensor, plan: GpuLoraPlan, site: str, bias: Tensor | None) -> None:
+    """Write the products of each row with the weight's rows that its adapter replaces over the base's."""
+    pool, in_features, config = plan.pool, _in_features(plan, site), SHRINK_CONFIGS[plan.block_m]
+    replace_kernel[(num_programs(x.device),)](
+        x,
+        pool.weights,
+        pool.codes,
+        pool.records,
+        plan.buffer,
+        y,
+        bias,
+        in_features,
+        x.stride(0),
+        y.stride(0),
+        pool.records.stride(0),
+        HEADER_AT=4 * SITE_INDEX[site],
+        WORKS_AT=REPLACED_AT + SITE_INDEX[site],
+        PERM_AT=HEADER,
+        BLOCK_M=plan.block_m,
+        BLOCK_K=config.block,
+        EVEN_K=in_features % config.block == 0,
+        NUM_STAGES=config.num_stages,
+        WIDEN=INTERPRETED,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        enable_fp_fusion=True,
+    )
+
+
+def _replace_embeddings(token_ids: Tensor, y: Tensor, plan: GpuLoraPlan) -> None:
+    """Write the rows of tokens that the row's adapter replaces over the base's."""
+    pool, config = plan.pool, REPLACE_EMBEDDING_CONFIG
+    replace_embedding_kernel[(num_programs(y.device),)](
+        token_ids,
+        pool.weights,
+        pool.codes,
+        pool.records,
+        plan.buffer,
+        y,
+        y.shape[1],
+        y.stride(0),
+        pool.records.stride(0),
+        HEADER_AT=4 * SITE_INDEX["embed"],
+        WORKS_AT=REPLACED_AT + SITE_INDEX["embed"],
+        PERM_AT=HEADER,
+        BLOCK_M=plan.block_m,
+        BLOCK_N=config.block,
+        CHUNK_N=REPLACE_CHUNK,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )

@@ -1,14 +1,14 @@
 """Which rows of a step belong to which adapter, as the GPU's kernels read it: one buffer at one address, filled once a step for all layers.
 
 The buffer is int32. Its first `HEADER` numbers say, for each site in turn, how many work items there are, where they start, how many row tiles there are
-and where they start (in elements of the buffer); kernels read the counts there, so one captured CUDA graph serves every mix of adapters,
-ranks and rows. At `HEADER` stands the permutation: token rows sorted by adapter, base rows left out; then the same of the sampled rows, where the head
+and where they start (in elements of the buffer), and from `REPLACED_AT` on, for each site, how many pieces of work there are on rows that adapters have in the place of the base's; kernels read
+the counts there, so one captured CUDA graph serves every mix of adapters, ranks and rows. At `HEADER` stands the permutation: token rows sorted by adapter, base rows left out; then the same of the sampled rows, where the head
 has adapters. Then, packed:
 
     work item (shrink)   row0, num_rows, tile, kind: sixteen ranks of one module for up to block_m rows of one adapter
-    row tile (expand)    row0, num_rows, kind, 0, then for each of up to three slices: first work item, work items, first tile, whether there is a δ
+    row tile (expand)    row0, num_rows, kind, replaced rows, then for each of up to three slices: first work item, work items, first tile, whether there is a δ or a shift
 
-row0 counts in the permutation. The kind is 1 for an adapter stored in int8, 0 otherwise. Item i of a site leaves its sums at place i of `scratch`, so a row tile
+At the head and the embedding, which have one slice, the third's first word says how many pieces of work on replaced rows the row tiles before have: sixteen such rows are a piece. row0 counts in the permutation. The kind is 1 for an adapter stored in int8, 0 otherwise. Item i of a site leaves its sums at place i of `scratch`, so a row tile
 finds a slice's sums one after the other.
 """
 
@@ -19,21 +19,25 @@ import numpy.typing as npt
 import torch
 
 from loraserve_kernels.errors import InvalidPlan, ShapeMismatch
-from loraserve_kernels.layout import MODULE_INDEX, SITES
+from loraserve_kernels.modules import MODULE_INDEX, SITES
 from loraserve_kernels.paged_layout import (
     FIRST_ITEM,
     FIRST_SLICE,
     FIRST_TILE,
     KIND,
+    NUM_REPLACED,
     NUM_TILES,
     RANK_TILE,
+    REPLACED_SITES,
+    REPLACED_WORK,
     SITE_WORDS,
     SLICE_WORDS,
 )
 from loraserve_kernels.paged_pool import PagedPool
 
 BLOCK_K = 128
-HEADER = -(-4 * len(SITES) // 16) * 16
+REPLACED_AT = 4 * len(SITES)
+HEADER = -(-(REPLACED_AT + len(SITES)) // 16) * 16
 ITEM = 4
 ROW_TILE = SITE_WORDS
 ROWS_OF_A_TILE = (16, 32)
@@ -175,6 +179,13 @@ class GpuLoraPlan:
         header = out[: 4 * num_sites].reshape(num_sites, 4)
         header[:, 0], header[:, 1] = num_items, items_at + ITEM * items_before[:-1]
         header[:, 2], header[:, 3] = bounds[1:] - bounds[:-1], tiles_at + ROW_TILE * bounds[:-1]
+        out[REPLACED_AT : REPLACED_AT + num_sites] = 0
+        if row_tiles[:, NUM_REPLACED].any():
+            for replaced in map(SITE_INDEX.__getitem__, REPLACED_SITES):
+                tiles = row_tiles[bounds[replaced] : bounds[replaced + 1]]
+                works = (tiles[:, NUM_REPLACED] + np.int32(RANK_TILE - 1)) // np.int32(RANK_TILE)
+                tiles[:, REPLACED_WORK] = works.cumsum() - works
+                out[REPLACED_AT + replaced] = works.sum()
         out[HEADER : HEADER + len(perm)] = perm
         out[items_at : items_at + items.size] = items.ravel()
         out[tiles_at:end] = row_tiles.ravel()

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from loraserve_kernels.errors import PoolFull, ShapeMismatch
-from loraserve_kernels.layout import SITES
+from loraserve_kernels.modules import SITES
 from loraserve_kernels.paged_layout import (
     COMPUTE_DTYPES,
     FIRST_SLICE,
     FIRST_TILE,
+    NUM_REPLACED,
     NUM_TILES,
     NUM_UNITS,
     RECORD,
@@ -123,7 +125,7 @@ class PagedPool:
         slot, pages = self._free_slots.pop(), [self._free_pages.pop() for _ in range(num_pages)]
         self._tile_is_used[tiles] = True
         self._loaded[slot] = (pages, tiles)
-        # a unit of no page stands behind the last, and goes to 0
+        # a unit of no page stands behind the last, and is what it says itself: 0, or the id of a replaced row
         first_units = np.array([*pages, 0], dtype=np.int32) * np.int32(page_num_bytes // UNIT_BYTES)
         adapter.records.numpy()[..., :NUM_UNITS] = first_units[adapter.unit_pages] + adapter.units_in_page
         for first, count in _runs(pages):
@@ -145,13 +147,14 @@ class PagedPool:
         self._free_pages.extend(pages)
         self._tile_is_used[tiles] = False
         self.sites[slot, :, FIRST_SLICE + NUM_TILES :: SLICE_WORDS] = 0
+        self.sites[slot, :, NUM_REPLACED] = 0
         self._free_slots.append(slot)
 
 
 def _runs(pages: list[int]) -> list[tuple[int, int]]:
     """Pages that follow one another in the pool, each run as (first, how many): one copy takes them all."""
     edges = [i for i in range(len(pages)) if i == 0 or pages[i] != pages[i - 1] + 1]
-    return [(first, end - first) for first, end in zip(edges, [*edges[1:], len(pages)], strict=True)]
+    return [(first, end - first) for first, end in pairwise([*edges, len(pages)])]
 
 
 def _free_run(is_used: npt.NDArray[np.bool_], length: int) -> slice | None:

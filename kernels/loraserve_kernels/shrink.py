@@ -65,11 +65,11 @@ def shrink_kernel(  # type: ignore[no-untyped-def]
         k_end = tl.minimum(k_start + part, K)
         acc = tl.full((BLOCK_M, 16), 0.0, dtype=tl.float32)
         if kind == 0:
-            acc = _products(
+            acc = products(
                 acc, x_ptrs, weights_ptr, units, is_row, is_rank, k_start, k_end, K, BLOCK_K, EVEN_K, NUM_STAGES, WIDEN
             )
         else:
-            acc = _products(
+            acc = products(
                 acc, x_ptrs, codes_ptr, units, is_row, is_rank, k_start, k_end, K, BLOCK_K, EVEN_K, NUM_STAGES, WIDEN
             )
         acc = acc * multiplier[None, :]
@@ -78,7 +78,7 @@ def shrink_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _products(  # type: ignore[no-untyped-def]
+def products(  # type: ignore[no-untyped-def]
     acc,
     x_ptrs,
     pool_ptr,
@@ -93,6 +93,7 @@ def _products(  # type: ignore[no-untyped-def]
     NUM_STAGES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
+    """Return acc plus some rows of x times sixteen rows of the pool, between two columns."""
     offs_k = tl.arange(0, BLOCK_K)
     starts = tl.multiple_of(units * (UNIT_BITS // pool_ptr.dtype.element_ty.primitive_bitwidth), 16)
     a_ptrs = pool_ptr + starts[None, :] + offs_k[:, None]

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from loraserve.errors import AdapterUnavailable, ConfigError, InvariantViolation
@@ -15,25 +14,21 @@ from loraserve.memory.copies import Copies, CudaCopies, DirectCopies
 from loraserve.memory.device import DTYPE_NAMES, Footprint, HostAdapter, Placed, refuse_out_of_range
 from loraserve.types import BaseSpec
 from loraserve_kernels import threads
-from loraserve_kernels.errors import PoolFull
-from loraserve_kernels.layout import LAYER_MODULES, SITES, LoraModule
+from loraserve_kernels.errors import PoolFull, ShapeMismatch
+from loraserve_kernels.modules import LAYER_MODULES, LoraModule, ReplacedNorm
 from loraserve_kernels.paged_layout import (
-    FIRST_SLICE,
-    FIRST_TILE,
     MAX_RANK,
     MULTIPLIERS,
-    NUM_TILES,
     RANK_TILE,
     RECORD,
-    SLICE_WORDS,
     UNIT_BYTES,
     AdapterPages,
-    make_pages,
-    num_pages_of,
-    num_tiles_of,
     row_num_bytes,
+    tiles_of_sites,
 )
+from loraserve_kernels.paged_packing import make_pages
 from loraserve_kernels.paged_pool import PagedPool
+from loraserve_kernels.paged_sizes import num_pages_of, num_tiles_of, size_of
 
 PAGE_BYTES = 2 * MIB
 """At most, unless a row of the base's widest linear takes more."""
@@ -176,19 +171,25 @@ class GpuDevice:
         )
         return cls(base, pool, CudaCopies(device) if device.type == "cuda" else DirectCopies(), dtype)
 
-    def footprint(self, modules: Sequence[LoraModule], stored: torch.dtype) -> Footprint:
-        ranks = [(m.layer, m.module, m.lora_a.shape[0]) for m in modules]
+    def held_dtype(self, stored: torch.dtype) -> torch.dtype:
+        return self._dtype
+
+    def footprint(
+        self, modules: Sequence[LoraModule], stored: torch.dtype, norms: Sequence[ReplacedNorm] = ()
+    ) -> Footprint:
+        _refuse_norms(norms)
+        sizes, num_layers = [size_of(m) for m in modules], self._base.num_layers
         num_pages = num_pages_of(
-            ranks,
-            num_layers=self._base.num_layers,
+            sizes,
+            num_layers=num_layers,
             module_shapes=self._base.modules,
             page_num_bytes=self.pool.page_num_bytes,
             dtype=self._dtype,
-            deltas=[(m.layer, m.module) for m in modules if m.delta is not None],
         )
-        return Footprint(num_pages * self.pool.page_num_bytes, num_tiles_of(ranks), 1)
+        return Footprint(num_pages * self.pool.page_num_bytes, num_tiles_of(sizes, num_layers=num_layers), 1)
 
-    def pack(self, modules: Sequence[LoraModule], stored: torch.dtype) -> HostPages:
+    def pack(self, modules: Sequence[LoraModule], stored: torch.dtype, norms: Sequence[ReplacedNorm] = ()) -> HostPages:
+        _refuse_norms(norms)
         with threads.alone():
             refuse_out_of_range(modules, stored, self._dtype)
             pages = make_pages(
@@ -250,7 +251,7 @@ class GpuDevice:
             )
         owners = np.zeros(self.limits.num_tiles, dtype=np.int32)
         for p in placed:
-            for _, first, count in _tiles(self.pool.sites[self._slot(p)]):
+            for _, first, count in tiles_of_sites(self.pool.sites[self._slot(p)], self._base.num_layers):
                 owners[first : first + count] += 1
         if (owners > 1).any():
             problems.append("adapter tiles: one is of two adapters")
@@ -272,22 +273,25 @@ class GpuDevice:
         return placed.handle
 
 
-def _tiles(sites: npt.NDArray[np.int32]) -> list[tuple[str, int, int]]:
-    """(module, first tile, tiles) of an adapter, from its words for each site."""
-    found = []
-    for words, modules in zip(sites, SITES.values(), strict=True):
-        slices = words[FIRST_SLICE:].reshape(-1, SLICE_WORDS)
-        for module, of_slice in zip(modules, slices.tolist(), strict=False):
-            if of_slice[NUM_TILES]:
-                found.append((module, of_slice[FIRST_TILE], of_slice[NUM_TILES]))
-    return found
+def _refuse_norms(norms: Sequence[ReplacedNorm]) -> None:
+    """Raises: ShapeMismatch: there is one."""
+    if norms:
+        n = norms[0]
+        where = n.norm if n.norm == "norm" else f"layer {n.layer} {n.norm}"
+        raise ShapeMismatch(
+            f"{where}: the adapter has a weight of its own for this norm; a GPU's kernels have the base's alone: serve the adapter on a CPU, or train it without"
+        )
 
 
 def _refuse_infinite_multipliers(pages: AdapterPages) -> None:
-    """A rank's multiplier is its scaling, times its rows' scales in int8."""
+    """A rank's multiplier is its scaling, times its rows' scales in int8; a replaced row's is its scale."""
     infinite = np.argwhere(~np.isfinite(pages.records.view(torch.float32).numpy()[..., MULTIPLIERS:]))
     for tile, layer, _ in infinite.tolist():
-        module = next(name for name, first, count in _tiles(pages.sites) if first <= tile < first + count)
+        module = next(
+            name
+            for name, first, count in tiles_of_sites(pages.sites, pages.records.shape[1])
+            if first <= tile < first + count
+        )
         raise AdapterUnavailable(
             f"Layer {layer} {module} has weights so large that the product of their scales in {DTYPE_NAMES[pages.dtype]} isn't finite.",
             hint="Serve with --adapter-dtype bf16.",

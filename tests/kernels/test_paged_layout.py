@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -13,8 +15,9 @@ from paged_pools import (
     read_row,
 )
 
+from loraserve_kernels import paged_rows
 from loraserve_kernels.errors import PoolFull, ShapeMismatch
-from loraserve_kernels.layout import LAYER_MODULES, SITES, LoraModule
+from loraserve_kernels.modules import LAYER_MODULES, SITES, LoraModule, ReplacedRows
 from loraserve_kernels.paged_layout import (
     A_UNITS,
     B_UNITS,
@@ -22,16 +25,21 @@ from loraserve_kernels.paged_layout import (
     FIRST_SLICE,
     FIRST_TILE,
     HAS_DELTA,
+    HAS_ENDING,
+    HAS_SHIFT,
     KIND,
     MULTIPLIERS,
+    NUM_REPLACED,
     NUM_TILES,
-    SLICE_HAS_DELTA,
+    RECORD,
+    REPLACED_TILE,
+    SHIFT_UNIT,
     STORED_DTYPES,
-    make_pages,
-    num_pages_of,
-    num_tiles_of,
+    tiles_of_sites,
 )
+from loraserve_kernels.paged_packing import make_pages
 from loraserve_kernels.paged_pool import PagedPool
+from loraserve_kernels.paged_sizes import ModuleSize, num_pages_of, num_tiles_of, size_of
 
 
 def slice_of(pool: PagedPool, slot: int, module: str) -> dict[str, int]:
@@ -44,13 +52,15 @@ def slice_of(pool: PagedPool, slot: int, module: str) -> dict[str, int]:
                 "is_int8": int(words[KIND]),
                 "num_tiles": int(words[at + NUM_TILES]),
                 "first_tile": int(words[at + FIRST_TILE]),
-                "has_delta": int(words[at + SLICE_HAS_DELTA]),
+                "has_ending": int(words[at + HAS_ENDING]),
+                "num_replaced": int(words[NUM_REPLACED]),
+                "replaced_tile": int(words[REPLACED_TILE]),
             }
     raise AssertionError(module)
 
 
 def read_back(pool: PagedPool, slot: int, m: LoraModule) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """scaling · B A of one module, and its δ, through the pool's tables."""
+    """B diag(scaling) A of one module, and its δ, through the pool's tables."""
     out_features, in_features = m.lora_b.shape[0], m.lora_a.shape[1]
     update, found = np.zeros((out_features, in_features)), slice_of(pool, slot, m.module)
     dtype = torch.int8 if found["is_int8"] else pool.dtype
@@ -63,11 +73,34 @@ def read_back(pool: PagedPool, slot: int, m: LoraModule) -> tuple[torch.Tensor, 
                 assert not a[in_features:].any()
                 assert not b[out_features:].any()
                 update += multiplier * np.outer(b[:out_features], a[:in_features])
-    delta = None
+    return torch.from_numpy(update), read_ending(pool, slot, m, HAS_DELTA, DELTA_UNIT)
+
+
+def read_ending(pool: PagedPool, slot: int, m: LoraModule, has: int, unit: int) -> torch.Tensor | None:
+    """The module's δ or its shift, through the pool's tables."""
+    found, out_features = slice_of(pool, slot, m.module), m.lora_b.shape[0]
     record = pool.records[found["first_tile"], m.layer]
-    if found["has_delta"] and record[HAS_DELTA]:
-        delta = torch.from_numpy(read_row(pool, int(record[DELTA_UNIT]), out_features, torch.float32)[:out_features])
-    return torch.from_numpy(update), delta
+    if not found["has_ending"] or not record[has]:
+        return None
+    return torch.from_numpy(read_row(pool, int(record[unit]), out_features, torch.float32)[:out_features])
+
+
+def read_replaced(pool: PagedPool, slot: int, m: LoraModule) -> ReplacedRows | None:
+    """The module's replaced rows, through the pool's tables."""
+    found = slice_of(pool, slot, m.module)
+    if not found["num_replaced"]:
+        return None
+    records = pool.records.view(-1, RECORD)[found["replaced_tile"] * NUM_LAYERS :]
+    width = m.lora_b.shape[0] if m.module == "embed_tokens" else m.lora_a.shape[1]
+    dtype, ids, rows = torch.int8 if found["is_int8"] else pool.dtype, [], []
+    for i in range(-(-found["num_replaced"] // 16)):
+        for r, multiplier in enumerate(records[i].view(torch.float32)[MULTIPLIERS:].tolist()):
+            if multiplier:
+                ids.append(int(records[i, B_UNITS + r]))
+                row = read_row(pool, int(records[i, A_UNITS + r]), width, dtype)
+                assert not row[width:].any()
+                rows.append(multiplier * torch.from_numpy(row[:width]))
+    return ReplacedRows(torch.tensor(ids, dtype=torch.int32), torch.stack(rows))
 
 
 @pytest.mark.parametrize("stored", STORED_DTYPES)
@@ -118,6 +151,44 @@ def test_ranks_may_differ_by_layer_and_layers_may_be_missing() -> None:
     assert delta is None
 
 
+@pytest.mark.parametrize("stored", STORED_DTYPES)
+def test_what_an_adapter_has_beside_ranks_lies_in_the_pages_too(stored: torch.dtype) -> None:
+    torch.manual_seed(0)
+    pool = empty_pool(ODD, torch.float16 if stored == torch.int8 else stored)
+    num_rows = {"lm_head": 70, "embed_tokens": 33}
+    kept = pool.load(pages_of(random_modules(0, ODD, stored, num_rows=num_rows), ODD, stored))
+    modules = [
+        replace(m, scaling=torch.randn(m.lora_a.shape[0]))
+        for m in random_modules({"q_proj": 20, "v_proj": 0, "lm_head": 3, "embed_tokens": 0}, ODD, stored,
+                                has_shift=("q_proj", "v_proj"), num_rows=num_rows)
+    ]  # fmt: skip
+    pool.unload(kept)
+    slot = pool.load(pages_of(modules, ODD, stored))
+    for m in modules:
+        assert isinstance(m.scaling, torch.Tensor)
+        expected = (m.lora_b * m.scaling).double() @ m.lora_a.double()
+        update, delta = read_back(pool, slot, m)
+        assert (update - expected).abs().max() <= 1e-5 * max(1e-9, expected.abs().max())
+        shift, rows = read_ending(pool, slot, m, HAS_SHIFT, SHIFT_UNIT), read_replaced(pool, slot, m)
+        assert delta is None
+        assert (shift is None) == (m.shift is None)
+        assert shift is None or m.shift is None or torch.equal(shift, m.shift)
+        assert (rows is None) == (m.rows is None)
+        if rows is not None and m.rows is not None:
+            assert torch.equal(rows.ids, m.rows.ids)
+            assert (rows.weight - m.rows.weight).abs().max() <= 1e-5 * m.rows.weight.abs().max()
+
+
+def test_rows_are_quantized_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    modules = random_modules({"lm_head": 0}, ODD, torch.float16, num_rows={"lm_head": 70})
+    whole = pages_of(modules, ODD, torch.int8)
+    monkeypatch.setattr(paged_rows, "_ROWS_AT_ONCE", 7)
+    parts = pages_of(modules, ODD, torch.int8)
+    assert torch.equal(whole.pages, parts.pages)
+    assert torch.equal(whole.records, parts.records)
+
+
 def test_a_base_without_a_head_of_its_own_takes_adapters_of_its_layers() -> None:
     torch.manual_seed(0)
     shapes = {module: ODD[module] for module in LAYER_MODULES}
@@ -129,21 +200,27 @@ def test_a_base_without_a_head_of_its_own_takes_adapters_of_its_layers() -> None
 
 @pytest.mark.parametrize("shapes", [ODD, EVEN], ids=["odd", "even"])
 def test_pages_are_counted_before_they_are_made(shapes: dict[str, tuple[int, int]]) -> None:
-    for ranks in MIXED_RANKS:
+    for ranks in [*MIXED_RANKS, 0]:
         for stored in (torch.float16, torch.int8):
-            modules = random_modules(ranks, shapes, stored, has_delta=("q_proj", "lm_head"))
-            all_ranks = [(m.layer, m.module, m.lora_a.shape[0]) for m in reversed(modules)]
+            modules = random_modules(
+                ranks, shapes, stored,
+                has_delta=("q_proj", "lm_head"), has_shift=("v_proj",), num_rows={"lm_head": 50, "embed_tokens": 7},
+            )  # fmt: skip
+            sizes = [size_of(m) for m in reversed(modules)]
             counted = num_pages_of(
-                all_ranks,
+                sizes,
                 num_layers=NUM_LAYERS,
                 module_shapes=shapes,
                 page_num_bytes=PAGE_NUM_BYTES,
                 dtype=stored,
-                deltas=[(m.layer, m.module) for m in modules if m.delta is not None],
             )
             pages = pages_of(modules, shapes, stored)
             assert counted == pages.num_pages
-            assert num_tiles_of(all_ranks) == pages.num_tiles
+            assert num_tiles_of(sizes, num_layers=NUM_LAYERS) == pages.num_tiles
+            tiles = [
+                tile for _, first, n in tiles_of_sites(pages.sites, NUM_LAYERS) for tile in range(first, first + n)
+            ]
+            assert sorted(tiles) == list(range(pages.num_tiles))
 
 
 def test_pages_waste_little() -> None:
@@ -232,6 +309,14 @@ def test_what_doesnt_fit_the_base_or_the_pool_is_refused() -> None:
         make([LoraModule(0, "q_proj", good[0].lora_a, good[0].lora_b, 1.0, torch.zeros(71))])
     with pytest.raises(ShapeMismatch, match="twice"):
         make([good[0], good[0]])
+    with pytest.raises(ShapeMismatch, match=r"layer 0 k_proj has 2 rows .* replace rows of lm_head and embed_tokens"):
+        make(random_modules({"k_proj": 1}, ODD, torch.float16, [0], num_rows={"k_proj": 2}))
+    sizes = [ModuleSize(1, "o_proj", 0, num_rows=9)]
+    with pytest.raises(ShapeMismatch, match="layer 1 o_proj has 9 rows"):
+        num_pages_of(sizes, num_layers=2, module_shapes=ODD, page_num_bytes=PAGE_NUM_BYTES, dtype=torch.int8)
+    head = random_modules({"lm_head": 1}, ODD, torch.float16, num_rows={"lm_head": 2})[0]
+    with pytest.raises(ShapeMismatch, match="they must ascend"):
+        make([replace(head, rows=ReplacedRows(torch.tensor([7, 3], dtype=torch.int32), torch.zeros(2, 200)))])
     with pytest.raises(ShapeMismatch, match="rank 513"):
         make(random_modules({"k_proj": 513}, ODD, torch.float16))
     with pytest.raises(ShapeMismatch, match=r"this base takes \(r, 200\)"):

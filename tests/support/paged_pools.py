@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-from loraserve_kernels.layout import LAYER_MODULES, MODULES, LoraModule, PackedAdapter, pack_adapter
-from loraserve_kernels.paged_layout import (
-    HAS_DELTA,
-    MULTIPLIERS,
-    UNIT_BYTES,
-    AdapterPages,
-    make_pages,
-    row_num_bytes,
-)
+from loraserve_kernels.layout import PackedAdapter, pack_adapter
+from loraserve_kernels.modules import LAYER_MODULES, MODULES, LoraModule, ReplacedRows
+from loraserve_kernels.paged_layout import HAS_DELTA, HAS_SHIFT, MULTIPLIERS, UNIT_BYTES, AdapterPages, row_num_bytes
+from loraserve_kernels.paged_packing import make_pages
 from loraserve_kernels.paged_pool import PagedPool
 from loraserve_kernels.plan import LoraPlan, make_plan
 
@@ -63,8 +59,10 @@ def random_modules(
     layers: Sequence[int] = range(NUM_LAYERS),
     *,
     has_delta: Container[str] = (),
+    has_shift: Container[str] = (),
+    num_rows: Mapping[str, int] = {},
 ) -> list[LoraModule]:
-    """Modules whose weights `dtype` holds exactly; int8 with the scale of each rank."""
+    """Modules whose weights `dtype` holds exactly; int8 with the scale of each rank. `num_rows`: how many rows of a module's are replaced."""
     by_module = dict.fromkeys(MODULES, ranks) if isinstance(ranks, int) else ranks
     return [
         LoraModule(
@@ -74,11 +72,22 @@ def random_modules(
             _random(rank, shapes[module][0], dtype).T,
             0.5 + 0.25 * layer + 0.125 * MODULES.index(module),
             torch.randn(shapes[module][0]) / 2 if module in has_delta else None,
+            torch.randn(shapes[module][0]) if module in has_shift else None,
+            random_rows(num_rows[module], shapes[module], dtype, module) if num_rows.get(module) else None,
         )
         for layer in layers
         for module, rank in by_module.items()
         if layer == 0 or module in LAYER_MODULES
     ]
+
+
+def random_rows(count: int, shape: tuple[int, int], dtype: torch.dtype, module: str) -> ReplacedRows:
+    """Some rows of a linear, or of the embedding's table, the first of them zero."""
+    out_features, in_features = shape
+    most, width = (in_features, out_features) if module == "embed_tokens" else (out_features, in_features)
+    weight = _random(count, width, dtype)
+    weight[0] = 0
+    return ReplacedRows(torch.randperm(most)[:count].sort().values.int(), weight)
 
 
 def _random(rank: int, width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -106,7 +115,7 @@ def empty_pool(shapes: Shapes, dtype: torch.dtype, *, num_pages: int = 300, max_
         device="cpu",
     )
     poison(pool)
-    pool.records[..., HAS_DELTA] = 1
+    pool.records[..., HAS_DELTA] = pool.records[..., HAS_SHIFT] = 1
     pool.records.view(torch.float32)[..., MULTIPLIERS:] = float("nan")
     return pool
 
@@ -129,8 +138,10 @@ class Fleet:
         *,
         stored: Sequence[torch.dtype] = (),
         has_delta: Container[str] = (),
+        has_shift: Container[str] = (),
+        num_rows: Mapping[str, int] = {},
     ) -> None:
-        """`stored`: what each adapter is stored in; `dtype` where it says nothing. `has_delta`: of every second adapter."""
+        """`stored`: what each adapter is stored in; `dtype` where it says nothing. What follows: of every second adapter."""
         self.shapes, self.dtype = shapes, dtype
         self.pool = empty_pool(shapes, dtype)
         nobodys = pages_of(random_modules({"k_proj": 1}, shapes, dtype), shapes, dtype)
@@ -142,7 +153,8 @@ class Fleet:
         self.packed: dict[int, PackedAdapter] = {}
         for i, ranks in enumerate(all_ranks):
             kept = stored[i] if i < len(stored) else dtype
-            self.add(random_modules(ranks, shapes, kept, has_delta=has_delta if i % 2 else ()), kept)
+            more: dict[str, Any] = {"has_delta": has_delta, "has_shift": has_shift, "num_rows": num_rows}
+            self.add(random_modules(ranks, shapes, kept, **(more if i % 2 else {})), kept)
 
     def add(self, modules: Sequence[LoraModule], stored: torch.dtype) -> int:
         slot = self.pool.load(pages_of(modules, self.shapes, stored))

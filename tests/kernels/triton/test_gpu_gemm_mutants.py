@@ -163,9 +163,9 @@ def test_a_mutant_for_many_rows_is_caught(old: str, new: str, monkeypatch: pytes
     ("old", "new"),
     [
         pytest.param("num_row_tiles, LORA_PARTS)", "num_row_tiles, LORA_PARTS + 1)", id="row tiles are lost"),
-        pytest.param("tl.where(num_items > 0, tl.where(has_delta != 0, 2, 1), 0)", "tl.where(num_rows > 0, tl.where(has_delta != 0, 2, 1), 0)", id="what an adapter lacks is added"),
+        pytest.param("tl.where(num_items > 0, tl.where(has_ending != 0, 2, 1), 0)", "tl.where(num_rows > 0, tl.where(has_ending != 0, 2, 1), 0)", id="what an adapter lacks is added"),
         pytest.param("y + delta * y", "y + delta", id="δ is added"),
-        pytest.param("tl.where(has_delta, y + delta * y, y)", "y", id="δ is forgotten"),
+        pytest.param("tl.where(has_ending, y + delta * y, y)", "y", id="δ is forgotten"),
         pytest.param("tile * BLOCK_N - in1 * N0 - in2 * N1", "tile * BLOCK_N", id="columns aren't the slice's"),
         pytest.param("with_lora[None, :], states", "with_lora[None, :] + 1, states", id="rows are their neighbours"),
         pytest.param("if kind == 0:", "if kind >= 0:", id="int8 is taken for 16 bits"),

@@ -61,9 +61,9 @@ def test_the_unmutated_step_is_right(site: str) -> None:
         pytest.param("expand", "acc, h_ptr, codes_ptr, record_ptr", "acc, h_ptr, weights_ptr, record_ptr", id="int8 is read as 16 bits by expand"),
         pytest.param("expand", "mask=is_row, other=0).to(tl.int64)", "mask=is_row, other=0).to(tl.int64) * 0 + row0 + offs_m", id="base rows are touched"),
         pytest.param("expand", "acc += tl.load(y_ptrs, mask=is_output, other=0.0).to(tl.float32)", "", id="y is overwritten"),
-        pytest.param("expand", "has_delta = tl.load(tile_ptr + 7 + slice_ * 4)", "has_delta = 0", id="the delta is forgotten"),
+        pytest.param("expand", "has_ending = tl.load(tile_ptr + 7 + slice_ * 4)", "has_ending = 0", id="the delta is forgotten"),
         pytest.param("expand", "(acc - bias[None, :])", "acc", id="the bias is scaled"),
-        pytest.param("expand", "(UNIT_BITS // 32) + first_column", "(UNIT_BITS // 32)", id="every block of columns has the first one's delta"),
+        pytest.param("expand", "DELTA_UNIT).to(tl.int64) * (UNIT_BITS // 32) + first_column", "DELTA_UNIT).to(tl.int64) * (UNIT_BITS // 32)", id="every block of columns has the first one's delta"),
     ],
 )  # fmt: skip
 def test_a_mutant_kernel_is_caught(
@@ -102,8 +102,8 @@ def give_everybody_the_first_delta(step: Step) -> None:
     tiles = step.plan.buffer[tiles_at : tiles_at + 48].view(3, 16)
     tiles[:, 7] = 1
     scaled = tiles[1, 6]
-    units = step.fleet.pool.records[scaled, 1, DELTA_UNIT : HAS_DELTA + 1]
-    step.fleet.pool.records[:, 1, DELTA_UNIT : HAS_DELTA + 1] = units
+    records = step.fleet.pool.records[:, 1]
+    records[:, [DELTA_UNIT, HAS_DELTA]] = records[scaled, [DELTA_UNIT, HAS_DELTA]]
 
 
 def swap_adapters(step: Step) -> None:

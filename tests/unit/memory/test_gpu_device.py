@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -14,8 +15,11 @@ from loraserve.memory.adapter_pool import AdapterPool
 from loraserve.memory.copies import DirectCopies
 from loraserve.memory.device import Footprint
 from loraserve.memory.gpu_device import GpuDevice, adapter_dtype, pool_size
-from loraserve_kernels.layout import LAYER_MODULES
-from loraserve_kernels.paged_layout import RECORD, num_pages_of, num_tiles_of
+from loraserve_kernels.errors import ShapeMismatch
+from loraserve_kernels.modules import LAYER_MODULES, LoraModule, ReplacedNorm, ReplacedRows
+from loraserve_kernels.paged_layout import RECORD
+from loraserve_kernels.paged_pool import PagedPool
+from loraserve_kernels.paged_sizes import ModuleSize, num_pages_of, num_tiles_of
 
 LLAMA_8B = {
     "q_proj": (4096, 4096),
@@ -152,6 +156,52 @@ def test_scales_without_a_finite_product_are_refused_by_name(make: Any) -> None:
         device.pack(modules, torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_what_an_adapter_has_beside_ranks_is_counted_placed_and_freed(make: Any, dtype: torch.dtype) -> None:
+    base = msgspec.structs.replace(make.base, modules={**make.base.modules, "lm_head": (64, 32)})
+    pool = PagedPool(
+        num_pages=40,
+        page_num_bytes=256,
+        num_layers=2,
+        max_tiles=8,
+        max_slots=4,
+        module_shapes=base.modules,
+        dtype=torch.bfloat16,
+        device="cpu",
+    )
+    device = GpuDevice(base, pool, DirectCopies(), dtype)
+    rows = ReplacedRows(torch.arange(3, 53, dtype=torch.int32), torch.randn(50, 32))
+    modules = [
+        *(replace(m, shift=torch.randn(32)) for m in make.modules(3)),
+        LoraModule(1, "v_proj", torch.zeros(0, 32), torch.zeros(16, 0), torch.zeros(0), delta=torch.randn(16)),
+        LoraModule(0, "lm_head", torch.zeros(0, 32), torch.zeros(64, 0), 1.0, rows=rows),
+    ]
+    placed = [device.place(device.pack(modules, torch.bfloat16))]
+    assert placed[0].footprint == device.footprint(modules, torch.bfloat16)
+    # a tile for each module, and two for fifty rows of two layers' records
+    assert placed[0].footprint.num_tiles == 5
+    assert device.check(placed) == []
+    device.remove(placed.pop())
+    assert device.check(placed) == []
+
+
+def test_norms_of_an_adapters_own_are_refused_by_name(make: Any) -> None:
+    device, norms = make_device(make), [ReplacedNorm(1, "mlp_norm", torch.ones(32))]
+    for refuse in (device.footprint, device.pack):
+        with pytest.raises(ShapeMismatch, match="layer 1 mlp_norm: the adapter has a weight of its own"):
+            refuse(make.modules(1), torch.float32, norms)
+
+
+def test_a_replaced_row_that_int8_cant_hold_is_refused_by_name(make: Any) -> None:
+    base = msgspec.structs.replace(make.base, dtype="float16", modules={**make.base.modules, "lm_head": (64, 32)})
+    device = GpuDevice.of_size(base, 200_000, torch.int8, torch.device("cpu"))
+    rows = ReplacedRows(torch.arange(40, dtype=torch.int32), torch.ones(40, 32))
+    rows.weight[37, 3] = float("inf")
+    head = LoraModule(0, "lm_head", torch.zeros(0, 32), torch.zeros(64, 0), 1.0, rows=rows)
+    with pytest.raises(AdapterUnavailable, match="Layer 0 lm_head has weights so large"):
+        device.pack([*make.modules(1), head], torch.float32)
+
+
 def test_a_weight_beyond_the_pools_range_is_refused_by_name(make: Any) -> None:
     modules = make.modules(2)
     modules[1].lora_b[3, 1] = 3.4e38
@@ -174,16 +224,16 @@ def test_adapters_are_held_in_the_activations_dtype_or_in_int8() -> None:
 def test_bytes_run_out_before_tiles_for_adapters_of_every_layer(make: Any, gib: int, rank: int) -> None:
     base = msgspec.structs.replace(make.base, num_layers=32, modules=LLAMA_8B)
     size = pool_size(base, gib << 30)
-    ranks = [(layer, module, rank) for layer in range(32) for module in LAYER_MODULES]
+    sizes = [ModuleSize(layer, module, rank) for layer in range(32) for module in LAYER_MODULES]
     num_pages = num_pages_of(
-        ranks,
+        sizes,
         num_layers=32,
         module_shapes=LLAMA_8B,
         page_num_bytes=size.page_num_bytes,
         dtype=torch.bfloat16,
     )
     # half of them free leave room for runs
-    assert 2 * (size.num_pages // num_pages) * num_tiles_of(ranks) <= size.max_tiles
+    assert 2 * (size.num_pages // num_pages) * num_tiles_of(sizes, num_layers=32) <= size.max_tiles
     assert size.max_slots > size.num_pages
     spent = size.num_pages * size.page_num_bytes + size.max_tiles * 32 * RECORD * 4
     assert 0.98 * min(gib, 64) * 2**30 < spent <= gib << 30
