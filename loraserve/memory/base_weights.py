@@ -56,11 +56,11 @@ def dora_delta(m: LoraModule, magnitude: Tensor, weights: BaseWeights) -> Tensor
     device = weights.device
     a, b = m.lora_a.to(device, torch.float32), m.lora_b.to(device, torch.float32) * m.scaling
     norms = _column_norms(m, a, b, weights) if m.module == "embed_tokens" else _row_norms(m, a, b, weights)
-    delta = magnitude.to(device, torch.float32).div_(norms).sub_(1).cpu()
+    delta = (magnitude.to(device, torch.float32) / norms - 1).cpu()
     if not bool(delta.isfinite().all()):
         row = int(delta.isfinite().logical_not().nonzero()[0])
         raise AdapterUnavailable(
-            f"{_name(m)}: the norm of row {row} of the updated weight is {float(norms[row]):g}, and DoRA divides by it.",
+            f"{place_name(m)}: the norm of row {row} of the updated weight is {float(norms[row]):g}, and DoRA divides by it.",
             hint="Was the adapter trained on this base?",
         )
     return delta
@@ -108,6 +108,20 @@ def check_saved_base(module: str, saved: Tensor, weights: BaseWeights, tolerance
         start = end
 
 
+def changed_rows(layer: int, module: str, saved: Tensor, weights: BaseWeights) -> Tensor:
+    """Return which rows of a trained weight aren't the base's to the bit, ascending, [n] int64 in the host's memory.
+
+    Args:
+        saved: [out_features, in_features], of the embedding [vocab_size, hidden_size]; any float dtype.
+    """
+    found, start = [], 0
+    for block in weights.weight_rows(layer, module):
+        rows = saved[start : start + block.shape[0]].to(block.device, torch.float32)
+        found.append(start + (rows != block).any(1).nonzero()[:, 0].cpu())
+        start += block.shape[0]
+    return torch.cat(found)
+
+
 def _is_same(saved: Tensor, block: Tensor, tolerance: float | None) -> bool:
     rows = saved.float()
     if tolerance is not None:
@@ -119,5 +133,6 @@ def _is_same(saved: Tensor, block: Tensor, tolerance: float | None) -> bool:
     )
 
 
-def _name(m: LoraModule) -> str:
+def place_name(m: LoraModule) -> str:
+    """As messages say it: ``Layer 3 q_proj``, ``lm_head``."""
     return f"Layer {m.layer} {m.module}" if m.module in LAYER_MODULES else m.module

@@ -5,52 +5,88 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from adapters_store import BlobStore
 from loraserve import faults
 from loraserve.adapters.compiler import compile_adapter
-from loraserve.adapters.ir import AdapterIR, TensorView
+from loraserve.adapters.composition import merged
 from loraserve.adapters.peft_format import read_adapter
 from loraserve.errors import (
     AdapterCorrupt,
     AdapterRejected,
     AdapterTooLarge,
     AdapterUnavailable,
+    AdapterUnservable,
     BlobCorrupt,
     BlobNotFound,
-    InvariantViolation,
     StorageError,
 )
-from loraserve.memory.base_weights import BaseWeights, beside_steps, check_saved_base, dora_delta
-from loraserve.memory.device import AdapterDevice
+from loraserve.memory.base_weights import BaseWeights, beside_steps, dora_delta
+from loraserve.memory.composition import Composer
+from loraserve.memory.device import AdapterDevice, refuse_out_of_range
 from loraserve.memory.facts import AdapterFacts, Loaded
+from loraserve.memory.lowering import Lowered, lower, needed
+from loraserve.memory.precision import EXACT, Precision, as_held, loss, refuse_lossy, truncate
 from loraserve.types import AdapterRef, BaseSpec
+from loraserve_kernels import threads
 from loraserve_kernels.errors import ShapeMismatch
 from loraserve_kernels.layout import LoraModule
 
-_DTYPES: dict[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-_QUANTIZED_TOLERANCE = 0.25
-"""How far a row of a head that is rounded to as few as four bits may be from what it was, relative to its length."""
-
 
 def load_adapter(
-    store: BlobStore, ref: AdapterRef, base: BaseSpec, device: AdapterDevice, base_weights: BaseWeights | None = None
+    store: BlobStore,
+    ref: AdapterRef,
+    base: BaseSpec,
+    device: AdapterDevice,
+    base_weights: BaseWeights | None = None,
+    precision: Precision = EXACT,
 ) -> Loaded:
-    """The adapter's weights, read, verified against their digests, compiled for `base` and packed as `device` wants them.
+    """The adapter's weights, read, verified against their digests, compiled for `base` and packed as `device` wants them, and what is known of them.
+
+    Beside the file's bytes and what is packed, it takes memory for a copy of each part of a composition, of what `precision` cuts, and for a few float32 copies of
+    one module.
 
     Args:
-        base_weights: the resident base's. Adapters with DoRA or with a saved embedding can't be loaded without.
+        ref: an adapter, or a composition of some: each of its parts is read.
+        base_weights: the resident base's. Adapters of LoRA alone can be loaded without.
+        precision: what the adapter may lose.
 
     Raises:
         AdapterCorrupt: a blob is gone, or its bytes no longer hash to its digest.
         AdapterTooLarge: it needs more than the device has, of whatever.
-        AdapterUnavailable: the store can't be read, the adapter fits neither this base nor what the device holds, or it was trained on another embedding.
+        AdapterUnservable: it fits neither this base nor what the device's kernels do, or loses more than it may.
+        AdapterUnavailable: the store can't be read, or the adapter was trained on another embedding.
+        InvalidRequest: the parts of a composition don't add up.
 
     Messages name neither tenant nor adapter: the same weights may belong to several tenants, and each may see the message.
     """
+    uploaded = _compose(store, ref, base, base_weights) if ref.parts else _read(store, ref, base, base_weights)
+    dtype = device.held_dtype(uploaded.stored)
+    with threads.alone(), torch.inference_mode():
+        modules: Sequence[LoraModule] = uploaded.modules
+        if precision.rank_error is not None:
+            modules = [truncate(m, precision.rank_error) for m in modules]
+    try:
+        footprint = device.footprint(modules, uploaded.stored, uploaded.norms)
+        if not footprint.fits(device.limits):
+            raise AdapterTooLarge(
+                f"This adapter version takes {footprint.excess(device.limits)}.",
+                hint="Start the server with a larger memory budget or adapter share.",
+            )
+        with threads.alone():
+            refuse_out_of_range(modules, uploaded.stored, dtype)
+        modules, lost = _as_served(uploaded, modules, dtype, base_weights, precision)
+        host = device.pack(modules, uploaded.stored, uploaded.norms)
+    except ShapeMismatch as error:
+        raise AdapterUnservable(
+            f"This adapter version can't be served on this device: {error}", hint="Push it again with other settings."
+        ) from error
+    return Loaded(host, AdapterFacts(uploaded.invocation_token_ids, lost))
+
+
+def _read(store: BlobStore, ref: AdapterRef, base: BaseSpec, base_weights: BaseWeights | None) -> Lowered:
+    """One adapter, read, verified, compiled and lowered."""
     try:
         faults.hit("pager.load")
         config = store.read(ref.config_blob)
@@ -67,58 +103,40 @@ def load_adapter(
         adapter = read_adapter(config, weights)
         ir = compile_adapter(adapter.config, adapter.tensors, base)
     except AdapterRejected as error:
-        raise AdapterUnavailable(
+        raise AdapterUnservable(
             f"This adapter version can't be served on this base: {error.problems[0]}",
             hint="Push it again for this base.",
         ) from error
-    stored = _DTYPES[ir.dtype]
-    modules = [
-        LoraModule(
-            m.layer,
-            m.module,
-            _as_tensor(m.lora_a),
-            _as_tensor(m.lora_b),
-            m.scaling,
-            # of the right shape; its δ comes once it's known that the adapter fits
-            None if m.magnitude is None else _as_tensor(m.magnitude),
-        )
-        for m in ir.modules
-        if m.lora_a is not None and m.lora_b is not None
-    ]
-    try:
-        footprint = device.footprint(modules, stored)
-        if not footprint.fits(device.limits):
-            raise AdapterTooLarge(
-                f"This adapter version takes {footprint.excess(device.limits)}.",
-                hint="Start the server with a larger memory budget or adapter share.",
-            )
-        host = device.pack(_compared_with_base(modules, ir, base, base_weights), stored)
-        return Loaded(host, AdapterFacts(ir.invocation_token_ids))
-    except ShapeMismatch as error:
-        raise AdapterUnavailable(
-            f"This adapter version can't be served on this device: {error}", hint="Push it again with other settings."
-        ) from error
+    return lower(ir, base, base_weights)
 
 
-def _compared_with_base(
-    modules: Sequence[LoraModule], ir: AdapterIR, base: BaseSpec, weights: BaseWeights | None
-) -> Sequence[LoraModule]:
-    """The modules with δ in the place of magnitudes, once the weights that the file holds of the base are found to be the base's."""
-    if not ir.saved_base and all(m.delta is None for m in modules):
-        return modules
-    if weights is None:
-        raise InvariantViolation("An adapter whose load takes the base's weights was loaded without them.")
-    with beside_steps(weights.device):
-        for module, saved in ir.saved_base.items():
-            is_rounded = module == "lm_head" and base.quantization != "none"
-            check_saved_base(module, _as_tensor(saved), weights, _QUANTIZED_TOLERANCE if is_rounded else None)
-        return [m if m.delta is None else replace(m, delta=dora_delta(m, m.delta, weights)) for m in modules]
+def _compose(store: BlobStore, ref: AdapterRef, base: BaseSpec, base_weights: BaseWeights | None) -> Lowered:
+    composer = Composer()
+    for part in merged(ref.parts):
+        composer.add(part, _read(store, part.adapter, base, base_weights))
+    with threads.alone(), torch.inference_mode():
+        return composer.compose()
 
 
-def _as_tensor(view: TensorView) -> torch.Tensor:
-    """The same memory as a torch tensor; a copy only where the file left it unaligned."""
-    array = np.require(view.array, requirements="A")
-    if view.dtype == "BF16":
-        # torch has no bfloat16 in numpy; int16 has the same bits
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
+def _as_served(
+    uploaded: Lowered,
+    modules: Sequence[LoraModule],
+    dtype: torch.dtype,
+    weights: BaseWeights | None,
+    precision: Precision,
+) -> tuple[list[LoraModule], float]:
+    """The modules with δ in the place of magnitudes, and the largest part of any that is lost."""
+    served, lost = [], 0.0
+    for before, m in zip(uploaded.modules, modules, strict=True):
+        with threads.alone(), torch.inference_mode():
+            held = as_held(m, dtype)
+            loses = loss(before, held, dtype)
+        refuse_lossy(m, loses, dtype, precision)
+        lost = max(lost, loses)
+        magnitude = uploaded.magnitudes.get((m.layer, m.module))
+        if magnitude is None:
+            served.append(m)
+            continue
+        with beside_steps(needed(weights).device):
+            served.append(replace(m, delta=dora_delta(held, magnitude, needed(weights))))
+    return served, lost

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save
@@ -38,8 +39,13 @@ BASE = BaseSpec(
     quantization="none",
 )
 
-RANK_BYTES = 2 * (32 + 32) * 4
-"""Bytes that one rank of q_proj takes in both layers, in float32."""
+RANK_BYTES = 2 * (32 + 32) * 4 + 32
+"""What a quarter of an adapter of rank 4 on q_proj takes in both layers, in float32: its weights, and its part of the rows of scalings, padded to 16."""
+
+
+def make_base(modules: dict[str, tuple[int, int]], **fields: Any) -> BaseSpec:
+    """A base of two layers with other linears."""
+    return msgspec.structs.replace(BASE, modules=modules, **fields)
 
 
 class Clock:
@@ -169,6 +175,7 @@ class Builders:
     """What the tests of this folder make things with."""
 
     base = BASE
+    base_of = staticmethod(make_base)
     cpu = CpuDevice(BASE, 1 << 30)
     rank_bytes = RANK_BYTES
     publish = staticmethod(publish)

@@ -1,0 +1,110 @@
+"""A weighted sum of adapters as one adapter: ``base + Σ weight · (adapter − base)``, in which the base is counted once.
+
+Updates add up: the sum's ranks are those of its parts, one after the other, each rank with its own scaling. Biases' differences from the base's add up too. What
+multiplies the base's output, stands in the place of what is the base's, or acts on some tokens alone does not: it's refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from loraserve.errors import InvalidRequest
+from loraserve.limits import LIMITS
+from loraserve.memory.base_weights import place_name
+from loraserve.memory.lowering import Lowered
+from loraserve.types import AdapterPart
+from loraserve_kernels.layout import MODULE_INDEX, LoraModule
+
+Place = tuple[int, str]
+
+
+class Composer:
+    """Takes a sum's terms one by one, so that what can't be added is refused before the next is read."""
+
+    def __init__(self) -> None:
+        self._terms: list[tuple[Lowered, float]] = []
+        self._ranks: Counter[Place] = Counter()
+
+    def add(self, part: AdapterPart, lowered: Lowered) -> None:
+        """The sum has one more term.
+
+        Raises:
+            InvalidRequest: it doesn't add up, or the sum has too many ranks. The part is named by its digest: others may have a sum of the same weights, under
+                other names, and see this message.
+        """
+        what = _what_does_not_add_up(lowered)
+        name = f"The adapter of digest {part.adapter.digest[:12]}…"
+        if what is not None:
+            raise InvalidRequest(
+                f"{name} can't be part of a sum of adapters: it has {what}, which doesn't add up with another's update.",
+                param="model",
+                hint="Compose adapters of LoRA without DoRA, LoHa, LoKr, VeRA or AdaLoRA.",
+            )
+        for m in lowered.modules:
+            self._ranks[m.layer, m.module] += m.lora_a.shape[0]
+            if self._ranks[m.layer, m.module] > LIMITS.max_rank:
+                raise InvalidRequest(
+                    f"The adapters' ranks add up to {self._ranks[m.layer, m.module]} or more on {place_name(m)}; at most {LIMITS.max_rank} are served.",
+                    param="model",
+                    hint="Compose fewer adapters, or such of lower ranks.",
+                )
+            largest = part.weight * float(torch.as_tensor(m.scaling).abs().max()) if m.lora_a.shape[0] else 0.0
+            if not math.isfinite(part.weight) or abs(largest) > LIMITS.max_scaling:
+                raise InvalidRequest(
+                    f"{name}: a weight of {part.weight:g} makes its scaling {largest:g} on {place_name(m)}; at most {LIMITS.max_scaling:g} is taken.",
+                    param="model",
+                )
+        self._terms.append((lowered, part.weight))
+
+    def compose(self) -> Lowered:
+        """Return the sum; its matrices are copies. They're of the terms' common dtype, or float32 where that differs."""
+        dtypes = {lowered.stored for lowered, _ in self._terms}
+        stored = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        by_place: dict[Place, list[tuple[LoraModule, float]]] = {}
+        for lowered, weight in self._terms:
+            for m in lowered.modules:
+                by_place.setdefault((m.layer, m.module), []).append((m, weight))
+        places = sorted(by_place, key=lambda place: (place[0], MODULE_INDEX[place[1]]))
+        modules = tuple(_sum(by_place[place], stored) for place in places)
+        return Lowered(modules, (), stored, {})
+
+
+def _what_does_not_add_up(lowered: Lowered) -> str | None:
+    if lowered.invocation_token_ids:
+        return "an invocation (aLoRA)"
+    if lowered.norms:
+        return f"a norm of its own ({lowered.norms[0].norm})"
+    for m in lowered.modules:
+        if (m.layer, m.module) in lowered.magnitudes:
+            return f"magnitudes (DoRA) on {place_name(m)}"
+        if m.delta is not None:
+            return f"a factor of its own (IA3) on {place_name(m)}"
+        if m.rows is not None:
+            return f"a trained weight of {place_name(m)} itself"
+    return None
+
+
+def _sum(terms: Sequence[tuple[LoraModule, float]], stored: torch.dtype) -> LoraModule:
+    first = terms[0][0]
+    return LoraModule(
+        first.layer,
+        first.module,
+        torch.cat([m.lora_a.to(stored) for m, _ in terms]),
+        torch.cat([m.lora_b.to(stored) for m, _ in terms], 1),
+        torch.cat([weight * _scalings(m) for m, weight in terms]),
+        shift=_sum_shifts((m.shift, weight) for m, weight in terms),
+    )
+
+
+def _scalings(m: LoraModule) -> Tensor:
+    return m.scaling if isinstance(m.scaling, Tensor) else torch.full((m.lora_a.shape[0],), m.scaling)
+
+
+def _sum_shifts(terms: Iterable[tuple[Tensor | None, float]]) -> Tensor | None:
+    shifts = [weight * shift for shift, weight in terms if shift is not None]
+    return torch.stack(shifts).sum(0) if shifts else None

@@ -1,0 +1,144 @@
+"""From what an adapter changes, as its file says it (`adapters.ir`), to what kernels compute (`LoraModule`, `ReplacedNorm`). On a loader's thread.
+
+An IR tells what stands in the place of what is the base's; kernels add to what the base computes anyway. So a bias becomes its difference from the base's, IA3's
+factor the part of the output that it adds, and of a weight that training saved whole only the rows are kept that are no longer the base's: an embedding of which few
+tokens were trained costs few rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from loraserve.adapters.ir import AdapterIR, ModuleIR, TensorView
+from loraserve.errors import InvariantViolation
+from loraserve.memory.base_weights import BaseWeights, beside_steps, changed_rows, check_saved_base
+from loraserve.types import BaseSpec
+from loraserve_kernels.layout import LoraModule, ReplacedNorm, ReplacedRows
+
+DTYPES: dict[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+_QUANTIZED_TOLERANCE = 0.25
+"""How far a row of a head that is rounded to as few as four bits may be from what it was, relative to its length."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lowered:
+    """An adapter in the kernels' terms, but for DoRA.
+
+    Attributes:
+        modules: those that have a magnitude have it in the place of `delta`, for the room that it takes.
+        stored: the narrowest dtype that holds its matrices and rows exactly.
+        magnitudes: (layer, module) → [out_features]: δ is to be ``magnitude / ‖W + B diag(scaling) A‖ − 1``, which `base_weights.dora_delta` computes. It's left to the
+            end because it is by the far the dearest, and because of how the update is held; see `memory.precision`.
+        invocation_token_ids: aLoRA's.
+    """
+
+    modules: tuple[LoraModule, ...]
+    norms: tuple[ReplacedNorm, ...]
+    stored: torch.dtype
+    magnitudes: Mapping[tuple[int, str], Tensor]
+    invocation_token_ids: tuple[int, ...] = ()
+
+
+def lower(ir: AdapterIR, base: BaseSpec, weights: BaseWeights | None) -> Lowered:
+    """Return the adapter in the kernels' terms; its matrices share memory with the file's bytes wherever these are aligned.
+
+    What the file has of the base beside LoRA on the head or the embedding is found to be the base's, and left out.
+
+    Args:
+        weights: the resident base's; an adapter of LoRA alone needs none, with magnitudes or without.
+
+    Raises:
+        AdapterUnavailable: what it saved of the base isn't this base's.
+        InvariantViolation: it takes the base's weights, and there are none.
+    """
+    stored = DTYPES[ir.dtype]
+    with beside_steps(torch.device("cpu") if weights is None else weights.device):
+        for module, saved in ir.saved_base.items():
+            is_rounded = module == "lm_head" and base.quantization != "none"
+            check_saved_base(module, as_tensor(saved), needed(weights), _QUANTIZED_TOLERANCE if is_rounded else None)
+        modules = [_lower(m, base, stored, weights) for m in ir.modules]
+        magnitudes = {
+            (m.layer, m.module): lowered.delta
+            for m, lowered in zip(ir.modules, modules, strict=True)
+            if m.magnitude is not None and lowered.delta is not None
+        }
+        # a weight that was saved as the base has it changes nothing
+        changing = tuple(m for m in modules if m.lora_a.shape[0] or (m.delta, m.shift, m.rows) != (None, None, None))
+        norms = tuple(ReplacedNorm(n.layer, n.norm, as_tensor(n.weight).float() + base.norm_offset) for n in ir.norms)
+    return Lowered(changing, norms, stored, magnitudes, ir.invocation_token_ids)
+
+
+def needed(weights: BaseWeights | None) -> BaseWeights:
+    """Return the base's weights.
+
+    Raises:
+        InvariantViolation: there are none.
+    """
+    if weights is None:
+        raise InvariantViolation("An adapter whose load takes the base's weights was loaded without them.")
+    return weights
+
+
+def as_tensor(view: TensorView) -> Tensor:
+    """The same memory as a torch tensor; a copy only where the file left it unaligned."""
+    array = np.require(view.array, requirements="A")
+    if view.dtype == "BF16":
+        # torch has no bfloat16 in numpy; int16 has the same bits
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _lower(m: ModuleIR, base: BaseSpec, stored: torch.dtype, weights: BaseWeights | None) -> LoraModule:
+    """The module with all that it changes. In its IR's terms, with l for output_scale::
+
+    l · ((magnitude / ‖…‖) · (W' x + scaling · B A x) + b' + scaling · lora_bias)
+        = (1 + δ) · (W' x + scaling · B A x) + b + shift
+    """
+    out_features, in_features = base.modules[m.module]
+    scale = None if m.output_scale is None else as_tensor(m.output_scale).float()
+    delta = None if scale is None else scale - 1
+    if m.magnitude is not None:
+        magnitude = as_tensor(m.magnitude).float()
+        delta = magnitude if scale is None else scale * magnitude
+    return LoraModule(
+        m.layer,
+        m.module,
+        torch.empty(0, in_features, dtype=stored) if m.lora_a is None else as_tensor(m.lora_a),
+        torch.empty(out_features, 0, dtype=stored) if m.lora_b is None else as_tensor(m.lora_b),
+        m.scaling,
+        delta,
+        _shift(m, scale, weights),
+        _rows(m, weights),
+    )
+
+
+def _shift(m: ModuleIR, scale: Tensor | None, weights: BaseWeights | None) -> Tensor | None:
+    added = None if m.lora_bias is None else m.scaling * as_tensor(m.lora_bias).float()
+    if m.bias is None and scale is None:
+        return added
+    in_base = needed(weights).bias(m.layer, m.module)
+    in_base = None if in_base is None else in_base.cpu()
+    terms = [term for term in (in_base if m.bias is None else as_tensor(m.bias).float(), added) if term is not None]
+    if not terms:
+        return None
+    bias = torch.stack(terms).sum(0) * (1 if scale is None else scale)
+    return bias if in_base is None else bias - in_base
+
+
+def _rows(m: ModuleIR, weights: BaseWeights | None) -> ReplacedRows | None:
+    if m.token_rows is not None:
+        return ReplacedRows(torch.tensor(m.token_ids, dtype=torch.int32), as_tensor(m.token_rows))
+    if m.weight is None:
+        return None
+    weight = as_tensor(m.weight)
+    changed = changed_rows(m.layer, m.module, weight, needed(weights))
+    if not changed.shape[0]:
+        return None
+    # all of them need no copy
+    return ReplacedRows(changed.int(), weight if changed.shape[0] == weight.shape[0] else weight[changed])

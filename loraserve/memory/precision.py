@@ -1,0 +1,170 @@
+"""What holding an adapter costs of its exactness: choices that an operator makes, and their price, measured for each adapter as it is loaded.
+
+Two things lie between an update as it was uploaded and as it is served: its ranks may be cut to the fewest that keep within an error (`truncate`), and a device may
+hold its numbers in a narrower dtype than the file's (`as_held`). Both are measured together, in the Frobenius norm of a module's ``B diag(scaling) A``, relative to
+the uploaded one's; the product itself, as large as a weight of the base, is never made: its norm is the trace of two small Gram matrices' product. Rows that stand in
+the place of the base's are rounded too, never cut, and measured likewise. δ, shifts and norms are float32 on every device, and lose nothing.
+
+DoRA's δ is computed for the update as it's held, not as it was uploaded. A row's length is its magnitude then, exactly: of what was lost of the row, only the part
+across it remains, and the part along it is made up for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from loraserve.errors import AdapterUnservable
+from loraserve.memory.base_weights import place_name
+from loraserve.memory.device import DTYPE_NAMES
+from loraserve_kernels.layout import LoraModule, ReplacedRows
+from loraserve_kernels.reference import quantize_rows
+
+_INT8_MAX = 127
+_CHUNK_ELEMENTS = 1 << 22
+"""Converted at a time, so that a whole vocabulary's matrix isn't held twice in a wider dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """What an operator lets adapters lose.
+
+    Attributes:
+        rank_error: each module keeps the fewest ranks (at least one) whose product is within this relative error of the uploaded one; None: all of them.
+        max_loss: an adapter that loses more than this, in any module, is refused; None: none is.
+    """
+
+    rank_error: float | None = None
+    max_loss: float | None = None
+
+
+EXACT = Precision()
+"""Nothing is cut, and no rounding refused."""
+
+
+def truncate(m: LoraModule, error: float) -> LoraModule:
+    """Return the module with the fewest ranks, one or more, for which ``B diag(scaling) A`` is within a relative Frobenius error of `error`; as it is if that takes all.
+
+    New factors are balanced (rank by rank, the two rows are of one length), orthogonal and float32, the strongest rank first.
+
+    Source: Eckart–Young, on the cores of two thin QR factorisations: ``B A = Q_b (R_b R_aᵀ) Q_aᵀ``, of which the inner matrix is r × r.
+    """
+    rank = m.lora_a.shape[0]
+    if rank < 2:
+        return m
+    a = m.lora_a.double()
+    if isinstance(m.scaling, Tensor):
+        a *= m.scaling[:, None]
+    q_a, r_a = torch.linalg.qr(a.T)
+    q_b, r_b = torch.linalg.qr(m.lora_b.double())
+    u, s, vh = torch.linalg.svd(r_b @ r_a.T)
+    # what is lost by stopping before rank i, the smallest added first
+    lost = s.square().flip(0).cumsum(0).flip(0).sqrt()
+    kept = max(1, int((lost > error * lost[0]).sum()))
+    if kept >= rank:
+        return m
+    root = s[:kept].sqrt()
+    return replace(
+        m,
+        lora_a=(root[:, None] * (vh[:kept] @ q_a.T)).float(),
+        lora_b=((q_b @ u[:, :kept]) * root).float(),
+        scaling=1.0 if isinstance(m.scaling, Tensor) else m.scaling,
+    )
+
+
+def as_held(m: LoraModule, dtype: torch.dtype) -> LoraModule:
+    """Return the module with A and B as a device computes with them that holds them in `dtype`; in a dtype that has room for them, the very same."""
+    if _is_exact(m.lora_a, dtype) and _is_exact(m.lora_b, dtype):
+        return m
+    return replace(m, lora_a=_held(m.lora_a, dtype), lora_b=_held(m.lora_b.T, dtype).T)
+
+
+def loss(uploaded: LoraModule, held: LoraModule, dtype: torch.dtype) -> float:
+    """Return the relative error of a module as it's held against it as it was uploaded: of its update or of its replaced rows, whichever is larger.
+
+    Args:
+        held: `as_held` of the uploaded module, or of what `truncate` left of it.
+        dtype: what the device holds rows in.
+    """
+    of_rows = 0.0 if uploaded.rows is None else _rows_loss(uploaded.rows, dtype)
+    if held.lora_a is uploaded.lora_a and held.lora_b is uploaded.lora_b:
+        return of_rows
+    b, a = uploaded.lora_b.T, _scaled(uploaded)
+    size = _product_norm([b], [a], torch.float32)
+    if size == 0:
+        return of_rows
+    held_b, held_a = held.lora_b.T, _scaled(held)
+    if held.lora_a.shape == uploaded.lora_a.shape:
+        # B A − B̃ Ã = (B − B̃) A + B̃ (A − Ã), which small differences leave exact
+        error = _product_norm([b - held_b, held_b], [a, a - held_a], torch.float32)
+    else:
+        error = _product_norm([b, -held_b], [a, held_a], torch.float64)
+    return max(of_rows, error / size)
+
+
+def refuse_lossy(m: LoraModule, lost: float, dtype: torch.dtype, precision: Precision) -> None:
+    """Return if an operator lets a module lose that much.
+
+    Raises:
+        AdapterUnservable: they don't; it names the module, the loss and its bound.
+    """
+    if precision.max_loss is None or lost <= precision.max_loss:
+        return
+    cut = "" if precision.rank_error is None else f", its ranks cut to within {precision.rank_error:g}"
+    raise AdapterUnservable(
+        f"{place_name(m)} is off by {lost:.3g} of its own size as this server holds it, in {DTYPE_NAMES[dtype]}{cut}; at most {precision.max_loss:g} is allowed.",
+        hint="Serve with a wider --adapter-dtype, a smaller --adapter-rank-error or a larger --max-adapter-loss.",
+    )
+
+
+def _is_exact(matrix: Tensor, dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and torch.promote_types(matrix.dtype, dtype) == dtype
+
+
+def _held(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows as they're held, [n, width] float32."""
+    if dtype.is_floating_point:
+        return rows.to(dtype).float()
+    codes, scales = quantize_rows(rows.float(), _INT8_MAX)
+    return codes.mul_(scales[:, None])
+
+
+def _scaled(m: LoraModule) -> Tensor:
+    """``diag(scaling) A``, [r, in_features]."""
+    scaling = m.scaling[:, None] if isinstance(m.scaling, Tensor) else m.scaling
+    return m.lora_a.float() * scaling
+
+
+def _rows_loss(rows: ReplacedRows, dtype: torch.dtype) -> float:
+    weight = rows.weight
+    if _is_exact(weight, dtype):
+        return 0.0
+    error = size = 0.0
+    step = max(1, _CHUNK_ELEMENTS // weight.shape[1])
+    for start in range(0, weight.shape[0], step):
+        part = weight[start : start + step]
+        wide = part.float()
+        error += float((wide - _held(part, dtype)).double().square().sum())
+        size += float(wide.double().square().sum())
+    return math.sqrt(error / size) if size else 0.0
+
+
+def _product_norm(left: Sequence[Tensor], right: Sequence[Tensor], dtype: torch.dtype) -> float:
+    """``‖Lᵀ R‖`` (Frobenius), where L and R are these rows one below the other; Gram matrices are computed in `dtype`."""
+    squared = float((_gram(left, dtype) * _gram(right, dtype)).sum())
+    return math.sqrt(max(0.0, squared))
+
+
+def _gram(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """``M Mᵀ`` of rows one below the other, [n, n] float64, so many columns at a time."""
+    num_rows, width = sum(part.shape[0] for part in parts), parts[0].shape[1]
+    total = torch.zeros(num_rows, num_rows, dtype=torch.float64)
+    step = max(1, _CHUNK_ELEMENTS // max(1, num_rows))
+    for start in range(0, width, step):
+        columns = torch.cat([part[:, start : start + step].to(dtype) for part in parts])
+        total += columns @ columns.T
+    return total
