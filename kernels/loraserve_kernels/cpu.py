@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from loraserve_kernels import threads
-from loraserve_kernels.layout import PackedAdapter, PackedRows
 from loraserve_kernels.modules import MODULE_INDEX, MODULES, SITES
+from loraserve_kernels.packed import PackedAdapter, PackedRows
 from loraserve_kernels.plan import LoraPlan
 
 HAS_NUMBA: bool = importlib.util.find_spec("numba") is not None

@@ -19,7 +19,7 @@ import numba
 import numpy as np
 from numba import types
 
-from loraserve_kernels.layout import (
+from loraserve_kernels.packed import (
     DELTA,
     NUM_ROWS,
     RANK,

@@ -17,9 +17,11 @@ from loraserve_kernels.plan import LoraPlan
 def apply_lora(
     x: Tensor, y: Tensor, plan: LoraPlan | GpuLoraPlan, site: str, layer: int, bias: Tensor | None = None
 ) -> None:
-    """Add ``scaling · B A x`` to `y` in place, for every row that has an adapter and every slice of the site; leave other rows as they are.
+    """Turn `y` from ``W x + bias`` into what the row's adapter makes of it (see `modules.LoraModule`) in place, for every row that has an adapter and every slice of
+    the site; leave other rows as they are.
 
-    Where an adapter has a δ for a slice (DoRA), what these columns of its rows then hold beside the bias is multiplied by 1 + δ.
+    In this order: columns whose rows of W the adapter has replaced are computed anew, ``B diag(scaling) A x`` is added, what is there beside the bias is multiplied
+    by 1 + δ, and the shift is added.
 
     Args:
         x: [num_tokens, in_features] float32, or bfloat16 or float16 on a GPU, contiguous in the last dim.
@@ -28,7 +30,7 @@ def apply_lora(
         plan: the step's: a `GpuLoraPlan` for tensors on a GPU, a `LoraPlan` for others. On a CPU the rows of ``lm_head`` have a plan of their own.
         site: ``qkv``, ``o``, ``gate_up``, ``down`` or ``lm_head``. (For the embedding there is `apply_embedding_lora`.)
         layer: which decoder layer; 0 for ``lm_head``.
-        bias: [sum of the site's out_features] float32, contiguous (on a GPU any float dtype): what y already holds of the linears' biases. Only δ needs it.
+        bias: [sum of the site's out_features] float32, contiguous (on a GPU any float dtype): what y already holds of the linears' biases. δ and replaced rows need it.
 
     Raises:
         ShapeMismatch: x, y and the plan disagree on rows or devices, or x and y on the adapters' widths.
@@ -63,9 +65,9 @@ def apply_lora(
 
 
 def apply_embedding_lora(token_ids: Tensor, y: Tensor, plan: LoraPlan | GpuLoraPlan) -> None:
-    """Add ``scaling · B (column token_id of A)`` to `y` in place, for every row whose adapter has the module ``embed_tokens``; leave other rows as they are.
+    """Add ``B diag(scaling) (column token_id of A)`` to `y` in place, for every row whose adapter has the module ``embed_tokens``; leave other rows as they are.
 
-    Where the adapter has a δ, these rows are then multiplied by 1 + δ.
+    Where the adapter has a row of its own for the token, that takes the base's place before; where it has a δ, the row is multiplied by 1 + δ after.
 
     Args:
         token_ids: [num_tokens] int64, every one in the vocabulary.

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from loraserve_kernels.errors import InvalidPlan
-from loraserve_kernels.layout import PackedAdapter
+from loraserve_kernels.packed import PackedAdapter
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from loraserve_kernels.modules import MODULE_INDEX, SITES
 
 if TYPE_CHECKING:
-    from loraserve_kernels.layout import PackedAdapter
+    from loraserve_kernels.packed import PackedAdapter
     from loraserve_kernels.plan import LoraPlan
 
 

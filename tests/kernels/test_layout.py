@@ -1,21 +1,28 @@
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
 
 from loraserve_kernels.errors import ShapeMismatch
 from loraserve_kernels.layout import (
     ALIGN_ELEMENTS,
+    DTYPES,
     LAYER_MODULES,
     LoraModule,
+    ReplacedNorm,
+    ReplacedRows,
     pack_adapter,
     packed_num_bytes,
 )
 
 from .conftest import NUM_LAYERS, SHAPES, make_adapter, make_modules
 
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 MIXED = {"q_proj": 3, "v_proj": 12, "gate_proj": 64, "down_proj": 1}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_every_matrix_comes_back_as_it_was_packed(dtype: torch.dtype) -> None:
     modules = make_modules(MIXED)
     packed = pack_adapter(modules, num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=dtype)
@@ -110,3 +117,147 @@ def test_a_delta_of_another_width_is_refused() -> None:
     module = LoraModule(1, "q_proj", torch.zeros(4, 40), torch.zeros(72, 4), 1.0, torch.zeros(71))
     with pytest.raises(ShapeMismatch, match=r"delta \(71,\); this base takes \(72,\)"):
         pack_adapter([module], num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_rows_shifts_and_numbers_of_ranks_come_back_as_they_were_packed(dtype: torch.dtype) -> None:
+    ranks = MIXED | {"o_proj": 0, "lm_head": 0, "embed_tokens": 0}
+    modules = make_modules(
+        ranks,
+        has_shift=("q_proj", "o_proj"),
+        rows={"v_proj": 24, "o_proj": 3, "lm_head": 9, "embed_tokens": 1},
+        is_scaled_by_rank=True,
+    )
+    packed = pack_adapter(modules, num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=dtype)
+    for m in modules:
+        assert torch.equal(packed.scaling(m.layer, m.module), m.scaling)
+        shift, rows = packed.shift(m.layer, m.module), packed.rows(m.layer, m.module)
+        assert (shift is None, rows is None) == (m.shift is None, m.rows is None)
+        assert shift is None or torch.equal(shift, m.shift)
+        assert rows is None or (torch.equal(rows.ids, m.rows.ids) and torch.equal(rows.weight, m.rows.weight.to(dtype)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_size_of_everything_is_known_without_reading_a_weight(dtype: torch.dtype) -> None:
+    modules = make_modules(
+        MIXED | {"o_proj": 0, "lm_head": 0, "embed_tokens": 2},
+        has_delta=("q_proj",),
+        has_shift=("q_proj", "o_proj"),
+        rows={"v_proj": 24, "lm_head": 9, "embed_tokens": 17},
+        is_scaled_by_rank=True,
+    )
+    norms = [ReplacedNorm(1, "mlp_norm", torch.ones(40)), ReplacedNorm(0, "norm", torch.ones(40))]
+    base: Any = {"num_layers": NUM_LAYERS, "module_shapes": SHAPES, "dtype": dtype}
+    known = packed_num_bytes([as_meta(m) for m in modules], norms=[as_meta(n) for n in norms], **base)
+    assert known == pack_adapter(modules, norms=norms, **base).num_bytes
+    assert known == packed_num_bytes(modules, **base) + 2 * 40 * 4
+
+
+def as_meta(thing: Any) -> Any:
+    """The same without its numbers."""
+    fields = ((f.name, getattr(thing, f.name)) for f in dataclasses.fields(thing))
+    values = {
+        name: value.to("meta")
+        if isinstance(value, torch.Tensor)
+        else as_meta(value)
+        if dataclasses.is_dataclass(value)
+        else value
+        for name, value in fields
+    }
+    return type(thing)(**values)
+
+
+def test_int8_rounds_each_rank_and_each_row_by_half_a_step() -> None:
+    modules = make_modules({"q_proj": 3, "embed_tokens": 2}, layers=[0], rows={"q_proj": 5, "embed_tokens": 4})
+    for m in modules:
+        # magnitudes that one scale for all would lose
+        m.lora_a.mul_(torch.logspace(-6, 3, len(m.lora_a))[:, None])
+        m.rows.weight.mul_(torch.logspace(-6, 3, len(m.rows.ids))[:, None])
+    packed = pack_adapter(modules, num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.int8)
+    assert packed.data.dtype == torch.int8
+    for m in modules:
+        a, b, scaling = (
+            part.double()
+            for part in (packed.lora_a(0, m.module), packed.lora_b(0, m.module), packed.scaling(0, m.module))
+        )
+        for rank in range(len(a)):
+            expected = m.scaling * torch.outer(m.lora_b[:, rank], m.lora_a[rank]).double()
+            # a half step of 127 of either factor, and both
+            assert (
+                scaling[rank] * torch.outer(b[rank], a[rank]) - expected
+            ).abs().max() <= expected.abs().max() * 0.0080
+        rows = packed.rows(0, m.module).pick(slice(None), torch.float64)
+        most = m.rows.weight.abs().amax(1, keepdim=True)
+        assert ((rows - m.rows.weight).abs() <= most * 0.00394).all()
+
+
+def test_norms_are_float32_copies() -> None:
+    weight = torch.randn(40, dtype=torch.float64).float()
+    norms = [ReplacedNorm(1, "attention_norm", weight), ReplacedNorm(0, "norm", weight.bfloat16())]
+    packed = pack_adapter([], num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.bfloat16, norms=norms)
+    assert packed.norms.keys() == {(1, "attention_norm"), (0, "norm")}
+    assert packed.norms[0, "norm"].dtype == torch.float32
+    expected = weight.clone()
+    weight.zero_()
+    assert torch.equal(packed.norms[1, "attention_norm"], expected)
+
+
+@pytest.mark.parametrize(
+    ("layer", "norm", "size"),
+    [(2, "mlp_norm", 40), (1, "norm", 40), (0, "q_norm", 40), (0, "norm", 41)],
+)
+def test_a_norm_that_the_base_lacks_is_refused(layer: int, norm: str, size: int) -> None:
+    with pytest.raises(ShapeMismatch, match=f"{norm}.*this base (has|takes)"):
+        pack_adapter(
+            [],
+            num_layers=NUM_LAYERS,
+            module_shapes=SHAPES,
+            dtype=torch.float32,
+            norms=[ReplacedNorm(layer, norm, torch.zeros(size))],
+        )
+
+
+def test_a_norm_given_twice_is_refused() -> None:
+    twice = [ReplacedNorm(0, "norm", torch.zeros(40))] * 2
+    with pytest.raises(ShapeMismatch, match="twice"):
+        pack_adapter([], num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.float32, norms=twice)
+
+
+@pytest.mark.parametrize(
+    ("module", "ids", "shape", "message"),
+    [
+        ("q_proj", [3, 3], (2, 40), "must ascend"),
+        ("q_proj", [5, 3], (2, 40), "must ascend"),
+        ("q_proj", [3, 72], (2, 40), "rows 0 to 71"),
+        ("q_proj", [-1, 3], (2, 40), "rows 0 to 71"),
+        ("q_proj", [3], (2, 40), r"ids \(1,\) of rows \(2, 40\)"),
+        ("q_proj", [], (0, 40), "n from 1 to 72"),
+        ("embed_tokens", [3, 2105], (2, 40), "rows 0 to 2104"),
+        ("embed_tokens", [3], (1, 2105), r"takes int32 \(n,\) and \(n, 40\)"),
+    ],
+)
+def test_rows_that_dont_fit_the_base_are_refused(
+    module: str, ids: list[int], shape: tuple[int, int], message: str
+) -> None:
+    out_features, in_features = SHAPES[module]
+    rows = ReplacedRows(torch.tensor(ids, dtype=torch.int32), torch.zeros(shape))
+    m = LoraModule(0, module, torch.zeros(0, in_features), torch.zeros(out_features, 0), 1.0, rows=rows)
+    with pytest.raises(ShapeMismatch, match=message):
+        pack_adapter([m], num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.float32)
+
+
+def test_shifts_and_numbers_of_ranks_that_dont_fit_are_refused() -> None:
+    for module, scaling, shift, message in (
+        ("q_proj", 1.0, torch.zeros(40), r"shift \(40,\); this base takes \(72,\)"),
+        ("q_proj", torch.ones(3), None, r"scaling \(3,\); rank 2 takes \(2,\)"),
+        ("embed_tokens", 1.0, torch.zeros(40), "an embedding has no bias"),
+    ):
+        out_features, in_features = SHAPES[module]
+        m = LoraModule(0, module, torch.zeros(2, in_features), torch.zeros(out_features, 2), scaling, shift=shift)
+        with pytest.raises(ShapeMismatch, match=message):
+            pack_adapter([m], num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.float32)
+
+
+def test_a_dtype_that_kernels_dont_read_is_refused() -> None:
+    with pytest.raises(ShapeMismatch, match=r"or int8, not torch\.float64"):
+        pack_adapter([], num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.float64)

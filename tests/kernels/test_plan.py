@@ -2,10 +2,10 @@ import pytest
 import torch
 
 from loraserve_kernels.errors import InvalidPlan
-from loraserve_kernels.layout import pack_adapter
+from loraserve_kernels.layout import ReplacedNorm, pack_adapter
 from loraserve_kernels.plan import make_plan
 
-from .conftest import SHAPES, make_adapter
+from .conftest import NUM_LAYERS, SHAPES, make_adapter
 
 
 def test_a_base_only_step_has_no_plan() -> None:
@@ -35,3 +35,12 @@ def test_adapters_of_two_bases_dont_share_a_plan() -> None:
     other = pack_adapter([], num_layers=3, module_shapes=SHAPES, dtype=torch.float32)
     with pytest.raises(InvalidPlan, match="layers and widths"):
         make_plan([(make_adapter(4), 0, 1), (other, 1, 2)], 2)
+
+
+def test_a_step_knows_whether_an_adapter_has_norms() -> None:
+    plain, norm = make_adapter(4), ReplacedNorm(1, "mlp_norm", torch.ones(40))
+    normed = pack_adapter([], num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.int8, norms=[norm])
+    without, with_norms = make_plan([(plain, 0, 1)], 3), make_plan([(plain, 0, 1), (normed, 2, 3)], 3)
+    assert without is not None
+    assert with_norms is not None
+    assert (without.has_norms, with_norms.has_norms) == (False, True)
