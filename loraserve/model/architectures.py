@@ -78,7 +78,8 @@ class Architecture:
         q_norm, k_norm: names inside a layer.
         module_paths: linear's short name → its path inside a layer.
         fused_paths: site → path inside a layer of the one linear that the checkpoint holds for all of the site's.
-        has_default_rope_only: whether another rope type is refused.
+        rope_names: what its configs call a rope type by another name than transformers' own.
+        has_partial_rope: whether it may be that only the first elements of a head turn.
         experts: where each layer has a mixture of experts; None: they have MLPs.
     """
 
@@ -110,7 +111,8 @@ class Architecture:
     head: str = "lm_head.weight"
     layers: str = "model.layers"
     fused_paths: Mapping[str, str] = field(default_factory=dict)
-    has_default_rope_only: bool = False
+    rope_names: Mapping[str, str] = field(default_factory=dict)
+    has_partial_rope: bool = False
     experts: ExpertPaths | None = None
     attention_norm: str | None = "input_layernorm.weight"
     attention_out_norm: str | None = None
@@ -300,10 +302,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             model_type="phi3",
             window=Window.EVERY_LAYER,
             fused_paths={"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"},
-            # what its configs call su or yarn is longrope
-            has_default_rope_only=True,
+            rope_names={"su": "longrope", "yarn": "longrope"},
+            has_partial_rope=True,
             module_paths={
-                # no adapter can name these: PEFT knows the fused linears alone
+                # PEFT knows the fused linears alone: see adapters/fused.py
                 "q_proj": "self_attn.qkv_proj[q_proj]",
                 "k_proj": "self_attn.qkv_proj[k_proj]",
                 "v_proj": "self_attn.qkv_proj[v_proj]",

@@ -29,6 +29,7 @@ class RopeType(Enum):
     LINEAR = "linear"
     LLAMA3 = "llama3"
     YARN = "yarn"
+    LONGROPE = "longrope"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +39,12 @@ class RopeConfig:
     Attributes:
         theta: base of the frequencies.
         factor: by how much the context is stretched.
-        original_max_position_embeddings: context before it was stretched (llama3, yarn).
+        original_max_position_embeddings: context before it was stretched (llama3, yarn, longrope).
         low_freq_factor, high_freq_factor: llama3's.
         beta_fast, beta_slow, truncate: yarn's.
-        attention_factor: what cosines and sines are multiplied with (yarn).
+        attention_factor: what cosines and sines are multiplied with (yarn, longrope).
+        short_factors: what each pair's period is multiplied with (longrope, within the original context; past it there are others, which aren't implemented).
+        rotated: the part of a head's elements that turn: the first ones.
     """
 
     type: RopeType = RopeType.DEFAULT
@@ -54,11 +57,19 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    short_factors: tuple[float, ...] = ()
+    rotated: float = 1.0
+
+    def rotated_dim(self, head_dim: int) -> int:
+        """How many of a head's elements turn."""
+        return int(head_dim * self.rotated)
 
     def identity(self) -> dict[str, object]:
         """Every field, JSON-able."""
-        fields = {name: getattr(self, name) for name in RopeConfig.__slots__ if name != "type"}
-        return {"type": self.type.value, **fields}
+        later = {"short_factors": (), "rotated": 1.0}
+        # a base whose rope doesn't have these keeps the digest that it had before they were known
+        names = [name for name in RopeConfig.__slots__ if name != "type" and getattr(self, name) != later.get(name)]
+        return {"type": self.type.value, **{name: getattr(self, name) for name in names}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +244,12 @@ def parse_config(config: Mapping[str, Any], generation_config: Mapping[str, Any]
         )
     context = fields.count("max_position_embeddings")
     rope, local_rope = _ropes(fields, context)
+    for some in (rope, local_rope):
+        if some is not None:
+            _check_rotated(some, head_dim)
+    if rope.type is RopeType.LONGROPE:
+        # past that it turns every position otherwise, those whose keys are cached too
+        context = min(context, rope.original_max_position_embeddings)
     windows, layer_ropes = _layers(fields, num_layers)
     return ModelConfig(
         architecture=architecture,
@@ -431,6 +448,17 @@ def _ropes(fields: _Fields, context: int) -> tuple[RopeConfig, RopeConfig | None
     )
 
 
+def _check_rotated(rope: RopeConfig, head_dim: int) -> None:
+    """Return if the part of a head that turns is made of pairs, and longrope has a factor for each."""
+    dim = rope.rotated_dim(head_dim)
+    if dim < 2 or dim % 2:
+        raise ModelError(
+            f"config.json: partial_rotary_factor {rope.rotated:g} of heads of {head_dim} elements is {dim}; expected an even number."
+        )
+    if rope.type is RopeType.LONGROPE and len(rope.short_factors) != dim // 2:
+        raise ModelError(f"config.json: short_factor has {len(rope.short_factors)} numbers; expected {dim // 2}.")
+
+
 def _object(value: object, name: str) -> Mapping[str, Any]:
     if value is not None and not isinstance(value, Mapping):
         raise ModelError(f"config.json: {name} is {_shown(value)}; expected an object.")
@@ -444,17 +472,18 @@ def _rope(
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise ModelError(f"config.json: {source} differs by layer type; only one for all layers is implemented.")
     name = rope.get("rope_type", rope.get("type", "default"))
+    name = fields.architecture.rope_names.get(name, name) if isinstance(name, str) else name
     if name not in [rope_type.value for rope_type in RopeType]:
         known = ", ".join(rope_type.value for rope_type in RopeType)
         raise ModelError(f"config.json: {source}.rope_type is {_shown(name)}; expected one of {known}.")
-    if fields.architecture.has_default_rope_only and name != RopeType.DEFAULT.value:
+    rotated = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    rotated = 1.0 if rotated is None else _number(rotated, "partial_rotary_factor")
+    if rotated > 1:
+        raise ModelError(f"config.json: partial_rotary_factor is {rotated:g}; expected at most 1.")
+    if rotated != 1 and not fields.architecture.has_partial_rope:
         raise ModelError(
-            f"config.json: {source}.rope_type is {_shown(name)}; only default is implemented for {fields.architecture.name}."
+            f"config.json: partial_rotary_factor is {rotated:g}; only 1 is implemented for {fields.architecture.name}."
         )
-    for holder in (rope, config):
-        partial = holder.get("partial_rotary_factor")
-        if partial is not None and partial != 1:
-            raise ModelError(f"config.json: partial_rotary_factor is {_shown(partial)}; only 1 is implemented.")
     rope_type = RopeType(name)
     theta = _number(rope["rope_theta"], f"{source}.rope_theta") if rope.get("rope_theta") is not None else None
     if theta is None:
@@ -462,7 +491,7 @@ def _rope(
     if theta <= 1:
         raise ModelError(f"config.json: {theta_field} is {theta}; expected a number above 1.")
     if rope_type is RopeType.DEFAULT:
-        return RopeConfig(theta=theta)
+        return RopeConfig(theta=theta, rotated=rotated)
 
     def number(key: str, default: float | None = None) -> float:
         value = rope.get(key)
@@ -473,7 +502,7 @@ def _rope(
         return _number(value, f"{source}.{key}")
 
     if rope_type is RopeType.LINEAR:
-        return RopeConfig(type=rope_type, theta=theta, factor=number("factor"))
+        return RopeConfig(type=rope_type, theta=theta, factor=number("factor"), rotated=rotated)
     original = config.get("original_max_position_embeddings", rope.get("original_max_position_embeddings", context))
     original = _count(original, f"{source}.original_max_position_embeddings")
     if rope_type is RopeType.LLAMA3:
@@ -489,8 +518,20 @@ def _rope(
             original_max_position_embeddings=original,
             low_freq_factor=low,
             high_freq_factor=high,
+            rotated=rotated,
         )
     factor = number("factor", context / original)
+    if rope_type is RopeType.LONGROPE:
+        stretch = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+        return RopeConfig(
+            type=rope_type,
+            theta=theta,
+            factor=factor,
+            original_max_position_embeddings=original,
+            attention_factor=number("attention_factor", stretch),
+            short_factors=_factors(rope.get("short_factor"), f"{source}.short_factor"),
+            rotated=rotated,
+        )
     truncate = rope.get("truncate", True)
     if not isinstance(truncate, bool):
         raise ModelError(f"config.json: {source}.truncate is {_shown(truncate)}; expected true or false.")
@@ -503,7 +544,14 @@ def _rope(
         beta_slow=number("beta_slow", 1.0),
         truncate=truncate,
         attention_factor=number("attention_factor", _yarn_attention_factor(factor, rope, source)),
+        rotated=rotated,
     )
+
+
+def _factors(value: object, name: str) -> tuple[float, ...]:
+    if not isinstance(value, list):
+        raise ModelError(f"config.json: {name} is {_shown(value)}; expected a list of numbers.")
+    return tuple(_number(factor, name) for factor in value)
 
 
 def _yarn_attention_factor(factor: float, rope: Mapping[str, Any], source: str) -> float:

@@ -56,10 +56,8 @@ def load_model(
     """
     backend = make_backend(device, dtype, quantize)
     config = read_config(model_dir)
-    if config.experts is not None and device != "cpu":
-        raise ConfigError(
-            f"{config.architecture.name} has experts, which aren't served on GPUs yet.", hint="Use --device cpu."
-        )
+    if device != "cpu":
+        _check_gpu(config)
     context = _context(config, max_model_len)
     checkpoint = open_checkpoint(model_dir)
     stored = _find_stored_weights(config, checkpoint)
@@ -72,6 +70,19 @@ def load_model(
         # what the checkpoint has in a float dtype stays so
         backend, quantize = make_backend(device, dtype, "none"), "none"
     return _Loader(config, checkpoint, stored, backend, dtype, quantize).load(model_id, context)
+
+
+def _check_gpu(config: ModelConfig) -> None:
+    """Return if a GPU's kernels have all that this model needs."""
+    missing = None
+    if config.experts is not None:
+        missing = "experts"
+    elif any(rope.rotated != 1 for rope in config.ropes):
+        missing = "heads that turn in part (partial_rotary_factor)"
+    if missing is not None:
+        raise ConfigError(
+            f"{config.architecture.name} has {missing}, which aren't served on GPUs yet.", hint="Use --device cpu."
+        )
 
 
 def _find_stored_weights(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, StoredWeight]:

@@ -195,8 +195,9 @@ class _Pass:
         config = self._config.ropes[rope]
         angles = self._positions.float()[:, None] * rope_frequencies(config, self._config.head_dim).to(self._device)
         cos, sin = ((y * config.attention_factor)[:, None] for y in (angles.cos(), angles.sin()))
-        first, second = x.chunk(2, -1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+        turning, still = x.tensor_split([2 * angles.shape[-1]], -1)
+        first, second = turning.chunk(2, -1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin, still), -1)
 
     def _mlp(self, x: Tensor, layer: int) -> Tensor:
         mixture = self._base.experts(layer)

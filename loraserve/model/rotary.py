@@ -1,4 +1,4 @@
-"""Rotary positions and the ways to stretch them: linear, llama3, yarn. Row by row: a row's result is the same bits in any batch."""
+"""Rotary positions and the ways to stretch them: linear, llama3, yarn, longrope. Row by row: a row's result is the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from loraserve.model.config import RopeConfig, RopeType
 class RotaryEmbedding:
     """Cosines and sines of every position below `max_model_len`, computed once, as transformers computes them in float32.
 
-    Half of the head's angles are kept: the other half are the same.
+    Half of the head's angles are kept: the other half are the same. Where only a part of the head turns, they are that part's.
     """
 
     def __init__(self, config: RopeConfig, head_dim: int, max_model_len: int) -> None:
@@ -23,7 +23,7 @@ class RotaryEmbedding:
         self.num_bytes = self._cos.nbytes + self._sin.nbytes
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what `rotate` needs for these positions, each [num_tokens, 1, head_dim]: the cosines, and the sines with the first half negated."""
+        """Return what `rotate` needs for these positions, each [num_tokens, 1, rotated dim]: the cosines, and the sines with the first half negated."""
         cos, sin = self._cos[positions], self._sin[positions]
         return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
 
@@ -33,20 +33,24 @@ class RotaryEmbedding:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate x [num_tokens, num_heads, head_dim] in place by its positions; `cos` and `sin` are `RotaryEmbedding.at`'s."""
+    """Rotate x [num_tokens, num_heads, head_dim] in place by its positions; `cos` and `sin` are `RotaryEmbedding.at`'s. Elements of a head past theirs stay."""
+    x = x[..., : cos.shape[-1]]
     first, second = x.chunk(2, -1)
     swapped = torch.cat((second, first), -1)
     x.mul_(cos).addcmul_(swapped, sin)
 
 
 def rope_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """Return the angle by which each pair of elements turns per position, [head_dim / 2] float32."""
+    """Return the angle by which each pair of elements turns per position, float32: [head_dim / 2], or half of the part that turns."""
+    head_dim = config.rotated_dim(head_dim)
     exponents = torch.arange(0, head_dim, 2).float() / head_dim
     frequencies = 1.0 / config.theta**exponents
     if config.type is RopeType.DEFAULT:
         return frequencies
     if config.type is RopeType.LINEAR:
         return frequencies / config.factor
+    if config.type is RopeType.LONGROPE:
+        return 1.0 / (torch.tensor(config.short_factors) * config.theta**exponents)
     if config.type is RopeType.LLAMA3:
         return _llama3(config, frequencies)
     return _yarn(config, head_dim)

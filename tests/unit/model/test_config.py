@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def test_missing_field_is_named(field: str) -> None:
         ({"head_dim": 15}, "head_dim"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type is"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type is"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.short_factor is"),
         ({"rope_parameters": {"rope_type": ["llama3"]}}, "rope_parameters.rope_type is"),
         ({"rope_parameters": "llama3"}, "rope_parameters is"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differs by layer type"),
@@ -250,16 +251,15 @@ def test_odd_field_of_gemma3_is_named(changes: dict[str, Any], message: str) -> 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"partial_rotary_factor": 0.75}, "partial_rotary_factor is 0.75"),
-        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, 'rope_type is "longrope"'),
-        ({"rope_scaling": {"type": "su"}}, 'rope_type is "su"'),
-        (
-            {"rope_scaling": {"type": "yarn", "factor": 2.0}},
-            'rope_type is "yarn"; only default is implemented for Phi3',
-        ),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; expected at most 1"),
+        ({"partial_rotary_factor": 0.2}, "partial_rotary_factor 0.2 of heads of 16 elements is 3; expected an even"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "short_factor has 1 numbers; expected 8"),
+        ({"rope_scaling": {"type": "su"}}, "short_factor is null"),
+        ({"rope_scaling": {"type": "yarn", "short_factor": ["a"]}}, 'short_factor is "a"'),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is"),
     ],
 )
-def test_what_phi3_has_beyond_the_plain_rope_is_named(changes: dict[str, Any], message: str) -> None:
+def test_odd_ropes_of_phi3_are_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         parse(architectures=["Phi3ForCausalLM"], **changes)
 
@@ -312,3 +312,19 @@ def test_eos_of_generation_config_json_is_read(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text("{}")
     edit_json(tmp_path / "generation_config.json", eos_token_id=[11, 2])
     assert read_config(tmp_path).eos_token_ids == (11, 2)
+
+
+def test_longrope_serves_the_original_context_and_no_more() -> None:
+    longrope = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    config = parse(
+        architectures=["Phi3ForCausalLM"],
+        rope_scaling=longrope,
+        max_position_embeddings=256,
+        original_max_position_embeddings=64,
+    )
+    assert (config.max_model_len, config.max_stretched_len) == (64, 64)
+    assert config.rope.factor == 4.0
+    assert config.rope.attention_factor == pytest.approx((1 + math.log(4) / math.log(64)) ** 0.5)
+    plain = parse(architectures=["Phi3ForCausalLM"])
+    assert "rotated" not in json.dumps(plain.identity())
+    assert config.identity() != plain.identity()

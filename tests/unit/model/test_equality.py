@@ -44,6 +44,12 @@ GEMMA3 = {
     "bos_token_id": 1,
 }
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 2.5],
+    "long_factor": [2.0] * 6,
+}
 QWEN3_MOE = {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -153,6 +159,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral-window-one-expert": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 9}),
     "qwen3-moe": ("qwen3-moe", {**QWEN3_MOE, "norm_topk_prob": True}),
     "qwen3-moe-not-normed-biases": ("qwen3-moe", {**QWEN3_MOE, "attention_bias": True}),
+    "phi3-partial-rope": ("phi3", {"pad_token_id": 0, "head_dim": 16, "partial_rotary_factor": 0.75}),
+    "phi3-longrope": ("phi3", {"pad_token_id": 0, "rope_parameters": LONGROPE, "original_max_position_embeddings": 64}),
     "phi3-window-tied": ("phi3", {"pad_token_id": 0, "sliding_window": 9, "tie_word_embeddings": True}),
     "qwen3-yarn-mscale": ("qwen3", {"head_dim": 32, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2}}),
 }
