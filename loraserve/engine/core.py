@@ -9,18 +9,32 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from loraserve.config import EngineConfig
+from loraserve.engine.activation import find_activation
 from loraserve.engine.batch import Batch, build_batch
 from loraserve.engine.messages import AddRequest
+from loraserve.engine.probe import Probe
 from loraserve.engine.request import Request
 from loraserve.engine.runner import StepHandle, StepRunner
 from loraserve.engine.scheduler import ScheduledRequest, Scheduler
 from loraserve.errors import EngineError
 from loraserve.memory.kv_cache import KVCache, prefix_root
 from loraserve.memory.pager import Pager
-from loraserve.types import BaseSpec, EngineStats, RequestId, TokenOutput
+from loraserve.types import (
+    AdapterRef,
+    BaseSpec,
+    Digest,
+    EngineStats,
+    RequestId,
+    SamplingParams,
+    TenantId,
+    TokenOutput,
+)
+
+if TYPE_CHECKING:
+    from loraserve.engine.verification import Verifications
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +52,9 @@ class Engine:
 
     A step is one sentence: poll the pager, schedule, launch, take the results, update. With `overlap` the results are those of the
     step before: the device computes one step while the host prepares the next.
+
+    Attributes:
+        verifications: whose probes are requests here; None where nobody verifies.
     """
 
     def __init__(
@@ -52,6 +69,7 @@ class Engine:
     ) -> None:
         self.base = base
         self.pager = pager
+        self.verifications: Verifications | None = None
         self._runner = runner
         self._overlap = overlap
         self._clock = clock
@@ -105,6 +123,38 @@ class Engine:
         )
         self._prompt_tokens += len(message.prompt_token_ids)
 
+    def add_probe(self, probe: Probe, adapter: AdapterRef | None) -> None:
+        """Queue a probe as a request like any other. It isn't counted among the prompts; its outputs are for whoever made it."""
+        self._scheduler.add(self._probe_request(probe, adapter))
+
+    def add_probe_of_resident(self, probe: Probe, digest: Digest) -> None:
+        """The same by an adapter that is resident now, of which no more is known than that."""
+        ref = AdapterRef(
+            tenant=TenantId(""), name="", version=0, digest=digest, config_blob=digest, weights_blob=digest
+        )
+        request = self._probe_request(probe, ref)
+        request.pin = self.pager.pin(digest)
+        invocation_token_ids = self.pager.facts(digest).invocation_token_ids
+        request.activation = find_activation(digest, invocation_token_ids, request.prompt_token_ids)
+        self._scheduler.add(request)
+
+    def _probe_request(self, probe: Probe, adapter: AdapterRef | None) -> Request:
+        prompt = list(probe.token_ids[: probe.num_prompt_tokens])
+        tenant = TenantId("") if adapter is None else adapter.tenant
+        return Request(
+            request_id=probe.request_id,
+            tenant=tenant,
+            adapter=adapter,
+            params=SamplingParams(max_tokens=probe.max_tokens, temperature=0.0, ignore_eos=True),
+            token_ids=prompt,
+            num_prompt_tokens=len(prompt),
+            priority=0,
+            prefix_root=prefix_root(tenant, self.base.digest, self._kv_dtype),
+            arrival_s=self._clock(),
+            sequence_number=next(self._sequence_numbers),
+            probe=probe,
+        )
+
     def abort(self, request_id: RequestId) -> bool:
         """End a request and free what it holds; False if it is over already."""
         return self._scheduler.abort(request_id)
@@ -125,6 +175,8 @@ class Engine:
                 outputs += self._update(self._in_flight.popleft())
             self._num_steps += bool(scheduled)
             self._step_s += self._clock() - started
+        if self.verifications is not None:
+            outputs = self.verifications.take(outputs)
         self._generation_tokens += sum(len(output.token_ids) for output in outputs)
         if not self.has_requests:
             self._check_idle()

@@ -230,6 +230,8 @@ class Runner:
 
 
 def needs_host(request: Request) -> bool:
-    """Whether the request's tokens are chosen on the host: by its history, or by its own list of tokens."""
+    """Whether the request's tokens are chosen on the host: by its history, or by its own list of tokens; or settled already."""
     params = request.params
+    if request.probe is not None:
+        return True
     return has_penalties(params) or bool(params.logit_bias) or request.num_output_tokens < params.min_tokens

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
+from loraserve.engine.probe import Probe
 from loraserve.memory.kv_cache import Activation, PrefixKey
 from loraserve.types import AdapterRef, FinishReason, RequestId, SamplingParams, TenantId, TokenLogprobs
 
@@ -66,6 +67,8 @@ class Request:
     adapter_wait_started_s: float | None = None
     adapter_wait_s: float = 0.0
     num_preemptions: int = 0
+    probe: Probe | None = None
+    """Of one that is computed for its logits: neither finds nor leaves anything in the prefix cache."""
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -94,8 +97,9 @@ class Request:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether prompt rows must still be scored: the scores go out with the first token, once."""
-        return self.params.prompt_logprobs is not None and self.num_tokens == self.num_prompt_tokens
+        """Whether the logits of prompt rows are still wanted. Scores made of them go out with the first token, once."""
+        is_wanted = self.params.prompt_logprobs is not None or self.probe is not None
+        return is_wanted and self.num_tokens == self.num_prompt_tokens
 
     @property
     def order(self) -> tuple[int, int]:

@@ -113,7 +113,7 @@ class Runner:
 
     def needs_results_first(self, request: Request) -> bool:
         """Whether the request's tokens must all be known to the host before its next one can be chosen."""
-        return has_penalties(request.params)
+        return has_penalties(request.params) or request.probe is not None
 
     def forward(self, batch: Batch) -> Tensor:
         """Compute the batch's rows, write their KV, and return [num_logits, vocab_size] float32."""

@@ -79,6 +79,9 @@ class Sampler:
 
     def _sample_entry(self, entry: ScheduledRequest, logits: Tensor, greedy: int) -> StepResult:
         request = entry.request
+        if request.probe is not None:
+            token_id = request.probe.next_token(entry.end) if entry.is_sampled else None
+            return StepResult(token_id, logits=logits.clone())
         prompt_logprobs = _score_prompt(entry, logits) if entry.is_scored else ()
         if not entry.is_sampled or request.params.max_tokens == 0:
             return StepResult(prompt_logprobs=prompt_logprobs)

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from loraserve.engine.activation import find_activation
 from loraserve.engine.request import Pin, Request, Status
@@ -28,6 +28,9 @@ from loraserve.memory.facts import AdapterFacts
 from loraserve.memory.kv_cache import BlockId, KVCache
 from loraserve.memory.pager import Residency
 from loraserve.types import AdapterRef, Digest, FinishReason, RequestId, TokenLogprobs, TokenOutput
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +94,8 @@ class StepResult:
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     is_finite: bool = True
+    logits: Tensor | None = None
+    """Of a probe's rows, [num_rows, vocab_size] float32 in the host's memory; they end with the entry's last."""
 
 
 class Scheduler:
@@ -118,6 +123,8 @@ class Scheduler:
         self._waiting: list[Request] = []  # sorted by order
         self._running: list[Request] = []  # sorted by order
         self._failed: list[TokenOutput] = []
+        # of those that wait, probes that are to have a step of their own
+        self._apart: list[Request] = []
 
     @property
     def num_waiting(self) -> int:
@@ -138,6 +145,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         self._requests[request.request_id] = request
         insort(self._waiting, request, key=_ORDER)
+        if request.probe is not None and request.probe.has_own_step:
+            self._apart.append(request)
 
     def abort(self, request_id: RequestId) -> bool:
         """End a request wherever it is; False if it is unknown or over already."""
@@ -173,6 +182,10 @@ class Scheduler:
         """
         budget = self._token_budget
         scheduled: list[ScheduledRequest] = []
+        if self._apart:
+            self._admit(self._apart, scheduled, budget, self._max_num_seqs)
+            if scheduled:
+                return scheduled
         preempted = False
         # those whose last token is in flight have no part in this step, and keep no place in it from others
         running = [(request.num_pending_tokens, request) for request in self._running]
@@ -195,24 +208,29 @@ class Scheduler:
                 budget -= count
         # In a step that preempts nobody is admitted; so the last token of whom it preempted in flight is known when they come back.
         if not preempted:
-            self._admit(scheduled, budget, max_running)
+            waiting = (
+                [request for request in self._waiting if request not in self._apart] if self._apart else self._waiting
+            )
+            self._admit(waiting, scheduled, budget, max_running)
         self._keep_asking()
         return scheduled
 
-    def _admit(self, scheduled: list[ScheduledRequest], budget: int, max_running: int) -> None:
-        for request in list(self._waiting):
+    def _admit(
+        self, waiting: Sequence[Request], scheduled: list[ScheduledRequest], budget: int, max_running: int
+    ) -> None:
+        for request in list(waiting):
             if budget == 0 or len(self._running) >= max_running:
                 return
             if not self._has_adapter(request):
                 continue
-            if not request.wants_prompt_logprobs:
+            if not request.wants_prompt_logprobs and request.probe is None:
                 self._take_prefix(request)
             count = min(request.num_pending_tokens, budget)
             if not self._reserve(request, count):
                 # In order: a later, shorter request must not starve this one of blocks.
                 self._drop_blocks(request)
                 return
-            self._waiting.remove(request)
+            self._leave_line(request)
             request.status = Status.RUNNING
             # scores of an earlier start, which it doesn't go on from
             request.prompt_logprobs.clear()
@@ -304,6 +322,11 @@ class Scheduler:
         request.block_keys = []
         request.num_computed_tokens = 0
 
+    def _leave_line(self, request: Request) -> None:
+        self._waiting.remove(request)
+        if request in self._apart:
+            self._apart.remove(request)
+
     # update
 
     def update(self, scheduled: Sequence[ScheduledRequest], results: Sequence[StepResult]) -> list[TokenOutput]:
@@ -331,11 +354,13 @@ class Scheduler:
         if not result.is_finite:
             return self.fail(request, _numerics_error(request))
         request.prompt_logprobs.extend(result.prompt_logprobs)
+        if request.probe is not None and result.logits is not None:
+            request.probe.capture(entry.end, result.logits)
         if not entry.is_sampled:
             return None
         # Only now are the blocks offered to others: logits were finite, so the KV that led to them is sound. Only up to this step's
         # end: what a later one computes isn't known to be. And not after a preemption: the blocks were given away, the token is good.
-        if entry.is_current:
+        if entry.is_current and request.probe is None:
             self._publish(request, entry.end)
         is_first = request.num_output_tokens == 0
         if result.token_id is not None:
@@ -410,7 +435,10 @@ class Scheduler:
     def _end(self, request: Request) -> None:
         """Every ending passes here: blocks, pin and place are given back, once."""
         del self._requests[request.request_id]
-        (self._running if request.status is Status.RUNNING else self._waiting).remove(request)
+        if request.status is Status.RUNNING:
+            self._running.remove(request)
+        else:
+            self._leave_line(request)
         request.status = Status.FINISHED
         self._drop_blocks(request)
         pin, request.pin = request.pin, None

@@ -22,7 +22,7 @@ from loraserve.config import EngineConfig
 from loraserve.engine import messages as m
 from loraserve.engine.assembly import build_engine
 from loraserve.engine.core import Engine
-from loraserve.errors import LoraserveError
+from loraserve.errors import InvariantViolation, LoraserveError
 from loraserve.memory.pager import Residency
 from loraserve.types import AdapterRef
 
@@ -45,6 +45,9 @@ class Worker:
     ) -> None:
         self._config = config
         self._engine = engine
+        if engine.verifications is None:
+            raise InvariantViolation("an engine without verifications was given to the worker")
+        self._verifications = engine.verifications
         self._inputs = inputs
         self._outputs = outputs
         # told, not asked for: the server may die while the base is loaded
@@ -66,13 +69,16 @@ class Worker:
             else:
                 self._engine.pager.poll()
             self._answer_warmed()
+            for reply in self._verifications.poll():
+                self._send(reply)
             self._beat()
 
     def _receive(self) -> None:
         """Take every message that is there; when no step could do anything, wait a little for one."""
         timeout_ms = 0
         if not self._engine.has_requests:
-            timeout_ms = _LOADING_POLL_MS if self._warming else _IDLE_POLL_MS
+            is_expecting = self._warming or self._verifications.is_active
+            timeout_ms = _LOADING_POLL_MS if is_expecting else _IDLE_POLL_MS
         elif self._engine.is_waiting_for_adapters_only:
             timeout_ms = _LOADING_POLL_MS
         if self._inputs.poll(timeout_ms) == 0:
@@ -92,6 +98,10 @@ class Worker:
                 self._engine.abort(request_id)
             case m.WarmAdapter(call_id=call_id, adapter=adapter):
                 self._warming[call_id] = adapter
+            case m.VerifyAdapter(call_id=call_id, adapter=adapter):
+                self._verifications.start(call_id, adapter)
+            case m.AbortVerification(call_id=call_id):
+                self._verifications.abort(call_id)
             case m.PinAdapter(call_id=call_id, adapter=adapter, is_pinned=is_pinned):
                 self._engine.pager.set_operator_pin(adapter, is_pinned)
                 if is_pinned:
@@ -166,6 +176,8 @@ def main() -> int:
         return 1
     finally:
         if engine is not None:
+            if engine.verifications is not None:
+                engine.verifications.close()
             engine.pager.close()
         inputs.close()
         outputs.close()

@@ -1,0 +1,282 @@
+"""Verifications: probes of an adapter go through the engine beside everything else, while a thread of their own evaluates the same in plain float32.
+
+What is compared, and when an adapter has failed, is `parity`'s. Here an adapter is asked of the pager like any request's; its probes' rows take their part in steps,
+first in one that has no other rows, then mixed with the base's, with another adapter's and with whatever is running. Nothing of them is kept in the prefix cache, and nothing found there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from adapters_store import BlobStore
+from loraserve.adapters.compiler import compile_adapter
+from loraserve.adapters.ir import AdapterIR
+from loraserve.adapters.peft_format import read_adapter
+from loraserve.engine import messages as m
+from loraserve.engine.core import Engine
+from loraserve.engine.parity import Answers, judge, probe_sequences, unanswered
+from loraserve.engine.probe import Probe
+from loraserve.errors import (
+    AdapterCorrupt,
+    AdapterNumerics,
+    AdapterRejected,
+    AdapterUnavailable,
+    AdapterUnservable,
+    BlobCorrupt,
+    BlobNotFound,
+    EngineError,
+    InvariantViolation,
+    LoraserveError,
+    Overloaded,
+    StorageError,
+    error_from_code,
+)
+from loraserve.limits import LIMITS
+from loraserve.memory.base_weights import beside_steps
+from loraserve.model.plain import Evaluation, PlainBase, evaluate
+from loraserve.types import AdapterRef, BaseSpec, Certificate, FinishReason, RequestId, TokenOutput
+
+logger = logging.getLogger(__name__)
+
+MAX_ACTIVE = 2
+"""Verifications at a time: while one waits for its adapter's place, another goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """What is verified, once it's read: an adapter, or the weighted terms of a composition."""
+
+    terms: Sequence[tuple[AdapterIR, float]]
+    sequences: Sequence[tuple[int, ...]]
+
+
+@dataclass(slots=True, eq=False)
+class _Verification:
+    call_id: int
+    ref: AdapterRef
+    started_s: float
+    reading: Future[_Subject] | None = None
+    reference: Future[Evaluation] | None = None
+    verdict: Future[Certificate] | None = None
+    alone: list[Probe] = field(default_factory=list)
+    mixed: list[Probe] = field(default_factory=list)
+    base: list[Probe] = field(default_factory=list)
+    beside: list[Probe] = field(default_factory=list)
+    precision_loss: float = 0.0
+    is_wanted: bool = True
+
+    @property
+    def probes(self) -> list[Probe]:
+        return [*self.alone, *self.mixed, *self.base, *self.beside]
+
+
+class Verifications:
+    """The engine's verifications, a few at a time and the others in line. The step's thread calls everything here, between steps; nothing of it waits."""
+
+    def __init__(
+        self, engine: Engine, base: PlainBase, store: BlobStore, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._engine, self._base, self._store, self._clock = engine, base, store, clock
+        self._waiting: deque[_Verification] = deque()
+        self._active: list[_Verification] = []
+        self._probes: dict[RequestId, Probe] = {}
+        self._replies: list[m.VerifyReply] = []
+        self._numbers = itertools.count()
+        # one: what is beside the steps shall take one core at most
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="verification")
+
+    @property
+    def is_active(self) -> bool:
+        """Whether `poll` will have something to say, sooner or later."""
+        return bool(self._active or self._waiting or self._replies)
+
+    def start(self, call_id: int, ref: AdapterRef) -> None:
+        """Queue a verification; `poll` returns its answer. Of too many, it's that there are too many."""
+        if len(self._waiting) + len(self._active) >= LIMITS.max_verifications:
+            error = Overloaded(f"{LIMITS.max_verifications} verifications are running or waiting; no more are taken.")
+            self._replies.append(_refused(call_id, error))
+            return
+        self._waiting.append(_Verification(call_id, ref, self._clock()))
+
+    def abort(self, call_id: int) -> None:
+        """End a verification that nobody waits for any more, and free what it holds; nothing if it's over."""
+        for verification in [v for v in (*self._waiting, *self._active) if v.call_id == call_id]:
+            self._end(verification)
+
+    def take(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
+        """Take the outputs that are for probes; return the others."""
+        if not self._probes:
+            return outputs
+        others = []
+        for output in outputs:
+            probe = self._probes.get(output.request_id)
+            if probe is None:
+                others.append(output)
+            elif output.finish_reason is not None:
+                probe.output = output
+                del self._probes[output.request_id]
+        return others
+
+    def poll(self) -> list[m.VerifyReply]:
+        """Go on with each verification as far as it can go now; return, once, the answers of those that are over."""
+        while self._waiting and len(self._active) < MAX_ACTIVE:
+            self._active.append(self._waiting.popleft())
+        for verification in list(self._active):
+            try:
+                certificate = self._advance(verification)
+            except LoraserveError as error:
+                self._end(verification)
+                self._replies.append(_refused(verification.call_id, error))
+            except Exception as error:
+                logger.exception("verifying adapter %s failed", verification.ref.digest)
+                self._end(verification)
+                reason = EngineError(f"The adapter could not be verified: {type(error).__name__}.")
+                self._replies.append(_refused(verification.call_id, reason))
+            else:
+                if certificate is not None:
+                    self._end(verification)
+                    self._replies.append(m.VerifyReply(call_id=verification.call_id, certificate=certificate))
+        replies, self._replies = self._replies, []
+        return replies
+
+    def close(self) -> None:
+        """No verification goes on, and the thread is gone."""
+        for verification in [*self._waiting, *self._active]:
+            self._end(verification)
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+    # one verification
+
+    def _advance(self, v: _Verification) -> Certificate | None:
+        """Return the certificate once it's there.
+
+        Raises:
+            LoraserveError: why there will be none.
+        """
+        if v.reading is None:
+            v.reading = self._executor.submit(_read_subject, self._store, v.ref, self._engine.base)
+        if not v.reading.done():
+            return None
+        subject = v.reading.result()
+        if v.reference is None:
+            v.reference = self._executor.submit(self._evaluate, v, subject)
+            v.alone = [self._probe(sequence, v.ref, has_own_step=True) for sequence in subject.sequences]
+        failed = next((p for p in v.probes if p.output and p.output.finish_reason is FinishReason.ERROR), None)
+        if failed is not None and failed not in v.beside:
+            return self._end_failed(v, failed)
+        if not v.mixed:
+            # their adapter is there, and pinned by them
+            if all(probe.num_captured >= probe.num_prompt_tokens for probe in v.alone):
+                v.precision_loss = self._engine.pager.facts(v.ref.digest).precision_loss
+                self._mix(v, subject)
+            return None
+        if any(probe.output is None for probe in v.probes) or not v.reference.done():
+            return None
+        if v.verdict is None:
+            v.verdict = self._executor.submit(self._judge, v, v.reference.result())
+        return v.verdict.result() if v.verdict.done() else None
+
+    def _mix(self, v: _Verification, subject: _Subject) -> None:
+        """Queue the second round: the adapter's sequences, the base's, and one of another adapter, if there is any."""
+        v.mixed = [self._probe(sequence, v.ref) for sequence in subject.sequences]
+        v.base = [self._probe(sequence, None) for sequence in subject.sequences]
+        other = self._engine.pager.other_resident(v.ref.digest)
+        if other is not None:
+            probe = self._new_probe(subject.sequences[-1][1:])
+            self._engine.add_probe_of_resident(probe, other)
+            v.beside = [probe]
+
+    def _probe(self, sequence: Sequence[int], ref: AdapterRef | None, *, has_own_step: bool = False) -> Probe:
+        probe = self._new_probe(sequence, has_own_step=has_own_step)
+        self._engine.add_probe(probe, ref)
+        return probe
+
+    def _new_probe(self, sequence: Sequence[int], *, has_own_step: bool = False) -> Probe:
+        probe = Probe(RequestId(f"verification-{next(self._numbers)}"), sequence, has_own_step)
+        self._probes[probe.request_id] = probe
+        return probe
+
+    def _end_failed(self, v: _Verification, probe: Probe) -> Certificate:
+        """An adapter whose logits aren't finite has failed; anything else isn't known to be its fault."""
+        output = probe.output
+        code, message = (output.error_code, output.error_message) if output is not None else (None, None)
+        error = error_from_code(code or "", message or "The adapter could not be verified.")
+        if isinstance(error, AdapterNumerics):
+            return unanswered(error.message, precision_loss=v.precision_loss, seconds=self._clock() - v.started_s)
+        raise error
+
+    def _end(self, v: _Verification) -> None:
+        v.is_wanted = False
+        for future in (v.reading, v.reference, v.verdict):
+            if future is not None:
+                future.cancel()
+        for probe in v.probes:
+            if probe.output is None:
+                self._probes.pop(probe.request_id, None)
+                self._engine.abort(probe.request_id)
+        if v in self._active:
+            self._active.remove(v)
+        else:
+            self._waiting.remove(v)
+
+    # on the thread beside the steps
+
+    def _evaluate(self, v: _Verification, subject: _Subject) -> Evaluation:
+        with beside_steps(self._base.device):
+            return evaluate(self._base, subject.sequences, subject.terms, is_wanted=lambda: v.is_wanted)
+
+    def _judge(self, v: _Verification, reference: Evaluation) -> Certificate:
+        with beside_steps(self._base.device):
+            return judge(
+                Answers(_logits(v.base), (_logits(v.alone), _logits(v.mixed))),
+                reference,
+                dtype=self._engine.base.dtype,
+                precision_loss=v.precision_loss,
+                seconds=self._clock() - v.started_s,
+            )
+
+
+def _logits(probes: Sequence[Probe]) -> list[Tensor]:
+    """Every probe's; all have ended well."""
+    logits = [probe.logits() for probe in probes]
+    if any(rows is None for rows in logits):
+        raise InvariantViolation("A probe ended, and not all of its rows were computed.")
+    return [rows for rows in logits if rows is not None]
+
+
+def _read_subject(store: BlobStore, ref: AdapterRef, base: BaseSpec) -> _Subject:
+    terms = [(_read(store, part.adapter, base), part.weight) for part in ref.parts] or [(_read(store, ref, base), 1.0)]
+    return _Subject(terms, probe_sequences(base, [ir for ir, _ in terms]))
+
+
+def _read(store: BlobStore, ref: AdapterRef, base: BaseSpec) -> AdapterIR:
+    """
+    Raises:
+        AdapterRejected: it doesn't fit this base.
+        AdapterCorrupt, AdapterUnavailable: its files can't be read.
+    """
+    try:
+        config, weights = store.read(ref.config_blob), store.read(ref.weights_blob)
+    except (BlobCorrupt, BlobNotFound) as error:
+        raise AdapterCorrupt("The stored bytes of this adapter version are damaged or gone.") from error
+    except (StorageError, OSError) as error:
+        raise AdapterUnavailable("The stored bytes of this adapter version can't be read now.") from error
+    adapter = read_adapter(config, weights)
+    return compile_adapter(adapter.config, adapter.tensors, base)
+
+
+def _refused(call_id: int, error: LoraserveError) -> m.VerifyReply:
+    return m.VerifyReply(
+        call_id=call_id,
+        error_code=error.code,
+        error_message=str(error),
+        is_permanent=isinstance(error, AdapterRejected | AdapterUnservable),
+    )
