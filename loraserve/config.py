@@ -25,7 +25,11 @@ class EngineConfig(Struct, frozen=True):
     adapter_share: float = 0.5
     """The part of the memory budget that adapters may take."""
     adapter_dtype: str = "auto"
-    """What a GPU holds adapters in: auto (the activations' dtype), bf16, fp16 or int8. A CPU holds each as it's stored."""
+    """What adapters are held in: auto (on a GPU the activations' dtype, on a CPU each as it's stored), fp32 (on a CPU alone), bf16, fp16 or int8."""
+    adapter_rank_error: float | None = None
+    """Each module of an adapter keeps the fewest ranks within this relative error; None: all of them."""
+    max_adapter_loss: float | None = None
+    """An adapter of which a module is off by more than this, relative to its size, is refused; None: none is."""
     host_cache_bytes: int = 4 * GIB
     max_model_len: int | None = None
     """None: what the model's config says."""

@@ -90,8 +90,12 @@ class Settings(BaseSettings):
     """None: 8 GiB on a CPU, on a GPU what is free."""
     memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """The part of a GPU's memory that the engine may take in all, where no budget is given."""
-    adapter_dtype: Literal["auto", "bf16", "fp16", "int8"] = "auto"
-    """What a GPU holds adapters in; auto: the activations' dtype."""
+    adapter_dtype: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
+    """What adapters are held in; auto: on a GPU the activations' dtype, on a CPU each as it's stored. fp32 is for CPUs."""
+    adapter_rank_error: float | None = Field(default=None, gt=0, lt=1)
+    """Each module of an adapter keeps the fewest ranks whose product is within this relative (Frobenius) error of the uploaded one; None: all of them."""
+    max_adapter_loss: float | None = Field(default=None, ge=0, le=1)
+    """An adapter is refused if what is held of any of its modules is off by more than this, relative to the module's size; None: none is."""
     cuda_graphs: bool = True
     host_cache: Size = 4 * GIB
     adapter_share: float = Field(default=0.5, gt=0, lt=1)
@@ -158,9 +162,9 @@ class Settings(BaseSettings):
         Raises:
             ConfigError: flags that contradict each other.
         """
-        if self.device == "cpu" and self.adapter_dtype != "auto":
+        if self.device == "cuda" and self.adapter_dtype == "fp32":
             raise ConfigError(
-                f"--adapter-dtype {self.adapter_dtype} is for GPUs; on a CPU each adapter is held as it's stored.",
+                "--adapter-dtype fp32 is for CPUs; a GPU holds adapters in 16 bits at most.",
                 hint="Leave --adapter-dtype out.",
             )
         return EngineConfig(
@@ -173,6 +177,8 @@ class Settings(BaseSettings):
             memory_budget_bytes=self.memory_budget or 0,
             memory_utilization=self.memory_utilization,
             adapter_dtype=self.adapter_dtype,
+            adapter_rank_error=self.adapter_rank_error,
+            max_adapter_loss=self.max_adapter_loss,
             cuda_graphs=self.cuda_graphs,
             adapter_share=self.adapter_share,
             host_cache_bytes=self.host_cache,

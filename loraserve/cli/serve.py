@@ -41,7 +41,16 @@ def serve(
         Text, typer.Option(help="The part of it that adapters may take.", rich_help_panel=ENGINE)
     ] = None,
     adapter_dtype: Annotated[
-        Text, typer.Option(help="What a GPU holds adapters in: auto, bf16, fp16 or int8.", rich_help_panel=ENGINE)
+        Text,
+        typer.Option(help="What adapters are held in: auto, fp32, bf16, fp16 or int8.", rich_help_panel=ENGINE),
+    ] = None,
+    adapter_rank_error: Annotated[
+        Text,
+        typer.Option(help="Cut adapters to the fewest ranks within this error, such as 0.01.", rich_help_panel=ENGINE),
+    ] = None,
+    max_adapter_loss: Annotated[
+        Text,
+        typer.Option(help="Refuse adapters of which holding them loses more, such as 0.02.", rich_help_panel=ENGINE),
     ] = None,
     host_cache: Annotated[
         Text, typer.Option(help="For adapters that wait in host memory.", rich_help_panel=ENGINE)

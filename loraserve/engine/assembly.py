@@ -14,16 +14,18 @@ from loraserve.config import EngineConfig
 from loraserve.engine import messages as m
 from loraserve.engine.core import Engine
 from loraserve.engine.runner import Runner, StepRunner, allocate_kv, kv_block_bytes
+from loraserve.engine.verification import Verifications
 from loraserve.errors import ConfigError
 from loraserve.limits import GIB, MIB
 from loraserve.memory.adapter_pool import AdapterPool
-from loraserve.memory.device import AdapterDevice, CpuDevice
+from loraserve.memory.device import AdapterDevice, CpuDevice, cpu_adapter_dtype
 from loraserve.memory.host_cache import HostCache
+from loraserve.memory.lowering import FILE_DTYPES
 from loraserve.memory.pager import Pager
+from loraserve.memory.precision import Precision
 from loraserve.model.decoder import Decoder
 from loraserve.model.loader import load_model
 from loraserve_kernels.launch import warm_up
-from loraserve_kernels.layout import DTYPES
 
 logger = logging.getLogger(__name__)
 
@@ -53,15 +55,18 @@ def build_engine(config: EngineConfig) -> tuple[Engine, m.Ready]:
         runner, device = _on_cpu(decoder, config)
     else:
         runner, device = _on_gpu(decoder, config)
+    store = open_store(config.store_url)
     pager = Pager(
-        store=open_store(config.store_url),
+        store=store,
         base=decoder.spec,
         pool=AdapterPool(device),
         host_cache=HostCache(config.host_cache_bytes),
         num_threads=config.loader_threads,
         weights=decoder,
+        precision=Precision(config.adapter_rank_error, config.max_adapter_loss),
     )
     engine = Engine(config, decoder.spec, runner, pager, overlap=config.device != "cpu")
+    engine.verifications = Verifications(engine, decoder, store)
     ready = m.Ready(
         base=decoder.spec,
         num_kv_blocks=runner.num_blocks,
@@ -111,9 +116,10 @@ def _has_triton() -> bool:
 def _on_cpu(decoder: Decoder, config: EngineConfig) -> tuple[Runner, AdapterDevice]:
     num_blocks, adapter_bytes = divide(decoder, config, config.memory_budget_bytes)
     runner = Runner(decoder, allocate_kv(decoder, num_blocks, config.block_size))
-    for dtype in DTYPES:
+    held = cpu_adapter_dtype(config.adapter_dtype)
+    for dtype in FILE_DTYPES.values() if held is None else (held,):
         warm_up(dtype)  # no step shall wait for a compiler
-    return runner, CpuDevice(decoder.spec, adapter_bytes)
+    return runner, CpuDevice(decoder.spec, adapter_bytes, held)
 
 
 def _on_gpu(decoder: Decoder, config: EngineConfig) -> tuple[StepRunner, AdapterDevice]:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from loraserve.errors import AdapterUnavailable, InvariantViolation
+from loraserve.errors import AdapterUnavailable, ConfigError, InvariantViolation
 from loraserve.types import BaseSpec
 from loraserve_kernels.layout import LoraModule, PackedAdapter, ReplacedNorm, pack_adapter, packed_num_bytes
 
@@ -18,6 +18,18 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.float16: "fp16",
     torch.int8: "int8",
 }
+
+
+def cpu_adapter_dtype(name: str) -> torch.dtype | None:
+    """The dtype in which a CPU holds adapters; None, for ``auto``: each as it's stored.
+
+    Raises:
+        ConfigError: a name that isn't one of auto, fp32, bf16, fp16 and int8.
+    """
+    names = {"auto": None} | {name: dtype for dtype, name in DTYPE_NAMES.items()}
+    if name not in names:
+        raise ConfigError(f"Adapters can't be held in {name!r}; expected one of {', '.join(names)}.")
+    return names[name]
 
 
 @dataclass(frozen=True, slots=True)

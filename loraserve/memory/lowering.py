@@ -20,7 +20,8 @@ from loraserve.memory.base_weights import BaseWeights, beside_steps, changed_row
 from loraserve.types import BaseSpec
 from loraserve_kernels.layout import LoraModule, ReplacedNorm, ReplacedRows
 
-DTYPES: dict[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FILE_DTYPES: dict[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""What an adapter is stored in → torch's dtype."""
 
 _QUANTIZED_TOLERANCE = 0.25
 """How far a row of a head that is rounded to as few as four bits may be from what it was, relative to its length."""
@@ -57,7 +58,7 @@ def lower(ir: AdapterIR, base: BaseSpec, weights: BaseWeights | None) -> Lowered
         AdapterUnavailable: what it saved of the base isn't this base's.
         InvariantViolation: it takes the base's weights, and there are none.
     """
-    stored = DTYPES[ir.dtype]
+    stored = FILE_DTYPES[ir.dtype]
     with beside_steps(torch.device("cpu") if weights is None else weights.device):
         for module, saved in ir.saved_base.items():
             is_rounded = module == "lm_head" and base.quantization != "none"

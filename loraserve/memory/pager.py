@@ -25,6 +25,7 @@ from loraserve.memory.device import Footprint
 from loraserve.memory.facts import AdapterFacts, Loaded
 from loraserve.memory.host_cache import HostCache
 from loraserve.memory.load import load_adapter
+from loraserve.memory.precision import EXACT, Precision
 from loraserve.types import AdapterRef, AdapterResidency, BaseSpec, Digest, Tier
 from loraserve_kernels.layout import PackedAdapter
 
@@ -102,6 +103,7 @@ class Pager:
         num_threads: int,
         *,
         weights: BaseWeights | None = None,
+        precision: Precision = EXACT,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
@@ -110,6 +112,7 @@ class Pager:
             pool: its device says how adapters are packed.
             num_threads: worker threads, and loads in flight.
             weights: the base's, for adapters whose load takes them.
+            precision: what adapters may lose by how they're held.
             clock: monotonic seconds.
         """
         self._store = store
@@ -118,6 +121,7 @@ class Pager:
         self._host = host_cache
         self._num_threads = num_threads
         self._weights = weights
+        self._precision = precision
         self._clock = clock
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="adapter-loader")
         self._results: SimpleQueue[_Result] = SimpleQueue()
@@ -253,6 +257,11 @@ class Pager:
             raise InvariantViolation(f"Adapter {digest} is on a CPU: it has no slot.")
         return handle
 
+    def other_resident(self, digest: Digest) -> Digest | None:
+        """Some adapter that is on the device, and isn't this one; None if there is none."""
+        others = (d for d, r in self._pool.items() if d != digest and r.has_landed and d not in self._draining)
+        return next(others, None)
+
     def error(self, digest: Digest) -> LoraserveError | None:
         """Why the adapter's last load failed: `AdapterCorrupt`, `AdapterTooLarge` or `AdapterUnavailable`. None if it didn't."""
         failure = self._failures.get(digest)
@@ -357,7 +366,7 @@ class Pager:
         started = time.perf_counter()
         outcome: Loaded | LoraserveError
         try:
-            outcome = load_adapter(self._store, ref, self._base, self._pool.device, self._weights)
+            outcome = load_adapter(self._store, ref, self._base, self._pool.device, self._weights, self._precision)
         except LoraserveError as error:
             outcome = error
         except Exception as error:

@@ -105,6 +105,19 @@ def test_the_engine_gets_absolute_places_and_resolves_its_device_itself(tmp_path
     assert config.store_url == (tmp_path / "data" / "blobs").as_uri()
 
 
-def test_adapters_on_a_cpu_have_no_dtype_of_their_own() -> None:
-    with pytest.raises(ConfigError, match="--adapter-dtype int8 is for GPUs"):
-        Settings.load(model="m", device="cpu", adapter_dtype="int8").engine_config("m")
+def test_what_adapters_may_lose_reaches_the_engine() -> None:
+    config = Settings.load(
+        model="m", device="cpu", adapter_dtype="int8", adapter_rank_error="0.01", max_adapter_loss="0.05"
+    ).engine_config("m")
+    assert (config.adapter_dtype, config.adapter_rank_error, config.max_adapter_loss) == ("int8", 0.01, 0.05)
+
+
+def test_a_gpu_holds_no_adapter_in_fp32() -> None:
+    with pytest.raises(ConfigError, match="--adapter-dtype fp32 is for CPUs"):
+        Settings.load(model="m", device="cuda", adapter_dtype="fp32").engine_config("m")
+
+
+@pytest.mark.parametrize("value", ["0", "1", "-0.1", "much"])
+def test_an_error_of_ranks_is_a_part_of_one(value: str) -> None:
+    with pytest.raises(ConfigError, match="--adapter-rank-error: "):
+        Settings.load(model="m", adapter_rank_error=value)

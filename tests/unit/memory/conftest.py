@@ -18,6 +18,7 @@ from loraserve.memory.device import AdapterDevice, CpuDevice, HostAdapter
 from loraserve.memory.facts import AdapterFacts, Loaded
 from loraserve.memory.host_cache import HostCache
 from loraserve.memory.pager import Pager
+from loraserve.memory.precision import EXACT, Precision
 from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
 from loraserve_kernels.layout import LoraModule, PackedAdapter, pack_adapter
 from loraserve_kernels.paged_pool import PagedPool
@@ -219,6 +220,7 @@ def make_pager(store: LocalStore, clock: Clock) -> Iterator[Callable[..., Pager]
         num_threads: int = 2,
         dtype: torch.dtype | None = None,
         device: AdapterDevice | None = None,
+        precision: Precision = EXACT,
     ) -> Pager:
         """Budgets in ranks of `publish`'s adapters; a CPU's device unless one is given."""
         pager = Pager(
@@ -227,6 +229,7 @@ def make_pager(store: LocalStore, clock: Clock) -> Iterator[Callable[..., Pager]
             AdapterPool(device or CpuDevice(BASE, int(device_ranks * RANK_BYTES), dtype)),
             HostCache(int(host_ranks * RANK_BYTES)),
             num_threads,
+            precision=precision,
             clock=clock,
         )
         made.append(pager)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from loraserve.errors import AdapterUnavailable, InvariantViolation
+from loraserve.errors import AdapterUnavailable, ConfigError, InvariantViolation
 from loraserve.memory.copies import DirectCopies
-from loraserve.memory.device import CpuDevice, Footprint, refuse_out_of_range
+from loraserve.memory.device import CpuDevice, Footprint, cpu_adapter_dtype, refuse_out_of_range
 from loraserve.memory.gpu_device import GpuDevice
 from loraserve_kernels.layout import LoraModule
 
@@ -53,3 +53,11 @@ def test_an_adapter_packed_for_one_device_is_not_placed_on_another(make: Any) ->
         gpu.place(cpu.pack(modules, torch.float32))
     with pytest.raises(InvariantViolation, match="another device"):
         cpu.place(gpu.pack(modules, torch.float32))
+
+
+def test_a_cpu_holds_adapters_as_it_is_told_or_as_they_are_stored(make: Any) -> None:
+    assert [cpu_adapter_dtype(name) for name in ("auto", "fp32", "int8")] == [None, torch.float32, torch.int8]
+    assert CpuDevice(make.base, 1, cpu_adapter_dtype("bf16")).held_dtype(torch.float32) is torch.bfloat16
+    assert CpuDevice(make.base, 1, cpu_adapter_dtype("auto")).held_dtype(torch.float16) is torch.float16
+    with pytest.raises(ConfigError, match="expected one of auto, fp32, bf16, fp16, int8"):
+        cpu_adapter_dtype("fp8")

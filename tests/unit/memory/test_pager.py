@@ -14,6 +14,7 @@ from adapters_store import LocalStore
 from loraserve import faults
 from loraserve.errors import AdapterCorrupt, AdapterTooLarge, AdapterUnavailable, AdapterUnservable, InvariantViolation
 from loraserve.memory.pager import INTEREST_S, MAX_RETRY_S, PATIENCE_S, RETRY_S, Pager, Residency
+from loraserve.memory.precision import Precision
 from loraserve.types import Tier
 
 MakePager = Callable[..., Pager]
@@ -340,6 +341,22 @@ def test_an_adapter_that_does_not_fit_the_base_is_unavailable(
     error = pager.error(ref.digest)
     assert type(error) is AdapterUnservable
     assert "use_dora" in str(error)
+
+
+def test_an_adapter_that_loses_more_than_the_operator_allows_is_refused(
+    make: Any, store: LocalStore, make_pager: MakePager
+) -> None:
+    ref = make.publish(store)
+    pager = make_pager(dtype=torch.bfloat16, precision=Precision(max_loss=1e-4))
+    pager.request(ref)
+    make.settle(pager)
+    error = pager.error(ref.digest)
+    assert type(error) is AdapterUnservable
+    assert "q_proj is off by" in str(error)
+    pager = make_pager(dtype=torch.bfloat16, precision=Precision(max_loss=0.01))
+    pager.request(ref)
+    make.settle(pager)
+    assert 1e-4 < pager.facts(ref.digest).precision_loss < 0.01
 
 
 @pytest.mark.parametrize("fault", ["EIO", "unexpected"])
