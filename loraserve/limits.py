@@ -41,6 +41,11 @@ class Limits:
     max_tensor_name_bytes: int = 512
     max_rank: int = 512
     max_adapter_patterns: int = 2048
+    max_adapter_regexes: int = 64
+    """Of those that are no plain text."""
+    max_adapter_regex_length: int = 4096
+    max_adapter_regex_bytes: int = 1 * MIB
+    """What one may take once it is compiled."""
     max_factors_bytes: int = 1 * GIB
     """Of the float32 factors that an adapter of a kind other than LoRA is unfolded to: a small file can hold a large update."""
     max_scaling: float = 1e4

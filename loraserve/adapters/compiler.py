@@ -1,13 +1,12 @@
 """(config, tensors, base) → AdapterIR. The tensors decide, the config must agree, and every tensor is consumed exactly once.
 
-Whatever is wrong is collected and reported at once, so that an upload is mended in one go.
+Whatever is wrong is collected and reported at once, so that an upload is mended in one go. This is LoRA; PEFT's other kinds are in `tuners`.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,70 +14,21 @@ import numpy as np
 from loraserve.adapters.ir import OUTSIDE_LAYERS, AdapterIR, ModuleIR, TensorView
 from loraserve.adapters.patterns import first_matches
 from loraserve.adapters.peft_config import LoraSettings, read_settings
-from loraserve.adapters.strict_json import shown
-from loraserve.errors import AdapterBaseMismatch, AdapterFormatError, AdapterRejected, AdapterUnsupported
+from loraserve.adapters.problems import Problems
+from loraserve.adapters.reach import check_reach, ties_lora
+from loraserve.adapters.saved_modules import check_saved, norms_of, shape_words, vocabulary_problem
+from loraserve.adapters.tensor_names import BaseNames, Contents, Linear, Pieces, sort_out
+from loraserve.adapters.trained_tokens import TokenRows, trained_tokens
+from loraserve.adapters.tuners import TUNERS
+from loraserve.errors import AdapterBaseMismatch, AdapterFormatError, AdapterUnsupported
 from loraserve.limits import LIMITS, Limits
 from loraserve.types import BaseSpec
-
-PREFIX = "base_model.model."
-_MAX_PROBLEMS = 64
-
-_KEY = re.compile(
-    r"(?P<name>.+)\.(?:lora_(?P<side>[AB])\.weight|lora_embedding_(?P<row>[AB])"
-    r"|(?P<magnitude>lora_magnitude_vector)(?:\.weight)?|(?P<base>base_layer)\.weight)"
-)
-
-Place = tuple[int, str]
-"""(layer, module); the layer is 0 for modules in none."""
-
-
-@dataclass(slots=True)
-class _Problems:
-    """Groups of one message with the layers it concerns; a mistake in 28 layers is told once."""
-
-    by_message: dict[tuple[type[AdapterRejected], str], list[int]] = field(default_factory=dict)
-
-    def add(self, kind: type[AdapterRejected], message: str, layer: int | None = None) -> None:
-        layers = self.by_message.setdefault((kind, message), [])
-        if layer is not None:
-            layers.append(layer)
-
-    def raise_if_any(self) -> None:
-        if not self.by_message:
-            return
-        texts = [
-            message.replace(" {layers}", f" in {_ranges(layers)}" if layers else "")
-            for (_, message), layers in self.by_message.items()
-        ]
-        kinds = {kind for kind, _ in self.by_message}
-        # What is wrong with the files comes before what is wrong with their fit.
-        order: tuple[type[AdapterRejected], ...] = (AdapterFormatError, AdapterUnsupported, AdapterBaseMismatch)
-        kind = next(k for k in order if k in kinds)
-        more = len(texts) - _MAX_PROBLEMS
-        if more > 0:
-            texts = [*texts[:_MAX_PROBLEMS], f"… and {more} more."]
-        summary = (
-            texts[0]
-            if len(texts) == 1
-            else f"{len(texts)} problems: {' '.join(texts[:3])}{' …' if len(texts) > 3 else ''}"
-        )
-        raise kind(f"The adapter can't be served: {summary}", problems=texts)
-
-
-@dataclass(slots=True)
-class _Pair:
-    """What the file holds of one module."""
-
-    lora_a: TensorView | None = None
-    lora_b: TensorView | None = None
-    magnitude: TensorView | None = None
-    saved_base: TensorView | None = None
 
 
 def compile_adapter(
     config: Mapping[str, Any], tensors: Mapping[str, TensorView], base: BaseSpec, limits: Limits = LIMITS
 ) -> AdapterIR:
-    """The adapter in the base's terms; its arrays are those of `tensors`, not copied.
+    """The adapter in the base's terms; its arrays are those of `tensors`, or parts of them, and copied only where rows had to be put in order.
 
     Args:
         config: what ``adapter_config.json`` holds.
@@ -90,175 +40,241 @@ def compile_adapter(
         AdapterBaseMismatch: shapes, layers or modules that the base doesn't have.
             With several kinds of problems, the first of these; `problems` lists all.
     """
-    problems = _Problems()
+    kind = config.get("peft_type")
+    if isinstance(kind, str) and kind in TUNERS:
+        return TUNERS[kind](config, tensors, base, limits)
+    problems = Problems()
     settings, config_problems = read_settings(config, limits)
     for problem in config_problems:
         problems.add(AdapterUnsupported if problem.is_unsupported else AdapterFormatError, problem.message)
-    pairs = _pair_up(tensors, base, problems)
+    names = BaseNames(base)
+    contents = sort_out(tensors, names, problems)
+    rows: dict[str, TokenRows] = {}
     if settings is not None:
-        _check_reach(settings, pairs, base, problems)
-    modules = _compile_pairs(settings, pairs, base, limits, problems)
-    if settings is not None and settings.ensure_weight_tying:
-        _check_tying({m.module: m for m in modules if m.module in OUTSIDE_LAYERS}, problems)
+        check_reach(settings, contents, names, problems)
+        check_saved(settings, contents, names, problems)
+        rows = trained_tokens(settings, contents, names, problems)
+    modules = [*_Modules(settings, contents, names, limits, problems).compiled()]
+    if settings is not None and ties_lora(settings, base):
+        _check_tied_lora(contents, problems)
     problems.raise_if_any()
+    modules = _with_rows(modules, rows, base)
     dtypes = {t.dtype for m in modules for t in (m.lora_a, m.lora_b, m.weight, m.token_rows) if t is not None}
-    # bfloat16 and float16 hold different numbers; float32 holds both
     return AdapterIR(
         modules=tuple(modules),
+        # bfloat16 and float16 hold different numbers; float32 holds both
         dtype=dtypes.pop() if len(dtypes) == 1 else "F32",
-        saved_base={module: pair.saved_base for (_, module), pair in pairs.items() if pair.saved_base is not None},
+        saved_base={
+            module: pieces.saved_base
+            for (_, module), pieces in contents.linears.items()
+            if pieces.saved_base is not None
+        },
+        norms=norms_of(contents),
+        invocation_token_ids=settings.invocation_token_ids if settings is not None else (),
     )
 
 
-def module_name(base: BaseSpec, layer: int, module: str) -> str:
-    """The module's name in the base model, as PEFT's patterns see it: ``model.layers.3.self_attn.q_proj``, ``lm_head``."""
-    if module in OUTSIDE_LAYERS:
-        return base.module_paths[module]
-    return f"{base.layers_path}.{layer}.{base.module_paths[module]}"
+class _Modules:
+    """What the file holds of the base's linears, as the base has them."""
+
+    def __init__(
+        self,
+        settings: LoraSettings | None,
+        contents: Contents,
+        names: BaseNames,
+        limits: Limits,
+        problems: Problems,
+    ) -> None:
+        self.settings = settings
+        self.contents = contents
+        self.names = names
+        self.limits = limits
+        self.problems = problems
+
+    def compiled(self) -> Iterator[ModuleIR]:
+        """In order of layer, then of the base's modules; those that a problem was found with may be left out."""
+        settings, linears = self.settings, self.contents.linears
+        whole_names = {place: self.names.of(place) for place in linears}
+        ranks = first_matches([p for p, _ in settings.rank_pattern], whole_names.values()) if settings else {}
+        alphas = first_matches([p for p, _ in settings.alpha_pattern], whole_names.values()) if settings else {}
+        if not any(pieces.has_lora for pieces in linears.values()) and not self.problems.by_message:
+            self.problems.add(AdapterFormatError, "The file holds no lora_A and lora_B.")
+        if settings is not None:
+            self._check_invocation(settings)
+        for place, pieces in linears.items():
+            linear, told = self.names.linears[place[1]], self.names.told(place)
+            rank, scaling = 0, 1.0
+            if pieces.has_lora:
+                if not self._has_both(linear, pieces, told):
+                    continue
+                if settings is not None:
+                    self._check_magnitude(linear, pieces.magnitude, settings, told)
+                    self._check_lora_bias(linear, pieces.lora_bias, settings, told)
+                assert pieces.lora_a is not None and pieces.lora_b is not None  # noqa: S101, PT018 (_has_both)
+                if not self._fits(linear, pieces.lora_a, pieces.lora_b, told) or settings is None:
+                    continue
+                name = whole_names[place]
+                rank = settings.rank_pattern[ranks[name]][1] if name in ranks else settings.r
+                if not self._has_rank(linear, pieces.lora_a.shape[0], rank, told):
+                    continue
+                alpha = settings.alpha_pattern[alphas[name]][1] if name in alphas else settings.lora_alpha
+                scaling = self._scaling(linear, settings, alpha, rank, told)
+            if pieces.has_lora or pieces.weight is not None or pieces.bias is not None:
+                yield from _split(place[0], linear, pieces, rank, scaling)
+
+    def _has_both(self, linear: Linear, pieces: Pieces, told: int | None) -> bool:
+        missing = "lora_A" if pieces.lora_a is None else "lora_B" if pieces.lora_b is None else None
+        if missing is not None:
+            self.problems.add(
+                AdapterFormatError, f"{linear.name} has {pieces.first} and no {missing} {{layers}}.", told
+            )
+        return missing is None
+
+    def _fits(self, linear: Linear, a: TensorView, b: TensorView, told: int | None) -> bool:
+        name, base = linear.name, self.names.base
+        flat = [side for side, tensor in (("lora_A", a), ("lora_B", b)) if len(tensor.shape) != 2]
+        for side in flat:
+            self.problems.add(AdapterFormatError, f"{name}.{side} isn't a matrix {{layers}}; expected 2 dims.", told)
+        if flat:
+            return False
+        if a.shape[1] != linear.in_features:
+            what = "hidden size" if linear.in_features == base.hidden_size else f"{name}'s input size"
+            message = (
+                f"The adapter was trained for {what} {a.shape[1]} ({name}.lora_A is {shape_words(a)} {{layers}}); "
+                f"this base has {linear.in_features}."
+            )
+            if name == "embed_tokens":
+                message = vocabulary_problem(
+                    "The table that embed_tokens' LoRA was trained on", a.shape[1], base.vocab_size
+                )
+            self.problems.add(AdapterBaseMismatch, message, told)
+        if b.shape[0] != linear.out_features:
+            message = (
+                f"The adapter was trained for {name}'s output size {b.shape[0]} ({name}.lora_B is {shape_words(b)} "
+                f"{{layers}}); this base has {linear.out_features}."
+            )
+            if name == "lm_head":
+                message = vocabulary_problem("The head that lm_head's LoRA was trained on", b.shape[0], base.vocab_size)
+            self.problems.add(AdapterBaseMismatch, message, told)
+        if a.shape[0] != b.shape[1]:
+            self.problems.add(
+                AdapterFormatError,
+                f"{name}.lora_A has rank {a.shape[0]} and {name}.lora_B has rank {b.shape[1]} {{layers}}; they must be equal.",
+                told,
+            )
+        return (a.shape[1], b.shape[0], a.shape[0]) == (linear.in_features, linear.out_features, b.shape[1])
+
+    def _has_rank(self, linear: Linear, found: int, meant: int, told: int | None) -> bool:
+        if found != meant:
+            self.problems.add(
+                AdapterFormatError,
+                f"{linear.name} has rank {found} {{layers}}; the config says {meant} (r, rank_pattern).",
+                told,
+            )
+        return found == meant
+
+    def _scaling(self, linear: Linear, settings: LoraSettings, alpha: float, rank: int, told: int | None) -> float:
+        scaling = settings.scaling(alpha, rank)
+        if abs(scaling) > self.limits.max_scaling:
+            self.problems.add(
+                AdapterFormatError,
+                f"{linear.name} has scaling {scaling:g} {{layers}} (alpha {alpha:g}, rank {rank}); at most {self.limits.max_scaling:g} is taken.",
+                told,
+            )
+        return scaling
+
+    def _check_magnitude(
+        self, linear: Linear, magnitude: TensorView | None, settings: LoraSettings, told: int | None
+    ) -> None:
+        self._check_vector(linear, "lora_magnitude_vector", magnitude, "use_dora", settings.use_dora, told)
+
+    def _check_lora_bias(
+        self, linear: Linear, bias: TensorView | None, settings: LoraSettings, told: int | None
+    ) -> None:
+        if linear.name == "embed_tokens":
+            if settings.lora_bias:
+                message = "lora_bias is true, and the file has LoRA on embed_tokens; PEFT has no such adapters."
+                self.problems.add(AdapterUnsupported, message)
+            return
+        self._check_vector(linear, "lora_B.bias", bias, "lora_bias", settings.lora_bias, told)
+
+    def _check_vector(
+        self, linear: Linear, part: str, tensor: TensorView | None, flag: str, is_meant: bool, told: int | None
+    ) -> None:
+        name = linear.name
+        if tensor is None:
+            if is_meant:
+                self.problems.add(AdapterFormatError, f"{flag} is true, and {name} has no {part} {{layers}}.", told)
+        elif not is_meant:
+            message = f"{name} has a {part} {{layers}}; the config's {flag} is false."
+            self.problems.add(AdapterFormatError, message, told)
+        elif tensor.shape != (linear.out_features,):
+            self.problems.add(
+                AdapterBaseMismatch,
+                f"{name}.{part} is {shape_words(tensor)} {{layers}}; this base takes {linear.out_features} numbers.",
+                told,
+            )
+
+    def _check_invocation(self, settings: LoraSettings) -> None:
+        """aLoRA's tokens must be the base's, and PEFT's aLoRA acts on linears."""
+        vocab = self.names.base.vocab_size
+        beyond = [token_id for token_id in settings.invocation_token_ids if token_id >= vocab]
+        if beyond:
+            self.problems.add(
+                AdapterBaseMismatch,
+                f"alora_invocation_tokens has token {beyond[0]:,}; this base has {vocab:,} tokens (0 to {vocab - 1:,}).",
+            )
+        embedding = self.contents.linears.get((0, "embed_tokens"), Pieces())
+        if settings.invocation_token_ids and embedding.has_lora:
+            self.problems.add(
+                AdapterUnsupported,
+                "alora_invocation_tokens is refused with LoRA on embed_tokens: PEFT's aLoRA acts on linears alone.",
+            )
 
 
-def _pair_up(tensors: Mapping[str, TensorView], base: BaseSpec, problems: _Problems) -> dict[Place, _Pair]:
-    """Every tensor in its place, or a problem; in order of layer, then of the base's modules."""
-    by_path = {path: module for module, path in base.module_paths.items()}
-    pairs: dict[Place, _Pair] = {}
-    for name, tensor in tensors.items():
-        place = _place(name, base, by_path, problems)
-        if place is None:
-            continue
-        layer, module, part = place
-        pair = pairs.setdefault((layer, module), _Pair())
-        if getattr(pair, part) is not None:
-            problems.add(AdapterFormatError, f"{module} has two magnitudes {{layers}}.", _told(layer, module))
-        setattr(pair, part, tensor)
+def _split(layer: int, linear: Linear, pieces: Pieces, rank: int, scaling: float) -> Iterator[ModuleIR]:
+    """The linear's parts, each with its rows of what the linear gives. lora_A is all of theirs."""
+    bias = pieces.bias if pieces.base_bias is None else pieces.base_bias
+    for module, part in linear.parts.items():
+        rows = None if len(linear.parts) == 1 else part
+        yield ModuleIR(
+            layer,
+            module,
+            rank,
+            scaling,
+            lora_a=pieces.lora_a,
+            lora_b=_rows(pieces.lora_b, rows),
+            magnitude=_rows(pieces.magnitude, rows),
+            lora_bias=_rows(pieces.lora_bias, rows),
+            bias=_rows(bias, rows),
+            weight=_rows(pieces.weight, rows),
+        )
+
+
+def _rows(tensor: TensorView | None, rows: slice | None) -> TensorView | None:
+    if tensor is None or rows is None:
+        return tensor
+    array = tensor.array[rows]
+    return TensorView(tensor.dtype, array.shape, array)
+
+
+def _with_rows(modules: list[ModuleIR], rows: Mapping[str, TokenRows], base: BaseSpec) -> list[ModuleIR]:
+    """The modules with their trained tokens, and those that have nothing else."""
+    if not rows:
+        return modules
+    by_place = {(m.layer, m.module): m for m in modules}
+    for module, trained in rows.items():
+        found = by_place.get((0, module), ModuleIR(0, module))
+        by_place[0, module] = replace(found, token_ids=trained.ids, token_rows=trained.rows)
     order = {module: index for index, module in enumerate(base.modules)}
-    return dict(sorted(pairs.items(), key=lambda item: (item[0][0], order[item[0][1]])))
+    return sorted(by_place.values(), key=lambda m: (m.layer, order[m.module]))
 
 
-def _place(name: str, base: BaseSpec, by_path: Mapping[str, str], problems: _Problems) -> tuple[int, str, str] | None:
-    """(layer, module, field of `_Pair`) of a tensor, or None and a problem."""
-    match = _KEY.fullmatch(name)
-    if not name.startswith(PREFIX) or match is None:
-        problems.add(*_explain_key(name))
-        return None
-    path = match["name"].removeprefix(PREFIX)
-    outside = by_path.get(path)
-    if outside in OUTSIDE_LAYERS and outside in base.modules:
-        return _place_outside(name, match, outside, problems)
-    layers_path = base.layers_path + "."
-    number, _, module_path = path.removeprefix(layers_path).partition(".")
-    if not path.startswith(layers_path) or not number.isdecimal() or str(int(number[:9])) != number:
-        problems.add(
-            AdapterBaseMismatch,
-            f"{shown(name, 200)} is for {shown(path, 120)}; adapters of this base act on "
-            f"{', '.join([*_outside_paths(base), layers_path])}<layer>.<module>.",
-        )
-        return None
-    if match["base"] is not None:
-        problems.add(*_explain_key(name))
-        return None
-    if match["row"] is not None:
-        problems.add(AdapterFormatError, f"{shown(name, 200)} is for an embedding; linears have lora_A and lora_B.")
-        return None
-    layer, module = int(number), by_path.get(module_path)
-    if module is None or module not in base.modules or module in OUTSIDE_LAYERS:
-        problems.add(
-            AdapterBaseMismatch,
-            f"The adapter has tensors for {shown(module_path, 120)} {{layers}}; this base has "
-            f"{', '.join(path for path, module in by_path.items() if module not in OUTSIDE_LAYERS)}.",
-            layer,
-        )
-        return None
-    if layer >= base.num_layers:
-        problems.add(
-            AdapterBaseMismatch,
-            f"The adapter has tensors {{layers}}; this base has {base.num_layers} layers (0 to {base.num_layers - 1}).",
-            layer,
-        )
-        return None
-    return layer, module, _part(match)
-
-
-def _place_outside(name: str, match: re.Match[str], module: str, problems: _Problems) -> tuple[int, str, str] | None:
-    is_embedding = module == "embed_tokens"
-    wrong = match["side"] if is_embedding else match["row"]
-    if wrong is not None:
-        expected = "lora_embedding_A and lora_embedding_B" if is_embedding else "lora_A and lora_B"
-        problems.add(AdapterFormatError, f"{shown(name, 200)}: {module} has {expected} in PEFT's files.")
-        return None
-    return 0, module, _part(match)
-
-
-def _part(match: re.Match[str]) -> str:
-    if match["magnitude"] is not None:
-        return "magnitude"
-    if match["base"] is not None:
-        return "saved_base"
-    return "lora_a" if "A" in (match["side"], match["row"]) else "lora_b"
-
-
-def _outside_paths(base: BaseSpec) -> list[str]:
-    return [base.module_paths[module] for module in OUTSIDE_LAYERS if module in base.modules]
-
-
-def _told(layer: int, module: str) -> int | None:
-    """The layer as problems tell it."""
-    return None if module in OUTSIDE_LAYERS else layer
-
-
-def _explain_key(name: str) -> tuple[type[AdapterRejected], str]:
-    """Why a tensor's name isn't one that plain LoRA has."""
-    text = shown(name, 200)
-    if re.search(r"\.lora_[AB]\.[^.]+\.weight$", name):
-        return AdapterFormatError, (
-            f"{text} has the adapter's name in its key, as in a running model. Save with PEFT's save_pretrained, which "
-            "takes it out."
-        )
-    if name.endswith(".bias"):
-        return AdapterUnsupported, f"{text} is a bias; biases aren't served yet."
-    if ".lora_" not in name:
-        return AdapterUnsupported, f"{text} is a fully trained weight; only LoRA's own tensors are served yet."
-    if not name.startswith(PREFIX):
-        return AdapterFormatError, f"{text} doesn't begin with \"{PREFIX}\", as PEFT's save_pretrained writes it."
-    return AdapterFormatError, f'{text} isn\'t "{PREFIX}<module>.lora_A.weight" or "….lora_B.weight".'
-
-
-def _check_reach(settings: LoraSettings, pairs: Mapping[Place, _Pair], base: BaseSpec, problems: _Problems) -> None:
-    """The modules that the config would give LoRA must be those that have tensors."""
-    places = [(layer, module) for layer in range(base.num_layers) for module in base.modules]
-    for layer, module in places:
-        if layer and module in OUTSIDE_LAYERS:
-            continue
-        is_meant = _is_targeted(settings, base, layer, module)
-        # PEFT takes a head that it ties to the embedding out of the targets
-        is_tied = settings.ensure_weight_tying and module == "lm_head" and (0, "embed_tokens") in pairs
-        is_there = (layer, module) in pairs
-        if is_meant and not is_there:
-            problems.add(
-                AdapterFormatError,
-                f"The config targets {module} {{layers}}, and the file holds no tensors for it.",
-                _told(layer, module),
-            )
-        elif is_there and not is_meant and not is_tied:
-            problems.add(
-                AdapterFormatError,
-                f"The file holds tensors for {module} {{layers}}, which the config doesn't target.",
-                _told(layer, module),
-            )
-
-
-def _check_tying(modules: Mapping[str, ModuleIR], problems: _Problems) -> None:
+def _check_tied_lora(contents: Contents, problems: Problems) -> None:
     """With ensure_weight_tying, PEFT gives a head that is tied to the embedding the embedding's LoRA, whatever a file says."""
-    if not modules:
-        return
-    head, embedding = modules.get("lm_head"), modules.get("embed_tokens")
-    if head is None or embedding is None:
-        there = "lm_head" if embedding is None else "embed_tokens"
-        problems.add(
-            AdapterUnsupported,
-            f"ensure_weight_tying is true, and the file has LoRA on {there} alone: what PEFT makes of that depends on how the "
-            "base ties its head. Train it on this base, or with ensure_weight_tying=False.",
-        )
-    elif not (_is_transposed(head.lora_a, embedding.lora_b) and _is_transposed(head.lora_b, embedding.lora_a)):
+    head, embedding = (contents.linears.get((0, module), Pieces()) for module in OUTSIDE_LAYERS)
+    is_one = _is_transposed(head.lora_a, embedding.lora_b) and _is_transposed(head.lora_b, embedding.lora_a)
+    if head.has_lora and embedding.has_lora and not is_one:
         problems.add(
             AdapterUnsupported,
             "ensure_weight_tying is true, and lm_head's lora_A and lora_B aren't the embedding's, transposed: PEFT would keep "
@@ -268,169 +284,3 @@ def _check_tying(modules: Mapping[str, ModuleIR], problems: _Problems) -> None:
 
 def _is_transposed(a: TensorView | None, b: TensorView | None) -> bool:
     return a is not None and b is not None and a.dtype == b.dtype and np.array_equal(a.array, b.array.T)
-
-
-def _is_targeted(settings: LoraSettings, base: BaseSpec, layer: int, module: str) -> bool:
-    """PEFT's check_target_module_exists, for lists of names. Its "all-linear" leaves the head out."""
-    name = module_name(base, layer, module)
-    if _is_listed(name, settings.exclude_modules):
-        return False
-    if settings.target_modules is None:
-        return module not in OUTSIDE_LAYERS
-    if name in settings.target_modules:
-        # a full name is taken whatever layers_to_transform says
-        return True
-    if not _is_listed(name, settings.target_modules):
-        return False
-    if settings.layers_to_transform is None:
-        return True
-    if module in OUTSIDE_LAYERS:
-        return False
-    container = base.layers_path.rpartition(".")[2]
-    if settings.layers_pattern and container not in settings.layers_pattern:
-        return False
-    return layer in settings.layers_to_transform
-
-
-def _is_listed(name: str, listed: Iterable[str]) -> bool:
-    return any(name == entry or name.endswith(f".{entry}") for entry in listed)
-
-
-def _compile_pairs(
-    settings: LoraSettings | None,
-    pairs: Mapping[Place, _Pair],
-    base: BaseSpec,
-    limits: Limits,
-    problems: _Problems,
-) -> list[ModuleIR]:
-    names = {place: module_name(base, *place) for place in pairs}
-    ranks = first_matches([p for p, _ in settings.rank_pattern], names.values()) if settings else {}
-    alphas = first_matches([p for p, _ in settings.alpha_pattern], names.values()) if settings else {}
-    modules: list[ModuleIR] = []
-    for (layer, module), pair in pairs.items():
-        told = _told(layer, module)
-        if pair.lora_a is None or pair.lora_b is None:
-            present = {
-                "lora_A": pair.lora_a,
-                "lora_B": pair.lora_b,
-                "magnitude": pair.magnitude,
-                "weight": pair.saved_base,
-            }
-            there = next(name for name, tensor in present.items() if tensor is not None)
-            missing = "lora_A" if pair.lora_a is None else "lora_B"
-            problems.add(AdapterFormatError, f"{module} has {there} and no {missing} {{layers}}.", told)
-            continue
-        if settings is not None:
-            _check_magnitude(module, pair.magnitude, settings, base, problems, told)
-        _check_saved_base(module, pair.saved_base, base, problems)
-        if not _fits(module, pair.lora_a, pair.lora_b, base, problems, told) or settings is None:
-            continue
-        rank, name = pair.lora_a.shape[0], names[layer, module]
-        meant = settings.rank_pattern[ranks[name]][1] if name in ranks else settings.r
-        if rank != meant:
-            problems.add(
-                AdapterFormatError,
-                f"{module} has rank {rank} {{layers}}; the config says {meant} (r, rank_pattern).",
-                told,
-            )
-            continue
-        alpha = settings.alpha_pattern[alphas[name]][1] if name in alphas else settings.lora_alpha
-        scaling = settings.scaling(alpha, rank)
-        if abs(scaling) > limits.max_scaling:
-            problems.add(
-                AdapterFormatError,
-                f"{module} has scaling {scaling:g} {{layers}} (alpha {alpha:g}, rank {rank}); at most {limits.max_scaling:g} is taken.",
-                told,
-            )
-        modules.append(ModuleIR(layer, module, rank, scaling, pair.lora_a, pair.lora_b, pair.magnitude))
-    if not pairs and not problems.by_message:
-        problems.add(AdapterFormatError, "The file holds no lora_A and lora_B.")
-    return modules
-
-
-def _check_magnitude(
-    module: str,
-    magnitude: TensorView | None,
-    settings: LoraSettings,
-    base: BaseSpec,
-    problems: _Problems,
-    told: int | None,
-) -> None:
-    size = base.modules[module][0]
-    if magnitude is None:
-        if settings.use_dora:
-            problems.add(
-                AdapterFormatError, f"use_dora is true, and {module} has no lora_magnitude_vector {{layers}}.", told
-            )
-    elif not settings.use_dora:
-        problems.add(
-            AdapterFormatError,
-            f"{module} has a lora_magnitude_vector {{layers}}; the config's use_dora is false.",
-            told,
-        )
-    elif magnitude.shape != (size,):
-        shape = "×".join(map(str, magnitude.shape))
-        problems.add(
-            AdapterBaseMismatch,
-            f"{module}.lora_magnitude_vector is {shape} {{layers}}; this base takes {size} numbers.",
-            told,
-        )
-
-
-def _check_saved_base(module: str, saved: TensorView | None, base: BaseSpec, problems: _Problems) -> None:
-    shape = (base.vocab_size, base.hidden_size)
-    if saved is not None and saved.shape != shape:
-        problems.add(
-            AdapterBaseMismatch,
-            f"The file holds a weight of {module} that is {'×'.join(map(str, saved.shape))}; this base has {shape[0]}×{shape[1]}. "
-            "Enlarged vocabularies aren't served yet.",
-        )
-
-
-def _fits(module: str, a: TensorView, b: TensorView, base: BaseSpec, problems: _Problems, layer: int | None) -> bool:
-    out_features, in_features = base.modules[module]
-    flat = [side for side, tensor in (("lora_A", a), ("lora_B", b)) if len(tensor.shape) != 2]
-    for side in flat:
-        problems.add(AdapterFormatError, f"{module}.{side} isn't a matrix {{layers}}; expected 2 dims.", layer)
-    if flat:
-        return False
-    if a.shape[1] != in_features:
-        what = "hidden size" if in_features == base.hidden_size else f"{module}'s input size"
-        if module == "embed_tokens":
-            what = "vocabulary size"
-        problems.add(
-            AdapterBaseMismatch,
-            f"The adapter was trained for {what} {a.shape[1]} ({module}.lora_A is {a.shape[0]}×{a.shape[1]} {{layers}}); "
-            f"this base has {in_features}.",
-            layer,
-        )
-    if b.shape[0] != out_features:
-        problems.add(
-            AdapterBaseMismatch,
-            f"The adapter was trained for {module}'s output size {b.shape[0]} ({module}.lora_B is {b.shape[0]}×{b.shape[1]} "
-            f"{{layers}}); this base has {out_features}.",
-            layer,
-        )
-    if a.shape[0] != b.shape[1]:
-        problems.add(
-            AdapterFormatError,
-            f"{module}.lora_A has rank {a.shape[0]} and {module}.lora_B has rank {b.shape[1]} {{layers}}; they must be equal.",
-            layer,
-        )
-    return (a.shape[1], b.shape[0], a.shape[0]) == (in_features, out_features, b.shape[1])
-
-
-def _ranges(layers: Iterable[int]) -> str:
-    """ "layer 3", "layers 0–27", "layers 0, 2, 5–7 and 11 more": at most six ranges."""
-    numbers = sorted(set(layers))
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    texts = [f"{first}" if first == last else f"{first}–{last}" for first, last in ranges]
-    if len(texts) > 6:
-        rest = sum(last - first + 1 for first, last in ranges[6:])
-        texts = [*texts[:6], f"and {rest} more"]
-    return f"layer{'' if len(numbers) == 1 else 's'} {', '.join(texts)}"

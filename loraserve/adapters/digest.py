@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from loraserve.adapters.ir import TensorView
+from loraserve.adapters.tuners import CANONICAL
 from loraserve.types import Digest
 
 _TAG = b"loraserve adapter v1"
 _NUMBERS = ("r", "lora_alpha")
 _PATTERNS = ("rank_pattern", "alpha_pattern")
 _FLAGS = ("use_rslora",)
+# Framed only where they say something, so that what was uploaded before they were known keeps its digest.
+_TOKENS = ("trainable_token_indices", "alora_invocation_tokens")
 
 
 def adapter_digest(config: Mapping[str, Any], tensors: Mapping[str, TensorView]) -> Digest:
@@ -22,7 +26,7 @@ def adapter_digest(config: Mapping[str, Any], tensors: Mapping[str, TensorView])
 
     Two uploads have the same digest exactly if they hold the same tensors (names, dtypes, shapes, bytes) and the same config fields that
     decide the arithmetic; who trained it, with which dropout, or in which order the file lists its tensors doesn't matter. The order of a
-    pattern's keys does, since the first match wins. Fields such as target_modules don't: the tensors must agree with them.
+    pattern's keys does, since the first match wins. Fields such as target_modules, bias or modules_to_save don't: the tensors must agree with them.
     """
     sha = hashlib.sha256()
 
@@ -45,6 +49,9 @@ def adapter_digest(config: Mapping[str, Any], tensors: Mapping[str, TensorView])
 
 
 def _canonical_config(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    kind = config.get("peft_type")
+    if isinstance(kind, str) and kind in CANONICAL:
+        return [("peft_type", kind), *CANONICAL[kind](config)]
     fields = [(name, _number(config[name])) for name in _NUMBERS]
     fields += [(name, str(bool(config.get(name))).lower()) for name in _FLAGS]
     for name in _PATTERNS:
@@ -52,6 +59,7 @@ def _canonical_config(config: Mapping[str, Any]) -> list[tuple[str, str]]:
         fields.append((name, str(len(pattern))))
         for key, value in pattern.items():
             fields += [("key", key), ("value", _number(value))]
+    fields += [(name, json.dumps(config[name], sort_keys=True)) for name in _TOKENS if config.get(name)]
     return fields
 
 

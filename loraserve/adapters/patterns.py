@@ -1,9 +1,9 @@
-"""PEFT's rule for the keys of ``rank_pattern`` and ``alpha_pattern``, without running anybody's regular expression.
+"""PEFT's rule for the keys of ``rank_pattern`` and ``alpha_pattern``.
 
 PEFT takes the first key for which ``re.match(rf"(.*\\.)?({key})$", module_name)`` succeeds: a key is a regex for the last components of a
-name. We take the keys whose regex is a plain text, where only these mean more than themselves: ``^`` at the start, ``$`` at the end,
-``.`` (any one character, as in PEFT) and a backslash before a punctuation character. Such a key has a fixed length, so that matching
-is a comparison. Every other key is refused by name.
+name. Most keys are a plain text, where only these mean more than themselves: ``^`` at the start, ``$`` at the end, ``.`` (any one character, as
+in PEFT) and a backslash before a punctuation character. Such a key has a fixed length, so that matching is a comparison, and thousands of them
+cost little. Every other key is a regex, and run by RE2.
 
 The first key is the first in the file. PEFT's save_pretrained sorts the keys, so that an adapter whose keys overlap may have been trained
 with another first key than PEFT itself uses after loading it back; we do as PEFT does then.
@@ -15,49 +15,52 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from loraserve.adapters.regexes import Regex, compile_regex
+from loraserve.limits import LIMITS, Limits
+
+_FRAME = r"(.*\.)?({})$"
 _META = set("*+?{}[]()|^$\\")
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A key that was understood. `text` has one character per character to match; None matches any."""
+    """A key that is a plain text. `text` has one character per character to match; None matches any."""
 
     key: str
     is_anchored: bool
     text: tuple[str | None, ...]
 
 
-def parse_pattern(key: str) -> Pattern | str:
-    """The key as a `Pattern`, or why it can't be taken."""
+def parse_pattern(key: str, limits: Limits = LIMITS) -> Pattern | Regex | str:
+    """The key, ready for `first_matches`, or why it can't be taken."""
     if not key.isascii() or not key.isprintable():
         return "it isn't plain ASCII"
     is_anchored = key.startswith("^")
     body = key[1:] if is_anchored else key
+    if body in ("", "$"):
+        return "it is empty"
     text: list[str | None] = []
     position = 0
     while position < len(body):
         char = body[position]
-        if char == "\\":
+        if char == "\\" and position + 1 < len(body) and not body[position + 1].isalnum():
             position += 1
-            if position == len(body) or body[position].isalnum():
-                return f'"{body[position - 1 : position + 1]}" is a regex that this server doesn\'t run'
             text.append(body[position])
         elif char == "$" and position == len(body) - 1:
             break
         elif char in _META:
-            return f'"{char}" makes it a regex that this server doesn\'t run; list the modules by name instead'
+            return compile_regex(key, _FRAME, limits)
         else:
             text.append(None if char == "." else char)
         position += 1
-    if not text:
-        return "it is empty"
     return Pattern(key, is_anchored, tuple(text))
 
 
-def first_matches(patterns: Sequence[Pattern], names: Iterable[str]) -> dict[str, int]:
+def first_matches(patterns: Sequence[Pattern | Regex], names: Iterable[str]) -> dict[str, int]:
     """For each name that some pattern matches by PEFT's rule, the index of the first such pattern."""
     # suffix (from the start of a component to the end) → names that have it; many names share their short suffixes
     by_length: dict[int, dict[str, list[tuple[str, bool]]]] = {}
+    names = list(dict.fromkeys(names))
     for name in names:
         start = 0
         while True:
@@ -69,6 +72,11 @@ def first_matches(patterns: Sequence[Pattern], names: Iterable[str]) -> dict[str
             start = dot + 1
     matches: dict[str, int] = {}
     for index, pattern in enumerate(patterns):
+        if isinstance(pattern, Regex):
+            for name in names:
+                if name not in matches and pattern.is_match(name):
+                    matches[name] = index
+            continue
         suffixes = by_length.get(len(pattern.text))
         if not suffixes:
             continue

@@ -1,120 +1,58 @@
-"""What becomes of each field of PEFT's LoraConfig. An allow-list: what isn't in the table is refused, unless it says nothing."""
+"""A LoRA adapter's config: the fields that decide its arithmetic and its reach, checked; whatever else it says is ignored or refused by name."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from loraserve.adapters.patterns import Pattern, parse_pattern
+from loraserve.adapters.peft_fields import FIELDS as FIELDS
+from loraserve.adapters.peft_fields import FieldRule as FieldRule
+from loraserve.adapters.peft_fields import Handling as Handling
+from loraserve.adapters.regexes import Regex, compile_regex
 from loraserve.adapters.strict_json import shown
 from loraserve.limits import LIMITS, Limits
-
-
-class Handling(Enum):
-    IMPLEMENTED = "implemented"
-    IGNORED = "ignored: it can't change an answer"
-    REFUSED = "refused when set"
-
-
-@dataclass(frozen=True, slots=True)
-class FieldRule:
-    """One field. `neutral` are values beside null, false and empty that say nothing; `why` completes "… because"."""
-
-    handling: Handling
-    why: str = ""
-    neutral: tuple[object, ...] = ()
-
-
-def _implemented(why: str) -> FieldRule:
-    return FieldRule(Handling.IMPLEMENTED, why)
-
-
-def _ignored(why: str) -> FieldRule:
-    return FieldRule(Handling.IGNORED, why)
-
-
-def _refused(why: str, *neutral: object) -> FieldRule:
-    return FieldRule(Handling.REFUSED, why, neutral)
-
-
-_ONLY_INIT = "it only chose the weights that training began with"
-
-FIELDS: dict[str, FieldRule] = {
-    "peft_type": _implemented("only LORA is served"),
-    "r": _implemented("the rank where no pattern says otherwise; it must agree with the tensors"),
-    "lora_alpha": _implemented("scaling = lora_alpha / r"),
-    "use_rslora": _implemented("scaling = lora_alpha / sqrt(r)"),
-    "rank_pattern": _implemented("ranks of single modules, by PEFT's rule, first key wins"),
-    "alpha_pattern": _implemented("alphas of single modules, by PEFT's rule, first key wins"),
-    "target_modules": _implemented(
-        'a list of module names or suffixes, or "all-linear"; it must agree with the tensors'
-    ),
-    "exclude_modules": _implemented("a list of module names or suffixes; it must agree with the tensors"),
-    "layers_to_transform": _implemented("it must agree with the tensors"),
-    "layers_pattern": _implemented("it must agree with the tensors"),
-    "init_lora_weights": _implemented("initialisations that leave the base's weights alone end as plain LoRA"),
-    "bias": _refused("trained biases of the base aren't served yet", "none"),
-    "lora_bias": _refused("a bias on lora_B isn't served yet"),
-    "use_dora": _implemented(
-        "each row of the updated weight gets its trained magnitude; it must agree with the tensors"
-    ),
-    "modules_to_save": _refused("fully trained modules aren't served yet"),
-    "trainable_token_indices": _refused("trained token embeddings aren't served yet"),
-    "target_parameters": _refused("LoRA on bare parameters (mixture-of-experts weights) isn't served"),
-    "layer_replication": _refused("it changes the base's layers"),
-    "alora_invocation_tokens": _refused("activated LoRA isn't served yet; it would act on the whole prompt"),
-    "fan_in_fan_out": _refused("it means transposed base weights; every base here stores [out, in]"),
-    "megatron_config": _refused("Megatron's parallel layers name and split their weights differently"),
-    "use_qalora": _refused("QA-LoRA pools its inputs"),
-    "use_bdlora": _refused("block-diagonal LoRA isn't served"),
-    "kasa_config": _refused("KaSA changes the base's weights"),
-    "velora_config": _refused("VeLoRA saves more than lora_A and lora_B"),
-    "monteclora_config": _refused("Monte Carlo LoRA samples its weights"),
-    "arrow_config": _refused("Arrow routes between adapters"),
-    "task_type": _ignored("the tensors say what was trained"),
-    "auto_mapping": _ignored("it names Python classes; nothing is ever imported by a config"),
-    "peft_version": _ignored("every version of PEFT writes plain LoRA alike"),
-    "base_model_name_or_path": _ignored("a name proves nothing; the shapes are checked"),
-    "revision": _ignored("a name proves nothing; the shapes are checked"),
-    "inference_mode": _ignored("it freezes weights in training"),
-    "lora_dropout": _ignored("dropout acts in training only"),
-    "megatron_core": _ignored("it means nothing without megatron_config"),
-    "qalora_group_size": _ignored("it means nothing without use_qalora"),
-    "loftq_config": _ignored('it means nothing without init_lora_weights="loftq", which is refused'),
-    "eva_config": _ignored(_ONLY_INIT),
-    "corda_config": _ignored('it means nothing without init_lora_weights="corda", which is refused'),
-    "lora_ga_config": _ignored('it means nothing without init_lora_weights="lora_ga", which is refused'),
-    "runtime_config": _ignored("it says where a trainer computes"),
-    "ensure_weight_tying": _implemented("the head's LoRA must then be the embedding's, transposed"),
-}
-"""Every field of peft.LoraConfig (0.21); a test compares the two."""
 
 _PLAIN_INITS = {"gaussian", "eva", "orthogonal", "mica"}
 _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 ALL_LINEAR = "all-linear"
+LAYERS_FRAME = r"(?:^|.*?\.){}\.(?P<idx>\d+)\."
+"""PEFT's, of an entry of layers_pattern: a match says which layer a module is in."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoraSettings:
-    """The fields that decide an adapter's arithmetic and reach, checked."""
+    """The fields that decide an adapter's arithmetic and reach, checked.
+
+    Attributes:
+        target_modules: names and suffixes, or a regex for whole names; None: all linears.
+        layers_to_transform: None: every layer.
+        layers_pattern: names of what holds the layers, or regexes, as `LAYERS_FRAME` frames them.
+        bias: "none", "lora_only" or "all".
+        modules_to_save: ends of names.
+        trained_tokens: end of a module's name → the tokens whose rows of it were trained; None for the embedding, whatever its name.
+        invocation_token_ids: empty: it's no aLoRA.
+    """
 
     r: int
     lora_alpha: float
     use_rslora: bool
     use_dora: bool
-    rank_pattern: tuple[tuple[Pattern, int], ...]
-    alpha_pattern: tuple[tuple[Pattern, float], ...]
-    target_modules: tuple[str, ...] | None
-    """None: all linears."""
-    exclude_modules: tuple[str, ...]
+    rank_pattern: tuple[tuple[Pattern | Regex, int], ...]
+    alpha_pattern: tuple[tuple[Pattern | Regex, float], ...]
+    target_modules: tuple[str, ...] | Regex | None
+    exclude_modules: tuple[str, ...] | Regex
     layers_to_transform: frozenset[int] | None
-    """None: every layer."""
-    layers_pattern: tuple[str, ...]
+    layers_pattern: tuple[str | Regex, ...]
     ensure_weight_tying: bool
+    bias: str
+    lora_bias: bool
+    modules_to_save: tuple[str, ...]
+    trained_tokens: Mapping[str | None, tuple[int, ...]]
+    invocation_token_ids: tuple[int, ...]
 
     def scaling(self, alpha: float, rank: int) -> float:
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
@@ -146,22 +84,28 @@ class _Reader:
     def read(self) -> LoraSettings:
         self._refuse_what_is_not_implemented()
         self._check_type_and_init()
+        self._check_combinations()
         return LoraSettings(
             r=self._rank(self.config.get("r"), "r"),
             lora_alpha=self._alpha(self.config.get("lora_alpha"), "lora_alpha"),
             use_rslora=self._flag("use_rslora"),
             use_dora=self._flag("use_dora"),
             rank_pattern=tuple(
-                (p, self._rank(v, f"rank_pattern[{shown(p.key)}]")) for p, v in self._pattern("rank_pattern")
+                (p, self._rank(v, f"rank_pattern[{shown(key)}]")) for p, key, v in self._pattern("rank_pattern")
             ),
             alpha_pattern=tuple(
-                (p, self._alpha(v, f"alpha_pattern[{shown(p.key)}]")) for p, v in self._pattern("alpha_pattern")
+                (p, self._alpha(v, f"alpha_pattern[{shown(key)}]")) for p, key, v in self._pattern("alpha_pattern")
             ),
             target_modules=self._targets(),
-            exclude_modules=self._names("exclude_modules"),
+            exclude_modules=self._names_or_regex("exclude_modules"),
             layers_to_transform=self._layers(),
             layers_pattern=self._layers_pattern(),
             ensure_weight_tying=self._flag("ensure_weight_tying"),
+            bias=self._bias(),
+            lora_bias=self._flag("lora_bias"),
+            modules_to_save=self._modules_to_save(),
+            trained_tokens=self._trained_tokens(),
+            invocation_token_ids=self._token_ids("alora_invocation_tokens"),
         )
 
     def _bad(self, message: str) -> None:
@@ -186,7 +130,7 @@ class _Reader:
     def _check_type_and_init(self) -> None:
         peft_type = self.config.get("peft_type")
         if peft_type != "LORA":
-            self._unsupported(f"peft_type is {shown(peft_type)}; only LORA is served.")
+            self._unsupported(f"peft_type is {shown(peft_type)}, a kind of adapter that isn't served.")
         init = self.config.get("init_lora_weights", True)
         if init is None or isinstance(init, bool):
             return
@@ -200,6 +144,33 @@ class _Reader:
         elif name not in _PLAIN_INITS:
             self._unsupported(
                 f"init_lora_weights = {shown(init)}: this server doesn't know it, and it may change the answers."
+            )
+
+    def _check_combinations(self) -> None:
+        """What PEFT itself doesn't do together, or does in a way that isn't what a reader of the config would think."""
+        if self.config.get("lora_bias") is True:
+            if self.config.get("use_dora") is True:
+                self._unsupported("lora_bias is refused together with use_dora: PEFT has no such adapters.")
+            if self.config.get("init_lora_weights", True) not in (True, False):
+                self._unsupported(
+                    "lora_bias is refused with an init_lora_weights but true and false: PEFT has no such adapters."
+                )
+        if not self.config.get("alora_invocation_tokens"):
+            return
+        if self.config.get("use_dora") is True:
+            self._unsupported("alora_invocation_tokens is refused together with use_dora: PEFT has no such adapters.")
+        if self.config.get("task_type") != "CAUSAL_LM":
+            self._unsupported(
+                f"alora_invocation_tokens is refused with task_type = {shown(self.config.get('task_type'))}: PEFT looks for the tokens only with "
+                "CAUSAL_LM, and would never activate this adapter."
+            )
+        beside = [name for name in ("modules_to_save", "trainable_token_indices") if self.config.get(name)]
+        if self.config.get("bias", "none") not in (None, "none"):
+            beside.append("bias")
+        for name in beside:
+            self._unsupported(
+                f"alora_invocation_tokens is refused together with {name}: in PEFT that acts on every token, those before the invocation "
+                "too, whose keys and values would no longer be the base's."
             )
 
     def _flag(self, name: str) -> bool:
@@ -220,7 +191,7 @@ class _Reader:
             return 1.0
         return float(value)
 
-    def _pattern(self, name: str) -> list[tuple[Pattern, object]]:
+    def _pattern(self, name: str) -> list[tuple[Pattern | Regex, str, object]]:
         value = self.config.get(name)
         if value is None:
             return []
@@ -230,36 +201,46 @@ class _Reader:
         if len(value) > self.limits.max_adapter_patterns:
             self._bad(f"{name} has {len(value):,} keys; at most {self.limits.max_adapter_patterns:,} are taken.")
             return []
-        result: list[tuple[Pattern, object]] = []
+        result: list[tuple[Pattern | Regex, str, object]] = []
+        num_regexes = 0
         for key, number in value.items():
-            pattern = parse_pattern(key)
+            pattern = parse_pattern(key, self.limits)
             if isinstance(pattern, str):
                 self._unsupported(f"{name}'s key {shown(key)} is refused: {pattern}.")
-            else:
-                result.append((pattern, number))
+                continue
+            result.append((pattern, key, number))
+            num_regexes += isinstance(pattern, Regex)
+            if num_regexes > self.limits.max_adapter_regexes:
+                self._bad(
+                    f"{name} has more than {self.limits.max_adapter_regexes} keys that are regexes; list the modules by name instead."
+                )
+                return []
         return result
 
-    def _targets(self) -> tuple[str, ...] | None:
+    def _targets(self) -> tuple[str, ...] | Regex | None:
         value = self.config.get("target_modules")
-        if value == ALL_LINEAR:
+        if isinstance(value, str) and value.lower() == ALL_LINEAR:
             return None
-        if isinstance(value, str):
-            self._unsupported(
-                f"target_modules = {shown(value)} is refused: as one string PEFT takes it for a regex, which this server "
-                "doesn't run. Write a list of module names."
-            )
-            return ()
         if not value:
-            self._bad('target_modules is missing or empty; expected a list of module names, or "all-linear".')
+            self._bad('target_modules is missing or empty; expected a list of module names, a regex, or "all-linear".')
             return ()
-        return self._names("target_modules")
+        return self._names_or_regex("target_modules")
+
+    def _names_or_regex(self, name: str) -> tuple[str, ...] | Regex:
+        value = self.config.get(name)
+        if not isinstance(value, str):
+            return self._names(name)
+        if not value:
+            return ()
+        regex = compile_regex(value, limits=self.limits)
+        if isinstance(regex, str):
+            self._unsupported(f"{name} = {shown(value)} is refused: as one string it is a regex, and {regex}.")
+            return ()
+        return regex
 
     def _names(self, name: str) -> tuple[str, ...]:
         value = self.config.get(name)
         if value is None:
-            return ()
-        if isinstance(value, str):
-            self._unsupported(f"{name} = {shown(value)} is refused: a regex isn't run. Write a list of module names.")
             return ()
         if not isinstance(value, list) or not all(isinstance(v, str) and v for v in value):
             self._bad(f"{name} is {shown(value)}; expected a list of module names.")
@@ -277,21 +258,76 @@ class _Reader:
         if not all(type(v) is int and v >= 0 for v in layers):
             self._bad(f"layers_to_transform is {shown(value)}; expected a layer's number or a list of them.")
             return None
-        if self.config.get("target_modules") == ALL_LINEAR:
+        if isinstance(self.config.get("target_modules"), str):
             self._bad("layers_to_transform can't be used when target_modules is a string.")
         return frozenset(layers)
 
-    def _layers_pattern(self) -> tuple[str, ...]:
+    def _layers_pattern(self) -> tuple[str | Regex, ...]:
         value = self.config.get("layers_pattern")
         if not value:
             return ()
-        names = value if isinstance(value, list) else [value]
-        if not all(isinstance(v, str) and v.isascii() and v.isidentifier() for v in names):
-            self._unsupported(f"layers_pattern = {shown(value)} is refused: expected plain names such as layers.")
+        patterns = value if isinstance(value, list) else [value]
+        if not all(isinstance(v, str) and v for v in patterns) or len(patterns) > self.limits.max_adapter_regexes:
+            self._bad(f"layers_pattern is {shown(value)}; expected a name such as layers, or a short list of them.")
             return ()
         if self.config.get("layers_to_transform") in (None, []):
             self._bad("layers_pattern is set without layers_to_transform.")
-        return tuple(names)
+        result: list[str | Regex] = []
+        for text in patterns:
+            regex = text if _is_plain(text) else compile_regex(text, LAYERS_FRAME, self.limits)
+            if isinstance(regex, str) and regex is not text:
+                self._unsupported(f"layers_pattern = {shown(text)} is refused: {regex}.")
+            result.append(regex)
+        return tuple(result)
+
+    def _bias(self) -> str:
+        value = self.config.get("bias")
+        if value is None:
+            return "none"
+        if value not in ("none", "lora_only", "all"):
+            self._bad(f'bias is {shown(value)}; expected "none", "lora_only" or "all".')
+            return "none"
+        return str(value)
+
+    def _modules_to_save(self) -> tuple[str, ...]:
+        names = self._names("modules_to_save")
+        odd = [name for name in names if not _is_plain(name)]
+        if odd:
+            self._unsupported(
+                f"modules_to_save names {shown(odd[0])}, which PEFT takes for the end of a name in one place and for a regex in another. "
+                "Expected plain names such as lm_head."
+            )
+        return names
+
+    def _trained_tokens(self) -> dict[str | None, tuple[int, ...]]:
+        name = "trainable_token_indices"
+        value = self.config.get(name)
+        if not value:
+            return {}
+        if not isinstance(value, dict):
+            return {None: self._token_ids(name)}
+        if not all(key and isinstance(ids, list) and ids for key, ids in value.items()):
+            self._bad(
+                f"{name} is {shown(value)}; expected a list of token ids, or an object of module name → such a list."
+            )
+            return {}
+        return {key: self._checked_token_ids(name, ids) for key, ids in value.items()}
+
+    def _token_ids(self, name: str) -> tuple[int, ...]:
+        value = self.config.get(name)
+        return self._checked_token_ids(name, value) if value else ()
+
+    def _checked_token_ids(self, name: str, value: object) -> tuple[int, ...]:
+        # a base's vocabulary is the bound that counts; this one keeps a number from being no token's at all
+        if not isinstance(value, list) or not all(type(v) is int and 0 <= v < 1 << 31 for v in value):
+            self._bad(f"{name} is {shown(value)}; expected a list of token ids.")
+            return ()
+        return tuple(value)
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a regex of that text matches that text alone, but for the dots, which part names here."""
+    return name.isascii() and name.replace("_", "a").replace(".", "a").replace("-", "a").isalnum()
 
 
 def _says_nothing(value: object) -> bool:

@@ -141,7 +141,7 @@ def test_a_layer_or_module_that_the_base_lacks_is_named(
         (
             "base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight",
             AdapterUnsupported,
-            "fully trained weight",
+            "that of the head and the embedding alone",
         ),
         (
             "base_model.model.model.embed_tokens.lora_A.weight",
@@ -149,8 +149,17 @@ def test_a_layer_or_module_that_the_base_lacks_is_named(
             "lora_embedding_A and lora_embedding_B",
         ),
         ("base_model.model.lm_head.lora_embedding_B", AdapterFormatError, "lm_head has lora_A and lora_B"),
-        ("base_model.model.model.layers.0.self_attn.q_proj.lora_B.bias", AdapterUnsupported, "bias"),
-        ("base_model.model.lm_head.weight", AdapterUnsupported, "fully trained weight"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_B.bias", AdapterFormatError, "lora_bias is false"),
+        ("base_model.model.model.embed_tokens.lora_B.bias", AdapterFormatError, "no lora_bias"),
+        (
+            "base_model.model.model.layers.0.self_attn.q_norm.weight",
+            AdapterUnsupported,
+            "model.layers.0.self_attn.q_norm', which this server doesn't replace",
+        ),
+        ("base_model.model.score.weight", AdapterUnsupported, "It does those of self_attn.q_proj"),
+        ("base_model.model.model.layers.0.mlp.experts.3.w1.lora_A.weight", AdapterUnsupported, "mixture's experts"),
+        ("base_model.model.model.layers.0.self_attn.k_proj.weight", AdapterFormatError, "modules_to_save doesn't name"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.weight", AdapterFormatError, "trains one of the two"),
         (
             "base_model.model.model.norm.lora_A.weight",
             AdapterBaseMismatch,
@@ -272,7 +281,9 @@ def test_a_saved_embedding_is_kept_for_comparison_and_must_be_of_the_bases_size(
     assert list(ir.saved_base) == ["embed_tokens"]
     error = refused(arrays | {name: np.ones((66, 32), np.float32)}, **targets)
     assert error.problems == (
-        "The file holds a weight of embed_tokens that is 66×32; this base has 64×32. Enlarged vocabularies aren't served yet.",
+        "The file's base weight of embed_tokens has 66 rows; this base has 64 tokens. Enlarged vocabularies aren't served: an upload holds no "
+        "tokenizer, so that the 2 added tokens have no text here. Train on tokens that the base has in reserve instead, with "
+        "trainable_token_indices.",
     )
 
 
@@ -280,24 +291,31 @@ def test_tied_lora_must_be_one_update_seen_from_both_sides(
     compiled: Callable[..., AdapterIR],
     refused: Callable[..., AdapterRejected],
     make_tensors: Callable[..., Arrays],
+    make_base: Callable[..., BaseSpec],
     key: Callable[..., str],
 ) -> None:
     arrays = make_tensors(OUTSIDE)
-    tying: dict[str, Any] = {"target_modules": ["model.embed_tokens"], "ensure_weight_tying": True}
-    assert (
-        "depends on how the base ties its head" in refused(make_tensors({(0, "embed_tokens"): 4}), **tying).problems[0]
+    tying: dict[str, Any] = {
+        "target_modules": ["model.embed_tokens"],
+        "ensure_weight_tying": True,
+        "on": make_base(is_head_tied=True),
+    }
+    assert refused(make_tensors({(0, "embed_tokens"): 4}), **tying).problems == (
+        "The config targets lm_head, and the file holds no tensors for it.",
     )
     assert "aren't the embedding's, transposed" in refused(arrays, **tying).problems[0]
     arrays[key(0, "lm_head", "A")] = arrays[key(0, "embed_tokens", "B")].T.copy()
     arrays[key(0, "lm_head", "B")] = arrays[key(0, "embed_tokens", "A")].T.copy()
     assert compiled(arrays, **tying).target_modules == ("lm_head", "embed_tokens")
+    # PEFT would drop the head's there
+    assert "this base's isn't" in refused(arrays, **{**tying, "on": make_base()}).problems[0]
 
 
 def test_problems_of_all_kinds_are_reported_at_once(
     refused: Callable[..., AdapterRejected], make_tensors: Callable[..., Arrays]
 ) -> None:
     arrays = make_tensors(QV) | {"x.lora_A.weight": np.ones((1, 1), np.float32)}
-    error = refused(arrays, lora_bias=True, bias="all", r=0)
+    error = refused(arrays, fan_in_fan_out=True, use_qalora=True, r=0)
     assert len(error.problems) == 4
     assert isinstance(error, AdapterFormatError)
 

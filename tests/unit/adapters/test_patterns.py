@@ -1,14 +1,17 @@
-"""The keys of rank_pattern and alpha_pattern match exactly as PEFT's regular expressions would, or are refused."""
+"""The keys of rank_pattern and alpha_pattern match exactly as PEFT's regular expressions do, or are refused."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loraserve.adapters.patterns import Pattern, first_matches, parse_pattern
+from loraserve.adapters.patterns import first_matches, parse_pattern
+from loraserve.adapters.regexes import Regex
 
 NAMES = [
     f"model.layers.{i}.{m}" for i in (0, 1, 10, 11) for m in ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj")
@@ -26,7 +29,7 @@ def peft_matches(keys: list[str], names: list[str]) -> dict[str, int]:
 
 
 def ours(keys: list[str], names: list[str]) -> dict[str, int]:
-    patterns = [p for p in map(parse_pattern, keys) if isinstance(p, Pattern)]
+    patterns = [p for p in map(parse_pattern, keys) if not isinstance(p, str)]
     assert len(patterns) == len(keys)
     return first_matches(patterns, names)
 
@@ -77,22 +80,82 @@ def test_any_supported_key_matches_what_pefts_regex_matches(keys: list[str]) -> 
 
 
 @pytest.mark.parametrize(
-    "key",
+    "keys",
     [
-        "",
-        "^",
-        "$",
-        ".*q_proj",
-        "(a+)+b",
-        "layers.[01].q_proj",
-        r"layers\.\d+\.q_proj",
-        "q_proj|k_proj",
-        "a\\",
-        "é",
-        "a^b",
-        "a$b",
-        "a\n",
+        [".*q_proj"],
+        ["(a+)+b", "layers.[01].self_attn.q_proj"],
+        [r"layers\.\d+\.self_attn.q_proj", "q_proj"],
+        ["q_proj|k_proj"],
+        # the frame is PEFT's, so that this begins with one regex and ends with another
+        ["model)|(q_proj"],
+        ["q_proj", r"(?:self_attn|mlp)\.\w+"],
+        [r"layers\.1?0\..*"],
+        ["a^b", "a$b", "q_proj$"],
+        [r"(?i:Q_PROJ)"],
+        [r"[^.]{3,}\.up_proj", "u.{0,2}proj"],
     ],
 )
-def test_a_key_that_needs_a_regex_engine_is_refused(key: str) -> None:
-    assert isinstance(parse_pattern(key), str)
+def test_a_regex_matches_what_pefts_matches(keys: list[str]) -> None:
+    assert ours(keys, NAMES) == peft_matches(keys, NAMES)
+
+
+_regex = st.recursive(
+    st.sampled_from([r"\.", ".", "q_proj", "up_proj", "model", "layers", "self_attn", r"\d", r"\w", "[01]", "[^.]"]),
+    lambda inner: st.one_of(
+        st.tuples(inner, inner).map("".join),
+        st.tuples(inner, inner).map(lambda t: f"(?:{t[0]}|{t[1]})"),
+        st.tuples(inner, st.sampled_from(["*", "+", "?", "{1,2}", "*?"])).map(lambda t: f"({t[0]}){t[1]}"),
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(keys=st.lists(_regex, min_size=1, max_size=3))
+def test_any_regex_that_is_taken_matches_what_pefts_matches(keys: list[str]) -> None:
+    assert ours(keys, NAMES[:6]) == peft_matches(keys, NAMES[:6])
+
+
+@pytest.mark.parametrize(
+    ("key", "reason"),
+    [
+        ("", "empty"),
+        ("^", "empty"),
+        ("$", "empty"),
+        ("a\\", "no regex to PEFT"),
+        ("é", "ASCII"),
+        ("a\n", "ASCII"),
+        ("(q_proj", "no regex to PEFT"),
+        ("(" * 2000 + ")" * 2000, "no regex to PEFT"),
+        ("q_proj(?=x)", "RE2, which runs regexes here in bounded time, doesn't take it (invalid perl operator: (?=)"),
+        ("(?<!k)_proj", "doesn't take it"),
+        ("q++", "doesn't take it"),
+        ("(?:(?:[a-z]{100}){10}){10}", "doesn't take it"),
+        # the engines differ on these
+        (r"(q)\1", r'"\1" means one thing to PEFT'),
+        ("q{,2}_proj", '"{,"'),
+        ("[[:alpha:]]_proj", '"[["'),
+        ("[a-z--b]", '"--"'),
+        ("q" * 4095 + ".*", "4,097 characters; at most 4,096"),
+    ],
+)
+def test_a_key_that_cannot_be_run_as_peft_would_is_refused(key: str, reason: str) -> None:
+    found = parse_pattern(key)
+    assert isinstance(found, str)
+    assert reason in found
+
+
+def test_a_regex_takes_time_by_the_names_length_alone() -> None:
+    """With Python's engine, this would take longer than the universe has."""
+    pattern = parse_pattern("(a+)+b")
+    assert isinstance(pattern, Regex)
+    assert first_matches([pattern], ["a" * 400]) == {}
+
+
+def test_plain_keys_need_no_regex_engine() -> None:
+    """RE2 is loaded for those who have a regex."""
+    code = (
+        "import sys; from loraserve.adapters.patterns import *; from loraserve.adapters import compiler; "
+        "first_matches([parse_pattern(r'self_attn\\.q_proj')], ['self_attn.q_proj']); sys.exit('re2' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from loraserve.adapters.peft_config import FIELDS, Handling, read_settings
+from loraserve.adapters.peft_config import read_settings
+from loraserve.adapters.peft_fields import FIELDS, Handling
 
 
 def problems_of(config: dict[str, Any]) -> list[str]:
@@ -30,13 +31,8 @@ def test_what_pefts_defaults_say_is_accepted(make_config: Callable[..., dict[str
 
 
 SET: dict[str, Any] = {
-    "bias": "all",
-    "lora_bias": True,
-    "modules_to_save": ["lm_head"],
-    "trainable_token_indices": [1],
     "target_parameters": ["experts.up"],
     "layer_replication": [[0, 2]],
-    "alora_invocation_tokens": [1, 2],
     "fan_in_fan_out": True,
     "megatron_config": {"a": 1},
     "use_qalora": True,
@@ -62,14 +58,17 @@ def test_a_field_that_would_change_the_answers_is_refused_by_name(
     assert FIELDS[name].why in messages[0]
 
 
+ALORA: dict[str, Any] = {"alora_invocation_tokens": [1, 2], "task_type": "CAUSAL_LM"}
+
+
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
         ({"brand_new": 3}, "'brand_new' = 3: this server doesn't know the field"),
         ({"brand_new": True}, "'brand_new' = True"),
         ({"brand_new": 0}, "'brand_new' = 0"),
-        ({"peft_type": "LOHA"}, "only LORA"),
-        ({"peft_type": None}, "only LORA"),
+        ({"peft_type": "BOFT"}, "'BOFT', a kind of adapter that isn't served"),
+        ({"peft_type": None}, "None, a kind"),
         ({"r": 0}, "r is 0"),
         ({"r": True}, "r is True"),
         ({"r": 4.0}, "r is 4.0"),
@@ -82,20 +81,45 @@ def test_a_field_that_would_change_the_answers_is_refused_by_name(
         ({"use_dora": "true"}, "use_dora is 'true'"),
         ({"rank_pattern": [1]}, "expected an object"),
         ({"rank_pattern": {"q_proj": 0}}, "rank_pattern['q_proj'] is 0"),
-        ({"rank_pattern": {".*q": 2}}, "rank_pattern's key '.*q' is refused"),
+        ({"rank_pattern": {"(?!k).*q": 2}}, "rank_pattern's key '(?!k).*q' is refused"),
+        ({"alpha_pattern": {f".*{i}": 1 for i in range(65)}}, "more than 64 keys that are regexes"),
         ({"rank_pattern": {str(i): 1 for i in range(2049)}}, "2,049 keys"),
         ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern['q_proj'] is 'x'"),
         ({"target_modules": None}, "missing or empty"),
         ({"target_modules": []}, "missing or empty"),
-        ({"target_modules": ".*_proj"}, "regex"),
+        ({"target_modules": ""}, "missing or empty"),
+        (
+            {"target_modules": "(?!k).*_proj"},
+            "target_modules = '(?!k).*_proj' is refused: as one string it is a regex, and RE2",
+        ),
         ({"target_modules": ["q_proj", 3]}, "expected a list of module names"),
         ({"target_modules": 3}, "expected a list of module names"),
-        ({"exclude_modules": ".*_proj"}, "regex"),
+        ({"exclude_modules": "(?!k).*_proj"}, "exclude_modules = '(?!k).*_proj' is refused"),
         ({"layers_to_transform": [0, -1]}, "layers_to_transform is [0, -1]"),
         ({"layers_to_transform": True}, "layers_to_transform is True"),
         ({"layers_to_transform": [0], "target_modules": "all-linear"}, "can't be used"),
+        ({"layers_to_transform": [0], "target_modules": ".*_proj"}, "can't be used"),
         ({"layers_pattern": "layers"}, "without layers_to_transform"),
-        ({"layers_pattern": "la.*", "layers_to_transform": [0]}, "plain names"),
+        ({"layers_pattern": "(?=la)yers", "layers_to_transform": [0]}, "layers_pattern = '(?=la)yers' is refused: RE2"),
+        ({"layers_pattern": 3, "layers_to_transform": [0]}, "layers_pattern is 3"),
+        ({"bias": "some"}, "bias is 'some'"),
+        ({"lora_bias": 1}, "lora_bias is 1"),
+        ({"lora_bias": True, "use_dora": True}, "lora_bias is refused together with use_dora"),
+        ({"lora_bias": True, "init_lora_weights": "gaussian"}, "lora_bias is refused with an init_lora_weights"),
+        ({"modules_to_save": "lm_head"}, "modules_to_save is 'lm_head'"),
+        ({"modules_to_save": ["(lm_head|norm)"]}, "modules_to_save names '(lm_head|norm)'"),
+        ({"trainable_token_indices": 3}, "trainable_token_indices is 3"),
+        ({"trainable_token_indices": [1, -1]}, "trainable_token_indices is [1, -1]"),
+        ({"trainable_token_indices": [True]}, "trainable_token_indices is [True]"),
+        ({"trainable_token_indices": {"lm_head": []}}, "trainable_token_indices is {'lm_head': []}"),
+        ({"trainable_token_indices": {"lm_head": ["x"]}}, "trainable_token_indices is ['x']"),
+        ({"alora_invocation_tokens": [1.5], "task_type": "CAUSAL_LM"}, "alora_invocation_tokens is [1.5]"),
+        ({"alora_invocation_tokens": [1]}, "would never activate this adapter"),
+        ({"alora_invocation_tokens": [1], "task_type": "SEQ_CLS"}, "task_type = 'SEQ_CLS'"),
+        (ALORA | {"use_dora": True}, "together with use_dora"),
+        (ALORA | {"bias": "all"}, "together with bias: in PEFT that acts on every token"),
+        (ALORA | {"modules_to_save": ["lm_head"]}, "together with modules_to_save"),
+        (ALORA | {"trainable_token_indices": [1]}, "together with trainable_token_indices"),
         ({"init_lora_weights": "pissa_niter_16"}, "path_initial_model_for_weight_conversion"),
         ({"init_lora_weights": "olora"}, "changed the base's weights"),
         ({"init_lora_weights": "magic"}, "doesn't know it"),
@@ -126,6 +150,11 @@ def test_a_bad_value_is_refused_with_its_reason(
         {"qalora_group_size": 16, "megatron_core": "megatron.core", "loftq_config": {}},
         {"target_modules": "all-linear"},
         {"layers_to_transform": 1, "layers_pattern": "layers"},
+        {"layers_to_transform": 1, "layers_pattern": ["h", "la.*"]},
+        {"target_modules": "All-Linear"},
+        {"target_modules": ".*_proj", "exclude_modules": r".*\.k_proj"},
+        {"modules_to_save": [], "trainable_token_indices": [], "alora_invocation_tokens": []},
+        ALORA | {"use_rslora": True, "lora_bias": True, "bias": "none"},
     ],
 )
 def test_a_value_that_changes_nothing_is_accepted(
@@ -135,4 +164,4 @@ def test_a_value_that_changes_nothing_is_accepted(
 
 
 def test_every_problem_is_reported_at_once(make_config: Callable[..., dict[str, Any]]) -> None:
-    assert len(problems_of(make_config(r=0, lora_bias=True, brand_new=1, lora_alpha="x"))) == 4
+    assert len(problems_of(make_config(r=0, use_qalora=True, brand_new=1, lora_alpha="x"))) == 4

@@ -13,9 +13,10 @@ import torch
 import transformers
 from peft.tuners.lora import LoraLayer
 
-from loraserve.adapters.compiler import compile_adapter, module_name
+from loraserve.adapters.compiler import compile_adapter
 from loraserve.adapters.ir import TensorView
 from loraserve.adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE, read_adapter
+from loraserve.adapters.tensor_names import module_name
 from loraserve.adapters.validation import check_finite
 from loraserve.errors import AdapterRejected
 from loraserve.types import BaseSpec
@@ -73,6 +74,22 @@ CASES: dict[str, dict[str, Any]] = {
         "lora_alpha": 6,
         "target_modules": LINEARS,
         "exclude_modules": ["k_proj", "layers.1.mlp.up_proj"],
+    },
+    "regex": {"r": 3, "lora_alpha": 6, "target_modules": r".*\.layers\.[02]\.(self_attn\.[qk]|mlp\.up)_proj"},
+    "regex excluded": {"r": 3, "lora_alpha": 6, "target_modules": LINEARS, "exclude_modules": r".*\.1\..*(q|k)_proj"},
+    "regex patterns": {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": LINEARS,
+        "rank_pattern": {"(q|up)_proj": 5, r"layers\.\d\.mlp\.(up|gate)_proj": 3},
+        "alpha_pattern": {r"[012]\..*k_proj": 1, ".*o_proj|.*k_proj": 99, r"(?:layers\.2.*)": 32},
+    },
+    "regex of layers": {
+        "r": 3,
+        "lora_alpha": 6,
+        "target_modules": ["up_proj", "k_proj"],
+        "layers_to_transform": [0, 2],
+        "layers_pattern": ["h", "la[y]ers"],
     },
     "gaussian init": {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj"], "init_lora_weights": "gaussian"},
     "orthogonal init": {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj"], "init_lora_weights": "orthogonal"},
@@ -153,13 +170,8 @@ def test_an_adapter_of_an_older_peft_without_the_newer_fields_compiles_alike(
 @pytest.mark.parametrize(
     "config",
     [
-        {"bias": "lora_only"},
-        {"lora_bias": True},
-        {"modules_to_save": ["lm_head"]},
-        {"trainable_token_indices": [1, 2]},
         {"init_lora_weights": "pissa"},
         {"init_lora_weights": "olora"},
-        {"alora_invocation_tokens": [1, 2]},
         {"layer_replication": [[0, 2], [1, 3]]},
     ],
     ids=lambda c: next(iter(c)),

@@ -15,7 +15,8 @@ BF16_ONE, BF16_NAN, BF16_INF, BF16_MAX = 0x3F80, 0x7FC1, 0xFF80, 0x7F7F
 def adapter(a: np.ndarray, dtype: str = "F32", scaling: float = 1.0) -> AdapterIR:
     b = np.full((3, a.shape[0]), BF16_ONE, np.uint16) if dtype == "BF16" else np.ones((3, a.shape[0]), a.dtype)
     return AdapterIR(
-        (ModuleIR(5, "q_proj", a.shape[0], scaling, TensorView(dtype, a.shape, a), TensorView(dtype, b.shape, b)),), dtype
+        (ModuleIR(5, "q_proj", a.shape[0], scaling, TensorView(dtype, a.shape, a), TensorView(dtype, b.shape, b)),),
+        dtype,
     )
 
 

@@ -1,0 +1,131 @@
+"""Which modules a config means: PEFT's rules for target_modules and its like, against the base's own names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from loraserve.adapters.ir import OUTSIDE_LAYERS
+from loraserve.adapters.peft_config import LoraSettings
+from loraserve.adapters.problems import Problems
+from loraserve.adapters.regexes import Regex
+from loraserve.adapters.tensor_names import BaseNames, Contents, module_name
+from loraserve.errors import AdapterFormatError
+from loraserve.types import BaseSpec
+
+
+def is_targeted(settings: LoraSettings, base: BaseSpec, layer: int, module: str) -> bool:
+    """Whether PEFT's check_target_module_exists takes the module. Its "all-linear" leaves the head out."""
+    return is_name_targeted(
+        settings, base, module_name(base, layer, module), None if module in OUTSIDE_LAYERS else layer
+    )
+
+
+def is_name_targeted(settings: LoraSettings, base: BaseSpec, name: str, layer: int | None) -> bool:
+    """The same of a module's whole name; `layer` is None for one in no layer."""
+    if _is_listed(name, settings.exclude_modules) or is_inside_saved(settings, name):
+        return False
+    targets = settings.target_modules
+    if targets is None:
+        return layer is not None
+    if isinstance(targets, Regex):
+        return targets.is_fullmatch(name)
+    if name in targets:
+        # a full name is taken whatever layers_to_transform says
+        return True
+    if not _is_listed(name, targets):
+        return False
+    if settings.layers_to_transform is None:
+        return True
+    return layer is not None and _layer_by_pattern(settings, base, name, layer) in settings.layers_to_transform
+
+
+def is_inside_saved(settings: LoraSettings, name: str) -> bool:
+    """Whether a component of the name, or several in a row, are in modules_to_save: then no LoRA comes there."""
+    return any(f".{saved}." in f".{name}." for saved in settings.modules_to_save)
+
+
+def is_saved(settings: LoraSettings, name: str) -> bool:
+    """Whether PEFT trains the module fully: its name, or that of a module which it is a part of, ends with an entry of modules_to_save, be it
+    amid a component."""
+    ends = settings.modules_to_save
+    if not ends:
+        return False
+    while name:
+        if name.endswith(ends):
+            return True
+        name = name.rpartition(".")[0]
+    return False
+
+
+def ties_saved(settings: LoraSettings, base: BaseSpec) -> bool:
+    """Whether PEFT trains the embedding fully, and the head as the same parameter."""
+    return settings.ensure_weight_tying and base.is_head_tied and _names_an_end(settings.modules_to_save)
+
+
+def ties_lora(settings: LoraSettings, base: BaseSpec) -> bool:
+    """Whether PEFT gives the embedding LoRA, and the head the same, transposed."""
+    if not settings.ensure_weight_tying or not base.is_head_tied or ties_saved(settings, base):
+        return False
+    targets = settings.target_modules
+    if isinstance(targets, Regex):
+        # PEFT asks for the bare names here
+        return any(targets.is_fullmatch(module) for module in OUTSIDE_LAYERS)
+    return targets is not None and _names_an_end(targets)
+
+
+def check_reach(settings: LoraSettings, contents: Contents, names: BaseNames, problems: Problems) -> None:
+    """The modules that the config would give LoRA must be those that have tensors."""
+    base = names.base
+    is_tied = ties_lora(settings, base)
+    for place in names.places():
+        layer, module = place
+        told = names.told(place)
+        is_outside = module in OUTSIDE_LAYERS
+        is_meant = (is_tied and is_outside) or is_name_targeted(
+            settings, base, names.of(place), None if is_outside else layer
+        )
+        is_there = place in contents.linears and contents.linears[place].has_lora
+        if is_meant and not is_there:
+            problems.add(
+                AdapterFormatError,
+                f"The config targets {module} {{layers}}, and the file holds no tensors for it.",
+                told,
+            )
+        elif is_there and not is_meant:
+            why = ""
+            if settings.ensure_weight_tying and module == "lm_head" and not base.is_head_tied:
+                why = " With ensure_weight_tying, it was trained on a base whose head is tied to the embedding; this base's isn't."
+            problems.add(
+                AdapterFormatError,
+                f"The file holds tensors for {module} {{layers}}, which the config doesn't target.{why}",
+                told,
+            )
+
+
+def _layer_by_pattern(settings: LoraSettings, base: BaseSpec, name: str, layer: int) -> int | None:
+    """The layer that PEFT takes the module to be in; None where layers_pattern finds none."""
+    if not settings.layers_pattern:
+        return layer
+    for pattern in settings.layers_pattern:
+        if isinstance(pattern, str):
+            if f".{base.layers_path}".endswith(f".{pattern}"):
+                return layer
+        elif pattern.is_match(name):
+            number = pattern.group(name, "idx")
+            return None if number is None else int(number)
+    return None
+
+
+def _names_an_end(listed: Iterable[str]) -> bool:
+    """Whether the embedding or the head is listed, in PEFT's rough way: by the last component."""
+    return any(entry.rpartition(".")[2] in OUTSIDE_LAYERS for entry in listed)
+
+
+def _is_listed(name: str, listed: tuple[str, ...] | Regex) -> bool:
+    if isinstance(listed, Regex):
+        return listed.is_fullmatch(name)
+    while name:
+        if name in listed:
+            return True
+        name = name.partition(".")[2]
+    return False

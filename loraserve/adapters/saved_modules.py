@@ -1,0 +1,210 @@
+"""What PEFT trains beside LoRA and saves whole: weights of modules_to_save, and biases. Each must be where the config says, and of the base's shape."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from loraserve.adapters.ir import OUTSIDE_LAYERS, NormIR, TensorView
+from loraserve.adapters.peft_config import LoraSettings
+from loraserve.adapters.problems import Problems
+from loraserve.adapters.reach import is_saved, ties_saved
+from loraserve.adapters.tensor_names import SAVED_AS, BaseNames, Contents, Linear, Pieces, Place
+from loraserve.errors import AdapterBaseMismatch, AdapterFormatError, AdapterUnsupported
+
+
+def check_saved(settings: LoraSettings, contents: Contents, names: BaseNames, problems: Problems) -> None:
+    """Add a problem for each weight and bias that is missing, or isn't the config's, or doesn't fit the base."""
+    is_tied = ties_saved(settings, names.base)
+    for place in names.places():
+        linear = names.linears[place[1]]
+        pieces = contents.linears.get(place, Pieces())
+        is_meant = is_saved(settings, names.of(place)) or (is_tied and linear.is_outside)
+        check = _Check(settings, linear, pieces, names.told(place), problems)
+        check.weight(is_meant)
+        check.bias(is_meant)
+        check.copies()
+        check.saved_base(names.base.vocab_size)
+    _check_tied_weights(settings, contents, names, problems)
+    for place in names.norms():
+        _check_norm(settings, place, contents, names, problems)
+
+
+def norms_of(contents: Contents) -> tuple[NormIR, ...]:
+    return tuple(NormIR(layer, norm, weight) for (layer, norm), weight in contents.norms.items())
+
+
+def vocabulary_problem(what: str, num_rows: int, vocab_size: int) -> str:
+    """Why a table with another number of rows than the base's can't be served, in words."""
+    message = f"{what} has {num_rows:,} rows; this base has {vocab_size:,} tokens. "
+    if num_rows > vocab_size:
+        return message + (
+            f"Enlarged vocabularies aren't served: an upload holds no tokenizer, so that the {num_rows - vocab_size:,} added tokens have no "
+            "text here. Train on tokens that the base has in reserve instead, with trainable_token_indices."
+        )
+    return message + (
+        "Shrunk vocabularies aren't served: the tokens that were cut off would still be this base's. Train without resize_token_embeddings."
+    )
+
+
+class _Check:
+    """One linear's weight and bias."""
+
+    def __init__(self, settings: LoraSettings, linear: Linear, pieces: Pieces, told: int | None, problems: Problems):
+        self.settings = settings
+        self.linear = linear
+        self.pieces = pieces
+        self.told = told
+        self.problems = problems
+
+    def weight(self, is_meant: bool) -> None:
+        name, weight = self.linear.name, self.pieces.weight
+        if weight is None:
+            if is_meant:
+                self._malformed(f"modules_to_save names {name} {{layers}}, and the file holds no weight of it.")
+            return
+        if self.pieces.has_lora:
+            self._malformed(
+                f"The file holds LoRA for {name} {{layers}} and a weight in its base's place; PEFT trains one of the two."
+            )
+        elif self.linear.is_outside:
+            # PEFT saves and loads these without being told
+            self._check_table(f"The file's {name}.weight", weight)
+        elif is_meant:
+            self._check_shape("weight", weight, (self.linear.out_features, self.linear.in_features))
+        else:
+            self._malformed(
+                f"The file holds a weight of {name} {{layers}}, which the config's modules_to_save doesn't name."
+            )
+
+    def bias(self, is_meant: bool) -> None:
+        """`is_meant`: the module is in modules_to_save, its bias with it."""
+        name, pieces = self.linear.name, self.pieces
+        for part in ("base_bias", "bias", "bias_copy", "original_bias"):
+            tensor = getattr(pieces, part)
+            if tensor is not None:
+                saved_as = SAVED_AS.get(part, part)
+                if not self.linear.has_bias:
+                    self.problems.add(
+                        AdapterBaseMismatch,
+                        f"The file holds {name}.{saved_as} {{layers}}; in this base, {name} has no bias.",
+                        self.told,
+                    )
+                    return
+                self._check_shape(saved_as, tensor, (self.linear.out_features,))
+        has_lora = pieces.has_lora and not is_meant
+        expected = "base_bias" if has_lora else "bias"
+        setting = self.settings.bias
+        is_due = self.linear.has_bias and (is_meant or setting == "all" or (has_lora and setting == "lora_only"))
+        found = getattr(pieces, expected)
+        other = "bias" if has_lora else "base_bias"
+        if getattr(pieces, other) is not None:
+            right, wrong = SAVED_AS.get(expected, expected), SAVED_AS.get(other, other)
+            self._malformed(
+                f"The file holds {name}.{wrong} {{layers}}; of a module {'with' if has_lora else 'without'} LoRA, PEFT reads {name}.{right} and "
+                "nothing else. Was it saved by an older PEFT? Load it there, and save it again with a newer one."
+            )
+        elif found is None and is_due:
+            cause = "the module is in modules_to_save" if is_meant else f"the config's bias is {setting}"
+            self._malformed(
+                f"The file holds no bias of {name} {{layers}}, and {cause}. PEFT 0.7 to 0.18 don't save those of bias=lora_only: save it again with "
+                "a newer one, or say bias=none if none was trained."
+            )
+        elif found is not None and not is_due:
+            self._malformed(f"The file holds a bias of {name} {{layers}}, and the config's bias is {setting}.")
+
+    def copies(self) -> None:
+        """What PEFT wrote twice must be the same twice."""
+        for part in ("weight", "bias"):
+            copy = getattr(self.pieces, f"{part}_copy")
+            if copy is not None and not is_same(copy, getattr(self.pieces, part)):
+                name = self.linear.name
+                self._malformed(
+                    f"The file's {name}.modules_to_save.{part} isn't its {name}.{part} {{layers}}; PEFT writes them alike."
+                )
+
+    def saved_base(self, vocab_size: int) -> None:
+        if self.pieces.saved_base is not None:
+            self._check_table(f"The file's base weight of {self.linear.name}", self.pieces.saved_base)
+
+    def _check_table(self, what: str, table: TensorView) -> None:
+        """A table has a row per token, of the head and of the embedding alike."""
+        vocab, hidden = _table_sizes(self.linear)
+        if len(table.shape) != 2 or table.shape[1] != hidden:
+            self.problems.add(
+                AdapterBaseMismatch, f"{what} is {shape_words(table)}; this base takes {vocab}×{hidden}.", self.told
+            )
+        elif table.shape[0] != vocab:
+            self.problems.add(AdapterBaseMismatch, vocabulary_problem(what, table.shape[0], vocab), self.told)
+
+    def _check_shape(self, part: str, tensor: TensorView, shape: tuple[int, ...]) -> None:
+        if tensor.shape != shape:
+            wanted = "×".join(map(str, shape))
+            message = f"{self.linear.name}.{part} is {shape_words(tensor)} {{layers}}; this base takes {wanted}."
+            self.problems.add(AdapterBaseMismatch, message, self.told)
+
+    def _malformed(self, message: str) -> None:
+        self.problems.add(AdapterFormatError, message, self.told)
+
+
+def _table_sizes(linear: Linear) -> tuple[int, int]:
+    """(tokens, hidden size) of the head or the embedding, whichever way its linear lies."""
+    is_embedding = linear.name == "embed_tokens"
+    sizes = (linear.in_features, linear.out_features)
+    return sizes if is_embedding else (sizes[1], sizes[0])
+
+
+def shape_words(tensor: TensorView) -> str:
+    return "×".join(map(str, tensor.shape)) or "a number"
+
+
+def is_same(a: TensorView | None, b: TensorView | None) -> bool:
+    return a is not None and b is not None and a.dtype == b.dtype and np.array_equal(a.array, b.array)
+
+
+def _check_tied_weights(settings: LoraSettings, contents: Contents, names: BaseNames, problems: Problems) -> None:
+    """Where the base's head is the embedding, PEFT loads a weight into both, unless modules_to_save has made a copy of one of them."""
+    if not names.base.is_head_tied:
+        return
+    weights = {m: contents.linears[0, m].weight for m in OUTSIDE_LAYERS if (0, m) in contents.linears}
+    head, embedding = weights.get("lm_head"), weights.get("embed_tokens")
+    if head is None and embedding is None:
+        return
+    tied = ties_saved(settings, names.base)
+    if not tied and any(is_saved(settings, names.of((0, m))) for m in OUTSIDE_LAYERS if m in names.linears):
+        return
+    why = "ensure_weight_tying is true" if tied else "modules_to_save names neither"
+    if head is None or embedding is None:
+        there = "lm_head" if embedding is None else "embed_tokens"
+        problems.add(
+            AdapterUnsupported,
+            f"This base's head is tied to its embedding, {why}, and the file holds a weight of {there} alone, which would be both's. "
+            "Save it with PEFT's save_pretrained, which writes both.",
+        )
+    elif not is_same(head, embedding):
+        problems.add(
+            AdapterUnsupported,
+            f"This base's head is tied to its embedding, {why}, and the file's lm_head.weight isn't its embed_tokens.weight: PEFT would keep one of "
+            "the two. Name both in modules_to_save with ensure_weight_tying=False, or save it from the tied model.",
+        )
+
+
+def _check_norm(settings: LoraSettings, place: Place, contents: Contents, names: BaseNames, problems: Problems) -> None:
+    path = names.base.norm_paths[place[1]]
+    is_meant, weight, told = is_saved(settings, names.of(place)), contents.norms.get(place), names.told(place)
+    if weight is None:
+        if is_meant:
+            problems.add(
+                AdapterFormatError,
+                f"modules_to_save names {path} {{layers}}, and the file holds no weight of it.",
+                told,
+            )
+        return
+    if not is_meant:
+        message = f"The file holds a weight of {path} {{layers}}, which the config's modules_to_save doesn't name."
+        problems.add(AdapterFormatError, message, told)
+    if weight.shape != (names.base.hidden_size,):
+        problems.add(
+            AdapterBaseMismatch,
+            f"{path}.weight is {shape_words(weight)} {{layers}}; this base takes {names.base.hidden_size} numbers.",
+            told,
+        )

@@ -1,0 +1,302 @@
+"""Which tensor of an adapter's file is what of which module: PEFT's names, and the base's as its checkpoint has them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from loraserve.adapters.ir import OUTSIDE_LAYERS, TensorView
+from loraserve.adapters.problems import Problems
+from loraserve.adapters.strict_json import shown
+from loraserve.errors import AdapterBaseMismatch, AdapterFormatError, AdapterRejected, AdapterUnsupported
+from loraserve.types import BaseSpec
+
+PREFIX = "base_model.model."
+
+Place = tuple[int, str]
+"""(layer, name of a linear or of a norm); the layer is 0 for what is in none."""
+
+# What PEFT writes behind a module's name, by the field of `Pieces` that it becomes.
+_SUFFIXES = {
+    "lora_a": r"lora_A\.weight",
+    "lora_b": r"lora_B\.weight",
+    "lora_bias": r"lora_B\.bias",
+    "embedding_a": "lora_embedding_A",
+    "embedding_b": "lora_embedding_B",
+    "magnitude": r"lora_magnitude_vector(?:\.weight)?",
+    "token_rows": r"(?:base_layer\.)?token_adapter\.trainable_tokens_delta",
+    # of the base, beside what was trained
+    "saved_base": r"base_layer\.weight|original_module\.weight|(?:base_layer\.)?token_adapter\.base_layer\.weight",
+    "base_bias": r"base_layer\.bias",
+    "original_bias": r"original_module\.bias",
+    # what bias="all" and save_embedding_layers=True save a second time
+    "weight_copy": r"modules_to_save\.weight",
+    "bias_copy": r"modules_to_save\.bias",
+    "weight": "weight",
+    "bias": "bias",
+}
+_KEY = re.compile(r"(?P<path>.+?)\.(?:" + "|".join(f"(?P<{part}>{text})" for part, text in _SUFFIXES.items()) + ")")
+
+SAVED_AS = {
+    "lora_a": "lora_A",
+    "lora_b": "lora_B",
+    "lora_bias": "lora_B.bias",
+    "magnitude": "lora_magnitude_vector",
+    "token_rows": "token_adapter.trainable_tokens_delta",
+    "saved_base": "base_layer.weight",
+    "base_bias": "base_layer.bias",
+    "original_bias": "original_module.bias",
+    "weight_copy": "modules_to_save.weight",
+    "bias_copy": "modules_to_save.bias",
+}
+"""PEFT's word for a field of `Pieces` where it is another one."""
+
+
+@dataclass(slots=True)
+class Pieces:
+    """What the file holds of one linear, as it holds it."""
+
+    lora_a: TensorView | None = None
+    lora_b: TensorView | None = None
+    lora_bias: TensorView | None = None
+    magnitude: TensorView | None = None
+    token_rows: TensorView | None = None
+    saved_base: TensorView | None = None
+    base_bias: TensorView | None = None
+    original_bias: TensorView | None = None
+    weight_copy: TensorView | None = None
+    bias_copy: TensorView | None = None
+    weight: TensorView | None = None
+    bias: TensorView | None = None
+
+    @property
+    def has_lora(self) -> bool:
+        return any(t is not None for t in (self.lora_a, self.lora_b, self.lora_bias, self.magnitude))
+
+    @property
+    def first(self) -> str:
+        """PEFT's word for one of them."""
+        part = next(part for part in Pieces.__slots__ if getattr(self, part) is not None)
+        return SAVED_AS.get(part, part)
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A linear as the base's checkpoint has it: one of the base's modules, or several that it has fused into one.
+
+    Attributes:
+        name: the last component of its path: ``q_proj``, ``qkv_proj``.
+        path: inside a layer; of one in no layer, the whole path.
+        parts: module → its rows of the linear's output.
+    """
+
+    name: str
+    path: str
+    out_features: int
+    in_features: int
+    has_bias: bool
+    parts: Mapping[str, slice]
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether it is in no layer."""
+        return self.name in OUTSIDE_LAYERS
+
+
+class BaseNames:
+    """The base's names of what an adapter may change.
+
+    Attributes:
+        linears: name → linear, in the order of the base's modules.
+    """
+
+    def __init__(self, base: BaseSpec) -> None:
+        self.base = base
+        self.linears: dict[str, Linear] = {}
+        fused: dict[str, list[str]] = {}
+        for module in base.modules:
+            fused.setdefault(checkpoint_path(base, module), []).append(module)
+        for path, modules in fused.items():
+            parts: dict[str, slice] = {}
+            stop = 0
+            for module in modules:
+                start, stop = stop, stop + base.modules[module][0]
+                parts[module] = slice(start, stop)
+            name = modules[0] if len(modules) == 1 else path.rpartition(".")[2]
+            has_bias = all(module in base.biased_modules for module in modules)
+            self.linears[name] = Linear(name, path, stop, base.modules[modules[0]][1], has_bias, parts)
+        self._linear_paths = {linear.path: linear for linear in self.linears.values()}
+        self._norm_paths = {path: norm for norm, path in base.norm_paths.items()}
+
+    def of(self, place: Place) -> str:
+        """The whole name of a linear or of a norm, as PEFT's patterns see it: ``model.layers.3.self_attn.q_proj``, ``lm_head``."""
+        layer, name = place
+        if name in self.linears:
+            path, is_outside = self.linears[name].path, self.linears[name].is_outside
+        else:
+            path, is_outside = self.base.norm_paths[name], name == "norm"
+        return path if is_outside else f"{self.base.layers_path}.{layer}.{path}"
+
+    def places(self) -> list[Place]:
+        """Every linear of the base."""
+        linears = self.linears.values()
+        places = [(layer, x.name) for layer in range(self.base.num_layers) for x in linears if not x.is_outside]
+        return places + [(0, x.name) for x in linears if x.is_outside]
+
+    def norms(self) -> list[Place]:
+        """Every norm of the base that an adapter may replace."""
+        layers = range(self.base.num_layers)
+        return [(layer, norm) for norm in self.base.norm_paths for layer in (layers if norm != "norm" else (0,))]
+
+    def find(self, path: str) -> tuple[int | None, str]:
+        """(layer, rest of the path); None for what is in no layer."""
+        layers_path = self.base.layers_path + "."
+        number, _, rest = path.removeprefix(layers_path).partition(".")
+        if not path.startswith(layers_path) or not number.isdecimal() or str(int(number[:9])) != number:
+            return None, path
+        return int(number), rest
+
+    def linear(self, layer: int | None, path: str) -> Linear | None:
+        linear = self._linear_paths.get(path)
+        return linear if linear is not None and linear.is_outside == (layer is None) else None
+
+    def norm(self, layer: int | None, path: str) -> str | None:
+        norm = self._norm_paths.get(path)
+        return norm if norm is not None and (norm == "norm") == (layer is None) else None
+
+    def listed(self, is_outside: bool) -> str:
+        """The paths of the linears, for people."""
+        return ", ".join(linear.path for linear in self.linears.values() if linear.is_outside == is_outside)
+
+    def told(self, place: Place) -> int | None:
+        """The layer as problems tell it: None for what is in none."""
+        return None if place[1] in OUTSIDE_LAYERS or place[1] == "norm" else place[0]
+
+
+@dataclass(slots=True)
+class Contents:
+    """An adapter's file, every tensor in its place; in order of layer, then of the base's linears."""
+
+    linears: dict[Place, Pieces] = field(default_factory=dict)
+    norms: dict[Place, TensorView] = field(default_factory=dict)
+
+
+def checkpoint_path(base: BaseSpec, module: str) -> str:
+    """The path of the linear that the base's checkpoint has for this module, which may be others' too: ``self_attn.qkv_proj[q_proj]`` is a part of one."""
+    return base.module_paths[module].partition("[")[0]
+
+
+def module_name(base: BaseSpec, layer: int, module: str) -> str:
+    """The module's name in the base model, as PEFT's patterns see it: ``model.layers.3.self_attn.q_proj``, ``lm_head``."""
+    path = checkpoint_path(base, module)
+    return path if module in OUTSIDE_LAYERS else f"{base.layers_path}.{layer}.{path}"
+
+
+def sort_out(tensors: Mapping[str, TensorView], names: BaseNames, problems: Problems) -> Contents:
+    """Every tensor in its place, or a problem."""
+    contents = Contents()
+    for name, tensor in tensors.items():
+        _put(name, tensor, names, contents, problems)
+    order = {name: index for index, name in enumerate(names.linears)}
+    contents.linears = dict(sorted(contents.linears.items(), key=lambda item: (item[0][0], order[item[0][1]])))
+    contents.norms = dict(sorted(contents.norms.items()))
+    return contents
+
+
+def _put(name: str, tensor: TensorView, names: BaseNames, contents: Contents, problems: Problems) -> None:
+    match = _KEY.fullmatch(name)
+    if not name.startswith(PREFIX) or match is None or (match["path"].find(".lora_") >= 0):
+        problems.add(*_explain_name(name))
+        return
+    part = match.lastgroup or ""
+    path = match["path"].removeprefix(PREFIX)
+    layer, inner = names.find(path)
+    norm = names.norm(layer, inner)
+    if norm is not None and part == "weight":
+        contents.norms[layer or 0, norm] = tensor
+        return
+    linear = names.linear(layer, inner)
+    if linear is None:
+        problems.add(*_explain_path(name, path, part, names), layer if part != "weight" else None)
+        return
+    if layer is not None and layer >= names.base.num_layers:
+        count = names.base.num_layers
+        message = f"The adapter has tensors {{layers}}; this base has {count} layers (0 to {count - 1})."
+        problems.add(AdapterBaseMismatch, message, layer)
+        return
+    place = (layer or 0, linear.name)
+    field_name = _field(name, part, linear, problems)
+    if field_name is None:
+        return
+    pieces = contents.linears.setdefault(place, Pieces())
+    if getattr(pieces, field_name) is not None:
+        what = "magnitudes" if field_name == "magnitude" else f"tensors for its {SAVED_AS.get(field_name, field_name)}"
+        problems.add(AdapterFormatError, f"{linear.name} has two {what} {{layers}}.", names.told(place))
+    setattr(pieces, field_name, tensor)
+
+
+def _field(name: str, part: str, linear: Linear, problems: Problems) -> str | None:
+    """The field of `Pieces` that the part is for this linear, or None and a problem."""
+    text = shown(name, 200)
+    is_embedding = linear.name == "embed_tokens"
+    if part in ("embedding_a", "embedding_b"):
+        if is_embedding:
+            return "lora_" + part[-1]
+        message = f"{text}: {linear.name} has lora_A and lora_B in PEFT's files."
+        if not linear.is_outside:
+            message = f"{text} is for an embedding; linears have lora_A and lora_B."
+        problems.add(AdapterFormatError, message)
+        return None
+    if is_embedding and part in ("lora_a", "lora_b", "lora_bias"):
+        problems.add(
+            AdapterFormatError,
+            f"{text}: {linear.name} has lora_embedding_A and lora_embedding_B in PEFT's files, and no lora_bias.",
+        )
+        return None
+    if part == "saved_base" and not linear.is_outside:
+        problems.add(
+            AdapterUnsupported,
+            f"{text} is the base's own weight beside what was trained; PEFT saves that of the head and the embedding alone.",
+        )
+        return None
+    return part
+
+
+def _explain_name(name: str) -> tuple[type[AdapterRejected], str]:
+    """Why a tensor's name isn't one that PEFT gives LoRA's tensors, or what it trains beside them."""
+    text = shown(name, 200)
+    if re.search(r"\.lora_[AB]\.[^.]+\.weight$", name):
+        return AdapterFormatError, (
+            f"{text} has the adapter's name in its key, as in a running model. Save with PEFT's save_pretrained, which "
+            "takes it out."
+        )
+    if not name.startswith(PREFIX):
+        return AdapterFormatError, f"{text} doesn't begin with \"{PREFIX}\", as PEFT's save_pretrained writes it."
+    return AdapterFormatError, f'{text} isn\'t "{PREFIX}<module>.lora_A.weight" or "….lora_B.weight".'
+
+
+def _explain_path(name: str, path: str, part: str, names: BaseNames) -> tuple[type[AdapterRejected], str]:
+    """Why there's no such module to adapt."""
+    text = shown(name, 200)
+    layer, inner = names.find(path)
+    if re.search(r"\.experts?(\.|$)", path):
+        return (
+            AdapterUnsupported,
+            f"{text} is of a mixture's experts; adapters act on its attention alone here.",
+        )
+    if part == "weight":
+        norms = ", ".join(names.base.norm_paths.values())
+        return AdapterUnsupported, (
+            f"{text} is a fully trained weight of {shown(path, 120)}, which this server doesn't replace. It does those of "
+            f"{names.listed(False)}, {names.listed(True)}{', ' + norms if norms else ''}."
+        )
+    if layer is None:
+        outside = names.listed(True)
+        return AdapterBaseMismatch, (
+            f"{text} is for {shown(path, 120)}; adapters of this base act on {outside + ', ' if outside else ''}"
+            f"{names.base.layers_path}.<layer>.<module>."
+        )
+    return AdapterBaseMismatch, (
+        f"The adapter has tensors for {shown(inner, 120)} {{layers}}; this base has {names.listed(False)}."
+    )

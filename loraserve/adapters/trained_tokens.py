@@ -1,0 +1,156 @@
+"""Whose rows trainable_token_indices are, as PEFT resolves it: of the embedding, of the head, or of both where the base ties them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from loraserve.adapters.ir import OUTSIDE_LAYERS, TensorView
+from loraserve.adapters.peft_config import LoraSettings
+from loraserve.adapters.problems import Problems
+from loraserve.adapters.saved_modules import is_same, shape_words
+from loraserve.adapters.strict_json import shown
+from loraserve.adapters.tensor_names import BaseNames, Contents, Pieces
+from loraserve.errors import AdapterBaseMismatch, AdapterFormatError, AdapterUnsupported
+
+_FIELD = "trainable_token_indices"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenRows:
+    """Rows of one module. `ids` ascend, and `rows` are theirs: [len(ids), hidden_size]."""
+
+    ids: tuple[int, ...]
+    rows: TensorView
+
+
+def trained_tokens(
+    settings: LoraSettings, contents: Contents, names: BaseNames, problems: Problems
+) -> dict[str, TokenRows]:
+    """Module → the rows that the adapter has of it; problems where file, config and base disagree."""
+    meant = _resolve(settings, names, problems)
+    is_tied = _is_tied(settings, meant, names, problems)
+    result: dict[str, TokenRows] = {}
+    for module in OUTSIDE_LAYERS:
+        pieces = contents.linears.get((0, module), Pieces())
+        is_follower = is_tied and module == "lm_head"
+        if module in meant and not is_follower:
+            rows = _rows(module, meant[module], pieces, names, problems)
+            if rows is not None:
+                result[module] = rows
+        elif pieces.token_rows is not None and not is_follower:
+            problems.add(AdapterFormatError, f"The file holds trained tokens of {module}, which {_FIELD} doesn't name.")
+    for (_, name), pieces in contents.linears.items():
+        if pieces.token_rows is not None and name not in OUTSIDE_LAYERS:
+            problems.add(
+                AdapterUnsupported,
+                f"The file holds trained rows of {name}; of the embedding and the head alone are they tokens.",
+            )
+    if is_tied:
+        _follow(contents, names, result, settings, problems)
+    return result
+
+
+def _resolve(settings: LoraSettings, names: BaseNames, problems: Problems) -> dict[str, tuple[int, ...]]:
+    """Module → the tokens that the config names for it, in its order."""
+    outside = [m for m in OUTSIDE_LAYERS if m in names.linears]
+    meant: dict[str, tuple[int, ...]] = {}
+    for key, ids in settings.trained_tokens.items():
+        # PEFT takes every module whose name ends so
+        modules = ["embed_tokens"] if key is None else [m for m in outside if names.of((0, m)).endswith(key)]
+        others = [] if key is None else [p for p in names.places() if p[1] not in outside and names.of(p).endswith(key)]
+        if others:
+            problems.add(
+                AdapterUnsupported,
+                f"{_FIELD} names {shown(key)}; rows of the embedding and of the head alone are served.",
+            )
+        elif not modules:
+            problems.add(AdapterBaseMismatch, f"{_FIELD} names {shown(key)}, which this base doesn't have.")
+        for module in modules:
+            if module in meant:
+                problems.add(AdapterFormatError, f"{_FIELD} names {module} twice.")
+            meant[module] = ids
+    for module, ids in meant.items():
+        vocab = names.base.vocab_size
+        beyond = [token_id for token_id in ids if token_id >= vocab]
+        if beyond:
+            problems.add(
+                AdapterBaseMismatch,
+                f"{_FIELD} names token {beyond[0]:,} of {module}; this base has {vocab:,} tokens (0 to {vocab - 1:,}). Enlarged vocabularies aren't "
+                "served: an upload holds no tokenizer, so that added tokens have no text here. Train on tokens that the base has in reserve.",
+            )
+        if len(set(ids)) != len(ids):
+            problems.add(
+                AdapterUnsupported, f"{_FIELD} names a token of {module} twice; which row counts isn't defined."
+            )
+    return meant
+
+
+def _is_tied(settings: LoraSettings, meant: dict[str, tuple[int, ...]], names: BaseNames, problems: Problems) -> bool:
+    """Whether PEFT lets the head follow the embedding."""
+    if not names.base.is_head_tied or "embed_tokens" not in meant:
+        return False
+    if "lm_head" not in meant or meant["lm_head"] == meant["embed_tokens"]:
+        return True
+    if settings.ensure_weight_tying:
+        problems.add(
+            AdapterUnsupported,
+            f"ensure_weight_tying is true, and {_FIELD} names other tokens of lm_head than of embed_tokens; PEFT refuses this, too.",
+        )
+    return False
+
+
+def _rows(module: str, ids: tuple[int, ...], pieces: Pieces, names: BaseNames, problems: Problems) -> TokenRows | None:
+    rows = pieces.token_rows
+    if rows is None:
+        problems.add(
+            AdapterFormatError,
+            f"{_FIELD} names tokens of {module}, and the file holds no trainable_tokens_delta of it.",
+        )
+        return None
+    if pieces.has_lora:
+        problems.add(AdapterUnsupported, f"The file holds LoRA and trained tokens of {module}; PEFT refuses this, too.")
+        return None
+    if pieces.weight is not None:
+        problems.add(
+            AdapterUnsupported, f"The file holds a weight and trained tokens of {module}; PEFT can't compute with both."
+        )
+        return None
+    shape = (len(ids), names.base.hidden_size)
+    if rows.shape != shape:
+        problems.add(
+            AdapterBaseMismatch if rows.shape[0] == shape[0] else AdapterFormatError,
+            f"{module}'s trainable_tokens_delta is {shape_words(rows)}; {_FIELD} names {shape[0]:,} tokens, and this base's hidden size is {shape[1]}.",
+        )
+        return None
+    order = np.argsort(np.array(ids), kind="stable")
+    if np.all(order[1:] > order[:-1]):
+        return TokenRows(ids, rows)
+    return TokenRows(tuple(sorted(ids)), TensorView(rows.dtype, rows.shape, rows.array[order]))
+
+
+def _follow(
+    contents: Contents, names: BaseNames, rows: dict[str, TokenRows], settings: LoraSettings, problems: Problems
+) -> None:
+    """The head's rows are the embedding's, LoRA on it or not."""
+    head = contents.linears.get((0, "lm_head"), Pieces())
+    embedding = contents.linears.get((0, "embed_tokens"), Pieces())
+    if head.weight is not None:
+        problems.add(
+            AdapterUnsupported,
+            f"This base's head is tied to its embedding, whose tokens {_FIELD} names, and the file holds a weight of lm_head; PEFT can't compute "
+            "with both.",
+        )
+    if head.magnitude is not None:
+        problems.add(
+            AdapterUnsupported,
+            f"This base's head is tied to its embedding, whose tokens {_FIELD} names, and the file has DoRA on lm_head; this isn't served.",
+        )
+    if head.token_rows is not None and not is_same(head.token_rows, embedding.token_rows):
+        problems.add(
+            AdapterFormatError,
+            "The file's trained tokens of lm_head aren't those of embed_tokens, to which this base ties it.",
+        )
+    if "embed_tokens" in rows:
+        rows["lm_head"] = rows["embed_tokens"]
