@@ -27,6 +27,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 _MAX_PROBLEMS = 32
 _MAX_SIZE = 1 << 48
 _TENSOR_KEYS = {"dtype", "shape", "data_offsets"}
+# AdaLoRA's, of a module in which training has left no rank; LoRA's have ".weight" behind them
+_MAY_BE_EMPTY = (".lora_A", ".lora_B", ".lora_E")
 
 _OTHER_FORMATS: tuple[tuple[bytes, str], ...] = (
     (b"PK\x03\x04", "a zip archive (torch.save writes these, with a pickle inside)"),
@@ -212,7 +214,7 @@ def _read_entry(name: str, entry: object) -> TensorInfo | str:
         return f"{name} has shape {shown(shape, 48)}; expected whole numbers."
     if len(shape) > 2:
         return f"{name} has {len(shape)} dims; at most 2 are taken."
-    if 0 in shape:
+    if 0 in shape and not name.endswith(_MAY_BE_EMPTY):
         return f"{name} is empty (shape {shown(shape, 48)}). Were ZeRO-3 or FSDP shards not gathered before saving?"
     if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         return f"{name} has data_offsets {shown(offsets, 48)}; expected [begin, end]."

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from loraserve.adapters.ir import AdapterIR, TensorView
-from loraserve.adapters.peft_config import FIELDS as LORA
-from loraserve.adapters.peft_config import FieldRule
+from loraserve.adapters.peft_fields import FIELDS as LORA
+from loraserve.adapters.peft_fields import FieldRule
 from loraserve.adapters.strict_json import shown
+from loraserve.adapters.tensor_names import module_name
 from loraserve.adapters.tuners.factors import as_float32, as_view
 from loraserve.adapters.tuners.fields import ignored, implemented, refusals, refused
 from loraserve.errors import AdapterFormatError, AdapterRejected, AdapterUnsupported
@@ -65,7 +66,7 @@ def compile_adalora(
         AdapterRejected: as `compile_adapter`.
     """
     # the compiler of LoRA asks this package first, so that it can't be imported sooner
-    from loraserve.adapters.compiler import compile_adapter, module_name
+    from loraserve.adapters.compiler import compile_adapter
 
     malformed: list[str] = []
     unsupported = refusals(config, FIELDS)

@@ -1,4 +1,5 @@
-"""The fields of an accepted config that decide an adapter's arithmetic where its tensors don't, as `adapter_digest` frames them."""
+"""The fields of an accepted config that decide an adapter's arithmetic where its tensors don't, as `adapter_digest` frames them
+behind the kind's name."""
 
 from __future__ import annotations
 
@@ -9,13 +10,13 @@ Fields = list[tuple[str, str]]
 
 
 def canonical_plain(config: Mapping[str, Any]) -> Fields:
-    """Of a kind whose tensors say everything (IA3, VeRA): its name alone."""
-    return [("peft_type", config["peft_type"])]
+    """Of a kind whose tensors say everything (IA3, VeRA): nothing."""
+    return []
 
 
 def canonical_lycoris(config: Mapping[str, Any]) -> Fields:
     """Of LoHa and LoKr: ranks and alphas; in the order of their keys, since the first match wins."""
-    fields = [*canonical_plain(config), ("r", _number(config["r"])), ("alpha", _number(config["alpha"]))]
+    fields = [("r", _number(config["r"])), ("alpha", _number(config["alpha"]))]
     for name in ("rank_pattern", "alpha_pattern"):
         pattern = config.get(name) or {}
         fields.append((name, str(len(pattern))))
@@ -27,7 +28,6 @@ def canonical_lycoris(config: Mapping[str, Any]) -> Fields:
 def canonical_adalora(config: Mapping[str, Any]) -> Fields:
     """Of AdaLoRA: what its scaling is made of; the ranks are the tensors'."""
     return [
-        *canonical_plain(config),
         ("init_r", _number(config["init_r"])),
         ("lora_alpha", _number(config["lora_alpha"])),
     ]

@@ -6,18 +6,19 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from loraserve.adapters.ir import OUTSIDE_LAYERS, AdapterIR, ModuleIR, TensorView
+from loraserve.adapters.ir import AdapterIR, ModuleIR, TensorView
 from loraserve.adapters.patterns import first_matches
-from loraserve.adapters.peft_config import FieldRule, LoraSettings, read_settings
+from loraserve.adapters.peft_config import LoraSettings, read_settings
+from loraserve.adapters.peft_fields import FieldRule
+from loraserve.adapters.problems import Problems
+from loraserve.adapters.reach import is_name_targeted
 from loraserve.adapters.strict_json import shown
-from loraserve.adapters.tuners.factors import num_bytes
+from loraserve.adapters.tensor_names import PREFIX, BaseNames, Linear, Place
+from loraserve.adapters.tuners.factors import Factors, as_view, num_bytes
 from loraserve.adapters.tuners.fields import refusals
 from loraserve.errors import AdapterBaseMismatch, AdapterFormatError, AdapterRejected, AdapterUnsupported
 from loraserve.limits import Limits
 from loraserve.types import BaseSpec
-
-Place = tuple[int, str]
-"""(layer, module); the layer is 0 for modules in none."""
 
 _REACH = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
 _MAX_R = 1 << 24
@@ -29,8 +30,10 @@ class Compilation:
 
     Attributes:
         settings: reach, ranks and alphas; None where the config is malformed.
-        places: place → the kind's name for a tensor (``hada_w1_a``) → the tensor; in order of layer, then of the base's modules.
+        places: linear of the base's checkpoint → the kind's name for a tensor (``hada_w1_a``) → the tensor; in order of layer, then of the
+            base's linears.
         shared: tensors of the whole adapter, by their names.
+        saved_base: as `AdapterIR` has it.
     """
 
     def __init__(
@@ -48,24 +51,25 @@ class Compilation:
         shared: Sequence[str] = (),
     ) -> None:
         """`rank` and `alpha` are the config's names for what LoRA calls r and lora_alpha; None where the kind has none."""
-        # the compiler of LoRA asks this package first, so that it can't be imported sooner
-        from loraserve.adapters import compiler
-
-        self._compiler = compiler
         self.kind = kind
         self.config = config
         self.base = base
+        self.names = BaseNames(base)
         self.limits = limits
-        self._problems = compiler._Problems()
+        self._problems = Problems()
         self._bytes = 0
         for message in refusals(config, table):
             self.unsupported(message)
         self.settings = self._read_settings(table, rank, alpha)
         self.shared = {name: tensors[name] for name in shared if name in tensors}
+        self.saved_base: dict[str, TensorView] = {}
         self.places = self._sort_out(parts, {n: t for n, t in tensors.items() if n not in self.shared})
         if self.settings is not None:
             self._check_reach(self.settings)
         self._ranks, self._alphas = self._match_patterns()
+
+    def linear(self, place: Place) -> Linear:
+        return self.names.linears[place[1]]
 
     # -- problems -------------------------------------------------------------------------------------------------
 
@@ -81,7 +85,7 @@ class Compilation:
         self._add(AdapterBaseMismatch, message, place)
 
     def _add(self, kind: type[AdapterRejected], message: str, place: Place | None) -> None:
-        self._problems.add(kind, message, None if place is None or place[1] in OUTSIDE_LAYERS else place[0])
+        self._problems.add(kind, message, None if place is None else self.names.told(place))
 
     # -- what the config says of a module -------------------------------------------------------------------------
 
@@ -89,14 +93,14 @@ class Compilation:
         """By r and rank_pattern, as PEFT reads them; 1 where the config is malformed."""
         if self.settings is None:
             return 1
-        name = self.name(place)
+        name = self.names.of(place)
         return self.settings.rank_pattern[self._ranks[name]][1] if name in self._ranks else self.settings.r
 
     def scaling(self, place: Place) -> float:
         """alpha / rank by the config; a problem if it is over the limit."""
         if self.settings is None:
             return 1.0
-        name = self.name(place)
+        name = self.names.of(place)
         alpha = self.settings.lora_alpha
         if name in self._alphas:
             alpha = self.settings.alpha_pattern[self._alphas[name]][1]
@@ -148,8 +152,18 @@ class Compilation:
                 place,
             )
             return False
-        self._bytes += num_bytes(rank, self.base.modules[place[1]])
+        linear = self.linear(place)
+        self._bytes += num_bytes(rank, (linear.out_features, linear.in_features))
         return self._bytes <= self.limits.max_factors_bytes
+
+    def modules(self, place: Place, scaling: float, factors: Factors) -> list[ModuleIR]:
+        """The update of a linear, as that of the base's modules that are in it: each has its rows of B, and all of A."""
+        b, a = factors
+        lora_a = as_view(a)
+        return [
+            ModuleIR(place[0], module, a.shape[0], scaling, lora_a, as_view(b[rows]))
+            for module, rows in self.linear(place).parts.items()
+        ]
 
     def finish(self, modules: Sequence[ModuleIR]) -> AdapterIR:
         """The adapter, if there were no problems.
@@ -165,14 +179,13 @@ class Compilation:
         if not self.places and not self._problems.by_message:
             self.malformed(f"The file holds no tensors of {self.kind}.")
         self._problems.raise_if_any()
+        order = {module: index for index, module in enumerate(self.base.modules)}
+        modules = sorted(modules, key=lambda m: (m.layer, order[m.module]))
         dtypes = {t.dtype for m in modules for t in (m.lora_a, m.lora_b) if t is not None}
-        return AdapterIR(tuple(modules), dtype=dtypes.pop() if len(dtypes) == 1 else "F32", kind=self.kind)
+        dtype = dtypes.pop() if len(dtypes) == 1 else "F32"
+        return AdapterIR(tuple(modules), dtype=dtype, saved_base=self.saved_base, kind=self.kind)
 
     # -- reading --------------------------------------------------------------------------------------------------
-
-    def name(self, place: Place) -> str:
-        """As PEFT sees it: ``model.layers.3.self_attn.q_proj``."""
-        return self._compiler.module_name(self.base, *place)
 
     def _read_settings(
         self, table: Mapping[str, FieldRule], rank: str | None, alpha: str | None
@@ -194,7 +207,7 @@ class Compilation:
     def _match_patterns(self) -> tuple[dict[str, int], dict[str, int]]:
         if self.settings is None:
             return {}, {}
-        names = [self.name(place) for place in self.places]
+        names = [self.names.of(place) for place in self.places]
         return (
             first_matches([p for p, _ in self.settings.rank_pattern], names),
             first_matches([p for p, _ in self.settings.alpha_pattern], names),
@@ -204,41 +217,49 @@ class Compilation:
         places: dict[Place, dict[str, TensorView]] = {}
         for name, tensor in tensors.items():
             path, _, part = name.rpartition(".")
-            if part not in parts or not path.startswith(self._compiler.PREFIX):
+            if name == f"{PREFIX}{self.base.module_paths.get('lm_head')}.base_layer.weight":
+                self._keep_head(tensor)
+                continue
+            if part not in parts or not path.startswith(PREFIX):
                 self._explain(name, parts)
                 continue
-            place = self._find(name, path.removeprefix(self._compiler.PREFIX))
+            place = self._find(name, path.removeprefix(PREFIX))
             if place is not None:
                 places.setdefault(place, {})[part] = tensor
-        order = {module: index for index, module in enumerate(self.base.modules)}
+        order = {name: index for index, name in enumerate(self.names.linears)}
         return dict(sorted(places.items(), key=lambda item: (item[0][0], order[item[0][1]])))
 
+    def _keep_head(self, tensor: TensorView) -> None:
+        """PEFT saves the base's head beside what acts on it."""
+        shape = (self.base.vocab_size, self.base.hidden_size)
+        if tensor.shape != shape:
+            self.mismatch(
+                f"The file holds a weight of lm_head that is {_sizes(tensor.shape)}; this base has {_sizes(shape)}."
+            )
+        self.saved_base["lm_head"] = tensor
+
     def _find(self, name: str, path: str) -> Place | None:
-        """Where the module of that path is; a problem if the base has none there, or PEFT's kind acts on no such."""
-        by_path = {path: module for module, path in self.base.module_paths.items() if module in self.base.modules}
-        layers_path = self.base.layers_path + "."
-        if by_path.get(path) == "lm_head":
-            return 0, "lm_head"
-        number, _, module_path = path.removeprefix(layers_path).partition(".")
-        module = by_path.get(module_path)
-        if not path.startswith(layers_path) or not number.isdecimal() or str(int(number[:9])) != number:
+        """Where the linear of that path is; a problem if the base has none there, or PEFT's kind acts on no such."""
+        layer, inner = self.names.find(path)
+        linear = self.names.linear(layer, inner)
+        if linear is not None and linear.name != "embed_tokens":
+            if layer is None or layer < self.base.num_layers:
+                return layer or 0, linear.name
+            count = self.base.num_layers
+            self.mismatch(
+                f"The adapter has tensors {{layers}}; this base has {count} layers (0 to {count - 1}).",
+                (layer, linear.name),
+            )
+        elif layer is None:
             self.mismatch(
                 f"{shown(name, 200)} is for {shown(path, 120)}; adapters of kind {self.kind} act on "
-                f"{layers_path}<layer>.<module> and lm_head."
-            )
-        elif module is None or module in OUTSIDE_LAYERS:
-            self.mismatch(
-                f"The adapter has tensors for {shown(module_path, 120)} {{layers}}; this base has "
-                f"{', '.join(path for path, module in by_path.items() if module not in OUTSIDE_LAYERS)}.",
-                (int(number), ""),
-            )
-        elif int(number) >= self.base.num_layers:
-            self.mismatch(
-                f"The adapter has tensors {{layers}}; this base has {self.base.num_layers} layers (0 to {self.base.num_layers - 1}).",
-                (int(number), ""),
+                f"{self.base.layers_path}.<layer>.<module> and lm_head."
             )
         else:
-            return int(number), module
+            self.mismatch(
+                f"The adapter has tensors for {shown(inner, 120)} {{layers}}; this base has {self.names.listed(False)}.",
+                (layer, ""),
+            )
         return None
 
     def _explain(self, name: str, parts: Sequence[str]) -> None:
@@ -248,30 +269,28 @@ class Compilation:
                 f"{text} has the adapter's name in its key, as in a running model. Save with PEFT's save_pretrained, which takes it out."
             )
         elif name.rpartition(".")[2] in parts:
-            self.malformed(
-                f"{text} doesn't begin with \"{self._compiler.PREFIX}\", as PEFT's save_pretrained writes it."
-            )
+            self.malformed(f"{text} doesn't begin with \"{PREFIX}\", as PEFT's save_pretrained writes it.")
         else:
             self.unsupported(
                 f"{text} isn't one of the tensors of {self.kind}, which are {', '.join(parts)}; only these are served."
             )
 
     def _check_reach(self, settings: LoraSettings) -> None:
-        """The modules that the config would give an update must be those that have tensors."""
-        for layer in range(self.base.num_layers):
-            for module in self.base.modules:
-                place = (layer, module)
-                if module == "embed_tokens" or (layer and module in OUTSIDE_LAYERS):
-                    continue
-                is_meant = self._compiler._is_targeted(settings, self.base, layer, module)
-                if is_meant and place not in self.places:
-                    self.malformed(
-                        f"The config targets {module} {{layers}}, and the file holds no tensors for it.", place
-                    )
-                elif place in self.places and not is_meant:
-                    self.malformed(
-                        f"The file holds tensors for {module} {{layers}}, which the config doesn't target.", place
-                    )
+        """The linears that the config would give an update must be those that have tensors."""
+        for place in self.names.places():
+            linear = self.linear(place)
+            if linear.name == "embed_tokens":
+                continue
+            layer = None if linear.is_outside else place[0]
+            is_meant = is_name_targeted(settings, self.base, self.names.of(place), layer)
+            if is_meant and place not in self.places:
+                self.malformed(
+                    f"The config targets {place[1]} {{layers}}, and the file holds no tensors for it.", place
+                )
+            elif place in self.places and not is_meant:
+                self.malformed(
+                    f"The file holds tensors for {place[1]} {{layers}}, which the config doesn't target.", place
+                )
 
 
 def _sizes(shape: Sequence[int]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from loraserve.adapters.peft_config import FIELDS, FieldRule, Handling
+from loraserve.adapters.peft_fields import FIELDS, FieldRule, Handling
 from loraserve.adapters.strict_json import shown
 
 
@@ -35,6 +35,7 @@ AS_IN_LORA = (
 DROPOUT = ignored("dropout acts in training only")
 INIT = ignored("it only chose the weights that training began with")
 TRANSPOSED = FIELDS["fan_in_fan_out"]
+SAVED = refused("fully trained modules are served with LoRA and AdaLoRA alone")
 
 
 def fields(kind: str, **rules: FieldRule) -> dict[str, FieldRule]:

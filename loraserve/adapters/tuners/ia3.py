@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from loraserve.adapters.ir import AdapterIR, ModuleIR, TensorView
-from loraserve.adapters.peft_config import FIELDS as LORA
+from loraserve.adapters.peft_fields import FIELDS as LORA
 from loraserve.adapters.strict_json import shown
-from loraserve.adapters.tuners.compilation import Compilation, Place
+from loraserve.adapters.tensor_names import Place
+from loraserve.adapters.tuners.compilation import Compilation
 from loraserve.adapters.tuners.factors import as_float32, as_view
-from loraserve.adapters.tuners.fields import INIT, TRANSPOSED, fields, implemented
+from loraserve.adapters.tuners.fields import INIT, SAVED, TRANSPOSED, fields, implemented
 from loraserve.limits import LIMITS, Limits
 from loraserve.types import BaseSpec
 
@@ -21,7 +22,7 @@ FIELDS = fields(
         "modules whose input is multiplied; of these only down_proj; it must agree with the tensors"
     ),
     fan_in_fan_out=TRANSPOSED,
-    modules_to_save=LORA["modules_to_save"],
+    modules_to_save=SAVED,
     init_ia3_weights=INIT,
 )
 """Every field of peft.IA3Config (0.21); a test compares the two."""
@@ -44,49 +45,49 @@ def compile_ia3(
     work = Compilation("IA3", FIELDS, (_PART,), config, tensors, base, limits, rank=None, alpha=None)
     scales: dict[Place, TensorView] = {}
     for place in work.places:
-        target = _target(work, place)
-        if target is None:
-            continue
-        vector = work.places[place][_PART]
-        flat = TensorView(vector.dtype, (vector.array.size,), vector.array.reshape(-1))
-        other = scales.get(target)
-        scales[target] = flat if other is None else as_view(as_float32(other) * as_float32(flat))
-    order = {module: index for index, module in enumerate(base.modules)}
-    places = sorted(scales, key=lambda place: (place[0], order[place[1]]))
-    return work.finish([ModuleIR(*place, output_scale=scales[place]) for place in places])
+        for target, vector in _targets(work, place).items():
+            other = scales.get(target)
+            scales[target] = vector if other is None else as_view(as_float32(other) * as_float32(vector))
+    return work.finish([ModuleIR(*target, output_scale=scale) for target, scale in scales.items()])
 
 
-def _target(work: Compilation, place: Place) -> Place | None:
-    """The module whose output the vector multiplies; None and a problem where there is none."""
-    (layer, module), (out_features, in_features) = place, work.base.modules[place[1]]
-    shape = work.places[place][_PART].shape
-    if shape not in ((out_features, 1), (1, in_features)):
-        found = "×".join(map(str, shape))
+def _targets(work: Compilation, place: Place) -> dict[Place, TensorView]:
+    """The modules whose outputs the vector multiplies, with their parts of it; none and a problem where there are no such."""
+    layer, name = place
+    linear, vector = work.linear(place), work.places[place][_PART]
+    if vector.shape not in ((linear.out_features, 1), (1, linear.in_features)):
+        found = "×".join(map(str, vector.shape))
         work.mismatch(
-            f"{module}.{_PART} is {found} {{layers}}; on this base it is {out_features}×1, or 1×{in_features} for a feed-forward module.",
+            f"{name}.{_PART} is {found} {{layers}}; on this base it is {linear.out_features}×1, or 1×{linear.in_features} for a "
+            "feed-forward module.",
             place,
         )
-        return None
-    is_of_input = shape == (1, in_features)
+        return {}
+    is_of_input = vector.shape == (1, linear.in_features)
     meant = _is_feedforward(work, place)
     if meant is not None and meant != is_of_input:
         of = "input" if is_of_input else "output"
         work.malformed(
-            f"{module}.{_PART} is a vector for the {of} {{layers}}; the config's feedforward_modules says otherwise.",
+            f"{name}.{_PART} is a vector for the {of} {{layers}}; the config's feedforward_modules says otherwise.",
             place,
         )
-        return None
+        return {}
     if not is_of_input:
-        return place
+        return {(layer, module): _part(vector, rows) for module, rows in linear.parts.items()}
     up = work.base.modules.get("up_proj")
-    if module == "down_proj" and up is not None and up[0] == in_features and "gate_proj" in work.base.modules:
-        return layer, "up_proj"
+    if name == "down_proj" and up is not None and up[0] == linear.in_features and "gate_proj" in work.base.modules:
+        return {(layer, "up_proj"): _part(vector, slice(None))}
     work.unsupported(
-        f"feedforward_modules has {module}, whose input IA3 multiplies {{layers}}: only down_proj's is served, where it is the same as "
+        f"feedforward_modules has {name}, whose input IA3 multiplies {{layers}}: only down_proj's is served, where it is the same as "
         "multiplying the output of up_proj.",
         place,
     )
-    return None
+    return {}
+
+
+def _part(vector: TensorView, rows: slice) -> TensorView:
+    flat = vector.array.reshape(-1)[rows]
+    return TensorView(vector.dtype, flat.shape, flat)
 
 
 def _is_feedforward(work: Compilation, place: Place) -> bool | None:
@@ -98,4 +99,4 @@ def _is_feedforward(work: Compilation, place: Place) -> bool | None:
         work.malformed(f"feedforward_modules is {shown(listed)}; expected a list of module names.")
         return None
     # PEFT asks for the end of the name here, not for whole components of it
-    return any(work.name(place).endswith(name) for name in listed)
+    return any(work.names.of(place).endswith(name) for name in listed)

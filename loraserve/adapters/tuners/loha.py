@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from loraserve.adapters.ir import AdapterIR, ModuleIR, TensorView
-from loraserve.adapters.peft_config import FIELDS as LORA
-from loraserve.adapters.tuners.compilation import Compilation, Place
-from loraserve.adapters.tuners.factors import as_float32, as_view, hadamard, hadamard_dense
-from loraserve.adapters.tuners.fields import DROPOUT, INIT, fields, ignored, implemented
+from loraserve.adapters.peft_fields import FIELDS as LORA
+from loraserve.adapters.tensor_names import Place
+from loraserve.adapters.tuners.compilation import Compilation
+from loraserve.adapters.tuners.factors import as_float32, hadamard, hadamard_dense
+from loraserve.adapters.tuners.fields import DROPOUT, INIT, SAVED, fields, ignored, implemented
 from loraserve.limits import LIMITS, Limits
 from loraserve.types import BaseSpec
 
@@ -22,7 +23,7 @@ FIELDS = fields(
     exclude_modules=LORA["exclude_modules"],
     layers_to_transform=LORA["layers_to_transform"],
     layers_pattern=LORA["layers_pattern"],
-    modules_to_save=LORA["modules_to_save"],
+    modules_to_save=SAVED,
     rank_dropout=DROPOUT,
     module_dropout=DROPOUT,
     use_effective_conv2d=ignored("it is about convolutions, and no base has any"),
@@ -44,25 +45,26 @@ def compile_loha(
         AdapterRejected: as `compile_adapter`; also AdapterUnsupported with the rank or the bytes that it would take.
     """
     work = Compilation("LOHA", FIELDS, _PARTS, config, tensors, base, limits)
-    modules = [module for place in work.places if (module := _compile(work, place)) is not None]
+    modules = [module for place in work.places for module in _compile(work, place)]
     return work.finish(modules)
 
 
-def _compile(work: Compilation, place: Place) -> ModuleIR | None:
+def _compile(work: Compilation, place: Place) -> list[ModuleIR]:
     if not work.has_all(place, _PARTS):
-        return None
-    (out_features, in_features), r = work.base.modules[place[1]], work.rank(place)
+        return []
+    linear, r = work.linear(place), work.rank(place)
+    out_features, in_features = linear.out_features, linear.in_features
     # every tensor is looked at: whatever is wrong is told at once
     has_ranks = [work.has_rank(place, part, axis) for part, axis in zip(_PARTS, (1, 0, 1, 0), strict=True)]
     if not all(has_ranks):
-        return None
+        return []
     shapes = ((out_features, r), (r, in_features)) * 2
     has_shapes = [work.has_shape(place, part, shape, f"r = {r}") for part, shape in zip(_PARTS, shapes, strict=True)]
     scaling = work.scaling(place)
     rank = min(r * r, out_features, in_features)
     if not all(has_shapes) or not work.has_room(place, rank, f"r² for r = {r}"):
-        return None
+        return []
     w1_a, w1_b, w2_a, w2_b = (as_float32(work.places[place][part]) for part in _PARTS)
     make = hadamard if rank == r * r else hadamard_dense
     b, a = make((w1_a, w1_b), (w2_a, w2_b))
-    return ModuleIR(*place, rank=rank, scaling=scaling, lora_a=as_view(a), lora_b=as_view(b))
+    return work.modules(place, scaling, (b, a))

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from loraserve.adapters.ir import AdapterIR, ModuleIR, TensorView
-from loraserve.adapters.peft_config import FIELDS as LORA
-from loraserve.adapters.tuners.compilation import Compilation, Place
-from loraserve.adapters.tuners.factors import Factors, as_float32, as_view, kronecker, split
-from loraserve.adapters.tuners.fields import DROPOUT, INIT, fields, ignored, implemented
+from loraserve.adapters.peft_fields import FIELDS as LORA
+from loraserve.adapters.tensor_names import Place
+from loraserve.adapters.tuners.compilation import Compilation
+from loraserve.adapters.tuners.factors import Factors, as_float32, kronecker, split
+from loraserve.adapters.tuners.fields import DROPOUT, INIT, SAVED, fields, ignored, implemented
 from loraserve.limits import LIMITS, Limits
 from loraserve.types import BaseSpec
 
@@ -26,7 +27,7 @@ FIELDS = fields(
     exclude_modules=LORA["exclude_modules"],
     layers_to_transform=LORA["layers_to_transform"],
     layers_pattern=LORA["layers_pattern"],
-    modules_to_save=LORA["modules_to_save"],
+    modules_to_save=SAVED,
     rank_dropout=DROPOUT,
     rank_dropout_scale=DROPOUT,
     module_dropout=DROPOUT,
@@ -50,7 +51,7 @@ def compile_lokr(
     """
     work = Compilation("LOKR", FIELDS, _PARTS, config, tensors, base, limits)
     factor = _factor(work)
-    modules = [module for place in work.places if (module := _compile(work, place, factor)) is not None]
+    modules = [module for place in work.places for module in _compile(work, place, factor)]
     return work.finish(modules)
 
 
@@ -79,9 +80,9 @@ def _factor(work: Compilation) -> int:
     return factor
 
 
-def _compile(work: Compilation, place: Place, factor: int) -> ModuleIR | None:
-    out_features, in_features = work.base.modules[place[1]]
-    r = work.rank(place)
+def _compile(work: Compilation, place: Place, factor: int) -> list[ModuleIR]:
+    linear, r = work.linear(place), work.rank(place)
+    out_features, in_features = linear.out_features, linear.in_features
     (out_1, out_2), (in_1, in_2) = factorization(out_features, factor), factorization(in_features, factor)
     is_whole_1 = not (work.config.get("decompose_both") is True and r < max(out_1, in_1) / 2)
     is_whole_2 = not r < max(out_2, in_2) / 2
@@ -92,9 +93,9 @@ def _compile(work: Compilation, place: Place, factor: int) -> ModuleIR | None:
     rank_2 = min(out_2, in_2) if is_whole_2 else min(r, out_2, in_2)
     rank = rank_1 * rank_2
     if not (fits_1 and fits_2) or not work.has_room(place, rank, f"{rank_1} of w1 times {rank_2} of w2"):
-        return None
+        return []
     b, a = kronecker(_factors(work, place, "lokr_w1", rank_1), _factors(work, place, "lokr_w2", rank_2))
-    return ModuleIR(*place, rank=rank, scaling=scaling, lora_a=as_view(a), lora_b=as_view(b))
+    return work.modules(place, scaling, (b, a))
 
 
 def _fits(work: Compilation, place: Place, name: str, shape: tuple[int, int], is_whole: bool) -> bool:

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from loraserve.adapters.ir import AdapterIR, ModuleIR, TensorView
-from loraserve.adapters.peft_config import FIELDS as LORA
-from loraserve.adapters.tuners.compilation import Compilation, Place
-from loraserve.adapters.tuners.factors import Matrix, as_float32, as_view, split
-from loraserve.adapters.tuners.fields import DROPOUT, INIT, TRANSPOSED, fields, ignored, implemented, refused
+from loraserve.adapters.peft_fields import FIELDS as LORA
+from loraserve.adapters.tensor_names import Place
+from loraserve.adapters.tuners.compilation import Compilation
+from loraserve.adapters.tuners.factors import Matrix, as_float32, split
+from loraserve.adapters.tuners.fields import DROPOUT, INIT, SAVED, TRANSPOSED, fields, ignored, implemented, refused
 from loraserve.limits import LIMITS, Limits
 from loraserve.types import BaseSpec
 
@@ -23,8 +24,8 @@ FIELDS = fields(
     layers_to_transform=LORA["layers_to_transform"],
     layers_pattern=LORA["layers_pattern"],
     fan_in_fan_out=TRANSPOSED,
-    bias=refused("trained biases are served with LoRA alone", "none"),
-    modules_to_save=LORA["modules_to_save"],
+    bias=refused("trained biases are served with LoRA and AdaLoRA alone", "none"),
+    modules_to_save=SAVED,
     vera_dropout=DROPOUT,
     d_initial=INIT,
     init_weights=INIT,
@@ -48,7 +49,7 @@ def compile_vera(
     """
     work = Compilation("VERA", FIELDS, _PARTS, config, tensors, base, limits, alpha=None, shared=(_A, _B))
     projections = _projections(work)
-    modules = [module for place in work.places if (module := _compile(work, place, projections)) is not None]
+    modules = [module for place in work.places for module in _compile(work, place, projections)]
     return work.finish(modules)
 
 
@@ -70,8 +71,9 @@ def _projections(work: Compilation) -> tuple[Matrix, Matrix] | None:
     if not work.places or work.settings is None:
         return None
     a, b = work.shared[_A], work.shared[_B]
-    sides = [work.base.modules[module] for _, module in work.places]
-    expected = ((work.settings.r, max(i for _, i in sides)), (max(o for o, _ in sides), work.settings.r))
+    linears = [work.linear(place) for place in work.places]
+    largest_in, largest_out = max(x.in_features for x in linears), max(x.out_features for x in linears)
+    expected = ((work.settings.r, largest_in), (largest_out, work.settings.r))
     if (a.shape, b.shape) != expected:
         found = " and ".join("×".join(map(str, shape)) for shape in (a.shape, b.shape))
         meant = " and ".join("×".join(map(str, shape)) for shape in expected)
@@ -82,21 +84,22 @@ def _projections(work: Compilation) -> tuple[Matrix, Matrix] | None:
     return as_float32(a), as_float32(b)
 
 
-def _compile(work: Compilation, place: Place, projections: tuple[Matrix, Matrix] | None) -> ModuleIR | None:
-    (out_features, in_features), r = work.base.modules[place[1]], work.rank(place)
+def _compile(work: Compilation, place: Place, projections: tuple[Matrix, Matrix] | None) -> list[ModuleIR]:
+    linear, r = work.linear(place), work.rank(place)
+    out_features, in_features = linear.out_features, linear.in_features
     if not work.has_all(place, _PARTS) or work.settings is None:
-        return None
+        return []
     fits = [
         work.has_shape(place, "vera_lambda_b", (out_features,), "its output size"),
         work.has_shape(place, "vera_lambda_d", (r,), f"r = {r}"),
     ]
     rank = min(r, out_features, in_features)
     if not all(fits) or not work.has_room(place, rank, f"r = {r}") or projections is None:
-        return None
+        return []
     lambda_b, lambda_d = (as_float32(work.places[place][part]) for part in _PARTS)
     with np.errstate(over="ignore", invalid="ignore"):
         a = lambda_d[:, None] * projections[0][:, :in_features]
         b = lambda_b[:, None] * projections[1][:out_features]
         if rank < r:
             b, a = split(b @ a)
-    return ModuleIR(*place, rank=rank, scaling=1.0, lora_a=as_view(a), lora_b=as_view(b))
+    return work.modules(place, 1.0, (b, a))

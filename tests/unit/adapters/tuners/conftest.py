@@ -45,9 +45,14 @@ def _make_model(dtype: torch.dtype = torch.float32) -> transformers.LlamaForCaus
     return model.to(dtype).eval()
 
 
-def _save_adapter(directory: Path, config: peft.PeftConfig, dtype: torch.dtype = torch.float32) -> PeftAdapter:
-    """What PEFT's save_pretrained writes of an adapter with random weights."""
-    model = peft.get_peft_model(_make_model(dtype), config, autocast_adapter_dtype=False)
+def _save_adapter(
+    directory: Path,
+    config: peft.PeftConfig,
+    dtype: torch.dtype = torch.float32,
+    model: transformers.PreTrainedModel | None = None,
+) -> PeftAdapter:
+    """What PEFT's save_pretrained writes of an adapter with random weights; `model`, if given, has it then."""
+    model = peft.get_peft_model(model or _make_model(dtype), config, autocast_adapter_dtype=False)
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         if parameter.requires_grad:

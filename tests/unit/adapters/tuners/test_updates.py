@@ -9,8 +9,9 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 
-from loraserve.adapters.compiler import module_name
+from loraserve.adapters.tensor_names import module_name
 from loraserve.types import BaseSpec
 
 pytestmark = [
@@ -63,6 +64,13 @@ CASES: dict[str, peft.PeftConfig] = {
     "AdaLoRA, ranks cut down": peft.AdaLoraConfig(
         init_r=4, lora_alpha=3, target_modules=["q_proj", "v_proj"], rank_pattern=dict(PRUNED), **ADALORA
     ),
+    "AdaLoRA, modules without a rank": peft.AdaLoraConfig(
+        init_r=4,
+        lora_alpha=3,
+        target_modules=["q_proj", "v_proj"],
+        rank_pattern=PRUNED | {"model.layers.1.self_attn.v_proj.lora_E.default": [False] * 4},
+        **ADALORA,
+    ),
     "AdaLoRA, ranks cut down and no alpha": peft.AdaLoraConfig(
         init_r=4, lora_alpha=0, target_modules=["q_proj", "v_proj"], rank_pattern=dict(PRUNED), **ADALORA
     ),
@@ -83,7 +91,85 @@ def test_each_modules_update_equals_pefts(
     ir = compile_kind(save_adapter(tmp_path, CASES[case]), base)
     ours = {module_name(base, m.layer, m.module): delta(m) for m in ir.modules}
     theirs = {name: layer.get_delta_weight("default").detach() for name, layer in load_adapter(tmp_path).items()}
+    # where nothing changes, nothing is compiled
+    theirs = {
+        name: update for name, update in theirs.items() if case != "AdaLoRA, modules without a rank" or update.any()
+    }
     assert ours.keys() == theirs.keys()
     assert ir.kind == CASES[case].peft_type
     for name, update in theirs.items():
         torch.testing.assert_close(ours[name], update, rtol=1e-5, atol=1e-6 * float(update.abs().max()))
+
+
+def test_what_adalora_trains_beside_its_factors_is_served_as_loras_is(
+    tmp_path: Path,
+    make_base: Callable[..., BaseSpec],
+    save_adapter: Callable[..., Any],
+    load_adapter: Callable[..., Any],
+    compile_kind: Callable[..., Any],
+    as_tensor: Callable[..., torch.Tensor],
+) -> None:
+    config = peft.AdaLoraConfig(
+        init_r=2, lora_alpha=3, target_modules=["q_proj"], bias="lora_only", modules_to_save=["lm_head"], **ADALORA
+    )
+    base = make_base(biased_modules=LINEARS)
+    adapter = save_adapter(tmp_path, config)
+    modules = {module_name(base, m.layer, m.module): m for m in compile_kind(adapter, base).modules}
+    for name, layer in load_adapter(tmp_path).items():
+        torch.testing.assert_close(as_tensor(modules[name].bias), layer.base_layer.bias.detach(), rtol=0, atol=0)
+    head = torch.from_numpy(adapter.tensors["base_model.model.lm_head.weight"].array)
+    torch.testing.assert_close(as_tensor(modules["lm_head"].weight), head, rtol=0, atol=0)
+    assert modules["lm_head"].rank == 0
+
+
+PHI3 = {
+    "q_proj": "self_attn.qkv_proj[q_proj]",
+    "k_proj": "self_attn.qkv_proj[k_proj]",
+    "v_proj": "self_attn.qkv_proj[v_proj]",
+    "o_proj": "self_attn.o_proj",
+    "gate_proj": "mlp.gate_up_proj[gate_proj]",
+    "up_proj": "mlp.gate_up_proj[up_proj]",
+    "down_proj": "mlp.down_proj",
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        peft.LoHaConfig(r=3, alpha=5, target_modules=["qkv_proj", "o_proj"], rank_pattern={"qkv_proj": 2}),
+        peft.LoKrConfig(r=2, alpha=5, target_modules=["qkv_proj", "gate_up_proj"]),
+        peft.VeraConfig(r=6, target_modules="all-linear"),
+        peft.AdaLoraConfig(init_r=3, target_modules=["gate_up_proj"], **ADALORA),
+    ],
+    ids=lambda config: config.peft_type.value,
+)
+def test_updates_of_linears_that_the_base_has_fused_are_taken_apart(
+    config: peft.PeftConfig,
+    tmp_path: Path,
+    make_base: Callable[..., BaseSpec],
+    save_adapter: Callable[..., Any],
+    compile_kind: Callable[..., Any],
+    delta: Callable[..., torch.Tensor],
+) -> None:
+    model = transformers.Phi3ForCausalLM(
+        transformers.Phi3Config(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            pad_token_id=0,
+        )
+    )
+    adapter = save_adapter(tmp_path, config, model=model)
+    paths = PHI3 | {"lm_head": "lm_head", "embed_tokens": "model.embed_tokens"}
+    ir = compile_kind(adapter, make_base(module_paths=paths))
+    parts: dict[tuple[int, str], list[torch.Tensor]] = {}
+    for m in ir.modules:
+        parts.setdefault((m.layer, PHI3[m.module].partition("[")[0]), []).append(delta(m))
+    for (layer, path), deltas in parts.items():
+        theirs = model.get_submodule(f"model.layers.{layer}.{path}").get_delta_weight("default").detach()
+        torch.testing.assert_close(torch.cat(deltas), theirs, rtol=1e-5, atol=1e-6 * float(theirs.abs().max()))
+    targets = {name for name, _ in model.named_modules() if name.endswith("base_layer")}
+    assert len(parts) == len(targets)

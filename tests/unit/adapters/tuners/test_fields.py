@@ -1,0 +1,84 @@
+"""Each kind's table of fields against the config class of the installed PEFT, and what becomes of fields that aren't served."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+
+from loraserve.adapters.ir import TensorView
+from loraserve.adapters.peft_fields import FieldRule
+from loraserve.adapters.tuners import CANONICAL, TUNERS, adalora, ia3, loha, lokr, vera
+from loraserve.errors import AdapterRejected
+from loraserve.limits import LIMITS
+from loraserve.types import BaseSpec
+
+TABLES: dict[str, tuple[Mapping[str, FieldRule], type[peft.PeftConfig]]] = {
+    "LOHA": (loha.FIELDS, peft.LoHaConfig),
+    "LOKR": (lokr.FIELDS, peft.LoKrConfig),
+    "IA3": (ia3.FIELDS, peft.IA3Config),
+    "VERA": (vera.FIELDS, peft.VeraConfig),
+    "ADALORA": (adalora.FIELDS, peft.AdaLoraConfig),
+}
+
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("LOHA", {"modules_to_save": ["lm_head"]}),
+    ("LOKR", {"modules_to_save": ["lm_head"]}),
+    ("IA3", {"modules_to_save": ["lm_head"]}),
+    ("IA3", {"fan_in_fan_out": True}),
+    ("VERA", {"bias": "vera_only"}),
+    ("VERA", {"fan_in_fan_out": True}),
+    ("ADALORA", {"use_dora": True}),
+    ("ADALORA", {"alora_invocation_tokens": [1, 2]}),
+    ("ADALORA", {"ensure_weight_tying": True}),
+    ("LOHA", {"a_field_of_tomorrow": 3}),
+]
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_the_table_has_every_field_of_the_installed_peft_and_no_other(kind: str) -> None:
+    table, config = TABLES[kind]
+    assert set(table) == {field.name for field in dataclasses.fields(config)}
+    assert set(TUNERS) == set(CANONICAL) == set(TABLES)
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_each_field_says_why(kind: str) -> None:
+    assert all(rule.why for rule in TABLES[kind][0].values())
+
+
+@pytest.mark.parametrize(("kind", "fields"), REFUSED, ids=[f"{kind} {next(iter(f))}" for kind, f in REFUSED])
+def test_a_field_that_would_change_the_answers_is_refused_by_name(
+    kind: str, fields: dict[str, Any], make_base: Callable[..., BaseSpec]
+) -> None:
+    config = {
+        "peft_type": kind,
+        "r": 2,
+        "alpha": 2,
+        "init_r": 2,
+        "lora_alpha": 2,
+        "target_modules": ["q_proj"],
+        **fields,
+    }
+    if kind != "ADALORA":
+        del config["init_r"], config["lora_alpha"]
+    some = TensorView("F32", (1,), np.ones(1, np.float32))
+    with pytest.raises(AdapterRejected) as caught:
+        TUNERS[kind](config, {"base_model.model.x": some}, make_base(), LIMITS)
+    assert any(next(iter(fields)) in problem for problem in caught.value.problems)
+
+
+def test_what_decides_the_arithmetic_is_canonical_and_nothing_else() -> None:
+    config = {"peft_type": "LOHA", "r": 4, "alpha": 8, "rank_pattern": {"q_proj": 2, "v_proj": 3}, "rank_dropout": 0.1}
+    same = {**config, "alpha": 8.0, "rank_dropout": 0.5, "inference_mode": True}
+    turned = {**config, "rank_pattern": {"v_proj": 3, "q_proj": 2}}
+    assert CANONICAL["LOHA"](config) == CANONICAL["LOHA"](same)
+    assert CANONICAL["LOHA"](config) != CANONICAL["LOHA"](turned)
+    assert CANONICAL["LOHA"](config) != CANONICAL["LOHA"]({**config, "alpha": 9})
+    assert CANONICAL["ADALORA"]({"peft_type": "ADALORA", "init_r": 4, "lora_alpha": 8}) != CANONICAL["ADALORA"](
+        {"peft_type": "ADALORA", "init_r": 5, "lora_alpha": 8}
+    )
