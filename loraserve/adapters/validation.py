@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from loraserve.adapters.ir import OUTSIDE_LAYERS, AdapterIR, ModuleIR, TensorView
+from loraserve.adapters.ir import OUTSIDE_LAYERS, AdapterIR, ModuleIR, NormIR, TensorView
 from loraserve.errors import AdapterNotFinite
 from loraserve.limits import LIMITS, Limits
 
@@ -20,14 +20,26 @@ _BITS: dict[str, tuple[str, int, int]] = {
 }
 _CHUNK = 1 << 18
 
-_SAVED_AS = {"lora_a": "lora_A", "lora_b": "lora_B", "magnitude": "lora_magnitude_vector"}
+_SAVED_AS = {
+    "lora_a": "lora_A",
+    "lora_b": "lora_B",
+    "lora_bias": "lora_B.bias",
+    "magnitude": "lora_magnitude_vector",
+    "output_scale": "ia3_l",
+    "token_rows": "token_adapter.trainable_tokens_delta",
+}
 """Where PEFT's files have another name for a tensor of `ModuleIR`."""
+
+_EMBEDDINGS = {"lora_a": "lora_embedding_A", "lora_b": "lora_embedding_B"}
+_WHOLE = ("bias", "output_scale", "weight", "token_rows")
+"""What stands in the place of something of the base's, or multiplies it: each number of it must be one that half precision holds."""
 
 
 def check_finite(adapter: AdapterIR, limits: Limits = LIMITS) -> None:
-    """Return if every weight is finite and no element of any ``scaling · B A`` can pass `limits.max_delta`.
+    """Return if every weight is finite, no element of any ``scaling · B A`` or ``scaling · lora_bias`` can pass `limits.max_delta`, and none of what
+    stands in the base's place does.
 
-    The second is judged by the bound ``|scaling| · rank · max|A| · max|B|``, without making the product.
+    The first is judged by the bound ``|scaling| · rank · max|A| · max|B|``, without making the product.
 
     Raises:
         AdapterNotFinite: with the module, the layer and the place of the first offending weight of each tensor.
@@ -37,10 +49,21 @@ def check_finite(adapter: AdapterIR, limits: Limits = LIMITS) -> None:
         largest = {name: _largest(tensor) for name, tensor in m.tensors.items()}
         for name, tensor in m.tensors.items():
             if not math.isfinite(largest[name]):
-                problems.append(_where(m, _SAVED_AS.get(name, name), tensor))
+                problems.append(_where(_name(m, name), tensor))
+            elif name in _WHOLE and largest[name] > limits.max_delta:
+                problems.append(_too_large(_name(m, name), largest[name], limits))
         bound = abs(m.scaling) * m.rank * largest.get("lora_a", 0.0) * largest.get("lora_b", 0.0)
         if math.isfinite(bound) and bound > limits.max_delta:
             problems.append(f"The update of {_name(m)} may reach {bound:.3g}; at most {limits.max_delta:g} is taken.")
+        shift = abs(m.scaling) * largest.get("lora_bias", 0.0)
+        if math.isfinite(shift) and shift > limits.max_delta:
+            problems.append(_too_large(_name(m, "lora_bias"), shift, limits))
+    for norm in adapter.norms:
+        name, greatest = _norm_name(norm), _largest(norm.weight)
+        if not math.isfinite(greatest):
+            problems.append(_where(name, norm.weight))
+        elif greatest > limits.max_delta:
+            problems.append(_too_large(name, greatest, limits))
     if problems:
         more = len(problems) - _MAX_PROBLEMS
         shown = problems[:_MAX_PROBLEMS] + ([f"… and {more} more."] if more > 0 else [])
@@ -68,13 +91,25 @@ def _as_float(bits: int, dtype: str) -> float:
     return float(np.array(bits << 16 if dtype == "BF16" else bits, dtype=np.uint32).view(np.float32))
 
 
-def _where(m: ModuleIR, side: str, tensor: TensorView) -> str:
+def _where(name: str, tensor: TensorView) -> str:
     integer, mask, limit = _BITS[tensor.dtype]
     bad = np.flatnonzero((tensor.array.reshape(-1).view(integer) & mask) >= limit)
     place = ", ".join(str(int(i)) for i in np.unravel_index(int(bad[0]), tensor.shape))
     of = f"{bad.size:,} of {tensor.array.size:,} weights"
-    return f"{_name(m, f'.{side}')} has {of} that are NaN or infinite, the first at [{place}]."
+    return f"{name} has {of} that are NaN or infinite, the first at [{place}]."
+
+
+def _too_large(name: str, largest: float, limits: Limits) -> str:
+    return f"{name} reaches {largest:.3g}; at most {limits.max_delta:g} is taken."
 
 
 def _name(m: ModuleIR, tensor: str = "") -> str:
-    return f"{m.module}{tensor}" + ("" if m.module in OUTSIDE_LAYERS else f" in layer {m.layer}")
+    saved_as = _SAVED_AS.get(tensor, tensor)
+    if m.module == "embed_tokens":
+        saved_as = _EMBEDDINGS.get(tensor, saved_as)
+    name = f"{m.module}.{saved_as}" if tensor else m.module
+    return name + ("" if m.module in OUTSIDE_LAYERS else f" in layer {m.layer}")
+
+
+def _norm_name(norm: NormIR) -> str:
+    return f"The weight of {norm.norm}" + ("" if norm.norm == "norm" else f" in layer {norm.layer}")

@@ -41,6 +41,8 @@ def test_it_is_stable(digest: Callable[..., str]) -> None:
         {"use_rslora": None},
         {"rank_pattern": {}},
         {"peft_version": "9.9"},
+        {"trainable_token_indices": None, "alora_invocation_tokens": []},
+        {"bias": "none", "modules_to_save": None, "peft_type": "LORA"},
     ],
 )
 def test_it_ignores_what_cannot_change_an_answer(digest: Callable[..., str], changes: dict[str, Any]) -> None:
@@ -55,10 +57,27 @@ def test_it_ignores_what_cannot_change_an_answer(digest: Callable[..., str], cha
         {"alpha_pattern": {"q_proj": 8}},
         {"rank_pattern": {"q_proj": 4}},
         {"r": 5},
+        {"trainable_token_indices": [1, 2]},
+        {"alora_invocation_tokens": [1, 2]},
     ],
 )
 def test_it_depends_on_every_number_of_the_config(digest: Callable[..., str], changes: dict[str, Any]) -> None:
     assert digest(**changes) != digest()
+
+
+def test_it_depends_on_which_tokens_and_on_what_for(digest: Callable[..., str]) -> None:
+    changes: list[dict[str, Any]] = [
+        {"trainable_token_indices": [1, 2]},
+        {"trainable_token_indices": [2, 1]},
+        {"trainable_token_indices": [12]},
+        {"trainable_token_indices": {"lm_head": [1, 2]}},
+        {"alora_invocation_tokens": [1, 2]},
+        {"alora_invocation_tokens": [1]},
+        {"alora_invocation_tokens": [1], "trainable_token_indices": [2]},
+    ]
+    assert len({digest(**change) for change in changes}) == len(changes)
+    same = {"lm_head": [1], "embed_tokens": [2]}
+    assert digest(trainable_token_indices=same) == digest(trainable_token_indices=dict(reversed(same.items())))
 
 
 def test_the_order_of_a_pattern_counts(digest: Callable[..., str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loraserve.adapters.ir import AdapterIR, ModuleIR, TensorView
+from loraserve.adapters.ir import AdapterIR, ModuleIR, NormIR, TensorView
 from loraserve.adapters.validation import check_finite
 from loraserve.errors import AdapterNotFinite
 
@@ -58,3 +58,50 @@ def test_a_magnitude_that_is_not_finite_is_named() -> None:
     expected = r"embed_tokens.lora_magnitude_vector has 1 of 3 weights .* first at \[2\]"
     with pytest.raises(AdapterNotFinite, match=expected):
         check_finite(AdapterIR((module,), "F32"))
+
+
+def vector(*values: float) -> TensorView:
+    return TensorView("F32", (len(values),), np.array(values, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (ModuleIR(3, "q_proj", bias=vector(1, np.inf)), r"q_proj\.bias in layer 3"),
+        (ModuleIR(3, "q_proj", lora_bias=vector(1, np.nan)), r"q_proj\.lora_B\.bias in layer 3"),
+        (ModuleIR(3, "q_proj", output_scale=vector(1, np.nan)), r"q_proj\.ia3_l in layer 3"),
+        (ModuleIR(0, "lm_head", weight=vector(1, np.nan)), r"lm_head\.weight"),
+        (
+            ModuleIR(0, "embed_tokens", token_ids=(1,), token_rows=vector(1, np.nan)),
+            r"embed_tokens\.token_adapter\.trainable_tokens_delta",
+        ),
+        (ModuleIR(0, "embed_tokens", lora_a=vector(1, np.nan)), r"embed_tokens\.lora_embedding_A"),
+        (NormIR(2, "mlp_norm", vector(1, np.nan)), r"The weight of mlp_norm in layer 2"),
+        (NormIR(0, "norm", vector(1, np.nan)), r"The weight of norm"),
+    ],
+    ids=lambda v: v.replace("\\", "") if isinstance(v, str) else "",
+)
+def test_each_tensor_is_named_as_pefts_files_have_it(module: ModuleIR | NormIR, name: str) -> None:
+    ir = AdapterIR((), "F32", norms=(module,)) if isinstance(module, NormIR) else AdapterIR((module,), "F32")
+    with pytest.raises(
+        AdapterNotFinite, match=name + r" has 1 of 2 weights that are NaN or infinite, the first at \[1\]"
+    ):
+        check_finite(ir)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (ModuleIR(3, "q_proj", bias=vector(-7e4)), "q_proj.bias in layer 3 reaches 7e"),
+        (ModuleIR(3, "q_proj", scaling=-1e3, lora_bias=vector(70)), "q_proj.lora_B.bias in layer 3 reaches 7e"),
+        (ModuleIR(0, "lm_head", weight=vector(7e4)), "lm_head.weight reaches"),
+        (NormIR(0, "norm", vector(7e4)), "The weight of norm reaches"),
+    ],
+)
+def test_what_half_precision_cannot_hold_is_refused_wherever_it_stands(module: ModuleIR | NormIR, name: str) -> None:
+    def ir(m: ModuleIR | NormIR) -> AdapterIR:
+        return AdapterIR((), "F32", norms=(m,)) if isinstance(m, NormIR) else AdapterIR((m,), "F32")
+
+    with pytest.raises(AdapterNotFinite, match=name):
+        check_finite(ir(module))
+    check_finite(ir(ModuleIR(3, "q_proj", scaling=1e3, lora_bias=vector(60))))

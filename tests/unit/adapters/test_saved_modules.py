@@ -1,0 +1,268 @@
+"""Weights and biases that stand in the base's place: only where the config says, of the base's shape, and never one that PEFT would not read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from loraserve.adapters.compiler import compile_adapter
+from loraserve.adapters.ir import AdapterIR
+from loraserve.adapters.peft_format import read_tensors
+from loraserve.errors import AdapterBaseMismatch, AdapterFormatError, AdapterRejected, AdapterUnsupported
+from loraserve.types import BaseSpec
+
+Q = {(layer, "q_proj"): 4 for layer in range(3)}
+Arrays = dict[str, np.ndarray[Any, Any]]
+LAYER = "base_model.model.model.layers.{}."
+HEAD, EMBEDDING = "base_model.model.lm_head.", "base_model.model.model.embed_tokens."
+NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "norm": "model.norm"}
+
+
+def ones(*shape: int) -> np.ndarray[Any, Any]:
+    return np.ones(shape, np.float32)
+
+
+def biases(name: str, size: int, layers: int = 3) -> Arrays:
+    return {LAYER.format(layer) + name: ones(size) for layer in range(layers)}
+
+
+@pytest.fixture
+def compiled(
+    make_base: Callable[..., BaseSpec],
+    save: Callable[..., bytes],
+    make_config: Callable[..., dict[str, Any]],
+    make_tensors: Callable[..., Arrays],
+) -> Callable[..., AdapterIR]:
+    """Of LoRA on q_proj with more tensors beside it, on a base with biases on q_proj and k_proj."""
+
+    def run(more: Arrays, *, is_tied: bool = False, lora: Any = Q, **changes: Any) -> AdapterIR:
+        base = make_base(biased_modules=("q_proj", "k_proj"), norm_paths=NORMS, is_head_tied=is_tied)
+        config = make_config(**{"target_modules": ["q_proj"], **changes})
+        return compile_adapter(config, read_tensors(bytearray(save(make_tensors(lora) | more))), base)
+
+    return run
+
+
+@pytest.fixture
+def refused(compiled: Callable[..., AdapterIR]) -> Callable[..., AdapterRejected]:
+    def run(more: Arrays, **changes: Any) -> AdapterRejected:
+        with pytest.raises(AdapterRejected) as caught:
+            compiled(more, **changes)
+        assert len(caught.value.problems) == 1, caught.value.problems
+        return caught.value
+
+    return run
+
+
+def test_a_bias_is_its_modules_whichever_way_it_was_asked_for(compiled: Callable[..., AdapterIR]) -> None:
+    q, k = biases("self_attn.q_proj.base_layer.bias", 32), biases("self_attn.k_proj.bias", 16)
+    assert [m.module for m in compiled(q, bias="lora_only").modules if m.bias is not None] == ["q_proj"] * 3
+    ir = compiled(q | k, bias="all")
+    assert [(m.layer, m.module, m.rank) for m in ir.modules if m.bias is not None] == [
+        (layer, module, rank) for layer in range(3) for module, rank in (("q_proj", 4), ("k_proj", 0))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("more", "bias", "kind", "message"),
+    [
+        ({}, "lora_only", AdapterFormatError, "no bias of q_proj in layers 0–2, and the config's bias is lora_only"),
+        (
+            biases("self_attn.q_proj.base_layer.bias", 32),
+            "none",
+            AdapterFormatError,
+            "a bias of q_proj in layers 0–2, and the config's bias is none",
+        ),
+        (
+            biases("self_attn.q_proj.base_layer.bias", 32),
+            "all",
+            AdapterFormatError,
+            "no bias of k_proj in layers 0–2, and the config's bias is all",
+        ),
+        (
+            biases("self_attn.q_proj.base_layer.bias", 32) | biases("self_attn.k_proj.bias", 16),
+            "lora_only",
+            AdapterFormatError,
+            "a bias of k_proj in layers 0–2, and the config's bias is lora_only",
+        ),
+        (
+            biases("self_attn.q_proj.base_layer.bias", 31),
+            "lora_only",
+            AdapterBaseMismatch,
+            "q_proj.base_layer.bias is 31 in layers 0–2; this base takes 32",
+        ),
+        (
+            biases("self_attn.q_proj.base_layer.bias", 32) | {LAYER.format(1) + "mlp.up_proj.bias": ones(48)},
+            "lora_only",
+            AdapterBaseMismatch,
+            "holds up_proj.bias in layer 1; in this base, up_proj has no bias",
+        ),
+        # PEFT reads nothing under these names
+        (
+            biases("self_attn.q_proj.bias", 32),
+            "lora_only",
+            AdapterFormatError,
+            "of a module with LoRA, PEFT reads q_proj.base_layer.bias and nothing else",
+        ),
+        (
+            biases("self_attn.q_proj.base_layer.bias", 32) | biases("self_attn.k_proj.base_layer.bias", 16),
+            "all",
+            AdapterFormatError,
+            "of a module without LoRA, PEFT reads k_proj.bias and nothing else",
+        ),
+    ],
+)
+def test_a_bias_that_peft_would_not_use_so_is_refused(
+    more: Arrays, bias: str, kind: type[AdapterRejected], message: str, refused: Callable[..., AdapterRejected]
+) -> None:
+    error = refused(more, bias=bias)
+    assert isinstance(error, kind)
+    assert message in error.problems[0]
+
+
+def test_modules_to_save_names_the_ends_of_names_and_all_that_is_inside(compiled: Callable[..., AdapterIR]) -> None:
+    norms = biases("input_layernorm.weight", 32) | biases("post_attention_layernorm.weight", 32)
+    norms |= {"base_model.model.model.norm.weight": ones(32)}
+    ir = compiled(norms, modules_to_save=["norm"])
+    assert [(n.layer, n.norm) for n in ir.norms] == [
+        (0, "attention_norm"),
+        (0, "mlp_norm"),
+        (0, "norm"),
+        *((layer, norm) for layer in (1, 2) for norm in ("attention_norm", "mlp_norm")),
+    ]
+    mlp = {"gate_proj": (48, 32), "up_proj": (48, 32), "down_proj": (32, 48)}
+    whole = {LAYER.format(2) + f"mlp.{module}.weight": ones(*shape) for module, shape in mlp.items()}
+    ir = compiled(whole, modules_to_save=["layers.2.mlp"])
+    assert [(m.layer, m.module) for m in ir.modules if m.weight is not None] == [(2, module) for module in mlp]
+    # no LoRA comes to what is inside
+    assert (
+        len(compiled(whole, modules_to_save=["layers.2.mlp"], target_modules=r".*q_proj|.*\.2\.mlp\..*").modules) == 6
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "modules_to_save", "message"),
+    [
+        ({}, ["lm_head"], "modules_to_save names lm_head, and the file holds no weight of it"),
+        ({}, ["model.norm"], "modules_to_save names model.norm, and the file holds no weight of it"),
+        (biases("input_layernorm.weight", 32), [], "a weight of input_layernorm in layers 0–2, which the config's"),
+        (biases("input_layernorm.weight", 31), ["input_layernorm"], "input_layernorm.weight is 31 in layers 0–2; this"),
+        (
+            {LAYER.format(0) + "self_attn.o_proj.weight": ones(32, 31)},
+            ["layers.0.self_attn.o_proj"],
+            "o_proj.weight is 32×31 in layer 0; this base takes 32×32",
+        ),
+        (
+            {LAYER.format(0) + "self_attn.k_proj.weight": ones(16, 32)},
+            ["layers.0.self_attn.k_proj"],
+            "no bias of k_proj in layer 0, and the module is in modules_to_save",
+        ),
+        ({HEAD + "weight": ones(64, 31)}, ["lm_head"], "lm_head.weight is 64×31; this base takes 64×32"),
+        (
+            {HEAD + "weight": ones(70, 32)},
+            ["lm_head"],
+            "lm_head.weight has 70 rows; this base has 64 tokens. Enlarged vocabularies aren't served: an upload holds no tokenizer, so "
+            "that the 6 added tokens have no text here.",
+        ),
+        ({EMBEDDING + "weight": ones(60, 32)}, ["embed_tokens"], "Shrunk vocabularies aren't served"),
+        ({HEAD + "weight": ones(64, 32)}, ["embed_tokens", "lm_head"], "names embed_tokens, and the file holds no"),
+        (
+            {HEAD + "weight": ones(64, 32), HEAD + "modules_to_save.weight": 2 * ones(64, 32)},
+            ["lm_head"],
+            "lm_head.modules_to_save.weight isn't its lm_head.weight",
+        ),
+        (
+            {HEAD + "weight": ones(64, 32), HEAD + "original_module.weight": ones(65, 32)},
+            ["lm_head"],
+            "base weight of lm_head has 65 rows",
+        ),
+    ],
+)
+def test_a_weight_must_be_where_the_config_says_and_fit_the_base(
+    more: Arrays, modules_to_save: list[str], message: str, refused: Callable[..., AdapterRejected]
+) -> None:
+    assert message in refused(more, modules_to_save=modules_to_save).problems[0]
+
+
+def test_lora_on_a_resized_table_is_refused_with_the_reason(
+    compiled: Callable[..., AdapterIR], make_tensors: Callable[..., Arrays], key: Callable[..., str]
+) -> None:
+    outside = make_tensors({(0, "lm_head"): 4, (0, "embed_tokens"): 4})
+    outside[key(0, "lm_head", "B")] = ones(66, 4)
+    outside[key(0, "embed_tokens", "A")] = ones(4, 66)
+    with pytest.raises(AdapterBaseMismatch) as caught:
+        compiled(outside, target_modules=["q_proj", "lm_head", "embed_tokens"])
+    assert [p.partition(" has ")[0] for p in caught.value.problems] == [
+        "The head that lm_head's LoRA was trained on",
+        "The table that embed_tokens' LoRA was trained on",
+    ]
+    assert all("the 2 added tokens have no text here" in p for p in caught.value.problems)
+
+
+WEIGHTS = {HEAD + "weight": ones(64, 32), EMBEDDING + "weight": ones(64, 32)}
+OTHER = WEIGHTS | {HEAD + "weight": 2 * ones(64, 32)}
+
+
+@pytest.mark.parametrize("more", [WEIGHTS, OTHER, {HEAD + "weight": ones(64, 32)}], ids=["same", "other", "head"])
+def test_tables_that_the_config_does_not_name_replace_the_bases_as_peft_loads_them(
+    more: Arrays, compiled: Callable[..., AdapterIR]
+) -> None:
+    assert sum(m.weight is not None for m in compiled(more).modules) == len(more)
+
+
+@pytest.mark.parametrize(
+    ("more", "changes", "message"),
+    [
+        (OTHER, {}, "modules_to_save names neither, and the file's lm_head.weight isn't its embed_tokens.weight"),
+        ({HEAD + "weight": ones(64, 32)}, {}, "a weight of lm_head alone, which would be both's"),
+        (
+            OTHER,
+            {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+            "ensure_weight_tying is true, and the file's lm_head.weight isn't its embed_tokens.weight",
+        ),
+    ],
+)
+def test_tied_tables_must_be_one(
+    more: Arrays, changes: dict[str, Any], message: str, refused: Callable[..., AdapterRejected]
+) -> None:
+    error = refused(more, is_tied=True, **changes)
+    assert isinstance(error, AdapterUnsupported)
+    assert message in error.problems[0]
+
+
+def test_one_table_of_a_tied_base_may_be_trained_alone(compiled: Callable[..., AdapterIR]) -> None:
+    ir = compiled({EMBEDDING + "weight": ones(64, 32)}, is_tied=True, modules_to_save=["embed_tokens"])
+    assert [m.module for m in ir.modules if m.weight is not None] == ["embed_tokens"]
+    ir = compiled(OTHER, is_tied=True, modules_to_save=["embed_tokens", "lm_head"])
+    assert {m.module for m in ir.modules if m.weight is not None} == {"embed_tokens", "lm_head"}
+
+
+def test_lora_bias_is_on_all_or_none(
+    compiled: Callable[..., AdapterIR], refused: Callable[..., AdapterRejected]
+) -> None:
+    lora_bias = biases("self_attn.q_proj.lora_B.bias", 32)
+    assert all(m.lora_bias is not None for m in compiled(lora_bias, lora_bias=True).modules)
+    assert "the config's lora_bias is false" in refused(lora_bias).problems[0]
+    two = biases("self_attn.q_proj.lora_B.bias", 32, layers=2)
+    assert refused(two, lora_bias=True).problems == ("lora_bias is true, and q_proj has no lora_B.bias in layer 2.",)
+    wrong = biases("self_attn.q_proj.lora_B.bias", 31)
+    assert "q_proj.lora_B.bias is 31 in layers 0–2" in refused(wrong, lora_bias=True).problems[0]
+    outside = {(0, "embed_tokens"): 4}
+    assert (
+        "on embed_tokens; PEFT has no such"
+        in refused({}, lora_bias=True, lora=outside, target_modules=["embed_tokens"]).problems[0]
+    )
+
+
+def test_an_invocation_is_of_the_bases_tokens_and_not_for_an_embedding(
+    compiled: Callable[..., AdapterIR], refused: Callable[..., AdapterRejected]
+) -> None:
+    alora = {"alora_invocation_tokens": [63, 0], "task_type": "CAUSAL_LM"}
+    assert compiled({}, **alora).invocation_token_ids == (63, 0)
+    error = refused({}, **{**alora, "alora_invocation_tokens": [1, 64]})
+    assert error.problems == ("alora_invocation_tokens has token 64; this base has 64 tokens (0 to 63).",)
+    error = refused({}, lora={(0, "embed_tokens"): 4}, target_modules=["embed_tokens"], **alora)
+    assert "aLoRA acts on linears alone" in error.problems[0]
