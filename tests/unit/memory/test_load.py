@@ -87,6 +87,17 @@ def test_doras_rows_get_their_magnitude_for_the_norm_that_the_update_gave_them(m
         torch.testing.assert_close(packed.delta(layer, "q_proj"), expected)
 
 
+def test_a_rounded_rows_length_is_its_magnitude(make: Any, store: LocalStore) -> None:
+    ref = add_magnitudes(make, store, make.publish(store, rank=3, use_dora=True))
+    packed = load_adapter(store, ref, make.base, CpuDevice(make.base, 1 << 20, torch.int8), Weights()).host
+    for layer in range(2):
+        update = (
+            packed.lora_b(layer, "q_proj").T * packed.scaling(layer, "q_proj") @ packed.lora_a(layer, "q_proj").float()
+        )
+        lengths = (torch.ones(32, 32) + update).norm(dim=1) * (1 + packed.delta(layer, "q_proj"))
+        torch.testing.assert_close(lengths, torch.arange(1.0, 33.0))
+
+
 def test_dora_is_not_loaded_without_the_bases_weights(make: Any, store: LocalStore) -> None:
     ref = add_magnitudes(make, store, make.publish(store, rank=3, use_dora=True))
     with pytest.raises(InvariantViolation, match="takes the base's weights"):
