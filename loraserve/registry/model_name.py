@@ -1,12 +1,20 @@
-"""What a client writes as ``model``: ``NAME``, ``NAME@ALIAS``, ``NAME@VERSION``, the base's id, or ``BASE:NAME…``."""
+"""What a client writes as ``model``: ``NAME``, ``NAME@ALIAS``, ``NAME@VERSION``, the base's id, or ``BASE:NAME…``.
+
+And a sum of adapters::
+
+    TERM ("+" TERM)*        TERM = [WEIGHT "*"] NAME ["@" (ALIAS | VERSION)]        a+0.5*b@3
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 
 from loraserve.db.names import is_name
 from loraserve.errors import InvalidRequest, ModelNotFound
-from loraserve.limits import NAME_PATTERN
+from loraserve.limits import LIMITS, NAME_PATTERN
 
 LIVE = "live"
 """The alias that a bare name means."""
@@ -14,6 +22,11 @@ RESERVED_ALIASES = frozenset({"base", "latest", "none", "null"})
 """Words that would read as something else than a pointer that people move."""
 MAX_VERSION = (1 << 31) - 1
 """What the registry's column holds."""
+MAX_WEIGHT_LENGTH = 24
+"""Characters: what it takes to write any float exactly."""
+
+_WEIGHT = re.compile(r"-?([0-9]+(\.[0-9]*)?|\.[0-9]+)(e-?[0-9]{1,3})?", re.ASCII)
+_TERM = "[WEIGHT*]NAME[@ALIAS or @VERSION]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +47,14 @@ class ParsedModel:
         return f"{self.name}@{self.alias if self.version is None else self.version}"
 
 
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One term of a sum of adapters. Weights are exact, so that those of one version can add up to nothing."""
+
+    adapter: ParsedModel
+    weight: Decimal = Decimal(1)
+
+
 def parse_model(model: str, base_id: str) -> ParsedModel:
     """What `model` means on a server whose base is called `base_id` (which may hold ``/``, ``:`` and ``@``).
 
@@ -42,9 +63,11 @@ def parse_model(model: str, base_id: str) -> ParsedModel:
     Raises:
         ModelNotFound: `model` has none of the forms; nothing of that name can exist.
     """
-    if model == base_id:
-        return ParsedModel()
-    name, at, selector = model.removeprefix(f"{base_id}:").partition("@")
+    return ParsedModel() if model == base_id else _parse_adapter(model.removeprefix(f"{base_id}:"))
+
+
+def _parse_adapter(text: str) -> ParsedModel:
+    name, at, selector = text.partition("@")
     if not is_name(name) or (at and not is_name(selector)):
         raise ModelNotFound("The model does not exist or you do not have access to it.", hint=_HINT)
     if not at:
@@ -56,6 +79,69 @@ def parse_model(model: str, base_id: str) -> ParsedModel:
             f'The model "{name}@{selector}" does not exist or you do not have access to it.', hint=_HINT
         )
     return ParsedModel(name, version=int(selector))
+
+
+def parse_terms(model: str, base_id: str) -> tuple[Term, ...]:
+    """The sum of adapters that `model` means; one term for one adapter, none for the base.
+
+    Raises:
+        ModelNotFound: as `parse_model`.
+        InvalidRequest: a sum isn't one, has too many terms, or a weight that can't be one.
+    """
+    if model == base_id:
+        return ()
+    text = model.removeprefix(f"{base_id}:")
+    if "+" not in text and "*" not in text:
+        return (Term(_parse_adapter(text)),)
+    terms = text.split("+")
+    if len(terms) > LIMITS.max_composition_terms:
+        raise InvalidRequest(
+            f"model adds up {len(terms)} adapters; {LIMITS.max_composition_terms} is the most.", param="model"
+        )
+    return tuple(_parse_term(term, number) for number, term in enumerate(terms, 1))
+
+
+def _parse_term(text: str, number: int) -> Term:
+    weight, star, adapter = text.rpartition("*")
+    name, at, selector = adapter.partition("@")
+    if not is_name(name) or (at and not is_name(selector)):
+        raise InvalidRequest(f"Term {number} of model isn't {_TERM}.", param="model", hint="Such as: a+0.5*b@3.")
+    if not star:
+        return Term(_parse_adapter(adapter))
+    if len(weight) > MAX_WEIGHT_LENGTH or not _WEIGHT.fullmatch(weight):
+        raise InvalidRequest(
+            f"The weight in term {number} of model isn't a decimal number of at most {MAX_WEIGHT_LENGTH} characters.",
+            param="model",
+            hint="Such as: a+0.5*b, or a+-0.5*b to subtract.",
+        )
+    return Term(_parse_adapter(adapter), check_weight(Decimal(weight), "model"))
+
+
+def terms_of(adapters: Sequence[tuple[str, float]]) -> tuple[Term, ...]:
+    """The sum of these adapters (``NAME``, ``NAME@ALIAS`` or ``NAME@VERSION``), each with its weight.
+
+    Raises:
+        ModelNotFound: nothing of such a name can exist.
+        InvalidRequest: a weight is out of bounds.
+    """
+    return tuple(
+        Term(_parse_adapter(name), check_weight(Decimal(repr(weight)), f"adapters.{index}.weight"))
+        for index, (name, weight) in enumerate(adapters)
+    )
+
+
+def check_weight(weight: Decimal, param: str) -> Decimal:
+    """`weight` if an adapter may be taken so many times.
+
+    Raises:
+        InvalidRequest: it is over `LIMITS.max_composition_weight`, either way of zero.
+    """
+    if not abs(weight) <= LIMITS.max_composition_weight:
+        raise InvalidRequest(
+            f"A weight should be between -{LIMITS.max_composition_weight:g} and {LIMITS.max_composition_weight:g}.",
+            param=param,
+        )
+    return weight
 
 
 _HINT = "GET /v1/models lists those that this key may use."

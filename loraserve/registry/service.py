@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from adapters_store.base import BlobStore
@@ -19,8 +19,9 @@ from loraserve.limits import LIMITS
 from loraserve.registry.audit import AuditEntry, list_audit
 from loraserve.registry.certificates import Certificates, Certify
 from loraserve.registry.changes import point_alias, record_change
+from loraserve.registry.composition import compose
 from loraserve.registry.last_used import LastUsed
-from loraserve.registry.model_name import ParsedModel, check_alias_name, model_not_found
+from loraserve.registry.model_name import ParsedModel, Term, check_alias_name, model_not_found
 from loraserve.registry.parity import quarantined
 from loraserve.registry.records import (
     NO_CONDITION,
@@ -93,6 +94,15 @@ class Registry:
             raise
         self.last_used.touch(tenant, ref.digest)
         return ref
+
+    async def compose(self, tenant: TenantId, terms: Iterable[Term]) -> AdapterRef | None:
+        """The weighted sum of what the terms mean now, each found as `resolve` finds it; None is the base: nothing is left of them.
+
+        Raises:
+            ModelNotFound, AdapterQuarantined, DatabaseUnavailable: as `resolve`, of the first term that can't be used.
+            InvalidRequest: the weights of a version add up to too much.
+        """
+        return compose(tenant, [(await self.resolve(tenant, term.adapter), term.weight) for term in terms])
 
     async def list_servable(self, tenant: TenantId) -> list[ServableAdapter]:
         """The adapters that a bare name reaches, by name; at most `LIMITS.max_listed_models`."""

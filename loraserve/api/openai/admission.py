@@ -11,12 +11,13 @@ from ulid import ULID
 from loraserve.api.openai.fields import ignored_header
 from loraserve.api.openai.prompts import Prompt
 from loraserve.api.openai.sampling import Sampling, choose_seeds
-from loraserve.api.openai.schemas import InferenceBody
+from loraserve.api.openai.schemas import InferenceBody, WeightedAdapter
 from loraserve.api.services import Services
 from loraserve.engine.messages import GenerateRequest
 from loraserve.errors import InvalidRequest, PermissionDenied
 from loraserve.limits import LIMITS
-from loraserve.registry.model_name import parse_model
+from loraserve.registry.composition import label
+from loraserve.registry.model_name import parse_terms, terms_of
 from loraserve.types import AdapterRef, RequestId
 
 if TYPE_CHECKING:
@@ -24,16 +25,31 @@ if TYPE_CHECKING:
     from loraserve.tenancy.auth import Caller
 
 
-async def resolve_model(services: Services, caller: Caller, model: str) -> AdapterRef | None:
-    """The adapter version that answers for `model`, bound for the whole request; None is the base.
+async def resolve_model(
+    services: Services, caller: Caller, model: str, adapters: Sequence[WeightedAdapter] | None = None
+) -> AdapterRef | None:
+    """What answers for `model`, bound for the whole request: an adapter version, or the sum of several; None is the base.
+
+    Args:
+        adapters: the sum, where `model` is the base alone.
 
     Raises:
-        ModelNotFound: the caller's tenant has no such model.
+        ModelNotFound: the caller's tenant has no such model, or none such as one of the sum's.
+        AdapterQuarantined: it, or one of the sum's, isn't served.
+        InvalidRequest: the sum isn't one, or is asked for in both ways at once.
     """
-    parsed = parse_model(model, services.engine.base.id)
-    if parsed.name is None:
-        return None
-    return await services.registry.resolve(caller.tenant, parsed)
+    base_id = services.engine.base.id
+    if adapters is None:
+        terms = parse_terms(model, base_id)
+    elif model == base_id:
+        terms = terms_of([(adapter.name, adapter.weight) for adapter in adapters])
+    else:
+        raise InvalidRequest(
+            "adapters and a model that isn't the base are two answers to one question.",
+            param="adapters",
+            hint="Send adapters with the base's id as model, or write the sum as model: a+0.5*b.",
+        )
+    return await services.registry.compose(caller.tenant, terms)
 
 
 def check_priority(body: InferenceBody, caller: Caller) -> None:
@@ -108,7 +124,7 @@ class Answering:
         timing = (("queue", first.queue_s), ("adapter", first.adapter_s), ("prefill", first.prefill_s))
         headers = {"server-timing": ", ".join(f"{name};dur={seconds * 1000:.1f}" for name, seconds in timing)}
         if self.adapter is not None:
-            headers["x-loraserve-adapter"] = f"{self.adapter.name}@{self.adapter.version}"
+            headers["x-loraserve-adapter"] = label(self.adapter)
         return {**headers, **ignored_header(self.ignored)}
 
 

@@ -41,6 +41,7 @@ async def create_chat_completion(
     Raises:
         InvalidRequest: a field is wrong; `param` names it.
         ModelNotFound: the tenant has no such model.
+        AdapterQuarantined: it isn't served.
         Overloaded: the queue is full.
     """
     services = services_of(request)
@@ -49,7 +50,7 @@ async def create_chat_completion(
     asked = _asked_tokens(body)
     check_priority(body, caller)
     base = services.engine.base
-    adapter = await resolve_model(services, caller, body.model)
+    adapter = await resolve_model(services, caller, body.model, body.adapters)
     sampling = read_sampling(body, base, logprobs=body.top_logprobs if body.logprobs else None)
     prompt = await read_chat(
         body.messages,

@@ -44,6 +44,7 @@ async def create_completion(
     Raises:
         InvalidRequest: a field is wrong; `param` names it.
         ModelNotFound: the tenant has no such model.
+        AdapterQuarantined: it isn't served.
         Overloaded: the queue is full.
     """
     services = services_of(request)
@@ -52,7 +53,7 @@ async def create_completion(
     _check_combination(body)
     check_priority(body, caller)
     base = services.engine.base
-    adapter = await resolve_model(services, caller, body.model)
+    adapter = await resolve_model(services, caller, body.model, body.adapters)
     prompts = await read_prompts(body.prompt, services, add_special_tokens=body.add_special_tokens)
     check_num_choices(len(prompts), body.n)
     is_scoring = body.max_tokens == 0

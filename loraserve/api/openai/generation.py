@@ -16,7 +16,8 @@ from starlette.responses import Response
 
 from loraserve.api.openai.stream import EventStream
 from loraserve.api.services import Services
-from loraserve.errors import EngineUnavailable, LoraserveError
+from loraserve.errors import AdapterRejected, AdapterUnservable, EngineUnavailable, InvalidRequest, LoraserveError
+from loraserve.registry.composition import adapter_names
 from loraserve.types import FinishReason
 
 if TYPE_CHECKING:
@@ -87,15 +88,15 @@ class Generation:
                 async for chunk in chunks:
                     await self._queue.put((index, chunk))
         except Exception as error:
-            await self._queue.put((index, error))
+            await self._queue.put((index, _blamed(error, self._requests[index])))
         else:
             await self._queue.put((index, None))
 
     async def _measured(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         metrics = self._services.metrics
         started, first_at, num_tokens, reason = time.monotonic(), 0.0, 0, "abort"
-        name = request.adapter.name if request.adapter else None
-        if name is not None:
+        names = adapter_names(request.adapter)
+        for name in names:
             metrics.adapter_started(name)
         try:
             async with aclosing(self._services.engine.generate(request)) as chunks:
@@ -120,9 +121,18 @@ class Generation:
             reason = error.code
             raise
         finally:
-            if name is not None:
+            for name in names:
                 metrics.adapter_ended(name)
             metrics.finished.labels(reason).inc()
+
+
+def _blamed(error: Exception, request: GenerateRequest) -> Exception:
+    """The error as the client should see it: a sum that can't be made of its parts, each of which is fine, is the request's doing."""
+    if request.adapter is None or not request.adapter.parts or getattr(error, "param", None) is not None:
+        return error
+    if isinstance(error, InvalidRequest | AdapterRejected | AdapterUnservable):
+        return InvalidRequest(error.message, param="model", hint=error.hint)
+    return error
 
 
 def _scored(chunk: Chunk) -> Chunk:

@@ -8,8 +8,8 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request
 
 from loraserve.api import scopes
-from loraserve.api.openai.admission import resolve_model
 from loraserve.api.services import Services, services_of
+from loraserve.registry.model_name import parse_model
 from loraserve.tenancy.auth import Caller
 
 router = APIRouter()
@@ -29,15 +29,17 @@ async def list_models(request: Request, caller: Caller = Depends(_require_infere
 
 @router.get("/models/{model:path}")
 async def get_model(model: str, request: Request, caller: Caller = Depends(_require_inference)) -> dict[str, Any]:
-    """One model, by anything that a request may say as ``model``.
+    """One model, by any of its names. A sum of adapters isn't one: it is there for its request alone.
 
     Raises:
         ModelNotFound: the tenant has no such model.
+        AdapterQuarantined: it isn't served.
     """
     services = services_of(request)
-    ref = await resolve_model(services, caller, model)
-    if ref is None:
+    parsed = parse_model(model, services.engine.base.id)
+    if parsed.is_base:
         return _base(services)
+    ref = await services.registry.resolve(caller.tenant, parsed)
     version = await services.registry.get_version(caller.tenant, ref.name, ref.version)
     return _adapter(services, caller, model, version.created_at, ref.digest)
 

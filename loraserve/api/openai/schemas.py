@@ -9,6 +9,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from loraserve.limits import LIMITS
 
 _INT64 = 1 << 63
+MAX_NAME_LENGTH = 2 * LIMITS.max_name_length + 1
+"""Of NAME@ALIAS."""
+MAX_MODEL_LENGTH = 2048
+"""Holds the longest id of a base and the longest sum."""
 
 
 def _drop_nulls(value: Any) -> Any:
@@ -24,10 +28,19 @@ class StreamOptions(_Body):
     continuous_usage_stats: bool = False
 
 
+class WeightedAdapter(_Body):
+    name: str = Field(min_length=1, max_length=MAX_NAME_LENGTH)
+    weight: float = Field(default=1.0, allow_inf_nan=False)
+
+
 class InferenceBody(_Body):
     """What completions and chat have in common."""
 
-    model: str = Field(min_length=1, max_length=256)
+    model: str = Field(min_length=1, max_length=MAX_MODEL_LENGTH)
+    adapters: list[Annotated[WeightedAdapter, BeforeValidator(_drop_nulls)]] | None = Field(
+        default=None, max_length=LIMITS.max_composition_terms
+    )
+    """A sum of adapters, in place of the one that `model` would name."""
     n: int = Field(default=1, ge=1, le=LIMITS.max_n)
     stream: bool = False
     stream_options: Annotated[StreamOptions, BeforeValidator(_drop_nulls)] = StreamOptions()
@@ -83,7 +96,7 @@ class ChatBody(InferenceBody):
 
 
 class TokenizeBody(_Body):
-    model: str | None = Field(default=None, min_length=1, max_length=256)
+    model: str | None = Field(default=None, min_length=1, max_length=MAX_MODEL_LENGTH)
     prompt: str | None = None
     messages: Any = None
     add_special_tokens: bool | None = None
@@ -93,5 +106,5 @@ class TokenizeBody(_Body):
 
 
 class DetokenizeBody(_Body):
-    model: str | None = Field(default=None, min_length=1, max_length=256)
+    model: str | None = Field(default=None, min_length=1, max_length=MAX_MODEL_LENGTH)
     tokens: list[int]

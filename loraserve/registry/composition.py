@@ -1,0 +1,61 @@
+"""A sum of versions as one adapter: what the terms of a request add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from decimal import Decimal
+
+from loraserve.adapters.composition import composition_digest
+from loraserve.registry.model_name import check_weight
+from loraserve.types import AdapterPart, AdapterRef, Digest, TenantId
+
+NO_BLOB = Digest("")
+NO_VERSION = 0
+
+
+def compose(tenant: TenantId, terms: Iterable[tuple[AdapterRef, Decimal]]) -> AdapterRef | None:
+    """The weighted sum of the terms, by name, whatever order they came in; None is the base, where nothing is left of them.
+
+    The weights of one version (the same bytes, whatever their names) add up, exactly. One version with weight 1 is that version
+    itself. Anything else has `parts`, a digest of its own, and a name that says what it is: ``a@3+0.5*b@1``.
+
+    Raises:
+        InvalidRequest: the weights of a version add up to more than `LIMITS.max_composition_weight`.
+    """
+    adapters: dict[Digest, AdapterRef] = {}
+    weights: dict[Digest, Decimal] = {}
+    for adapter, weight in sorted(terms, key=lambda term: (term[0].name, term[0].version)):
+        adapters.setdefault(adapter.digest, adapter)
+        weights[adapter.digest] = weights.get(adapter.digest, Decimal(0)) + weight
+    sums = ((adapters[digest], float(check_weight(weight, "model"))) for digest, weight in weights.items())
+    parts = tuple(AdapterPart(adapter=adapter, weight=weight) for adapter, weight in sums if weight)
+    if not parts:
+        return None
+    if len(parts) == 1 and parts[0].weight == 1:
+        return parts[0].adapter
+    return AdapterRef(
+        tenant=tenant,
+        name="+".join(_written(part) for part in parts),
+        version=NO_VERSION,
+        digest=composition_digest(parts),
+        config_blob=NO_BLOB,
+        weights_blob=NO_BLOB,
+        parts=parts,
+    )
+
+
+def label(adapter: AdapterRef) -> str:
+    """What people and headers call it: ``NAME@VERSION``, or the sum that it is."""
+    return adapter.name if adapter.parts else f"{adapter.name}@{adapter.version}"
+
+
+def adapter_names(adapter: AdapterRef | None) -> tuple[str, ...]:
+    """Of the adapters that it takes: none for the base, several for a sum."""
+    if adapter is None:
+        return ()
+    return tuple(part.adapter.name for part in adapter.parts) or (adapter.name,)
+
+
+def _written(part: AdapterPart) -> str:
+    weight = repr(part.weight).removesuffix(".0")
+    return label(part.adapter) if weight == "1" else f"{weight}*{label(part.adapter)}"
