@@ -74,7 +74,7 @@ def add(engine: Engine, world: World, prompt: list[int], adapter: str | None, **
         adapter=None if adapter is None else world.refs[adapter],
         prompt_token_ids=tuple(prompt),
         output_token_ids=output,
-        params=SamplingParams(**{"max_tokens": 8, "temperature": 0.0, **params}),  # type: ignore[arg-type]
+        params=SamplingParams(**{"max_tokens": 5, "temperature": 0.0, **params}),  # type: ignore[arg-type]
     )
     engine.add(message)
     return request_id
@@ -95,7 +95,7 @@ def text(outputs: list[TokenOutput]) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
 
 
-def generate(world: World, adapter: str | None, prompt: list[int], count: int = 8) -> tuple[list[int], torch.Tensor]:
+def generate(world: World, adapter: str | None, prompt: list[int], count: int = 5) -> tuple[list[int], torch.Tensor]:
     """PEFT's tokens, and the log probabilities that they were chosen by: [count, vocab_size]."""
     ids = torch.tensor([prompt])
     how = {"max_new_tokens": count, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}

@@ -1,4 +1,7 @@
-"""A GPU's engine, its kernels in Triton's interpreter, with DoRA on linears with biases, on the embedding and on the head: PEFT's probabilities."""
+"""A GPU's engine, its kernels in Triton's interpreter, with adapters of other kinds: DoRA on linears with biases, on the embedding and on the head; aLoRA.
+
+PEFT's probabilities are the oracle.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,16 @@ from .test_engine import add, run
 pytestmark = [pytest.mark.interpreted, pytest.mark.filterwarnings("ignore::UserWarning")]
 
 DORA = {"r": 3, "lora_alpha": 4, "use_dora": True, "target_modules": ["k_proj", "down_proj", "embed_tokens", "lm_head"]}
+ACTIVATED = {
+    "r": 3,
+    "lora_alpha": 4,
+    "alora_invocation_tokens": [5, 33],
+    "target_modules": ["k_proj", "down_proj", "lm_head"],
+}
+PROMPTS = [("adapter", [5, 33, 5, 33, 2]), (None, [7, 1, 60]), ("adapter", [7, 5, 79, 5, 33]), ("adapter", [33, 5, 9])]
 
 
-def make_world(root: Path) -> World:
+def make_world(root: Path, options: dict[str, object]) -> World:
     """A tied base whose q, k and v have biases, and a random adapter."""
     import peft
     import transformers
@@ -45,21 +55,22 @@ def make_world(root: Path) -> World:
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter.data)
     base.save_pretrained(root / "base")
-    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **DORA))
+    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **options))
     for name, parameter in model.named_parameters():
         if "lora_magnitude" in name:
             parameter.data.mul_(1 + 0.5 * torch.rand_like(parameter))
         elif "lora_" in name:
             torch.nn.init.normal_(parameter.data, std=0.2)
-    model.save_pretrained(root / "dora")
+    model.save_pretrained(root / "adapter")
     store_url = f"file://{root}/blobs"
-    ref = store_adapter(open_store(store_url), root / "dora")
-    return World(root / "base", store_url, {"dora": ref}, model.eval())
+    ref = store_adapter(open_store(store_url), root / "adapter")
+    return World(root / "base", store_url, {"adapter": ref}, model.eval())
 
 
+@pytest.mark.parametrize("options", [DORA, ACTIVATED], ids=["dora", "activated"])
 @torch.inference_mode()
-def test_dora_beside_base_rows_equals_peft(tmp_path):
-    world = make_world(tmp_path)
+def test_adapters_rows_beside_the_bases_equal_pefts(tmp_path, options):
+    world = make_world(tmp_path, options)
     config = EngineConfig(
         model_dir=str(world.model_dir),
         model_id="tiny",
@@ -68,28 +79,26 @@ def test_dora_beside_base_rows_equals_peft(tmp_path):
         host_cache_bytes=4 * MIB,
         device="cuda",
         dtype="float16",
-        max_num_seqs=2,
-        max_num_batched_tokens=16,
+        max_num_seqs=4,
+        max_num_batched_tokens=24,
     )
     engine, _ = build_engine(config)
     try:
         outputs: list[TokenOutput] = []
-        prompts = {"dora": [5, 79, 5, 33, 2], None: [7, 1, 60]}
-        ids = {
-            name: add(engine, world, prompt, name, max_tokens=2, logprobs=1, prompt_logprobs=1)
-            for name, prompt in prompts.items()
-        }
+        ids = [
+            add(engine, world, prompt, name, max_tokens=2, logprobs=1, prompt_logprobs=1) for name, prompt in PROMPTS
+        ]
         tokens = run(engine, outputs)
     finally:
         engine.pager.close()
-    for name, prompt in prompts.items():
-        text = torch.tensor([[*prompt, *tokens[ids[name]]]])
+    for request_id, (name, prompt) in zip(ids, PROMPTS, strict=True):
+        text = torch.tensor([[*prompt, *tokens[request_id]]])
         if name is None:
             with world.model.disable_adapter():
                 expected = world.model(text).logits[0].log_softmax(-1)
         else:
             expected = world.model(text).logits[0].log_softmax(-1)
-        mine = [output for output in outputs if output.request_id == ids[name]]
+        mine = [output for output in outputs if output.request_id == request_id]
         scores = [s for output in mine for s in (*(output.prompt_logprobs or ())[1:], *(output.logprobs or ()))]
         assert len(scores) == text.shape[1] - 1
         for i, score in enumerate(scores):
