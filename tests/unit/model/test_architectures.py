@@ -12,7 +12,6 @@ import torch
 
 from loraserve.adapters.compiler import compile_adapter
 from loraserve.adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE, read_adapter
-from loraserve.errors import AdapterRejected
 from loraserve.model.decoder import Decoder
 from loraserve_kernels.layout import LAYER_MODULES, PackedAdapter
 
@@ -59,21 +58,18 @@ def test_rows_with_adapters_equal_models_with_the_updates_merged(saved: tuple[An
         torch.testing.assert_close(torch.cat((prefill[i], decode[i])), expected, rtol=0, atol=1e-4)
 
 
-def test_adapter_on_a_fused_linear_is_refused_by_name(tmp_path: Path) -> None:
-    """As PEFT writes it for Phi-3; linears that aren't fused take adapters."""
+def test_adapter_on_a_fused_linear_is_each_parts(tmp_path: Path) -> None:
+    """As PEFT writes it for Phi-3, which knows the fused linear alone."""
     model = build_model("phi3", **CASES["phi3"][1])
     base = load(save_model(model, tmp_path)).spec
-
-    def adapter_on(module: str) -> Any:
-        adapted = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(r=2, target_modules=[module]))
-        adapted.save_pretrained(tmp_path / module)
-        files = [(tmp_path / module / name).read_bytes() for name in (CONFIG_FILE, WEIGHTS_FILE)]
-        adapter = read_adapter(*files)
-        return compile_adapter(adapter.config, adapter.tensors, base)
-
-    with pytest.raises(AdapterRejected, match="qkv_proj"):
-        adapter_on("qkv_proj")
-    assert {matrices.module for matrices in adapter_on("o_proj").modules} == {"o_proj"}
+    adapted = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(r=2, target_modules=["qkv_proj"]))
+    adapted.save_pretrained(tmp_path / "adapter")
+    adapter = read_adapter(*((tmp_path / "adapter" / name).read_bytes() for name in (CONFIG_FILE, WEIGHTS_FILE)))
+    ir = compile_adapter(adapter.config, adapter.tensors, base)
+    assert ir.target_modules == ("q_proj", "k_proj", "v_proj")
+    assert {m.module: m.lora_b.shape for m in ir.modules if m.lora_b is not None} == {
+        module: (base.modules[module][0], 2) for module in ir.target_modules
+    }
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])
