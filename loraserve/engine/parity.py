@@ -16,11 +16,11 @@ from loraserve.types import BaseSpec, Certificate
 _LENGTHS = (13, 17)
 _MAX_SPECIAL = 4
 
-_EPSILON: Mapping[str, float] = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 3e-2}
-_LOSS_FACTOR = 3.0
-"""What a module loses, the modules after it may make larger."""
-_FLOOR = 1e-5
-"""Of the largest logit: float32's own rounding, through all layers."""
+_EPSILONS: Mapping[str, float] = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 3e-2}
+_LOSS_FACTOR = 10.0
+"""What a module loses, others may make larger: 1 to 2 times where an adapter is weaker than its base, up to 10 times where it's so strong that little is left of that."""
+_FLOORS: Mapping[str, float] = {"float32": 1e-5, "float16": 2.5e-4, "bfloat16": 1e-3}
+"""Of the largest logit: what rounding may make of a weight that an adapter leaves almost as it was; of float32, what it makes of a sum through all layers."""
 _MAX_BASE_NOISE = 0.35
 """Of the logits' standard deviation."""
 
@@ -80,12 +80,12 @@ def judge(answers: Answers, reference: Evaluation, *, dtype: str, precision_loss
 
     The engine's own rounding is what the base alone shows, so that a bound is as tight as the base allows. Three things are compared, in each round:
 
-    - every logit: |difference| ≤ 1e-5 · (largest logit) + 5 · (base's largest difference) + ε · (largest effect);
-    - the effect, which is what the adapter adds to the base's logits, over all tokens and at each token: rms error ≤ 4 · (base's rms difference) + ε · (rms effect);
+    - every logit: |difference| ≤ floor + 5 · (base's largest difference) + ε · (largest effect);
+    - the effect, which is what the adapter adds to the base's logits, over all tokens and at each token: rms error ≤ floor + 4 · (base's rms difference) + ε · (rms effect);
     - how large the effect is as a multiple of what it should be: |multiple - 1| ≤ ε + 8 standard errors, which its scatter over the tokens gives. Rounding averages
       out in it, so that it speaks of effects too that single logits don't show.
 
-    ε is 0.001 for float32, 0.01 for float16 and 0.03 for bfloat16, plus three times the adapter's precision loss.
+    ε is 0.001 for float32, 0.01 for float16 and 0.03 for bfloat16, plus ten times the adapter's precision loss; the floor 0.00001, 0.00025 and 0.001 of the largest logit.
 
     Measured on random and trained bases in float32, bfloat16, float16, int8, int4 and NF4: of adapters that are served right, no comparison came to more than 0.7 of
     its bound. In float32 an error of 0.1 % of the effect fails, whatever its size. Where the base rounds, what fails is an error of four times the rounding's
@@ -107,8 +107,8 @@ def judge(answers: Answers, reference: Evaluation, *, dtype: str, precision_loss
         raise EngineError(
             f"The base's own answers are {noise.largest:.3g} from its plain evaluation: nothing can be said of an adapter."
         )
-    epsilon = _EPSILON.get(dtype, _EPSILON["bfloat16"]) + _LOSS_FACTOR * precision_loss
-    floor = _FLOOR * float(plain_base.abs().max())
+    epsilon = _EPSILONS[dtype] + _LOSS_FACTOR * precision_loss
+    floor = _FLOORS[dtype] * float(plain_base.abs().max())
     bounds = _Bounds(floor, noise, epsilon, effect)
     rounds = [torch.cat(list(rows)) for rows in answers.adapted]
     problems = [problem for rows in rounds if (problem := bounds.broken_by(rows - plain, rows - base))]
@@ -181,7 +181,7 @@ class _Bounds:
         products = (added.double() * self._effect.double()).sum(1)
         multiple = float(products.sum() / squares.sum())
         error = float((products - multiple * squares).square().sum().sqrt() / squares.sum())
-        # what float32 leaves of a small difference between large logits
+        # what rounding leaves of a small difference between large logits
         error += self._floor / _rms(self._effect)
         if abs(multiple - 1) <= self._epsilon + 8 * error:
             return ""

@@ -1,0 +1,337 @@
+"""Verifications in the engine: what is served right passes, what isn't fails, and nobody else notices but for a step."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load, save
+
+from adapters_store import open_store
+from loraserve.engine import runner as runner_module
+from loraserve.engine.assembly import build_engine
+from loraserve.engine.batch import Batch
+from loraserve.engine.core import Engine
+from loraserve.engine.messages import VerifyReply
+from loraserve.engine.verification import Verifications
+from loraserve.limits import LIMITS, MIB
+from loraserve.memory.device import CpuDevice
+from loraserve.types import AdapterRef, Certificate, Digest, TokenOutput
+from loraserve_kernels.layout import LoraModule
+from loraserve_kernels.plan import make_plan
+
+from .conftest import ADAPTERS, World
+from .test_engine import add, run
+
+Tensors = dict[str, torch.Tensor]
+PROMPT = [5, 6, 7, 8, 9, 10, 11]
+
+
+def edited(world: World, name: str, edit: Callable[[Tensors], object] = lambda _: None, **config: object) -> AdapterRef:
+    """One of the world's adapters, changed, in its store."""
+    store, ref = open_store(world.store_url), world.refs[name]
+    tensors = load(bytes(store.read(ref.weights_blob)))
+    edit(tensors)
+    settings = {**json.loads(bytes(store.read(ref.config_blob))), **config}
+    blobs = []
+    for data in (json.dumps(settings).encode(), save(tensors)):
+        with store.stage() as staged:
+            staged.write(data)
+            blobs.append(staged.commit())
+    digest = Digest(hashlib.sha256("".join(blobs).encode()).hexdigest())
+    return AdapterRef(
+        tenant=ref.tenant, name=name, version=2, digest=digest, config_blob=blobs[0], weights_blob=blobs[1]
+    )
+
+
+def scaled(factor: float) -> Callable[[Tensors], object]:
+    return lambda tensors: [tensor.mul_(factor) for key, tensor in tensors.items() if "lora_B" in key]
+
+
+def with_magnitudes(tensors: Tensors) -> None:
+    for key in [key for key in tensors if "lora_B" in key]:
+        size = tensors[key].shape[0]
+        tensors[key.replace("lora_B.weight", "lora_magnitude_vector")] = torch.linspace(1.0, 5.0, size)
+
+
+def verifications(engine: Engine) -> Verifications:
+    assert engine.verifications is not None
+    return engine.verifications
+
+
+@pytest.fixture
+def make_engine(world: World) -> Iterator[Callable[..., Engine]]:
+    engines: list[Engine] = []
+
+    def make(**changes: object) -> Engine:
+        engine, _ = build_engine(world.config(**changes))
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        verifications(engine).close()
+        engine.pager.close()
+
+
+@pytest.fixture(scope="module")
+def engine(world: World) -> Iterator[Engine]:
+    """One for tests that leave it as they found it."""
+    engine, _ = build_engine(world.config())
+    yield engine
+    verifications(engine).close()
+    engine.pager.close()
+
+
+def replies(
+    engine: Engine, *refs: AdapterRef, on_step: Callable[[list[TokenOutput]], object] = lambda _: None
+) -> list[VerifyReply]:
+    """The answers to these, in their order; nothing is held afterwards."""
+    for call_id, ref in enumerate(refs):
+        verifications(engine).start(call_id, ref)
+    got: dict[int, VerifyReply] = {}
+    deadline = time.monotonic() + 120
+    while len(got) < len(refs):
+        assert time.monotonic() < deadline
+        if engine.has_requests:
+            on_step(engine.step())
+        else:
+            engine.pager.poll()
+            time.sleep(0.001)
+        got |= {reply.call_id: reply for reply in verifications(engine).poll()}
+    assert engine.check() == []
+    return [got[call_id] for call_id in range(len(refs))]
+
+
+def certificate(engine: Engine, ref: AdapterRef) -> Certificate:
+    reply = replies(engine, ref)[0]
+    assert reply.certificate is not None, reply
+    return reply.certificate
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapter_that_is_served_right_passes(name: str, world: World, engine: Engine) -> None:
+    found = certificate(engine, world.refs[name])
+    assert (found.verdict, found.reason, found.top1_agreement) == ("passed", "", 1.0)
+    assert found.max_difference <= found.tolerance
+    assert found.max_effect > 0.1
+    assert found.tolerance < 0.01 * found.max_effect
+    assert found.mean_difference <= found.max_difference
+    assert found.num_probe_tokens == 30
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "bfloat16"},
+        {"dtype": "float16"},
+        {"quantize": "int8"},
+        {"quantize": "fp8"},
+        {"adapter_dtype": "int8", "max_adapter_loss": 0.5},
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())),
+)
+def test_rounding_is_no_failure(changes: dict[str, object], world: World, make_engine: Callable[..., Engine]) -> None:
+    found = certificate(make_engine(**changes), world.refs["r8"])
+    assert found.verdict == "passed", found.reason
+
+
+def test_adapter_that_changes_nothing_passes(world: World, engine: Engine) -> None:
+    found = certificate(engine, edited(world, "r8", scaled(0.0)))
+    assert (found.verdict, found.max_effect) == ("passed", 0.0)
+
+
+def test_kinds_beside_plain_lora_pass(world: World, engine: Engine) -> None:
+    found = certificate(engine, edited(world, "r8", with_magnitudes, use_dora=True))
+    assert found.verdict == "passed", found.reason
+
+
+Modules = list[LoraModule]
+MUTANTS: dict[str, Callable[[Modules], Modules]] = {
+    "scale ignored": lambda modules: [replace(m, scaling=1.0) for m in modules],
+    "scale a tenth off": lambda modules: [replace(m, scaling=1.1 * m.scaling) for m in modules],
+    "layer dropped": lambda modules: [m for m in modules if m.layer != 1],
+    "module dropped": lambda modules: [m for m in modules if (m.layer, m.module) != (2, "down_proj")],
+    "last rank dropped": lambda modules: [replace(m, lora_a=m.lora_a[:-1], lora_b=m.lora_b[:, :-1]) for m in modules],
+    "layers swapped": lambda modules: [replace(m, layer=(1, 0, 2)[m.layer]) for m in modules],
+    "matrices mixed up": lambda modules: [replace(m, lora_a=m.lora_a.flip(0)) for m in modules],
+    "adapter ignored": lambda modules: [replace(m, lora_b=torch.zeros_like(m.lora_b)) for m in modules],
+}
+
+
+def break_packing(monkeypatch: pytest.MonkeyPatch, mutant: Callable[[Modules], Modules]) -> None:
+    pack = CpuDevice.pack
+    monkeypatch.setattr(
+        CpuDevice, "pack", lambda self, modules, *rest, **named: pack(self, mutant(list(modules)), *rest, **named)
+    )
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e-3], ids=["strong", "weak"])
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_adapter_that_is_packed_wrong_fails(
+    mutant: str, factor: float, world: World, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_packing(monkeypatch, MUTANTS[mutant])
+    # of its own for each mutant: what is packed stays
+    ref = edited(world, "r8", scaled(factor * (1 + 1e-4 * list(MUTANTS).index(mutant))))
+    found = certificate(engine, ref)
+    assert found.verdict == "failed"
+    assert found.reason
+
+
+@pytest.mark.parametrize("changes", [{"dtype": "bfloat16"}, {"quantize": "int8"}], ids=["bfloat16", "int8"])
+def test_base_that_rounds_hides_no_grave_mistake(
+    changes: dict[str, object], world: World, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(**changes)
+    for number, mutant in enumerate(("scale ignored", "layer dropped", "adapter ignored")):
+        with monkeypatch.context() as patch:
+            break_packing(patch, MUTANTS[mutant])
+            found = certificate(engine, edited(world, "r8", scaled(1 + 1e-4 * number)))
+            assert found.verdict == "failed", mutant
+
+
+def test_dora_that_is_ignored_fails(world: World, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_packing(monkeypatch, lambda modules: [replace(m, delta=None) for m in modules])
+    ref = edited(world, "r8", lambda tensors: (scaled(0.99)(tensors), with_magnitudes(tensors)), use_dora=True)
+    assert certificate(engine, ref).verdict == "failed"
+
+
+def test_slots_that_are_swapped_fail(world: World, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    certificate(engine, world.refs["mixed"])
+    resident = engine.pager.resident
+    handles = {world.refs["r8"].digest: world.refs["mixed"].digest}
+    monkeypatch.setattr(engine.pager, "resident", lambda digest: resident(handles.get(digest, digest)))
+    assert certificate(engine, world.refs["r8"]).verdict == "failed"
+
+
+def test_mistake_of_mixed_batches_alone_fails(world: World, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter's rows begin a row too late wherever other rows come before."""
+
+    def shifted(segments, num_tokens):  # type: ignore[no-untyped-def]
+        return make_plan([(a, start + (start > 0), end) for a, start, end in segments if end - start > 1], num_tokens)
+
+    monkeypatch.setattr(runner_module, "make_plan", shifted)
+    assert certificate(engine, world.refs["r8"]).verdict == "failed"
+
+
+def test_adapter_whose_logits_are_not_finite_fails(world: World, engine: Engine) -> None:
+    found = certificate(engine, edited(world, "r8", scaled(1e30)))
+    assert found.verdict == "failed"
+    assert "finite" in found.reason
+
+
+def test_probes_meet_the_base_and_other_adapters(
+    world: World, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    certificate(engine, world.refs["rs"])
+    batches: list[Batch] = []
+    launch = engine._runner.launch
+    monkeypatch.setattr(engine._runner, "launch", lambda batch: (batches.append(batch), launch(batch))[1])
+    request = add(engine, world, PROMPT, max_tokens=100)
+    for _ in range(3):
+        engine.step()
+    certificate(engine, world.refs["r8"])
+    assert all(request == entry.request.request_id for entry in batches[0].entries)
+    alone = [batch for batch in batches if all(entry.request.probe is not None for entry in batch.entries)]
+    assert [sum(entry.num_tokens for entry in batch.entries) for batch in alone] == [10 + 14]
+    mixed = max(batches, key=lambda batch: len(batch.adapters))
+    assert len(mixed.adapters) == 2
+    assert mixed.adapters[0][1] > 0
+
+
+def test_running_requests_go_on_and_say_the_same(world: World, make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    request = add(engine, world, PROMPT, "mixed", max_tokens=70)
+    had_token: list[bool] = []
+    tokens: list[int] = []
+
+    def note(outputs: list[TokenOutput]) -> None:
+        mine = [output for output in outputs if output.request_id == request]
+        assert len(mine) == len(outputs)
+        had_token.append(bool(mine))
+        tokens.extend(token for output in mine for token in output.token_ids)
+
+    while not tokens:
+        note(engine.step())
+    had_token.clear()
+    found = replies(engine, world.refs["r8"], world.refs["rs"], on_step=note)
+    assert all(reply.certificate is not None for reply in found)
+    # the steps that probes have for themselves, one for each verification
+    assert had_token.count(False) <= 2
+    tokens += run(engine)[request]
+    assert tokens == world.expected("mixed", PROMPT, 70)
+
+
+def test_probes_leave_nothing(world: World, make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(block_size=4)
+    for _ in range(2):
+        certificate(engine, world.refs["r8"])
+    stats = engine.stats()
+    assert (stats.num_kv_blocks_used, stats.num_kv_blocks_cached, stats.num_pins) == (0, 0, 0)
+    assert (stats.prompt_tokens, stats.generation_tokens, stats.prefix_tokens_queried) == (0, 0, 0)
+
+
+def test_memory_and_places_for_few_suffice(world: World, make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(max_num_seqs=1, max_num_batched_tokens=5)
+    request = add(engine, world, PROMPT, max_tokens=40)
+    tokens: list[int] = []
+    found = replies(
+        engine,
+        world.refs["r8"],
+        on_step=lambda outputs: tokens.extend(token for output in outputs for token in output.token_ids),
+    )
+    assert found[0].certificate is not None
+    assert found[0].certificate.verdict == "passed"
+    tokens += run(engine).get(request, [])
+    assert tokens == world.expected(None, PROMPT, 40)
+
+
+def test_verification_that_nobody_waits_for_holds_nothing(world: World, make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    for stop_after in range(6):
+        verifications(engine).start(stop_after, world.refs["r8"])
+        verifications(engine).start(100, world.refs["rs"])
+        for _ in range(stop_after):
+            verifications(engine).poll()
+            time.sleep(0.02)
+            engine.step()
+        verifications(engine).abort(stop_after)
+        verifications(engine).abort(100)
+        assert not verifications(engine).is_active
+        assert not engine.has_requests
+        assert verifications(engine).poll() == []
+        assert (engine.stats().num_kv_blocks_used, engine.stats().num_pins) == (0, 0)
+
+
+def test_too_many_are_refused(world: World, make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    for call_id in range(LIMITS.max_verifications + 1):
+        verifications(engine).start(call_id, world.refs["r8"])
+    (refused,) = verifications(engine).poll()
+    assert (refused.call_id, refused.error_code, refused.is_permanent) == (64, "overloaded", False)
+
+
+def test_what_can_never_be_served_is_told_from_what_can_not_be_now(
+    world: World, make_engine: Callable[..., Engine]
+) -> None:
+    engine = make_engine(memory_budget_bytes=4 * MIB, adapter_share=0.002)
+    other_base = edited(world, "r1", lambda tensors: tensors.update({k: t[:, :-1].contiguous() for k, t in tensors.items() if "lora_A" in k}))  # fmt: skip
+    gone = AdapterRef(**{**_fields(world.refs["rs"]), "weights_blob": Digest("0" * 64), "digest": Digest("1" * 64)})
+    found = replies(engine, world.refs["r8"], other_base, gone)
+    assert [(reply.error_code, reply.is_permanent) for reply in found] == [
+        ("adapter_too_large", True),
+        ("adapter_base_mismatch", True),
+        ("adapter_corrupt", False),
+    ]
+    assert all(reply.error_message for reply in found)
+
+
+def _fields(ref: AdapterRef) -> dict[str, object]:
+    return {name: getattr(ref, name) for name in ref.__struct_fields__}
