@@ -13,9 +13,9 @@ import torch
 import transformers
 from peft.tuners.tuners_utils import BaseTunerLayer
 
+from loraserve.adapters.compiler import compile_adapter
 from loraserve.adapters.ir import AdapterIR, ModuleIR, TensorView
 from loraserve.adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE, PeftAdapter, read_adapter
-from loraserve.adapters.tuners import TUNERS
 from loraserve.limits import LIMITS, Limits
 from loraserve.types import BaseSpec
 
@@ -72,7 +72,7 @@ def _load_adapter(directory: Path) -> dict[str, BaseTunerLayer]:
 
 
 def _compile(adapter: PeftAdapter, base: BaseSpec, limits: Limits = LIMITS) -> AdapterIR:
-    return TUNERS[adapter.config["peft_type"]](adapter.config, adapter.tensors, base, limits)
+    return compile_adapter(adapter.config, adapter.tensors, base, limits)
 
 
 def _as_tensor(view: TensorView) -> torch.Tensor:

@@ -47,6 +47,9 @@ CASES: dict[str, peft.PeftConfig] = {
     "LoKr, a factor that doesn't divide": peft.LoKrConfig(
         r=2, alpha=3, target_modules=LINEARS, decompose_factor=5, init_weights="lycoris"
     ),
+    "LoKr, r over a factor's side": peft.LoKrConfig(
+        r=5, alpha=3, target_modules=["up_proj", "down_proj"], decompose_factor=48, decompose_both=True
+    ),
     "LoKr, patterns": peft.LoKrConfig(
         r=2,
         alpha=4,
@@ -99,6 +102,30 @@ def test_each_modules_update_equals_pefts(
     assert ir.kind == CASES[case].peft_type
     for name, update in theirs.items():
         torch.testing.assert_close(ours[name], update, rtol=1e-5, atol=1e-6 * float(update.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("config", "rank"),
+    [
+        (peft.LoHaConfig(r=3, target_modules=["k_proj"]), 9),
+        (peft.LoHaConfig(r=6, target_modules=["k_proj"]), 16),
+        (peft.LoKrConfig(r=2, target_modules=["up_proj"]), 4 * 2),
+        # w1 is 48×4, a product of rank 5; w2 is 1×8
+        (peft.LoKrConfig(r=5, target_modules=["up_proj"], decompose_factor=48, decompose_both=True), 4),
+        (peft.VeraConfig(r=40, target_modules=["k_proj"]), 16),
+    ],
+    ids=lambda value: value.peft_type.value if isinstance(value, peft.PeftConfig) else str(value),
+)
+def test_the_rank_is_the_least_that_is_known_without_computing(
+    config: peft.PeftConfig,
+    rank: int,
+    tmp_path: Path,
+    make_base: Callable[..., BaseSpec],
+    save_adapter: Callable[..., Any],
+    compile_kind: Callable[..., Any],
+) -> None:
+    ir = compile_kind(save_adapter(tmp_path, config), make_base())
+    assert {m.rank for m in ir.modules} == {rank}
 
 
 def test_what_adalora_trains_beside_its_factors_is_served_as_loras_is(
