@@ -143,8 +143,17 @@ def write_tokenizer(out: Path, vocab: int) -> None:
     (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def write_adapter(size: Size, out: Path, *, rank: int, targets: tuple[str, ...], dtype: torch.dtype, seed: int) -> None:
-    """Write one adapter. With alpha / r = 2, its update is half as large as the base weight, whatever the rank."""
+def write_adapter(
+    size: Size,
+    out: Path,
+    *,
+    rank: int,
+    targets: tuple[str, ...],
+    dtype: torch.dtype,
+    seed: int,
+    invocation: tuple[int, ...] | None = None,
+) -> None:
+    """Write one adapter. With alpha / r = 2, its update is half as large as the base weight, whatever the rank. With an invocation it's an activated LoRA."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for layer in range(size.layers):
@@ -174,6 +183,7 @@ def write_adapter(size: Size, out: Path, *, rank: int, targets: tuple[str, ...],
         "layers_to_transform": None,
         "layers_pattern": None,
         "init_lora_weights": True,
+        "alora_invocation_tokens": None if invocation is None else list(invocation),
     }
     (out / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
