@@ -21,6 +21,7 @@ UNIT_BITS = tl.constexpr(8 * paged_layout.UNIT_BYTES)
 NUM_REPLACED = tl.constexpr(paged_layout.NUM_REPLACED)
 FIRST_TILE = tl.constexpr(paged_layout.REPLACED_TILE)
 FIRST_WORK = tl.constexpr(paged_layout.REPLACED_WORK)
+TILES_AT_ONCE = tl.constexpr(64)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -51,11 +52,11 @@ def replace_kernel(  # type: ignore[no-untyped-def]
     offs_m = tl.arange(0, BLOCK_M)
     offs_r = tl.arange(0, 16)
     offs_k = tl.arange(0, BLOCK_K)
-    offs_t = tl.arange(0, 64)
+    offs_t = tl.arange(0, TILES_AT_ONCE)
     for work in range(tl.program_id(0), num_works, tl.num_programs(0)):
         # its row tile is the last whose work starts here or before: one without work starts where the next does
         row_tile = -1
-        for first in range(0, num_row_tiles, 64):
+        for first in range(0, num_row_tiles, TILES_AT_ONCE):
             first_work_ptrs = plan_ptr + tiles_at + (first + offs_t) * 16 + FIRST_WORK
             first_works = tl.load(first_work_ptrs, mask=first + offs_t < num_row_tiles, other=2147483647)
             row_tile += tl.sum((first_works <= work).to(tl.int32), axis=0)
@@ -136,7 +137,6 @@ def replace_embedding_kernel(  # type: ignore[no-untyped-def]
             high = tl.where(ids <= tokens, high, middle)
         record_ptrs = first_record + low // 16 * RECORD + low % 16
         is_there = tl.load(record_ptrs + IDS, mask=is_row, other=-1) == tokens
-        is_there &= is_row
         units = tl.load(record_ptrs + A_UNITS, mask=is_there, other=0).to(tl.int64)
         multiplier = tl.load(record_ptrs + MULTIPLIERS, mask=is_there, other=0).to(tl.float32, bitcast=True)
         start_n = work % num_chunks * CHUNK_N

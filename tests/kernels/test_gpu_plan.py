@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from paged_pools import EVEN, MIXED_RANKS, ODD, Fleet
+from paged_pools import EVEN, MIXED_RANKS, ODD, Fleet, random_modules
 
 from loraserve_kernels import gpu_plan, launch
 from loraserve_kernels.errors import InvalidPlan, ShapeMismatch
-from loraserve_kernels.gpu_plan import HEADER, SITE_INDEX, GpuLoraPlan, split_k
-from loraserve_kernels.layout import SITES
+from loraserve_kernels.gpu_plan import HEADER, REPLACED_AT, SITE_INDEX, GpuLoraPlan, split_k
+from loraserve_kernels.modules import SITES
+from loraserve_kernels.paged_layout import REPLACED_WORK
 
 STORED = [torch.float16, torch.int8, torch.float16, torch.int8, torch.float16]
 
@@ -28,7 +29,7 @@ def make_slots(fleet: Fleet, num_tokens: int, seed: int = 0) -> np.ndarray:
 
 
 def words_of(fleet: Fleet, slot: int, site: str) -> list[list[int]]:
-    """For each of the site's slices: 0, tiles, first tile, whether there is a δ."""
+    """For each of the site's slices: 0, tiles, first tile, whether there is a δ or a shift."""
     index = list(SITES).index(site)
     words: list[list[int]] = fleet.pool.sites[slot, index, 4:].reshape(3, 4).tolist()
     return words
@@ -113,6 +114,29 @@ def test_sampled_rows_cost_nothing_where_no_head_has_an_adapter() -> None:
     tiles_at = int(plan.buffer[4 * SITE_INDEX["lm_head"] + 3])
     assert plan.buffer[tiles_at : tiles_at + 2].tolist() == [8, 1]
     assert plan.buffer[HEADER + 8] == 0
+
+
+def test_work_on_replaced_rows_is_counted_at_the_two_ends_alone() -> None:
+    torch.manual_seed(0)
+    ends = Fleet(
+        [{"q_proj": 8, "lm_head": 4}, {"q_proj": 8, "lm_head": 4}], EVEN, torch.float16, num_rows={"lm_head": 33}
+    )
+    plan = GpuLoraPlan(ends.pool, max_num_tokens=64, max_work_items=20)
+    a, b = ends.slots
+    embedder = random_modules({"embed_tokens": 0}, EVEN, torch.float16, num_rows={"embed_tokens": 16})
+    c = ends.add(embedder, torch.float16)
+
+    def works(row_slots: list[int]) -> tuple[list[int], list[int]]:
+        plan.fill(np.array(row_slots, dtype=np.int32))
+        _, _, num_row_tiles, tiles_at = plan.buffer[4 * SITE_INDEX["lm_head"] :][:4].tolist()
+        tiles = plan.buffer[tiles_at : tiles_at + 16 * num_row_tiles].view(-1, 16)
+        return plan.buffer[REPLACED_AT : REPLACED_AT + len(SITES)].tolist(), tiles[:, REPLACED_WORK].tolist()
+
+    # two row tiles of a's, two of b's: three times sixteen rows for each of the latter
+    assert works([a, b] * 17) == ([0, 0, 0, 0, 6, 0], [0, 0, 0, 3])
+    assert works([c, b]) == ([0, 0, 0, 0, 3, 1], [0])
+    # what the step before had is gone
+    assert works([a, 0])[0] == [0] * 6
 
 
 def test_rows_of_one_adapter_share_tiles_wherever_they_stand(fleet: Fleet) -> None:

@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from loraserve_kernels import gpu_device, gpu_lora
-from loraserve_kernels.gpu_plan import HEADER, ROWS_OF_A_TILE
+from loraserve_kernels.gpu_plan import HEADER, REPLACED_AT, ROWS_OF_A_TILE
 
 ALIGNED = 16
 
@@ -33,6 +33,22 @@ EXPAND = {
     "N0": "i32",
     "N1": "i32",
     "N2": "i32",
+}
+NO_SCRATCH = {name: kind for name, kind in POOL.items() if name != "scratch_ptr"}
+REPLACE = {
+    **NO_SCRATCH,
+    "x_ptr": "*{x}",
+    "y_ptr": "*{y}",
+    "bias_ptr": "*{x}",
+    **dict.fromkeys(("K", "stride_x", "stride_y", "stride_tile"), "i32"),
+}
+REPLACE_EMBEDDING = {
+    **NO_SCRATCH,
+    "token_ids_ptr": "*i64",
+    "y_ptr": "*{y}",
+    "N": "i32",
+    "stride_y": "i32",
+    "stride_tile": "i32",
 }
 LOOK_UP = {**POOL, "token_ids_ptr": "*i64", "stride_tile": "i32"}
 # a multiprocessor's registers, and the shared memory of one of the smaller generation
@@ -61,7 +77,7 @@ def compile_kernel(
 ) -> Any:
     """As the first launch would: with pointers and widths that are multiples of 16, as every supported base has them, unless not `is_even`."""
     constants: dict[str, Any] = {"HEADER_AT": 4, "PERM_AT": HEADER, "BLOCK_M": block_m}
-    config, uneven = gpu_lora.KernelConfig(0, 4, 3), {"K", "stride_x", "N0", "N1", "N2", "stride_y"}
+    config, uneven = gpu_lora.KernelConfig(0, 4, 3), {"K", "stride_x", "N", "N0", "N1", "N2", "stride_y"}
     if kernel == "shrink":
         fn, signature, config = gpu_lora.shrink_kernel, SHRINK, gpu_lora.SHRINK_CONFIGS[block_m]
         constants |= {"BLOCK_K": config.block, "EVEN_K": is_even}
@@ -69,12 +85,20 @@ def compile_kernel(
         fn, signature = gpu_lora.expand_kernel, EXPAND
         config = gpu_lora.expand_config(block_m, split, torch.float32 if y == "fp32" else torch.float16)
         constants |= {"BLOCK_N": config.block, "EVEN_N": is_even}
-        if not has_bias:
-            constants["bias_ptr"] = None
+    elif kernel == "replace":
+        fn, signature, config = gpu_lora.replace_kernel, REPLACE, gpu_lora.SHRINK_CONFIGS[block_m]
+        constants |= {"BLOCK_K": config.block, "EVEN_K": is_even, "WORKS_AT": REPLACED_AT}
+    elif kernel == "replace_embedding":
+        fn, signature, config = gpu_lora.replace_embedding_kernel, REPLACE_EMBEDDING, gpu_lora.REPLACE_EMBEDDING_CONFIG
+        constants |= {"BLOCK_N": config.block, "CHUNK_N": gpu_lora.REPLACE_CHUNK, "WORKS_AT": REPLACED_AT}
     else:
         fn, signature = gpu_lora.look_up_kernel, LOOK_UP
-    if kernel != "look_up":
-        constants |= {"SPLIT_K": split, "NUM_STAGES": config.num_stages, "WIDEN": False}
+    if "bias_ptr" in signature and not has_bias:
+        constants["bias_ptr"] = None
+    if kernel in ("shrink", "expand", "replace"):
+        constants |= {"NUM_STAGES": config.num_stages, "WIDEN": False}
+    if kernel in ("shrink", "expand"):
+        constants["SPLIT_K"] = split
     names = fn.arg_names
     assert set(names) == set(signature) | set(constants)
     signature = {name: kind for name, kind in signature.items() if name not in constants}
@@ -152,6 +176,22 @@ def test_widths_that_are_no_multiples_of_16_still_load_weights_wide(
 
 def test_a_bias_is_lean(tmp_path: Path) -> None:
     assert_lean(compile_kernel("expand", "bf16", 80, 16, has_bias=True), tmp_path)
+
+
+@pytest.mark.parametrize(("capability", "block_m"), [(80, 16), (90, 16), (90, 32)])
+def test_rows_of_the_head_are_loaded_wide_and_ahead(capability: int, block_m: int, tmp_path: Path) -> None:
+    opcodes = assert_lean(compile_kernel("replace", "bf16", capability, block_m, y="fp32"), tmp_path)
+    copies = {op for op in opcodes if op.startswith("LDGSTS")}
+    assert any(op.endswith(".128") for op in copies), copies
+    assert all(op.endswith((".64", ".128")) for op in copies), copies
+
+
+@pytest.mark.parametrize(("capability", "block_m"), [(80, 16), (90, 32)])
+def test_rows_of_the_embedding_are_copied_wide(capability: int, block_m: int, tmp_path: Path) -> None:
+    compiled = compile_kernel("replace_embedding", "bf16", capability, block_m, y="fp32")
+    opcodes = assert_lean(compiled, tmp_path, multiplies=False)
+    assert not [op for op in opcodes if op.startswith(("LDG.", "STG.")) and re.search(r"\.[US](8|16)\b", op)]
+    assert any(op.startswith("STG.") and op.endswith(".128") for op in opcodes)
 
 
 def test_looking_up_is_lean(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from paged_pools import EVEN, ODD, Fleet, Ranks, random_modules
 from loraserve_kernels import gpu_gemm
 from loraserve_kernels.errors import ShapeMismatch
 from loraserve_kernels.gpu_gemm import weight_only_linear, weight_only_linear_lora
+from loraserve_kernels.gpu_lora import apply_lora
 
 from .gemm_steps import LoraStep, make_lora_step
 
@@ -26,8 +27,11 @@ RANKS: list[Ranks] = [1, 8, {"q_proj": 5, "v_proj": 64, "up_proj": 20, "down_pro
 
 
 def make_fleet(dtype: torch.dtype = torch.float16) -> Fleet:
-    """Adapters in 16 bits and in int8, the second and the fourth with a δ for some modules."""
-    return Fleet(RANKS, EVEN, dtype, stored=(dtype, torch.int8), has_delta={"q_proj", "v_proj", "o_proj", "down_proj"})
+    """Adapters in 16 bits and in int8, the second and the fourth with a δ or a shift for some modules."""
+    return Fleet(
+        RANKS, EVEN, dtype, stored=(dtype, torch.int8),
+        has_delta={"q_proj", "v_proj", "o_proj", "down_proj"}, has_shift={"q_proj", "o_proj", "up_proj"},
+    )  # fmt: skip
 
 
 def rows_of(fleet: Fleet, num_rows: int) -> list[int]:
@@ -122,6 +126,15 @@ def test_other_shapes_take_the_two_steps(shapes: str, site: str, num_rows: int) 
     step = make_lora_step(fleet, [slots[i % 3] for i in range(num_rows)], site, "int8")
     assert step.is_right(roundings=3)
     assert not step.is_fused
+
+
+def test_the_head_whose_rows_an_adapter_may_replace_takes_the_two_steps() -> None:
+    fleet = Fleet([8, 12], EVEN, torch.float16, num_rows={"lm_head": 40})
+    step = make_lora_step(fleet, [fleet.slots[1], 0, fleet.slots[0]], "lm_head", "plain")
+    y = weight_only_linear_lora(step.x, step.weight, None, step.plan, "lm_head", 0)
+    two = weight_only_linear(step.x, step.weight, None)
+    apply_lora(step.x, two, step.plan, "lm_head", 0)
+    assert torch.equal(y, two)
 
 
 def test_tensors_that_dont_fit_the_plan_are_refused() -> None:

@@ -166,6 +166,10 @@ def test_a_mutant_for_many_rows_is_caught(old: str, new: str, monkeypatch: pytes
         pytest.param("tl.where(num_items > 0, tl.where(has_ending != 0, 2, 1), 0)", "tl.where(num_rows > 0, tl.where(has_ending != 0, 2, 1), 0)", id="what an adapter lacks is added"),
         pytest.param("y + delta * y", "y + delta", id="δ is added"),
         pytest.param("tl.where(has_ending, y + delta * y, y)", "y", id="δ is forgotten"),
+        pytest.param("tl.where(has_ending, y + shift, y)", "y", id="the shift is forgotten"),
+        pytest.param("tl.where(has_ending, y + shift, y)", "tl.where(has_ending, y + shift * (1 + delta), y)", id="the shift is scaled"),
+        pytest.param("SHIFT_UNIT).to(tl.int64) * (UNIT_BITS // 32) + first_column", "SHIFT_UNIT).to(tl.int64) * (UNIT_BITS // 32)", id="every block of columns has the first one's shift"),
+        pytest.param("tl.load(record_ptr + HAS_SHIFT) != 0", "tl.load(record_ptr + HAS_DELTA) != 0", id="a shift wherever there is a δ"),
         pytest.param("tile * BLOCK_N - in1 * N0 - in2 * N1", "tile * BLOCK_N", id="columns aren't the slice's"),
         pytest.param("with_lora[None, :], states", "with_lora[None, :] + 1, states", id="rows are their neighbours"),
         pytest.param("if kind == 0:", "if kind >= 0:", id="int8 is taken for 16 bits"),
@@ -179,7 +183,7 @@ def test_a_mutant_with_lora_is_caught(old: str, new: str, monkeypatch: pytest.Mo
     torch.manual_seed(0)
     fleet = Fleet(
         [8, 40, {"q_proj": 5, "v_proj": 20}], EVEN, torch.float16,
-        stored=(torch.int8,), has_delta={"q_proj", "k_proj"},
+        stored=(torch.int8,), has_delta={"q_proj", "k_proj"}, has_shift={"q_proj", "v_proj"},
     )  # fmt: skip
     a, b, c = fleet.slots
     assert not make_lora_step(fleet, [0, b, a, c, 0, b, a], "qkv", "int4", has_bias=True).is_right()
