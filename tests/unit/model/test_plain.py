@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import peft
 import pytest
 import torch
 
 from loraserve.adapters.compiler import compile_adapter
 from loraserve.adapters.ir import AdapterIR
 from loraserve.adapters.peft_format import read_adapter
-from loraserve.model.plain import evaluate
+from loraserve.model.plain import Stopped, evaluate, invocation_start
 from loraserve.types import BaseSpec
 
 from .conftest import build_model, load, random_tokens, reference_logits, save_model
-from .test_adapter_kinds import KINDS, save_adapter
+from .test_adapter_kinds import open_model
 from .test_equality import CASES
 
 # PEFT remarks on tied embeddings and on what it saves of them
@@ -40,13 +43,93 @@ def test_base_is_what_transformers_computes(case: str, tmp_path: Path) -> None:
         torch.testing.assert_close(adapted, base, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+lora = partial(peft.LoraConfig, task_type="CAUSAL_LM")
+CONFIGS: dict[str, peft.PeftConfig] = {
+    "lora": lora(
+        r=3, lora_alpha=5, use_rslora=True, target_modules=LINEARS, rank_pattern={"k_proj": 5}, alpha_pattern={"o_proj": 2}
+    ),
+    "dora": lora(r=3, lora_alpha=4, use_dora=True, target_modules=[*LINEARS, "embed_tokens", "lm_head"]),
+    "biases": lora(r=3, lora_alpha=4, bias="all", target_modules=LINEARS),
+    "lora's biases": lora(r=3, lora_alpha=5, lora_bias=True, target_modules=["q_proj", "down_proj"]),
+    "whole modules": lora(
+        r=3, target_modules=["q_proj"], modules_to_save=["lm_head", "embed_tokens", "o_proj", "input_layernorm", "norm"]
+    ),
+    "tokens": lora(r=3, target_modules=["q_proj"], trainable_token_indices=[PROMPTS[0][1], PROMPTS[1][3], 7]),
+    "activated": lora(r=3, lora_alpha=5, target_modules=LINEARS, alora_invocation_tokens=PROMPTS[1][6:8]),
+    "ia3": peft.IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "loha": peft.LoHaConfig(r=2, alpha=3, target_modules=["q_proj", "up_proj"]),
+    "lokr": peft.LoKrConfig(r=2, alpha=3, target_modules=["q_proj", "up_proj"]),
+    "vera": peft.VeraConfig(r=5, target_modules=["q_proj", "o_proj"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
 def test_adapter_is_what_peft_computes(kind: str, tmp_path: Path) -> None:
     model = build_model("qwen2", num_hidden_layers=2)
     save_model(model, tmp_path / "base")
-    adapted = save_adapter(tmp_path / "base", tmp_path / "adapter", KINDS[kind], seed=3)
+    save_random(peft.get_peft_model(open_model(tmp_path / "base"), CONFIGS[kind]), tmp_path / "adapter")
+    adapted = peft.PeftModel.from_pretrained(open_model(tmp_path / "base"), tmp_path / "adapter").eval()
     decoder = load(tmp_path / "base")
     evaluation = evaluate(decoder, PROMPTS, [(compile_saved(tmp_path / "adapter", decoder.spec), 1.0)])
     for prompt, own, base in zip(PROMPTS, evaluation.adapted, evaluation.base, strict=True):
         torch.testing.assert_close(own, reference_logits(adapted, prompt), atol=TOLERANCE, rtol=0)
         torch.testing.assert_close(base, reference_logits(model, prompt), atol=TOLERANCE, rtol=0)
+    assert (
+        max(float((own - base).abs().max()) for own, base in zip(evaluation.adapted, evaluation.base, strict=True))
+        > 0.1
+    )
+
+
+@torch.no_grad()
+def save_random(model: Any, directory: Path) -> None:
+    """Save the adapter with something else in each of its trained parameters."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in (p for p in model.parameters() if p.requires_grad):
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.add_(0.3 * noise if parameter.dim() == 1 else 0.7 * noise * parameter.shape[-1] ** -0.5)
+    model.save_pretrained(directory)
+
+
+def test_terms_of_a_composition_add_up(tmp_path: Path) -> None:
+    model = build_model("llama", num_hidden_layers=2)
+    save_model(model, tmp_path / "base")
+    decoder = load(tmp_path / "base")
+    terms = []
+    merged = open_model(tmp_path / "base")
+    for kind, weight in (("lora", 0.5), ("loha", -0.3)):
+        save_random(peft.get_peft_model(open_model(tmp_path / "base"), CONFIGS[kind]), tmp_path / kind)
+        terms.append((compile_saved(tmp_path / kind, decoder.spec), weight))
+        alone = peft.PeftModel.from_pretrained(open_model(tmp_path / "base"), tmp_path / kind).merge_and_unload()
+        with torch.no_grad():
+            for sum_, own, base in zip(merged.parameters(), alone.parameters(), model.parameters(), strict=True):
+                sum_.add_(weight * (own - base))
+    for prompt, own in zip(PROMPTS, evaluate(decoder, PROMPTS, terms).adapted, strict=True):
+        torch.testing.assert_close(own, reference_logits(merged, prompt), atol=TOLERANCE, rtol=0)
+
+
+def test_quantized_base_is_evaluated_on_the_weights_that_it_computes_with(tmp_path: Path) -> None:
+    model = build_model("llama", hidden_size=64, intermediate_size=128, head_dim=16)
+    decoder = load(save_model(model, tmp_path), quantize="nf4")
+    with torch.no_grad():
+        for layer in range(decoder.spec.num_layers):
+            for module in LINEARS:
+                linear = model.model.layers[layer].get_submodule(decoder.spec.module_paths[module])
+                linear.weight.copy_(torch.cat(list(decoder.weight_rows(layer, module))))
+        model.lm_head.weight.copy_(torch.cat(list(decoder.weight_rows(0, "lm_head"))))
+    evaluation = evaluate(decoder, PROMPTS, [])
+    for prompt, base in zip(PROMPTS, evaluation.base, strict=True):
+        torch.testing.assert_close(base, reference_logits(model, prompt), atol=TOLERANCE, rtol=0)
+
+
+def test_evaluation_that_nobody_wants_stops(small_llama: tuple[Any, Path]) -> None:
+    answers = iter([True, True, False])
+    with pytest.raises(Stopped):
+        evaluate(load(small_llama[1]), PROMPTS, [], is_wanted=lambda: next(answers))
+
+
+@pytest.mark.parametrize(
+    ("invocation", "start"), [((), 0), ((1,), 3), ((3, 1), 2), ((1, 3), 1), ((1, 2), None), ((1, 3, 1, 1, 1), None)]
+)
+def test_activated_adapter_begins_with_its_last_invocation(invocation: tuple[int, ...], start: int | None) -> None:
+    assert invocation_start([5, 1, 3, 1], invocation) == start
