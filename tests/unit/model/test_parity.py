@@ -1,0 +1,141 @@
+"""Random bases, and random adapters of every kind on them, in mixed batches: each row's logits are those of PEFT for its adapter alone.
+
+LORASERVE_PARITY_CASES says how many adapters are drawn; the seed of a failure is in its message.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drawn import TOKENS, Draw, draw_adapter, draw_base, save_adapter
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from adapters_store import LocalStore
+from loraserve.engine.activation import find_activation
+from loraserve.memory.device import CpuDevice
+from loraserve.memory.facts import Loaded
+from loraserve.memory.load import load_adapter
+from loraserve.model.decoder import Decoder
+from loraserve.types import Digest
+from loraserve_kernels.layout import PackedAdapter
+
+from .conftest import PagedRun, build_model, load, save_model
+from .test_adapter_kinds import publish
+
+NUM_CASES = int(os.environ.get("LORASERVE_PARITY_CASES", "210"))
+PER_BASE = 6
+TOLERANCE = 1e-4
+
+
+@dataclass
+class Row:
+    """A sequence of a batch, and what PEFT says of it."""
+
+    what: str
+    model: Any
+    token_ids: list[int]
+    adapter: PackedAdapter | None
+    start: int
+    expected: Tensor
+
+
+class Drawn:
+    """A base, and rows of a batch: one of the base alone, the others each with an adapter of its own."""
+
+    def __init__(self, seed: int, root: Path, draws: int = PER_BASE) -> None:
+        self.seed, rng = seed, random.Random(seed)
+        self.kind, options = draw_base(rng)
+        base_dir = save_model(build_model(self.kind, seed=seed, **options), root / "base")
+        self.model = AutoModelForCausalLM.from_pretrained(
+            base_dir, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        self.decoder: Decoder = load(base_dir)
+        self.store = LocalStore(root / "store")
+        self.adapters: list[tuple[Draw, Path, Any]] = []
+        for i in range(draws):
+            draw = draw_adapter(rng, self.kind, options, self.decoder.spec.num_layers)
+            directory = root / f"adapter-{i}"
+            self.adapters.append((draw, directory, save_adapter(self.model, draw, directory, 1000 * seed + i)))
+
+    def rows(self) -> list[Row]:
+        """The same ones at each call."""
+        self.rng = random.Random(self.seed)
+        token_ids = self._tokens(8)
+        rows = [Row("base", self.model, token_ids, None, 0, logits_of(self.model, token_ids))]
+        for i, (draw, directory, model) in enumerate(self.adapters):
+            loaded = self.load(directory)
+            invocation = loaded.facts.invocation_token_ids
+            token_ids = self._tokens(7 + i)
+            if invocation and self.rng.random() < 0.7:
+                at = self.rng.randrange(len(token_ids) - len(invocation))
+                token_ids[at : at + len(invocation)] = invocation
+            activation = find_activation(Digest("a"), invocation, token_ids)
+            assert isinstance(loaded.host, PackedAdapter)
+            what = f"{self.kind}, {draw.kind}, {draw.config.to_dict()}"
+            adapter = None if activation is None else loaded.host
+            start = 0 if activation is None else activation.start
+            rows.append(Row(what, model, token_ids, adapter, start, logits_of(model, token_ids)))
+        self.rng.shuffle(rows)
+        return rows
+
+    def load(self, directory: Path) -> Loaded:
+        device = CpuDevice(self.decoder.spec, 1 << 30)
+        return load_adapter(self.store, publish(directory, self.store), self.decoder.spec, device, self.decoder)
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.rng.randrange(TOKENS) for _ in range(count)]
+
+
+@torch.no_grad()
+def logits_of(model: Any, token_ids: list[int]) -> Tensor:
+    # by name: PEFT looks for an aLoRA's invocation in what is passed so
+    logits: Tensor = model(input_ids=torch.tensor([token_ids])).logits[0]
+    return logits
+
+
+def differences(drawn: Drawn, rows: list[Row]) -> list[float]:
+    """The largest difference of each row: all but the last token in one batch, in two chunks for some; then the last of each in another."""
+    run = PagedRun(drawn.decoder)
+    sequences = [run.add(row.token_ids) for row in rows]
+    parts: list[list[Tensor]] = [[] for _ in rows]
+    cuts = [drawn.rng.randrange(1, len(row.token_ids)) for row in rows]
+    steps = [
+        cuts,
+        [len(row.token_ids) - 1 - cut for row, cut in zip(rows, cuts, strict=True)],
+        [1] * len(rows),
+    ]
+    for counts in steps:
+        chosen = [i for i, count in enumerate(counts) if count]
+        segments, first = [], 0
+        for i in chosen:
+            row, done = rows[i], sequences[i].num_computed
+            acting = max(0, row.start - done)
+            if row.adapter is not None and acting < counts[i]:
+                segments.append((row.adapter, first + acting, first + counts[i]))
+            first += counts[i]
+        for i, logits in zip(chosen, run.step([(sequences[i], counts[i]) for i in chosen], lora=segments), strict=True):
+            parts[i].append(logits)
+    return [float((torch.cat(logits) - row.expected).abs().max()) for row, logits in zip(rows, parts, strict=True)]
+
+
+def own_error(row: Row) -> float:
+    """How far PEFT's float32 is from its float64."""
+    exact = logits_of(copy.deepcopy(row.model).double(), row.token_ids)
+    return float((row.expected - exact).abs().max())
+
+
+@pytest.mark.parametrize("seed", range(-(-NUM_CASES // PER_BASE)))
+def test_any_adapters_in_one_batch_equal_peft(seed: int, tmp_path: Path) -> None:
+    drawn = Drawn(seed, tmp_path)
+    rows = drawn.rows()
+    for row, difference in zip(rows, differences(drawn, rows), strict=True):
+        # an adapter may make a base so steep that PEFT's own rounding is more than the tolerance
+        assert difference < TOLERANCE or difference < 3 * own_error(row), f"seed {seed}: {row.what}: {difference:.3g}"
