@@ -1,7 +1,8 @@
-"""Adapters as PEFT saves them, of kinds beyond plain LoRA, pushed through the API to a server and answered as PEFT answers."""
+"""Adapters that PEFT trained, of every kind, pushed through the API to a server and answered in one batch as PEFT's generate answers."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,49 +17,76 @@ from loraserve.demo.pack import base_dir
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
 
+INVOCATION = [300, 7]
+PROMPT = [40, 41, *INVOCATION, 1200, 99]
+MAX_TOKENS = 8
+LORA = {"r": 4, "lora_alpha": 8}
 KINDS: dict[str, dict[str, Any]] = {
-    "dora": {"r": 4, "lora_alpha": 8, "use_dora": True, "target_modules": ["q_proj", "v_proj", "down_proj"]},
-    "embedding": {"r": 4, "lora_alpha": 8, "target_modules": ["embed_tokens", "lm_head", "o_proj"]},
+    "lora": {**LORA, "target_modules": ["q_proj", "v_proj", "down_proj"]},
+    "rslora": {**LORA, "r": 9, "use_rslora": True, "target_modules": "all-linear"},
+    "dora": {**LORA, "use_dora": True, "target_modules": ["q_proj", "v_proj", "down_proj"]},
+    "embeddings": {**LORA, "target_modules": ["embed_tokens", "lm_head", "o_proj"]},
+    "saved": {**LORA, "target_modules": ["k_proj"], "modules_to_save": ["lm_head", "embed_tokens", "model.norm"]},
+    "activated": {**LORA, "target_modules": ["q_proj", "k_proj", "up_proj"], "alora_invocation_tokens": INVOCATION},
 }
-PROMPT = [40, 41, 300, 7, 1200, 99]
 
 
 def train(directory: Path, config: dict[str, Any]) -> Any:
-    """A few steps on the bundled base, saved; returns the model."""
+    """A few steps on the bundled base, saved; returns the model as PEFT loads it back."""
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_pretrained(base_dir(), dtype=torch.float32)
     model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **config))
-    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.02)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.004)
     ids = torch.randint(4, 1500, (4, 12))
-    for _ in range(4):
+    ids[:, 3:5] = torch.tensor(INVOCATION)
+    for _ in range(6):
         optimizer.zero_grad()
-        model(ids, labels=ids).loss.backward()
+        model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
     model.save_pretrained(directory)
-    return model.eval()
+    base = AutoModelForCausalLM.from_pretrained(base_dir(), dtype=torch.float32)
+    return peft.PeftModel.from_pretrained(base, directory).eval()
 
 
 @torch.inference_mode()
-def greedy(model: Any, count: int) -> tuple[list[int], list[float]]:
-    ids, logprobs = list(PROMPT), []
-    for _ in range(count):
-        row = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
-        ids.append(int(row.argmax()))
-        logprobs.append(float(row.max()))
-    return ids[len(PROMPT) :], logprobs
+def generate(model: Any) -> tuple[list[int], list[float]]:
+    """The tokens that PEFT's generate chooses, and their log probabilities."""
+    ids = torch.tensor([PROMPT])
+    answer = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=MAX_TOKENS,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    tokens = answer.sequences[0, len(PROMPT) :]
+    rows = torch.cat(answer.logits).log_softmax(-1)
+    return tokens.tolist(), rows.gather(1, tokens[:, None])[:, 0].tolist()
 
 
-def test_trained_adapters_of_each_kind_are_pushed_and_answered_as_peft_answers(
+def test_trained_adapters_of_every_kind_are_pushed_and_answered_together_as_peft_answers(
     server: ServerProcess, tmp_path: Path
 ) -> None:
     key = server.make_tenant("kinds")
-    models = {name: train(tmp_path / name, config) for name, config in KINDS.items()}
+    expected = {name: generate(train(tmp_path / name, config)) for name, config in KINDS.items()}
+    assert len({tuple(tokens) for tokens, _ in expected.values()}) > 3
     with Client(server.url, api_key=key) as client:
         for name in KINDS:
-            client.adapters.push(str(tmp_path / name), name=name)
-        for name, model in models.items():
-            answer = client.completions.create(model=name, prompt=PROMPT, max_tokens=6, temperature=0, logprobs=1)
-            logprobs = answer.choices[0].logprobs
-            assert logprobs is not None
-            _, expected = greedy(model, 6)
-            assert logprobs.token_logprobs == pytest.approx(expected[: len(logprobs.token_logprobs)], abs=1e-3)
+            version = client.adapters.push(str(tmp_path / name), name=name)
+            assert version.state == "ready", version.checks
+
+        def ask(name: str) -> tuple[list[int], list[float]]:
+            answer = client.completions.create(
+                model=name, prompt=PROMPT, max_tokens=MAX_TOKENS, temperature=0, logprobs=1, return_token_ids=True
+            )
+            choice = answer.choices[0]
+            assert choice.logprobs is not None
+            return choice.token_ids, choice.logprobs.token_logprobs
+
+        with ThreadPoolExecutor(len(KINDS)) as pool:
+            answers = dict(zip(KINDS, pool.map(ask, KINDS), strict=True))
+    for name, (tokens, logprobs) in expected.items():
+        got_tokens, got_logprobs = answers[name]
+        assert got_tokens == tokens[: len(got_tokens)], name
+        assert got_logprobs == pytest.approx(logprobs[: len(got_logprobs)], abs=1e-3), name
