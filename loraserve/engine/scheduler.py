@@ -71,7 +71,12 @@ class ScheduledRequest:
     def num_base_tokens(self) -> int:
         """How many of its tokens, from the first, no adapter acts on."""
         activation = self.request.activation
-        return self.num_tokens if activation is None else min(max(activation.start - self.start, 0), self.num_tokens)
+        if activation is None:
+            return self.num_tokens
+        # of nearly all
+        if activation.start <= self.start:
+            return 0
+        return min(activation.start - self.start, self.num_tokens)
 
     @property
     def num_sampled_tokens(self) -> int:
