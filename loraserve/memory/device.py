@@ -237,8 +237,10 @@ def refuse_out_of_range(modules: Iterable[LoraModule], stored: torch.dtype, dtyp
     if not dtype.is_floating_point or torch.finfo(dtype).max >= torch.finfo(stored).max:
         return
     for m in modules:
-        for name, matrix in (("lora_A", m.lora_a), ("lora_B", m.lora_b)):
-            largest = matrix.abs().amax()
+        rows = m.lora_a[:0] if m.rows is None else m.rows.weight
+        for name, matrix in (("lora_A", m.lora_a), ("lora_B", m.lora_b), ("weight", rows)):
+            # a module may have no ranks
+            largest = matrix.abs().amax() if matrix.numel() else matrix.new_zeros(())
             if largest.to(dtype).isinf():
                 raise AdapterUnavailable(
                     f"Layer {m.layer} {m.module}.{name} has a weight of size {float(largest):.4g}; adapters are held in "

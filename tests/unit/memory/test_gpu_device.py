@@ -209,6 +209,17 @@ def test_a_weight_beyond_the_pools_range_is_refused_by_name(make: Any) -> None:
         make_device(make).pack(modules, torch.float32)
 
 
+def test_a_replaced_row_beyond_the_pools_range_is_refused_by_name(make: Any) -> None:
+    base = msgspec.structs.replace(make.base, dtype="float16", modules={"lm_head": (64, 32)})
+    device = GpuDevice.of_size(base, 200_000, torch.float16, torch.device("cpu"))
+    rows = ReplacedRows(torch.tensor([3, 9], dtype=torch.int32), torch.ones(2, 32))
+    head = LoraModule(0, "lm_head", torch.zeros(0, 32), torch.zeros(64, 0), 1.0, rows=rows)
+    assert device.pack([head], torch.float32)
+    rows.weight[1, 3] = 7e4
+    with pytest.raises(AdapterUnavailable, match=r"Layer 0 lm_head\.weight has a weight of size 7e\+04"):
+        device.pack([head], torch.float32)
+
+
 def test_adapters_are_held_in_the_activations_dtype_or_in_int8() -> None:
     assert adapter_dtype("auto", torch.float16) is torch.float16
     assert adapter_dtype("int8", torch.float16) is torch.int8
