@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loraserve.cli.options import ActForOption, FormatOption, UrlOption, connected, split_version
-from loraserve.cli.output import Column, size
+from loraserve.cli.output import Column, Output, size
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from loraserve.sdk import Client
+    from loraserve.sdk.resources import Version
 
 app = typer.Typer(help="Push, see, name and delete adapters.", no_args_is_help=True)
 
@@ -30,6 +33,7 @@ VERSION_COLUMNS = (
     Column("VERSION", "version"),
     Column("ALIASES", "aliases"),
     Column("STATE", "state"),
+    Column("PARITY", "verdict"),
     Column("RANK", "rank"),
     Column("SIZE", lambda version: size(version.size_bytes)),
     Column("MODULES", "target_modules"),
@@ -40,17 +44,69 @@ VERSION_DETAILS = (
     Column("model", "model"),
     Column("aliases", "aliases"),
     Column("state", "state"),
+    Column("kind", lambda version: version.detail_of("format")),
     Column("rank", "rank"),
     Column("size", lambda version: f"{size(version.size_bytes)} ({version.size_bytes} bytes)"),
     Column("modules", "target_modules"),
     Column("digest", "digest"),
     Column("created", "created_at"),
+    Column("parity", lambda version: _parity(version)),
+)
+CERTIFICATE_DETAILS = (
+    Column("largest difference", lambda one: f"{_number(one.max_difference)} of {_number(one.tolerance)} allowed"),
+    Column("mean difference", lambda one: _number(one.mean_difference)),
+    Column("the base's own", lambda one: _number(one.base_difference)),
+    Column("largest effect", lambda one: f"{_number(one.max_effect)} on a logit of the base"),
+    Column("same token", lambda one: f"{_share(one.top1_agreement)} of {one.num_probe_tokens} positions"),
+    Column("precision loss", lambda one: _share(one.precision_loss)),
+    Column("verified in", lambda one: f"{_number(one.seconds)} s"),
 )
 ACTION_COLUMNS = (
     Column("model", lambda action: f"{action.name}@{action.version}"),
     Column("action", "action"),
     Column("done", "is_done"),
 )
+
+
+def _details(version: Version) -> list[Column]:
+    """What people are shown of a version: its certificate's numbers too, where it has one."""
+    certificate = version.certificate
+    if certificate is None:
+        return list(VERSION_DETAILS)
+    return [
+        *VERSION_DETAILS,
+        *(Column(f"  {column.title}", _fixed(column.of(certificate))) for column in CERTIFICATE_DETAILS),
+    ]
+
+
+def _fixed(text: str) -> Callable[[object], str]:
+    return lambda _: text
+
+
+def _parity(version: Version) -> str | None:
+    """The verdict, and why it isn't a better one."""
+    if version.verdict in (None, "passed"):
+        return version.verdict
+    certificate = version.certificate
+    why = version.detail_of("parity") if certificate is None else certificate.reason
+    return f"{version.verdict}: {why}" if why else version.verdict
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.3g}"
+
+
+def _share(value: float | None) -> str:
+    return "not finite" if value is None else f"{100 * value:.4g} %"
+
+
+def _check_served(output: Output, version: Version) -> None:
+    """Raises:
+    typer.Exit: the version is in quarantine; scripts must not go on as if it were served.
+    """
+    if version.is_quarantined:
+        output.note(f"{version.model} is in quarantine: it isn't served, and no alias was moved to it.")
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -74,10 +130,13 @@ def push(
             version = client.adapters.push(
                 directory, name=name, alias=alias, promote=promote, dry_run=dry_run, on_progress=on_progress
             )
-        output.one(version, VERSION_DETAILS, name="model")
+        output.one(version, _details(version), name="model")
         if dry_run:
             output.note("Dry run: it would be accepted; nothing was kept.")
         else:
+            _check_served(output, version)
+            if version.verdict == "skipped":
+                output.note(f"It isn't verified yet. Try: loraserve adapter verify {version.model}")
             model = name if promote else version.model
             output.note(f'Try it: loraserve run {model} "PROMPT"')
 
@@ -103,7 +162,8 @@ def show(
         if version is None:
             output.one(client.adapters.get(name), ADAPTER_COLUMNS, name="name")
         else:
-            output.one(client.adapters.version(name, version), VERSION_DETAILS, name="model")
+            found = client.adapters.version(name, version)
+            output.one(found, _details(found), name="model")
 
 
 @app.command()
@@ -150,6 +210,17 @@ def _target(client: Client, target: str) -> tuple[str, int]:
     """The name and the version that ``NAME[@VERSION]`` means: the live one where none is named."""
     name, version = split_version(target)
     return name, client.adapters.alias(name, "live").version if version is None else version
+
+
+@app.command()
+def verify(
+    target: TargetArgument, url: UrlOption = None, tenant: ActForOption = None, format: FormatOption = None
+) -> None:
+    """Compare the answers with a plain evaluation of the adapter, anew. What fails isn't served until it passes."""
+    with connected(format, url, tenant) as (output, client):
+        version = client.adapters.verify(*_target(client, target))
+        output.one(version, _details(version), name="model")
+        _check_served(output, version)
 
 
 @app.command()

@@ -17,6 +17,7 @@ _STEPS: tuple[tuple[type[errors.LoraserveError], str], ...] = (
     (errors.KeyNotFound, "loraserve key list --tenant NAME"),
     (errors.PreconditionFailed, "loraserve adapter show NAME"),
     (errors.NoChatTemplate, "loraserve run MODEL PROMPT --raw"),
+    (errors.AdapterQuarantined, "loraserve adapter versions NAME"),
     (errors.AdapterRejected, "loraserve adapter push DIR --name NAME --dry-run"),
     (
         errors.AuthenticationError,

@@ -21,7 +21,9 @@ DEFAULT_MAX_TOKENS = 128
 
 
 def run(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="NAME, NAME@ALIAS, NAME@VERSION, or the base's id.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="NAME, NAME@ALIAS, NAME@VERSION, a sum (a+0.5*b), or the base's id.")
+    ],
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The prompt; - reads it from stdin.")],
     is_chat: Annotated[
         bool | None,

@@ -64,6 +64,10 @@ def _delete(name: str, version: int | None) -> Call[None]:
     return Call("DELETE", _path(name, version), read_nothing)
 
 
+def _verify(name: str, version: int) -> Call[Version]:
+    return Call("POST", f"{_path(name, version)}/verify", read_into(Version), headers=idempotency_key())
+
+
 def _act(name: str, version: int, action: str) -> Call[Action]:
     return Call("POST", f"{_path(name, version)}/{action}", read_into(Action), headers=idempotency_key())
 
@@ -84,7 +88,8 @@ class Adapters:
     ) -> Version:
         """Send a PEFT directory and return the version that the server made of it, checked and durable.
 
-        The same bytes again give the version that already has them. With ``dry_run`` everything is checked and nothing kept.
+        The same bytes again give the version that already has them. With ``dry_run`` everything is checked and nothing kept. A version
+        whose certificate failed is quarantined (`Version.is_quarantined`): it isn't served, and no alias points to it.
 
         Args:
             alias: point this alias at the new version too.
@@ -96,7 +101,7 @@ class Adapters:
             AdapterRejected: it can't be served on this base; `problems` lists every reason.
         """
         version = self._transport.send(_push(name, Upload(directory, on_progress), promote, dry_run))
-        if alias is None or version.version is None or dry_run:
+        if alias is None or version.version is None or version.is_quarantined or dry_run:
             return version
         self.set_alias(name, alias, version.version)
         return self.version(name, version.version)
@@ -140,6 +145,16 @@ class Adapters:
         """The alias is gone; the version that it named stays. `if_match` as for `set_alias`."""
         self._transport.send(_delete_alias(name, alias, if_match))
 
+    def verify(self, name: str, version: int) -> Version:
+        """Compare the version's answers with the reference's anew, and return it as it is then: `Version.certificate` has the numbers.
+
+        A certificate that failed puts the version into quarantine, one that passed ends it.
+
+        Raises:
+            EngineUnavailable: there is no certificate now; nothing was changed.
+        """
+        return self._transport.send(_verify(name, version))
+
     def warm(self, name: str, version: int) -> Action:
         """Bring the version's weights into memory, so that its first request needn't wait."""
         return self._transport.send(_act(name, version, "warm"))
@@ -172,7 +187,7 @@ class AsyncAdapters:
         """As `Adapters.push`; the directory is read on a thread."""
         upload = await anyio.to_thread.run_sync(partial(Upload, directory, on_progress))
         version = await self._transport.send(_push(name, upload, promote, dry_run))
-        if alias is None or version.version is None or dry_run:
+        if alias is None or version.version is None or version.is_quarantined or dry_run:
             return version
         await self.set_alias(name, alias, version.version)
         return await self.version(name, version.version)
@@ -200,6 +215,10 @@ class AsyncAdapters:
 
     async def delete_alias(self, name: str, alias: str, *, if_match: str | None = None) -> None:
         await self._transport.send(_delete_alias(name, alias, if_match))
+
+    async def verify(self, name: str, version: int) -> Version:
+        """As `Adapters.verify`."""
+        return await self._transport.send(_verify(name, version))
 
     async def warm(self, name: str, version: int) -> Action:
         return await self._transport.send(_act(name, version, "warm"))

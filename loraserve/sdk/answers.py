@@ -38,7 +38,7 @@ class Answer:
     status_code: int
     request_id: str | None = None
     adapter: str | None = None
-    """`NAME@VERSION` that answered an inference request; None for the base."""
+    """`NAME@VERSION`, or the sum of such, that answered an inference request; None for the base."""
     etag: str | None = None
     """For `if_match`."""
     ignored: tuple[str, ...] = ()

@@ -80,7 +80,7 @@ class ChatCompletions:
         """Return the answer, or with ``stream=True`` a `Stream` of its pieces.
 
         Args:
-            model: `NAME`, `NAME@ALIAS`, `NAME@VERSION` or the base's id.
+            model: `NAME`, `NAME@ALIAS`, `NAME@VERSION`, a sum of such (``a+0.5*b``), or the base's id.
             messages: ``{"role": …, "content": …}``, oldest first.
             timeout: seconds between two bytes of the answer; None: the client's.
         """

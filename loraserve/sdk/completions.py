@@ -60,7 +60,7 @@ class Completions:
         """Return the completion, or with ``stream=True`` a `Stream` of its pieces.
 
         Args:
-            model: `NAME`, `NAME@ALIAS`, `NAME@VERSION` or the base's id.
+            model: `NAME`, `NAME@ALIAS`, `NAME@VERSION`, a sum of such (``a+0.5*b``), or the base's id.
             prompt: text or token ids, one prompt or several.
             timeout: seconds between two bytes of the answer; None: the client's.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 Prompt = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 Message = Mapping[str, Any]
@@ -15,7 +15,18 @@ class StreamOptions(TypedDict, total=False):
     continuous_usage_stats: bool | None
 
 
+class WeightedAdapter(TypedDict):
+    """One term of a sum of adapters."""
+
+    name: str
+    """`NAME`, `NAME@ALIAS` or `NAME@VERSION`."""
+    weight: NotRequired[float | None]
+    """1 where it isn't said."""
+
+
 class SamplingFields(TypedDict, total=False):
+    adapters: Sequence[WeightedAdapter] | None
+    """A sum of adapters, with the base's id as `model`; the same as writing it as `model`: ``a+0.5*b``."""
     max_tokens: int | None
     temperature: float | None
     top_p: float | None

@@ -19,6 +19,32 @@ class Page(Result, Generic[R]):
     next_cursor: str | None = None
 
 
+class Certificate(Result):
+    """How far an adapter's answers on the server are from those of a plain float32 evaluation of it on the same base.
+
+    Differences are of logits, over all tokens at every probe position. None: not a finite number.
+    """
+
+    verdict: str
+    """passed, or failed."""
+    max_difference: float | None
+    mean_difference: float | None
+    base_difference: float | None
+    """The largest of the base alone."""
+    tolerance: float | None
+    """What `max_difference` must not pass."""
+    max_effect: float | None
+    """The largest change that the adapter makes to a logit of the base."""
+    top1_agreement: float | None
+    """The part of probe positions at which the two have the same likeliest token."""
+    precision_loss: float | None
+    """The largest relative error, over the adapter's modules, of its update as it is served against as it was uploaded."""
+    num_probe_tokens: int
+    seconds: float | None
+    reason: str = ""
+    """Why it failed."""
+
+
 class Version(Result):
     """One immutable version of an adapter, or what a dry run found it would be (`version` is None then)."""
 
@@ -27,6 +53,7 @@ class Version(Result):
     digest: str
     """SHA-256 over the canonical config and tensors: the version's identity."""
     state: str
+    """ready; quarantined: its certificate failed and it isn't served; checked: a dry run's."""
     size_bytes: int
     rank: int
     """The highest of its modules."""
@@ -41,6 +68,24 @@ class Version(Result):
     def model(self) -> str:
         """What to write as `model=` to get exactly this version."""
         return self.name if self.version is None else f"{self.name}@{self.version}"
+
+    @property
+    def is_quarantined(self) -> bool:
+        return self.state == "quarantined"
+
+    @property
+    def verdict(self) -> str | None:
+        """passed, failed, or skipped: there is no certificate. None: the server verifies nothing."""
+        return self.detail_of("parity", "status")
+
+    @property
+    def certificate(self) -> Certificate | None:
+        found = next((check.get("certificate") for check in self.checks if check.get("name") == "parity"), None)
+        return None if found is None else Certificate.model_validate(found)
+
+    def detail_of(self, check: str, field: str = "detail") -> str | None:
+        """What the check of this name found, in words; None where there is no such check."""
+        return next((str(one[field]) for one in self.checks if one.get("name") == check and field in one), None)
 
 
 class Alias(Result):

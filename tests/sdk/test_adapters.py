@@ -149,6 +149,75 @@ def test_alias_is_moved_only_from_the_state_that_was_seen(server: Any, client: C
         client.adapters.set_alias("sql", "live", 3, if_match='"6"')
 
 
+CERTIFICATE = {
+    "verdict": "failed",
+    "max_difference": 0.31,
+    "mean_difference": 0.01,
+    "base_difference": None,
+    "tolerance": 0.002,
+    "max_effect": 3.0,
+    "top1_agreement": 0.5,
+    "precision_loss": 0.0,
+    "num_probe_tokens": 64,
+    "seconds": 0.2,
+    "reason": "Far off.",
+}
+FAILED = {
+    "state": "quarantined",
+    "checks": [
+        {"name": "format", "status": "passed", "detail": "LORA"},
+        {"name": "parity", "status": "failed", "detail": "Far off", "certificate": CERTIFICATE},
+    ],
+}
+
+
+def test_verify_returns_the_version_with_its_certificate(server: Any, client: Client) -> None:
+    server.answer_with_version(**FAILED)
+    version = client.adapters.verify("sql", 1)
+    asked = server.asked[0]
+    assert (asked.method, asked.path) == ("POST", "/api/v1/adapters/sql/versions/1/verify")
+    assert asked.headers["idempotency-key"]
+    assert (version.is_quarantined, version.verdict, version.detail_of("format")) == (True, "failed", "LORA")
+    assert version.certificate is not None
+    assert (version.certificate.max_difference, version.certificate.base_difference) == (0.31, None)
+
+
+async def test_async_verify_asks_the_same(server: Any, async_client: AsyncClient) -> None:
+    server.answer_with_version()
+    version = await async_client.adapters.verify("sql", 3)
+    assert server.asked[0].path == "/api/v1/adapters/sql/versions/3/verify"
+    assert (version.is_quarantined, version.verdict, version.certificate) == (False, None, None)
+
+
+def test_an_engine_that_is_away_is_asked_again_under_the_same_key(server: Any, client: Client) -> None:
+    server.refuse(503, "engine_unavailable", retry_after_ms="1")
+    server.answer_with_version()
+    client.adapters.verify("sql", 1)
+    first, second = server.asked
+    assert first.headers["idempotency-key"] == second.headers["idempotency-key"]
+
+
+def test_push_points_no_alias_at_a_version_in_quarantine(server: Any, client: Client, peft_dir: Path) -> None:
+    server.answer_with_version(**FAILED)
+    assert client.adapters.push(peft_dir, name="sql", alias="canary").is_quarantined
+    assert len(server.asked) == 1
+
+
+async def test_async_push_points_no_alias_at_a_version_in_quarantine(
+    server: Any, async_client: AsyncClient, peft_dir: Path
+) -> None:
+    server.answer_with_version(**FAILED)
+    assert (await async_client.adapters.push(peft_dir, name="sql", alias="canary")).is_quarantined
+    assert len(server.asked) == 1
+
+
+def test_the_use_of_a_version_in_quarantine_has_an_error_of_its_own(server: Any, client: Client) -> None:
+    server.refuse(409, "adapter_quarantined", "0.31", retry_after_ms="1", x_should_retry="false")
+    with pytest.raises(errors.AdapterQuarantined, match=r"0\.31"):
+        client.completions.create(model="sql", prompt="x")
+    assert len(server.asked) == 1
+
+
 @pytest.mark.parametrize("action", ["warm", "pin", "unpin"])
 def test_weights_are_kept_or_dropped_by_version(server: Any, client: Client, action: str) -> None:
     server.answer({"name": "sql", "version": 3, "digest": "ab", "action": action, "is_done": False}, 202)

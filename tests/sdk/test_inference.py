@@ -42,6 +42,18 @@ def test_fields_of_a_newer_server_are_kept(server: Any, client: Client) -> None:
     assert client.models.list()[0].model_dump()["colour"] == "red"
 
 
+def test_a_sum_of_adapters_is_sent_as_text_or_as_a_field(server: Any, client: Client) -> None:
+    server.answer_with_completion()
+    server.answer_with_completion()
+    server.answer({"id": "c", "created": 1, "model": "base", "choices": []})
+    client.completions.create(model="a+0.5*b", prompt="x")
+    client.completions.create(model="base", prompt="x", adapters=[{"name": "a"}, {"name": "b", "weight": 0.5}])
+    client.chat.completions.create(model="base", messages=[], adapters=[{"name": "a@2", "weight": -1}])
+    assert server.asked[0].json["model"] == "a+0.5*b"
+    assert server.asked[1].json["adapters"] == [{"name": "a"}, {"name": "b", "weight": 0.5}]
+    assert server.asked[2].json["adapters"] == [{"name": "a@2", "weight": -1}]
+
+
 def test_misspelt_field_is_refused_with_a_guess(server: Any, client: Client) -> None:
     with pytest.raises(TypeError, match="max_tokens"):
         client.completions.create(model="sql", prompt="x", max_token=1)  # type: ignore[call-overload]

@@ -1,0 +1,113 @@
+"""What commands show of a certificate, and how they end where it failed."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loraserve import Client
+
+Run = Callable[..., Any]
+QUESTION, SQL = "list the tickets with age over 81", "SELECT * FROM tickets WHERE age > 81;"
+
+CERTIFICATE = {
+    "verdict": "failed",
+    "max_difference": 0.31,
+    "mean_difference": None,
+    "base_difference": 1e-5,
+    "tolerance": 0.002,
+    "max_effect": 3.0,
+    "top1_agreement": 0.9996,
+    "precision_loss": 0.0,
+    "num_probe_tokens": 64,
+    "seconds": 0.2,
+    "reason": "The logits are far off.",
+}
+QUARANTINED = {
+    "name": "sql",
+    "version": 2,
+    "digest": "ab" * 32,
+    "state": "quarantined",
+    "size_bytes": 10,
+    "rank": 8,
+    "target_modules": ["q_proj"],
+    "aliases": [],
+    "created_at": "2026-01-02T03:04:05Z",
+    "checks": [{"name": "parity", "status": "failed", "detail": "far off", "certificate": CERTIFICATE}],
+}
+
+
+def test_push_show_and_verify_tell_how_close_the_answers_are(loraserve: Run, client: Client, sql_dir: Path) -> None:
+    pushed = loraserve("adapter", "push", sql_dir, "--name", "certified")
+    assert pushed.code == 0
+    lines = dict(line.strip().split("  ", 1) for line in pushed.stdout.splitlines())
+    assert lines["parity"].strip() == "passed"
+    assert lines["kind"].strip().startswith("LORA: ")
+    assert lines["same token"].strip().startswith("100 % of ")
+    shown = loraserve("adapter", "show", "certified@1", "--format", "json")
+    certificate = shown.json["checks"][-1]["certificate"]
+    assert 0 < certificate["max_difference"] <= certificate["tolerance"]
+    assert f"{certificate['max_difference']:.3g} of {certificate['tolerance']:.3g} allowed" in pushed.stdout
+    verified = loraserve("adapter", "verify", "certified", "--format", "json")
+    assert (verified.code, verified.json["state"], verified.json["version"]) == (0, "ready", 1)
+
+
+def test_a_sum_answers_as_its_parts_say(loraserve: Run, client: Client, sql_dir: Path, pirate_dir: Path) -> None:
+    client.adapters.push(sql_dir, name="sum-a")
+    client.adapters.push(pirate_dir, name="sum-b")
+    assert loraserve("run", "sum-a@1+0.01*sum-b", QUESTION).stdout == f"{SQL}\n"
+    messages = [{"role": "user", "content": QUESTION}]
+    pirate, other = (
+        client.chat.completions.create(model=model, messages=messages, temperature=0).choices[0].message.content
+        for model in ("sum-b", "sum-b+0.01*sum-a")
+    )
+    assert pirate == other != SQL
+    refused = loraserve("run", "sum-a+no-such", QUESTION)
+    assert refused.code == 1
+    assert "no-such" in refused.stderr
+
+
+@pytest.fixture
+def quarantining_url() -> Iterator[str]:
+    """A server all of whose answers are a version in quarantine."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            body = json.dumps(QUARANTINED).encode()
+            self.send_response(201)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("command", ["push", "verify"])
+def test_a_quarantine_is_shown_with_its_numbers_and_fails_the_command(
+    run_cli: Run, quarantining_url: str, sql_dir: Path, command: str
+) -> None:
+    arguments = ["push", sql_dir, "--name", "sql"] if command == "push" else ["verify", "sql@2"]
+    done = run_cli("adapter", *arguments, LORASERVE_URL=quarantining_url, LORASERVE_API_KEY="k" * 32)
+    assert done.code == 1
+    shown = [line.split() for line in done.stdout.splitlines()]
+    assert ["parity", "failed:", "The", "logits", "are", "far", "off."] in shown
+    assert ["largest", "difference", "0.31", "of", "0.002", "allowed"] in shown
+    assert ["mean", "difference", "not", "finite"] in shown
+    assert ["same", "token", "99.96", "%", "of", "64", "positions"] in shown
+    assert done.stderr == "sql@2 is in quarantine: it isn't served, and no alias was moved to it.\n"
