@@ -5,15 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
+import msgspec
+import peft
 import pytest
 import torch
+import transformers
 from safetensors.torch import load, save
 
 from adapters_store import open_store
 from loraserve.engine import runner as runner_module
+from loraserve.engine import scheduler as scheduler_module
+from loraserve.engine.activation import find_activation
 from loraserve.engine.assembly import build_engine
 from loraserve.engine.batch import Batch
 from loraserve.engine.core import Engine
@@ -21,11 +27,12 @@ from loraserve.engine.messages import VerifyReply
 from loraserve.engine.verification import Verifications
 from loraserve.limits import LIMITS, MIB
 from loraserve.memory.device import CpuDevice
+from loraserve.memory.kv_cache import Activation
 from loraserve.types import AdapterRef, Certificate, Digest, TokenOutput
 from loraserve_kernels.layout import LoraModule
 from loraserve_kernels.plan import make_plan
 
-from .conftest import ADAPTERS, World
+from .conftest import ADAPTERS, World, store_adapter
 from .test_engine import add, run
 
 Tensors = dict[str, torch.Tensor]
@@ -53,10 +60,9 @@ def scaled(factor: float) -> Callable[[Tensors], object]:
     return lambda tensors: [tensor.mul_(factor) for key, tensor in tensors.items() if "lora_B" in key]
 
 
-def with_magnitudes(tensors: Tensors) -> None:
-    for key in [key for key in tensors if "lora_B" in key]:
-        size = tensors[key].shape[0]
-        tensors[key.replace("lora_B.weight", "lora_magnitude_vector")] = torch.linspace(1.0, 5.0, size)
+def of_another_base(tensors: Tensors) -> None:
+    """Its inputs are one narrower."""
+    tensors.update({key: tensor[:, :-1].contiguous() for key, tensor in tensors.items() if "lora_A" in key})
 
 
 def verifications(engine: Engine) -> Verifications:
@@ -146,9 +152,39 @@ def test_adapter_that_changes_nothing_passes(world: World, engine: Engine) -> No
     assert (found.verdict, found.max_effect) == ("passed", 0.0)
 
 
-def test_kinds_beside_plain_lora_pass(world: World, engine: Engine) -> None:
-    found = certificate(engine, edited(world, "r8", with_magnitudes, use_dora=True))
+lora = partial(peft.LoraConfig, task_type="CAUSAL_LM", r=3, lora_alpha=5)
+KINDS: dict[str, peft.PeftConfig] = {
+    "dora": lora(use_dora=True, target_modules=["q_proj", "up_proj", "embed_tokens", "lm_head"]),
+    "biases": lora(lora_bias=True, target_modules=["q_proj", "down_proj"]),
+    "whole modules": lora(target_modules=["v_proj"], modules_to_save=["lm_head", "o_proj", "input_layernorm"]),
+    "tokens": lora(target_modules=["q_proj"], trainable_token_indices=[3, 200, 319]),
+    "activated": lora(target_modules=["q_proj", "v_proj", "down_proj"], alora_invocation_tokens=[9, 8, 7]),
+    "ia3": peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+}
+
+
+@pytest.fixture(scope="module")
+def kinds(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, AdapterRef]:
+    """One adapter of each kind, random, as PEFT saves it."""
+    store, root = open_store(world.store_url), tmp_path_factory.mktemp("kinds")
+    refs = {}
+    for kind, config in KINDS.items():
+        base = transformers.AutoModelForCausalLM.from_pretrained(world.model_dir)
+        model = peft.get_peft_model(base, config)
+        with torch.no_grad():
+            for parameter in (p for p in model.parameters() if p.requires_grad):
+                parameter.add_(0.1 * torch.randn(parameter.shape))
+        model.save_pretrained(root / kind)
+        refs[kind] = store_adapter(store, root / kind)
+    return refs
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_passes(kind: str, kinds: dict[str, AdapterRef], engine: Engine) -> None:
+    found = certificate(engine, kinds[kind])
     assert found.verdict == "passed", found.reason
+    assert found.max_effect > 0.1
 
 
 Modules = list[LoraModule]
@@ -196,10 +232,44 @@ def test_base_that_rounds_hides_no_grave_mistake(
             assert found.verdict == "failed", mutant
 
 
-def test_dora_that_is_ignored_fails(world: World, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    break_packing(monkeypatch, lambda modules: [replace(m, delta=None) for m in modules])
-    ref = edited(world, "r8", lambda tensors: (scaled(0.99)(tensors), with_magnitudes(tensors)), use_dora=True)
-    assert certificate(engine, ref).verdict == "failed"
+IGNORED: dict[str, Callable[[Modules], Modules]] = {
+    "dora": lambda modules: [replace(m, delta=None) for m in modules],
+    "biases": lambda modules: [replace(m, shift=None) for m in modules],
+    "whole modules": lambda modules: [m for m in modules if m.module != "o_proj"],
+    "tokens": lambda modules: [m for m in modules if m.rows is None],
+    "ia3": lambda modules: [m for m in modules if m.module != "k_proj"],
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", IGNORED)
+def test_part_of_a_kind_that_is_ignored_fails(
+    kind: str, kinds: dict[str, AdapterRef], make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_packing(monkeypatch, IGNORED[kind])
+    assert certificate(make_engine(), kinds[kind]).verdict == "failed"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_norms_that_are_ignored_fail(
+    kinds: dict[str, AdapterRef], make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack = CpuDevice.pack
+    monkeypatch.setattr(CpuDevice, "pack", lambda self, modules, stored, norms=(): pack(self, modules, stored))
+    assert certificate(make_engine(), kinds["whole modules"]).verdict == "failed"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("offset", [-1, 1, None])
+def test_activation_in_another_place_fails(
+    offset: int | None, kinds: dict[str, AdapterRef], engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def moved(digest: Digest, invocation: Sequence[int], prompt: Sequence[int]) -> Activation | None:
+        found = find_activation(digest, invocation, prompt)
+        return None if found is None or offset is None else Activation(digest, found.start + offset)
+
+    monkeypatch.setattr(scheduler_module, "find_activation", moved)
+    assert certificate(engine, kinds["activated"]).verdict == "failed"
 
 
 def test_slots_that_are_swapped_fail(world: World, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,8 +392,8 @@ def test_what_can_never_be_served_is_told_from_what_can_not_be_now(
     world: World, make_engine: Callable[..., Engine]
 ) -> None:
     engine = make_engine(memory_budget_bytes=4 * MIB, adapter_share=0.002)
-    other_base = edited(world, "r1", lambda tensors: tensors.update({k: t[:, :-1].contiguous() for k, t in tensors.items() if "lora_A" in k}))  # fmt: skip
-    gone = AdapterRef(**{**_fields(world.refs["rs"]), "weights_blob": Digest("0" * 64), "digest": Digest("1" * 64)})
+    other_base = edited(world, "r1", of_another_base)
+    gone = msgspec.structs.replace(world.refs["rs"], weights_blob=Digest("0" * 64), digest=Digest("1" * 64))
     found = replies(engine, world.refs["r8"], other_base, gone)
     assert [(reply.error_code, reply.is_permanent) for reply in found] == [
         ("adapter_too_large", True),
@@ -331,7 +401,3 @@ def test_what_can_never_be_served_is_told_from_what_can_not_be_now(
         ("adapter_corrupt", False),
     ]
     assert all(reply.error_message for reply in found)
-
-
-def _fields(ref: AdapterRef) -> dict[str, object]:
-    return {name: getattr(ref, name) for name in ref.__struct_fields__}

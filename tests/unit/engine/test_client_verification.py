@@ -1,0 +1,58 @@
+"""Verifications as the server asks for them: certificates, refusals for good, and what is worth another try."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+
+from loraserve.engine import client as client_module
+from loraserve.errors import AdapterCorrupt, AdapterRejected, EngineUnavailable
+from loraserve.limits import LIMITS
+
+from .conftest import World, make_ref
+from .test_client import collect, make, prompt, running, until
+from .test_verification import edited, of_another_base
+
+
+async def test_certificates_and_refusals_come_beside_streams(world: World) -> None:
+    async with running(world, heartbeat_s=0.05) as client:
+        stream = asyncio.create_task(collect(client, make(world, prompt(3), "mixed", max_tokens=100)))
+        found = await asyncio.gather(*(client.verify(world.refs[name]) for name in ("r8", "r1", "rs")))
+        assert [certificate.verdict for certificate in found] == ["passed"] * 3
+        assert all(certificate.seconds > 0 for certificate in found)
+        assert (await stream)[1] == world.expected("mixed", prompt(3), 100)
+        with pytest.raises(AdapterCorrupt):
+            await client.verify(make_ref("gone"))
+        with pytest.raises(AdapterRejected, match="input size"):
+            await client.verify(edited(world, "r1", of_another_base))
+
+
+async def test_verification_that_is_given_up_leaves_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(world, heartbeat_s=0.05) as client:
+        task = asyncio.create_task(client.verify(world.refs["r8"]))
+        await asyncio.sleep(0.02)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        monkeypatch.setattr(client_module, "LIMITS", replace(LIMITS, verification_timeout_s=0.001))
+        with pytest.raises(EngineUnavailable, match="within"):
+            await client.verify(world.refs["rs"])
+        await asyncio.sleep(0.1)
+        await until(lambda: client.stats.num_running == client.stats.num_waiting == client.stats.num_pins == 0)
+        monkeypatch.undo()
+        assert (await client.verify(world.refs["rs"])).verdict == "passed"
+
+
+async def test_engine_that_dies_in_a_verification_says_so_and_its_heir_verifies(world: World) -> None:
+    async with running(world) as client:
+        task = asyncio.create_task(client.verify(world.refs["r8"]))
+        await asyncio.sleep(0.005)
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        with pytest.raises(EngineUnavailable):
+            await task
+        await until(lambda: client.is_ready)
+        assert (await client.verify(world.refs["r8"])).verdict == "passed"
