@@ -27,7 +27,7 @@ async def test_certificates_and_refusals_come_beside_streams(world: World) -> No
         assert (await stream)[1] == world.expected("mixed", prompt(3), 100)
         with pytest.raises(AdapterCorrupt):
             await client.verify(make_ref("gone"))
-        with pytest.raises(AdapterRejected, match="input size"):
+        with pytest.raises(AdapterRejected, match="hidden size 63"):
             await client.verify(edited(world, "r1", of_another_base))
 
 
