@@ -1,5 +1,6 @@
 """What an adapter may change besides adding B A: numbers of each rank, δ, shifts, rows of its own; with or without ranks, in every dtype."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -190,3 +191,27 @@ def test_adapters_without_rows_have_no_tiles() -> None:
     x, y = make_io(3, "o")
     launch.apply_lora(x, y, plan, "o", 0)
     assert plan.launches["o"].tiles.size == 0
+
+
+@needs_numba
+def test_each_thread_of_a_launch_has_a_tile_of_its_own() -> None:
+    from loraserve_kernels import cpu_lora
+
+    x, y = make_io(3, "o")
+    plan, before = make_step([make_adapter(0, rows=SOME_ROWS)], [3]), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for _ in range(2):
+            launched(x, y, plan, "o", 0)
+    finally:
+        torch.set_num_threads(before)
+    prepared = plan.launches["o"]
+    launch = prepared.launches[0]
+    # little work is one thread's; each launch counts anew
+    assert (launch.num_threads, launch.args[cpu_lora.ENTERED]) == (1, 1)
+    prepared.tiles.fill(float("nan"))
+    launch.args[[cpu_lora.CLAIMED, cpu_lora.FINISHED]] = 0
+    launch.kernel.call(launch.address)
+    # that was the second to enter
+    assert np.isnan(prepared.tiles[0]).all()
+    assert not np.isnan(prepared.tiles[1]).all()
