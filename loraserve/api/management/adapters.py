@@ -15,7 +15,8 @@ from loraserve.api.management.multipart import multipart_boundary, read_upload
 from loraserve.api.management.resources import AdapterResource, Resource, VersionResource, page_of
 from loraserve.api.services import services_of
 from loraserve.errors import InvalidRequest
-from loraserve.registry.records import Published, VersionRecord
+from loraserve.registry.parity import quarantined
+from loraserve.registry.records import QUARANTINED, Published, VersionRecord
 from loraserve.tenancy.auth import Caller
 from loraserve.tenancy.idempotency import Once, StoredResponse
 
@@ -174,6 +175,8 @@ async def _act(name: str, number: int, request: Request, caller: Caller, action:
     services.check_open()
     registry, engine = services.registry, services.engine
     version = await registry.get_version(caller.tenant, name, number)
+    if version.state == QUARANTINED and action != "unpin":
+        raise quarantined(name, number, version.checks)
     steps = {"warm": engine.warm, "pin": engine.pin, "unpin": engine.unpin}
 
     async def work(once: Once[bool] | None) -> bool:

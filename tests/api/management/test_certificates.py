@@ -70,6 +70,17 @@ async def test_verifying_answers_with_the_version_as_it_is_then(
     assert (await acme.get("/audit")).json()["data"][0]["action"] == "version.verify"
 
 
+async def test_a_version_in_quarantine_takes_no_memory_that_it_has_no_use_for(
+    push: Any, acme: httpx2.AsyncClient, admin: httpx2.AsyncClient, engine: Any, failed: Certificate
+) -> None:
+    engine.certificate = failed
+    await push(acme)
+    for_acme = {"X-Tenant": "acme"}
+    assert (await acme.post("/adapters/sql/versions/1/warm")).json()["code"] == "adapter_quarantined"
+    assert (await admin.post("/adapters/sql/versions/1/pin", headers=for_acme)).status_code == 409
+    assert (await admin.post("/adapters/sql/versions/1/unpin", headers=for_acme)).status_code == 200
+
+
 async def test_a_verification_without_an_engine_is_a_503_that_says_when_to_come_back(
     push: Any, acme: httpx2.AsyncClient, engine: Any
 ) -> None:
