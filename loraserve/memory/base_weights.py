@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from loraserve.errors import AdapterUnavailable
+from loraserve.errors import AdapterUnservable
 from loraserve_kernels import threads
 from loraserve_kernels.layout import LAYER_MODULES, LoraModule
 
@@ -51,7 +51,7 @@ def dora_delta(m: LoraModule, magnitude: Tensor, weights: BaseWeights) -> Tensor
     Source: DoRA, arXiv:2402.09353, as PEFT computes it in evaluation. The embedding's weight is its table transposed: a row's norm is over all tokens.
 
     Raises:
-        AdapterUnavailable: a row of the updated weight is zero, or not finite.
+        AdapterUnservable: a row of the updated weight is zero, or not finite.
     """
     device = weights.device
     a, b = m.lora_a.to(device, torch.float32), m.lora_b.to(device, torch.float32) * m.scaling
@@ -59,7 +59,7 @@ def dora_delta(m: LoraModule, magnitude: Tensor, weights: BaseWeights) -> Tensor
     delta = (magnitude.to(device, torch.float32) / norms - 1).cpu()
     if not bool(delta.isfinite().all()):
         row = int(delta.isfinite().logical_not().nonzero()[0])
-        raise AdapterUnavailable(
+        raise AdapterUnservable(
             f"{place_name(m)}: the norm of row {row} of the updated weight is {float(norms[row]):g}, and DoRA divides by it.",
             hint="Was the adapter trained on this base?",
         )
@@ -95,13 +95,13 @@ def check_saved_base(module: str, saved: Tensor, weights: BaseWeights, tolerance
             the two, and they're equal once they're rounded alike.
 
     Raises:
-        AdapterUnavailable: it's another weight.
+        AdapterUnservable: it's another weight.
     """
     start = 0
     for block in weights.weight_rows(0, module):
         end = start + block.shape[0]
         if not _is_same(saved[start:end].to(block.device), block, tolerance):
-            raise AdapterUnavailable(
+            raise AdapterUnservable(
                 f"The adapter's file holds a weight of {module} that isn't this base's: PEFT would replace the base's by it.",
                 hint="Save it with save_embedding_layers=False if it was trained on this base.",
             )

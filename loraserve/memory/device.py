@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from loraserve.errors import AdapterUnavailable, ConfigError, InvariantViolation
+from loraserve.errors import AdapterUnservable, ConfigError, InvariantViolation
 from loraserve.types import BaseSpec
 from loraserve_kernels.layout import LoraModule, PackedAdapter, ReplacedNorm, pack_adapter, packed_num_bytes
 
@@ -129,7 +129,7 @@ class AdapterDevice(Protocol):
 
         Raises:
             ShapeMismatch (the kernels'): as `footprint`.
-            AdapterUnavailable: a weight is out of the range of the dtype that the device holds.
+            AdapterUnservable: a weight is out of the range of the dtype that the device holds.
         """
         ...
 
@@ -232,7 +232,7 @@ def refuse_out_of_range(modules: Iterable[LoraModule], stored: torch.dtype, dtyp
     """Return if every weight is finite in a floating-point `dtype` too.
 
     Raises:
-        AdapterUnavailable: one isn't; the message names its module.
+        AdapterUnservable: one isn't; the message names its module.
     """
     if not dtype.is_floating_point or torch.finfo(dtype).max >= torch.finfo(stored).max:
         return
@@ -240,9 +240,10 @@ def refuse_out_of_range(modules: Iterable[LoraModule], stored: torch.dtype, dtyp
         rows = m.lora_a[:0] if m.rows is None else m.rows.weight
         for name, matrix in (("lora_A", m.lora_a), ("lora_B", m.lora_b), ("weight", rows)):
             # a module may have no ranks
-            largest = matrix.abs().amax() if matrix.numel() else matrix.new_zeros(())
+            # no copy of a whole head
+            largest = torch.stack(matrix.aminmax()).abs().amax() if matrix.numel() else matrix.new_zeros(())
             if largest.to(dtype).isinf():
-                raise AdapterUnavailable(
+                raise AdapterUnservable(
                     f"Layer {m.layer} {m.module}.{name} has a weight of size {float(largest):.4g}; adapters are held in "
                     f"{DTYPE_NAMES[dtype]}, which ends at {torch.finfo(dtype).max:.4g}.",
                     hint="Serve with an adapter dtype of a larger range, such as bf16.",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from loraserve.errors import AdapterUnavailable, ConfigError, InvariantViolation
+from loraserve.errors import AdapterUnservable, ConfigError, InvariantViolation
 from loraserve.limits import MIB
 from loraserve.memory.copies import Copies, CudaCopies, DirectCopies
 from loraserve.memory.device import DTYPE_NAMES, Footprint, HostAdapter, Placed, refuse_out_of_range
@@ -292,7 +292,7 @@ def _refuse_infinite_multipliers(pages: AdapterPages) -> None:
             for name, first, count in tiles_of_sites(pages.sites, pages.records.shape[1])
             if first <= tile < first + count
         )
-        raise AdapterUnavailable(
+        raise AdapterUnservable(
             f"Layer {layer} {module} has weights so large that the product of their scales in {DTYPE_NAMES[pages.dtype]} isn't finite.",
             hint="Serve with --adapter-dtype bf16.",
         )

@@ -55,8 +55,8 @@ def load_adapter(
     Raises:
         AdapterCorrupt: a blob is gone, or its bytes no longer hash to its digest.
         AdapterTooLarge: it needs more than the device has, of whatever.
-        AdapterUnservable: it fits neither this base nor what the device's kernels do, or loses more than it may.
-        AdapterUnavailable: the store can't be read, or the adapter was trained on another embedding.
+        AdapterUnservable: it doesn't fit this base or what the device holds and computes, was trained on another embedding, or loses more than it may.
+        AdapterUnavailable: the store can't be read.
         InvalidRequest: the parts of a composition don't add up.
 
     Messages name neither tenant nor adapter: the same weights may belong to several tenants, and each may see the message.

@@ -55,7 +55,7 @@ def lower(ir: AdapterIR, base: BaseSpec, weights: BaseWeights | None) -> Lowered
         weights: the resident base's; an adapter of LoRA alone needs none, with magnitudes or without.
 
     Raises:
-        AdapterUnavailable: what it saved of the base isn't this base's.
+        AdapterUnservable: what it saved of the base isn't this base's.
         InvariantViolation: it takes the base's weights, and there are none.
     """
     stored = FILE_DTYPES[ir.dtype]

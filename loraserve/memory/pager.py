@@ -263,7 +263,7 @@ class Pager:
         return next(others, None)
 
     def error(self, digest: Digest) -> LoraserveError | None:
-        """Why the adapter's last load failed: `AdapterCorrupt`, `AdapterTooLarge` or `AdapterUnavailable`. None if it didn't."""
+        """Why the adapter's last load failed: an `AdapterUnavailable`, or `InvalidRequest` of a composition that doesn't add up. None if it didn't."""
         failure = self._failures.get(digest)
         return failure.error if failure is not None else None
 

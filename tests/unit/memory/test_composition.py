@@ -51,6 +51,13 @@ def test_parts_of_one_dtype_keep_it(make: Any, store: LocalStore) -> None:
     assert packed.data.dtype == torch.bfloat16
 
 
+def test_parts_of_different_dtypes_are_held_in_one_that_has_room_for_both(make: Any) -> None:
+    composer = Composer()
+    for dtype in (torch.bfloat16, torch.float16):
+        composer.add(part(make), Lowered((module(),), (), dtype, {}))
+    assert composer.compose().stored is torch.float32
+
+
 def test_the_order_of_the_parts_changes_no_bit(make: Any, store: LocalStore) -> None:
     a, b = (make.publish(store, rank=3, seed=seed) for seed in range(2))
     first, second = composition((a, 0.1), (b, 0.5), (a, 0.2)), composition((a, 0.2), (a, 0.1), (b, 0.5))

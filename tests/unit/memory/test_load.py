@@ -57,6 +57,11 @@ def test_patterns_reach_the_packed_scalings(make: Any, store: LocalStore) -> Non
     assert json.loads(bytes(store.read(ref.config_blob)))["use_rslora"] is True
 
 
+def test_an_adapter_is_known_to_be_invoked(make: Any, store: LocalStore) -> None:
+    ref = make.publish(store, alora_invocation_tokens=[5, 63], task_type="CAUSAL_LM")
+    assert load_adapter(store, ref, make.base, make.cpu).facts.invocation_token_ids == (5, 63)
+
+
 class Weights:
     """A base whose weights are all ones, in blocks of five rows."""
 
