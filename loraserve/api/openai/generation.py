@@ -17,7 +17,7 @@ from starlette.responses import Response
 from loraserve.api.openai.stream import EventStream
 from loraserve.api.services import Services
 from loraserve.errors import AdapterRejected, AdapterUnservable, EngineUnavailable, InvalidRequest, LoraserveError
-from loraserve.registry.composition import adapter_names
+from loraserve.registry.composition import adapter_names, label
 from loraserve.types import FinishReason
 
 if TYPE_CHECKING:
@@ -130,9 +130,12 @@ def _blamed(error: Exception, request: GenerateRequest) -> Exception:
     """The error as the client should see it: a sum that can't be made of its parts, each of which is fine, is the request's doing."""
     if request.adapter is None or not request.adapter.parts or getattr(error, "param", None) is not None:
         return error
-    if isinstance(error, InvalidRequest | AdapterRejected | AdapterUnservable):
-        return InvalidRequest(error.message, param="model", hint=error.hint)
-    return error
+    if not isinstance(error, InvalidRequest | AdapterRejected | AdapterUnservable):
+        return error
+    # The engine, whose weights belong to nobody, knows digests alone.
+    short = {part.adapter.digest[:12]: label(part.adapter) for part in request.adapter.parts}
+    named = [f"{digest}… is {name}." for digest, name in short.items() if digest in error.message]
+    return InvalidRequest(" ".join([error.message, *named]), param="model", hint=error.hint)
 
 
 def _scored(chunk: Chunk) -> Chunk:

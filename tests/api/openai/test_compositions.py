@@ -116,6 +116,15 @@ async def test_parts_that_do_not_add_up_are_a_400_of_the_model(two: httpx2.Async
             assert (response.status_code, error["param"], error["message"]) == (400, "model", str(failure))
 
 
+async def test_a_part_that_does_not_add_up_is_named_as_its_owner_knows_it(two: httpx2.AsyncClient, engine: Any) -> None:
+    await ask(two, model="sql+pirate")
+    pirate = engine.seen[0].adapter.parts[0].adapter
+    assert pirate.name == "pirate"
+    engine.fail_after, engine.failure = 0, InvalidRequest(f"The adapter of digest {pirate.digest[:12]}… has DoRA.")
+    message = (await ask(two, model="sql+pirate")).json()["error"]["message"]
+    assert message == f"{engine.failure.message} {pirate.digest[:12]}… is pirate@1."
+
+
 async def test_one_adapter_that_is_too_large_is_no_fault_of_the_request(
     client: httpx2.AsyncClient, engine: Any
 ) -> None:

@@ -41,6 +41,12 @@ def parity_of(version: VersionRecord) -> dict[str, Any]:
     return next(dict(check) for check in version.checks if check["name"] == "parity")
 
 
+async def until_asked(certifying: Any, num_times: int) -> None:
+    async with asyncio.timeout(5):
+        while len(certifying.asked) < num_times:
+            await asyncio.sleep(0.001)
+
+
 @pytest.fixture
 def failed(make_certificate: Make) -> Certificate:
     return make_certificate(verdict="failed", max_difference=0.31, tolerance=0.002, reason="The logits are far off.")
@@ -51,8 +57,7 @@ async def test_a_version_is_certified_from_its_stored_bytes_before_it_is_there(
 ) -> None:
     certifying.gate.clear()
     publishing = asyncio.create_task(publish(via=certified))
-    while not certifying.asked:
-        await asyncio.sleep(0.001)
+    await until_asked(certifying, 1)
     with pytest.raises(AdapterNotFound):
         await certified.get(acme, "sql")
     ref = certifying.asked[0]
@@ -201,8 +206,7 @@ async def test_a_version_deleted_while_it_is_verified_stays_deleted(
     await publish(via=certified, is_promoting=False)
     certifying.gate.clear()
     verifying = asyncio.create_task(certified.certificates.verify(acme, "sql", 1, actor="x"))
-    while len(certifying.asked) < 2:
-        await asyncio.sleep(0.001)
+    await until_asked(certifying, 2)
     await certified.delete_version(acme, "sql", 1, actor="x")
     certifying.gate.set()
     with pytest.raises(VersionNotFound):
@@ -219,8 +223,7 @@ async def test_one_tenants_verifications_leave_room_for_anothers(
         asyncio.create_task(certified.certificates.verify(acme, "sql", 1, actor="x"))
         for _ in range(LIMITS.max_concurrent_verifications_per_tenant)
     ]
-    while len(certifying.asked) < 2 + len(running):
-        await asyncio.sleep(0.001)
+    await until_asked(certifying, 2 + len(running))
     with pytest.raises(RateLimited):
         await certified.certificates.verify(acme, "sql", 1, actor="x")
     running.append(asyncio.create_task(certified.certificates.verify(globex, "sql", 1, actor="x")))
