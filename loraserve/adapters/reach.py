@@ -41,7 +41,8 @@ def is_name_targeted(settings: LoraSettings, base: BaseSpec, name: str, layer: i
 
 def is_inside_saved(settings: LoraSettings, name: str) -> bool:
     """Whether a component of the name, or several in a row, are in modules_to_save: then no LoRA comes there."""
-    return any(f".{saved}." in f".{name}." for saved in settings.modules_to_save)
+    dotted = f".{name}."
+    return any(f".{saved}." in dotted for saved in settings.modules_to_save)
 
 
 def is_saved(settings: LoraSettings, name: str) -> bool:

@@ -23,7 +23,7 @@ def check_saved(settings: LoraSettings, contents: Contents, names: BaseNames, pr
         check.weight(is_meant)
         check.bias(is_meant)
         check.copies()
-        check.saved_base(names.base.vocab_size)
+        check.saved_base()
     _check_tied_weights(settings, contents, names, problems)
     for place in names.norms():
         _check_norm(settings, place, contents, names, problems)
@@ -101,14 +101,14 @@ class _Check:
             right, wrong = SAVED_AS.get(expected, expected), SAVED_AS.get(other, other)
             self._malformed(
                 f"The file holds {name}.{wrong} {{layers}}; of a module {'with' if has_lora else 'without'} LoRA, PEFT reads {name}.{right} and "
-                "nothing else. Was it saved by an older PEFT? Load it there, and save it again with a newer one."
+                "nothing else: an older PEFT's name for it. Rename the tensor, if it is what was trained."
             )
         elif found is None and is_due:
-            cause = "the module is in modules_to_save" if is_meant else f"the config's bias is {setting}"
-            self._malformed(
-                f"The file holds no bias of {name} {{layers}}, and {cause}. PEFT 0.7 to 0.18 don't save those of bias=lora_only: save it again with "
-                "a newer one, or say bias=none if none was trained."
-            )
+            if is_meant:
+                cause = "the module is in modules_to_save."
+            else:
+                cause = f"the config's bias is {setting}. Older PEFTs lose them as they save; say bias=none if the base's are as good."
+            self._malformed(f"The file holds no bias of {name} {{layers}}, and {cause}")
         elif found is not None and not is_due:
             self._malformed(f"The file holds a bias of {name} {{layers}}, and the config's bias is {setting}.")
 
@@ -122,7 +122,7 @@ class _Check:
                     f"The file's {name}.modules_to_save.{part} isn't its {name}.{part} {{layers}}; PEFT writes them alike."
                 )
 
-    def saved_base(self, vocab_size: int) -> None:
+    def saved_base(self) -> None:
         if self.pieces.saved_base is not None:
             self._check_table(f"The file's base weight of {self.linear.name}", self.pieces.saved_base)
 

@@ -212,18 +212,18 @@ def _put(name: str, tensor: TensorView, names: BaseNames, contents: Contents, pr
     part = match.lastgroup or ""
     path = match["path"].removeprefix(PREFIX)
     layer, inner = names.find(path)
-    norm = names.norm(layer, inner)
-    if norm is not None and part == "weight":
-        contents.norms[layer or 0, norm] = tensor
-        return
+    norm = names.norm(layer, inner) if part == "weight" else None
     linear = names.linear(layer, inner)
-    if linear is None:
+    if norm is None and linear is None:
         problems.add(*_explain_path(name, path, part, names), layer if part != "weight" else None)
         return
     if layer is not None and layer >= names.base.num_layers:
         count = names.base.num_layers
         message = f"The adapter has tensors {{layers}}; this base has {count} layers (0 to {count - 1})."
         problems.add(AdapterBaseMismatch, message, layer)
+        return
+    if linear is None:
+        contents.norms[layer or 0, norm or ""] = tensor
         return
     place = (layer or 0, linear.name)
     field_name = _field(name, part, linear, problems)

@@ -160,6 +160,7 @@ def test_modules_to_save_names_the_ends_of_names_and_all_that_is_inside(compiled
             ["layers.0.self_attn.k_proj"],
             "no bias of k_proj in layer 0, and the module is in modules_to_save",
         ),
+        ({LAYER.format(7) + "input_layernorm.weight": ones(32)}, [], "has tensors in layer 7; this base has 3 layers"),
         ({HEAD + "weight": ones(64, 31)}, ["lm_head"], "lm_head.weight is 64×31; this base takes 64×32"),
         (
             {HEAD + "weight": ones(70, 32)},
