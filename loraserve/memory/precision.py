@@ -25,7 +25,7 @@ from loraserve_kernels.layout import LoraModule, ReplacedRows
 from loraserve_kernels.reference import quantize_rows
 
 _INT8_MAX = 127
-_CHUNK_ELEMENTS = 1 << 22
+_CHUNK_ELEMENTS = 1 << 19
 """Converted at a time, so that a whole vocabulary's matrix isn't held twice in a wider dtype."""
 
 
@@ -77,7 +77,7 @@ def truncate(m: LoraModule, error: float) -> LoraModule:
 
 
 def as_held(m: LoraModule, dtype: torch.dtype) -> LoraModule:
-    """Return the module with A and B as a device computes with them that holds them in `dtype`; in a dtype that has room for them, the very same."""
+    """Return the module with A and B rounded as a device rounds them that holds them in `dtype`: of that dtype, float32 of int8. Where it has room for them, the very same."""
     if _is_exact(m.lora_a, dtype) and _is_exact(m.lora_b, dtype):
         return m
     return replace(m, lora_a=_held(m.lora_a, dtype), lora_b=_held(m.lora_b.T, dtype).T)
@@ -93,17 +93,11 @@ def loss(uploaded: LoraModule, held: LoraModule, dtype: torch.dtype) -> float:
     of_rows = 0.0 if uploaded.rows is None else _rows_loss(uploaded.rows, dtype)
     if held.lora_a is uploaded.lora_a and held.lora_b is uploaded.lora_b:
         return of_rows
-    b, a = uploaded.lora_b.T, _scaled(uploaded)
-    size = _product_norm([b], [a], torch.float32)
-    if size == 0:
-        return of_rows
-    held_b, held_a = held.lora_b.T, _scaled(held)
     if held.lora_a.shape == uploaded.lora_a.shape:
-        # B A − B̃ Ã = (B − B̃) A + B̃ (A − Ã), which small differences leave exact
-        error = _product_norm([b - held_b, held_b], [a, a - held_a], torch.float32)
-    else:
-        error = _product_norm([b, -held_b], [a, held_a], torch.float64)
-    return max(of_rows, error / size)
+        return max(of_rows, _rounding_loss(uploaded, held))
+    left, right = [uploaded.lora_b.T, -held.lora_b.T], [_scaled(uploaded), _scaled(held)]
+    size = _product_norm(left[:1], right[:1])
+    return max(of_rows, _product_norm(left, right) / size) if size else of_rows
 
 
 def refuse_lossy(m: LoraModule, lost: float, dtype: torch.dtype, precision: Precision) -> None:
@@ -126,9 +120,9 @@ def _is_exact(matrix: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _held(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows as they're held, [n, width] float32."""
+    """Rows as they're held, [n, width]."""
     if dtype.is_floating_point:
-        return rows.to(dtype).float()
+        return rows.to(dtype)
     codes, scales = quantize_rows(rows.float(), _INT8_MAX)
     return codes.mul_(scales[:, None])
 
@@ -136,7 +130,7 @@ def _held(rows: Tensor, dtype: torch.dtype) -> Tensor:
 def _scaled(m: LoraModule) -> Tensor:
     """``diag(scaling) A``, [r, in_features]."""
     scaling = m.scaling[:, None] if isinstance(m.scaling, Tensor) else m.scaling
-    return m.lora_a.float() * scaling
+    return m.lora_a.double() * scaling
 
 
 def _rows_loss(rows: ReplacedRows, dtype: torch.dtype) -> float:
@@ -153,18 +147,48 @@ def _rows_loss(rows: ReplacedRows, dtype: torch.dtype) -> float:
     return math.sqrt(error / size) if size else 0.0
 
 
-def _product_norm(left: Sequence[Tensor], right: Sequence[Tensor], dtype: torch.dtype) -> float:
-    """``‖Lᵀ R‖`` (Frobenius), where L and R are these rows one below the other; Gram matrices are computed in `dtype`."""
-    squared = float((_gram(left, dtype) * _gram(right, dtype)).sum())
-    return math.sqrt(max(0.0, squared))
+def _rounding_loss(uploaded: LoraModule, held: LoraModule) -> float:
+    """Of two modules of the same ranks, whose small difference it takes exactly: ``B A − B̃ Ã = (B − B̃) A + B̃ (A − Ã)``."""
+    of_a, of_b = _grams(uploaded.lora_a, held.lora_a), _grams(uploaded.lora_b.T, held.lora_b.T)
+    if isinstance(uploaded.scaling, Tensor):
+        weights = uploaded.scaling.double()
+        of_a = [gram * weights[:, None] * weights for gram in of_a]
+    whole_a, mixed_a, lost_a = of_a
+    whole_b, mixed_b, lost_b = of_b
+    size = float((whole_a * whole_b).sum())
+    # B̃ᵀ B̃, and B̃ᵀ (B − B̃)
+    held_b, cross_b = whole_b - mixed_b - mixed_b.T + lost_b, mixed_b - lost_b
+    error = float((lost_b * whole_a + 2 * cross_b.T * mixed_a + held_b * lost_a).sum())
+    return math.sqrt(max(0.0, error) / size) if size > 0 else 0.0
 
 
-def _gram(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """``M Mᵀ`` of rows one below the other, [n, n] float64, so many columns at a time."""
-    num_rows, width = sum(part.shape[0] for part in parts), parts[0].shape[1]
+def _grams(rows: Tensor, held: Tensor) -> list[Tensor]:
+    """``R Rᵀ``, ``R Dᵀ`` and ``D Dᵀ`` of rows R and what of them is lost, D, [r, r] float64 each."""
+    rank = rows.shape[0]
+    whole, lost = (torch.zeros(rank, width, dtype=torch.float64) for width in (2 * rank, rank))
+    for start, end in _chunks(rank, rows.shape[1]):
+        both = torch.cat((rows[:, start:end].float(), rows[:, start:end] - held[:, start:end]))
+        whole += both[:rank] @ both.T
+        lost += both[rank:] @ both[rank:].T
+    return [whole[:, :rank], whole[:, rank:], lost]
+
+
+def _product_norm(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
+    """``‖Lᵀ R‖`` (Frobenius), where L and R are these rows one below the other."""
+    return math.sqrt(max(0.0, float((_gram(left) * _gram(right)).sum())))
+
+
+def _gram(parts: Sequence[Tensor]) -> Tensor:
+    """``M Mᵀ`` of rows one below the other, [n, n] float64, from float64 products: what cancels may leave little."""
+    num_rows = sum(part.shape[0] for part in parts)
     total = torch.zeros(num_rows, num_rows, dtype=torch.float64)
-    step = max(1, _CHUNK_ELEMENTS // max(1, num_rows))
-    for start in range(0, width, step):
-        columns = torch.cat([part[:, start : start + step].to(dtype) for part in parts])
+    for start, end in _chunks(num_rows, parts[0].shape[1]):
+        columns = torch.cat([part[:, start:end].double() for part in parts])
         total += columns @ columns.T
     return total
+
+
+def _chunks(num_rows: int, width: int) -> list[tuple[int, int]]:
+    """Columns to convert at a time."""
+    step = max(1, _CHUNK_ELEMENTS // max(1, num_rows))
+    return [(start, min(width, start + step)) for start in range(0, width, step)]
