@@ -14,13 +14,22 @@ from loraserve.adapters.problems import Problems
 from loraserve.adapters.reach import is_name_targeted
 from loraserve.adapters.strict_json import shown
 from loraserve.adapters.tensor_names import PREFIX, BaseNames, Linear, Place
+from loraserve.adapters.tuners.beside import Beside, is_beside
 from loraserve.adapters.tuners.factors import Factors, as_view, num_bytes
 from loraserve.adapters.tuners.fields import refusals
 from loraserve.errors import AdapterBaseMismatch, AdapterFormatError, AdapterRejected, AdapterUnsupported
 from loraserve.limits import Limits
 from loraserve.types import BaseSpec
 
-_REACH = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+_AS_IN_LORA = (
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+)
 _MAX_R = 1 << 24
 """Of a rank that isn't the one that is served: LoKr's says, beyond some number, only that there are no factors."""
 
@@ -33,7 +42,7 @@ class Compilation:
         places: linear of the base's checkpoint → the kind's name for a tensor (``hada_w1_a``) → the tensor; in order of layer, then of the
             base's linears.
         shared: tensors of the whole adapter, by their names.
-        saved_base: as `AdapterIR` has it.
+        beside: what was trained beside.
     """
 
     def __init__(
@@ -62,16 +71,16 @@ class Compilation:
             self.unsupported(message)
         self.settings = self._read_settings(table, rank, alpha)
         self.shared = {name: tensors[name] for name in shared if name in tensors}
-        self.saved_base: dict[str, TensorView] = {}
-        self.places = self._sort_out(parts, {n: t for n, t in tensors.items() if n not in self.shared})
+        own = {name: tensor for name, tensor in tensors.items() if name not in self.shared and not is_beside(name)}
+        self.places = self._sort_out(parts, own)
+        self.beside = Beside(tensors, self.places, self.names, self._problems)
         if self.settings is not None:
             self._check_reach(self.settings)
+            self.beside.check(self.settings)
         self._ranks, self._alphas = self._match_patterns()
 
     def linear(self, place: Place) -> Linear:
         return self.names.linears[place[1]]
-
-    # -- problems -------------------------------------------------------------------------------------------------
 
     def malformed(self, message: str, place: Place | None = None) -> None:
         """The files contradict themselves. ``{layers}`` in a message becomes the layers of all places that it is said of."""
@@ -86,8 +95,6 @@ class Compilation:
 
     def _add(self, kind: type[AdapterRejected], message: str, place: Place | None) -> None:
         self._problems.add(kind, message, None if place is None else self.names.told(place))
-
-    # -- what the config says of a module -------------------------------------------------------------------------
 
     def rank(self, place: Place) -> int:
         """By r and rank_pattern, as PEFT reads them; 1 where the config is malformed."""
@@ -112,8 +119,6 @@ class Compilation:
                 place,
             )
         return scaling
-
-    # -- what a module's tensors are ------------------------------------------------------------------------------
 
     def has_all(self, place: Place, parts: Sequence[str]) -> bool:
         """Whether the file holds all of these of the module; a problem names what it doesn't."""
@@ -179,24 +184,28 @@ class Compilation:
         if not self.places and not self._problems.by_message:
             self.malformed(f"The file holds no tensors of {self.kind}.")
         self._problems.raise_if_any()
-        order = {module: index for index, module in enumerate(self.base.modules)}
-        modules = sorted(modules, key=lambda m: (m.layer, order[m.module]))
-        dtypes = {t.dtype for m in modules for t in (m.lora_a, m.lora_b) if t is not None}
-        dtype = dtypes.pop() if len(dtypes) == 1 else "F32"
-        return AdapterIR(tuple(modules), dtype=dtype, saved_base=self.saved_base, kind=self.kind)
-
-    # -- reading --------------------------------------------------------------------------------------------------
+        modules = self.beside.join(modules)
+        dtypes = {t.dtype for m in modules for t in (m.lora_a, m.lora_b, m.weight) if t is not None}
+        return AdapterIR(
+            modules=tuple(modules),
+            dtype=dtypes.pop() if len(dtypes) == 1 else "F32",
+            saved_base=self.beside.saved_base,
+            norms=self.beside.norms,
+            kind=self.kind,
+        )
 
     def _read_settings(
         self, table: Mapping[str, FieldRule], rank: str | None, alpha: str | None
     ) -> LoraSettings | None:
         """The kind's config, read as LoRA's of the same reach."""
-        names = [name for name in (*_REACH, "rank_pattern", "alpha_pattern") if name in table]
+        names = [name for name in _AS_IN_LORA if name in table and name in self.config]
+        bias = self.config.get("bias", "none") if "bias" in table else "none"
         as_lora = {
             "peft_type": "LORA",
             "r": self.config.get(rank) if rank else 1,
             "lora_alpha": self.config.get(alpha) if alpha else 1,
-            **{name: self.config[name] for name in names if name in self.config},
+            "bias": "lora_only" if bias == f"{self.kind.lower()}_only" else bias,
+            **{name: self.config[name] for name in names},
         }
         settings, problems = read_settings(as_lora, dataclasses.replace(self.limits, max_rank=_MAX_R))
         for problem in problems:
@@ -217,9 +226,6 @@ class Compilation:
         places: dict[Place, dict[str, TensorView]] = {}
         for name, tensor in tensors.items():
             path, _, part = name.rpartition(".")
-            if name == f"{PREFIX}{self.base.module_paths.get('lm_head')}.base_layer.weight":
-                self._keep_head(tensor)
-                continue
             if part not in parts or not path.startswith(PREFIX):
                 self._explain(name, parts)
                 continue
@@ -228,15 +234,6 @@ class Compilation:
                 places.setdefault(place, {})[part] = tensor
         order = {name: index for index, name in enumerate(self.names.linears)}
         return dict(sorted(places.items(), key=lambda item: (item[0][0], order[item[0][1]])))
-
-    def _keep_head(self, tensor: TensorView) -> None:
-        """PEFT saves the base's head beside what acts on it."""
-        shape = (self.base.vocab_size, self.base.hidden_size)
-        if tensor.shape != shape:
-            self.mismatch(
-                f"The file holds a weight of lm_head that is {_sizes(tensor.shape)}; this base has {_sizes(shape)}."
-            )
-        self.saved_base["lm_head"] = tensor
 
     def _find(self, name: str, path: str) -> Place | None:
         """Where the linear of that path is; a problem if the base has none there, or PEFT's kind acts on no such."""

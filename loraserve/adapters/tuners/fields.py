@@ -22,6 +22,7 @@ def refused(why: str, *neutral: object) -> FieldRule:
 
 
 AS_IN_LORA = (
+    "modules_to_save",
     "task_type",
     "auto_mapping",
     "peft_version",
@@ -35,7 +36,6 @@ AS_IN_LORA = (
 DROPOUT = ignored("dropout acts in training only")
 INIT = ignored("it only chose the weights that training began with")
 TRANSPOSED = FIELDS["fan_in_fan_out"]
-SAVED = refused("fully trained modules are served with LoRA and AdaLoRA alone")
 
 
 def fields(kind: str, **rules: FieldRule) -> dict[str, FieldRule]:

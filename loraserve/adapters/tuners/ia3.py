@@ -11,7 +11,7 @@ from loraserve.adapters.strict_json import shown
 from loraserve.adapters.tensor_names import Place
 from loraserve.adapters.tuners.compilation import Compilation
 from loraserve.adapters.tuners.factors import as_float32, as_view
-from loraserve.adapters.tuners.fields import INIT, SAVED, TRANSPOSED, fields, implemented
+from loraserve.adapters.tuners.fields import INIT, TRANSPOSED, fields, implemented
 from loraserve.limits import LIMITS, Limits
 from loraserve.types import BaseSpec
 
@@ -22,7 +22,6 @@ FIELDS = fields(
         "modules whose input is multiplied; of these only down_proj; it must agree with the tensors"
     ),
     fan_in_fan_out=TRANSPOSED,
-    modules_to_save=SAVED,
     init_ia3_weights=INIT,
 )
 """Every field of peft.IA3Config (0.21); a test compares the two."""

@@ -10,7 +10,7 @@ from loraserve.adapters.peft_fields import FIELDS as LORA
 from loraserve.adapters.tensor_names import Place
 from loraserve.adapters.tuners.compilation import Compilation
 from loraserve.adapters.tuners.factors import as_float32, hadamard, hadamard_dense
-from loraserve.adapters.tuners.fields import DROPOUT, INIT, SAVED, fields, ignored, implemented
+from loraserve.adapters.tuners.fields import DROPOUT, INIT, fields, ignored, implemented
 from loraserve.limits import LIMITS, Limits
 from loraserve.types import BaseSpec
 
@@ -23,7 +23,6 @@ FIELDS = fields(
     exclude_modules=LORA["exclude_modules"],
     layers_to_transform=LORA["layers_to_transform"],
     layers_pattern=LORA["layers_pattern"],
-    modules_to_save=SAVED,
     rank_dropout=DROPOUT,
     module_dropout=DROPOUT,
     use_effective_conv2d=ignored("it is about convolutions, and no base has any"),

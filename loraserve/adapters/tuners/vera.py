@@ -12,7 +12,7 @@ from loraserve.adapters.peft_fields import FIELDS as LORA
 from loraserve.adapters.tensor_names import Place
 from loraserve.adapters.tuners.compilation import Compilation
 from loraserve.adapters.tuners.factors import Matrix, as_float32, split
-from loraserve.adapters.tuners.fields import DROPOUT, INIT, SAVED, TRANSPOSED, fields, ignored, implemented, refused
+from loraserve.adapters.tuners.fields import DROPOUT, INIT, TRANSPOSED, fields, ignored, implemented
 from loraserve.limits import LIMITS, Limits
 from loraserve.types import BaseSpec
 
@@ -24,8 +24,7 @@ FIELDS = fields(
     layers_to_transform=LORA["layers_to_transform"],
     layers_pattern=LORA["layers_pattern"],
     fan_in_fan_out=TRANSPOSED,
-    bias=refused("trained biases are served with LoRA and AdaLoRA alone", "none"),
-    modules_to_save=SAVED,
+    bias=LORA["bias"],
     vera_dropout=DROPOUT,
     d_initial=INIT,
     init_weights=INIT,

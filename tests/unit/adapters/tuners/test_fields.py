@@ -26,11 +26,7 @@ TABLES: dict[str, tuple[Mapping[str, FieldRule], type[peft.PeftConfig]]] = {
 }
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
-    ("LOHA", {"modules_to_save": ["lm_head"]}),
-    ("LOKR", {"modules_to_save": ["lm_head"]}),
-    ("IA3", {"modules_to_save": ["lm_head"]}),
     ("IA3", {"fan_in_fan_out": True}),
-    ("VERA", {"bias": "vera_only"}),
     ("VERA", {"fan_in_fan_out": True}),
     ("ADALORA", {"use_dora": True}),
     ("ADALORA", {"alora_invocation_tokens": [1, 2]}),

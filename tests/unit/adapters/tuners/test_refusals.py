@@ -114,6 +114,8 @@ def test_an_adapter_of_another_base_is_refused(
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
+        ("LOHA", {"modules_to_save": ["lm_head"]}),
+        ("VERA", {"bias": "vera_only"}),
         ("LOHA", {"r": 4}),
         ("LOHA", {"rank_pattern": {"q_proj": 2}}),
         ("LOKR", {"r": 3}),
@@ -133,8 +135,9 @@ def test_a_config_that_disagrees_with_the_tensors_is_refused(
     make_base: Callable[..., BaseSpec],
 ) -> None:
     adapter = saved(kind)
+    base = make_base(biased_modules=("q_proj", "up_proj"))
     with pytest.raises(AdapterRejected):
-        compile_kind(dataclasses.replace(adapter, config={**adapter.config, **fields}), make_base())
+        compile_kind(dataclasses.replace(adapter, config={**adapter.config, **fields}), base)
 
 
 @pytest.mark.parametrize(
@@ -170,10 +173,10 @@ def test_every_problem_is_told_at_once(
     saved: Callable[..., Any], compile_kind: Compile, make_base: Callable[..., BaseSpec]
 ) -> None:
     adapter = changed(saved("LOHA"), hada_w1_a=None, hada_w2_b=zeros(3, 31))
-    config = {**adapter.config, "alpha": "x", "modules_to_save": ["lm_head"], "target_modules": ["q_proj", "k_proj"]}
+    config = {**adapter.config, "alpha": "x", "tomorrow": 1, "target_modules": ["q_proj", "k_proj"]}
     with pytest.raises(AdapterFormatError) as caught:
         compile_kind(dataclasses.replace(adapter, config=config), make_base())
-    for said in ("alpha is", "modules_to_save", "no hada_w1_a in layer 1"):
+    for said in ("alpha is", "tomorrow", "no hada_w1_a in layer 1"):
         assert any(said in problem for problem in caught.value.problems)
 
 
@@ -224,6 +227,22 @@ def test_vera_without_its_projections_is_refused_with_a_hint(
         compile_kind(adapter, make_base())
     with pytest.raises(AdapterUnsupported, match=r"the file has no base_model\.vera_A and base_model\.vera_B"):
         compile_kind(dataclasses.replace(adapter, config={**adapter.config, "save_projection": True}), make_base())
+
+
+def test_veras_projections_are_refused_where_peft_wouldnt_read_them(
+    saved: Callable[..., Any], compile_kind: Compile, make_base: Callable[..., BaseSpec]
+) -> None:
+    adapter = saved("VERA")
+    with pytest.raises(AdapterUnsupported, match="save_projection is false"):
+        compile_kind(dataclasses.replace(adapter, config={**adapter.config, "save_projection": False}), make_base())
+
+
+def test_a_factor_that_is_there_whole_and_as_a_product_is_refused(
+    saved: Callable[..., Any], compile_kind: Compile, make_base: Callable[..., BaseSpec]
+) -> None:
+    both = changed(saved("LOKR"), lokr_w1_a=zeros(4, 2), lokr_w1_b=zeros(2, 4))
+    with pytest.raises(AdapterFormatError, match=r"q_proj has lokr_w1_a, lokr_w1_b in layer 1; .* it has lokr_w1 on"):
+        compile_kind(both, make_base())
 
 
 def test_veras_projections_of_another_size_are_refused(

@@ -1,0 +1,78 @@
+"""What PEFT trains beside the tensors of any kind, or saves of the base: whole modules, biases, the base's head. LoRA's compiler reads it here too."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+
+from loraserve.adapters.ir import ModuleIR, NormIR, TensorView
+from loraserve.adapters.peft_config import LoraSettings
+from loraserve.adapters.problems import Problems
+from loraserve.adapters.saved_modules import check_saved, norms_of
+from loraserve.adapters.tensor_names import BaseNames, Pieces, Place, sort_out
+
+_ANY = TensorView("F32", (0,), np.zeros(0, np.float32))
+_NAME = re.compile(r".+\.(?:(?:base_layer|original_module|modules_to_save)\.)?(?:weight|bias)")
+
+
+def is_beside(name: str) -> bool:
+    """Whether a tensor of that name is no kind's own. (LoRA's end like these.)"""
+    return _NAME.fullmatch(name) is not None and ".lora_" not in name
+
+
+class Beside:
+    """The tensors of a file that are no kind's own, in their places.
+
+    Attributes:
+        norms: those that were trained.
+        saved_base: as `AdapterIR` has it.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, TensorView], places: Collection[Place], names: BaseNames, problems: Problems
+    ) -> None:
+        """`places` are the linears that the kind acts on: PEFT's names of what is beside depend on that."""
+        beside = {name: tensor for name, tensor in tensors.items() if is_beside(name)}
+        self._names = names
+        self._problems = problems
+        self._contents = sort_out(beside, names, problems)
+        for place in places:
+            # `has_lora` is all that is asked of it
+            self._contents.linears.setdefault(place, Pieces()).lora_a = _ANY
+        self.norms: tuple[NormIR, ...] = norms_of(self._contents)
+        self.saved_base: dict[str, TensorView] = {
+            name: pieces.saved_base
+            for (_, name), pieces in self._contents.linears.items()
+            if pieces.saved_base is not None
+        }
+
+    def check(self, settings: LoraSettings) -> None:
+        """Add a problem for each weight and bias that is missing, or isn't the config's, or doesn't fit the base."""
+        check_saved(settings, self._contents, self._names, self._problems)
+
+    def join(self, modules: Sequence[ModuleIR]) -> list[ModuleIR]:
+        """The modules with what was trained beside, in order of layer, then of the base's modules."""
+        by_place = {(m.layer, m.module): m for m in modules}
+        for (layer, name), pieces in self._contents.linears.items():
+            bias = pieces.bias if pieces.base_bias is None else pieces.base_bias
+            if pieces.weight is None and bias is None:
+                continue
+            parts = self._names.linears[name].parts
+            for module, part in parts.items():
+                rows = None if len(parts) == 1 else part
+                found = by_place.get((layer, module), ModuleIR(layer, module))
+                by_place[layer, module] = dataclasses.replace(
+                    found, weight=_part(pieces.weight, rows), bias=_part(bias, rows)
+                )
+        order = {module: index for index, module in enumerate(self._names.base.modules)}
+        return sorted(by_place.values(), key=lambda m: (m.layer, order[m.module]))
+
+
+def _part(tensor: TensorView | None, rows: slice | None) -> TensorView | None:
+    if tensor is None or rows is None:
+        return tensor
+    array = tensor.array[rows]
+    return TensorView(tensor.dtype, array.shape, array)
