@@ -46,6 +46,13 @@ def test_ranks_arent_padded() -> None:
     assert 0 <= gaps < 12 * NUM_LAYERS * ALIGN_ELEMENTS
 
 
+def test_replaced_rows_take_their_own_width() -> None:
+    rows = {"embed_tokens": 9, "down_proj": 5, "lm_head": 7}
+    packed = make_adapter(dict.fromkeys(rows, 0), layers=[0], rows=rows)
+    gaps = packed.data.numel() - (9 * 40 + 5 * 2100 + 7 * 40)
+    assert 0 <= gaps < 3 * ALIGN_ELEMENTS
+
+
 def test_gaps_are_zero() -> None:
     packed = make_adapter(MIXED)
     for layer in range(NUM_LAYERS):
