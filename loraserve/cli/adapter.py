@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loraserve.cli.options import ActForOption, FormatOption, UrlOption, connected, split_version
-from loraserve.cli.output import Column, Output, size
+from loraserve.cli.output import Column, Format, Output, size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -100,6 +100,10 @@ def _share(value: float | None) -> str:
     return "not finite" if value is None else f"{100 * value:.4g} %"
 
 
+def _show_version(output: Output, version: Version) -> None:
+    output.one(version, _details(version), name="model")
+
+
 def _check_served(output: Output, version: Version) -> None:
     """Raises:
     typer.Exit: the version is in quarantine; scripts must not go on as if it were served.
@@ -130,7 +134,7 @@ def push(
             version = client.adapters.push(
                 directory, name=name, alias=alias, promote=promote, dry_run=dry_run, on_progress=on_progress
             )
-        output.one(version, _details(version), name="model")
+        _show_version(output, version)
         if dry_run:
             output.note("Dry run: it would be accepted; nothing was kept.")
         else:
@@ -156,14 +160,18 @@ def show(
     tenant: ActForOption = None,
     format: FormatOption = None,
 ) -> None:
-    """One adapter, or one version of it."""
+    """One adapter and its live version, or one version of it, with its certificate."""
     name, version = split_version(target)
     with connected(format, url, tenant) as (output, client):
-        if version is None:
-            output.one(client.adapters.get(name), ADAPTER_COLUMNS, name="name")
-        else:
-            found = client.adapters.version(name, version)
-            output.one(found, _details(found), name="model")
+        if version is not None:
+            _show_version(output, client.adapters.version(name, version))
+            return
+        adapter = client.adapters.get(name)
+        output.one(adapter, ADAPTER_COLUMNS, name="name")
+        live = adapter.aliases.get("live")
+        # Programs asked for one thing, and get it.
+        if live is not None and output.format is Format.HUMAN:
+            _show_version(output, client.adapters.version(name, live))
 
 
 @app.command()
@@ -219,7 +227,7 @@ def verify(
     """Compare the answers with a plain evaluation of the adapter, anew. What fails isn't served until it passes."""
     with connected(format, url, tenant) as (output, client):
         version = client.adapters.verify(*_target(client, target))
-        output.one(version, _details(version), name="model")
+        _show_version(output, version)
         _check_served(output, version)
 
 
