@@ -339,6 +339,24 @@ def test_running_requests_go_on_and_say_the_same(world: World, make_engine: Call
     assert tokens == world.expected("mixed", PROMPT, 70)
 
 
+def test_overlapped_steps_do_the_same(world: World, make_engine: Callable[..., Engine]) -> None:
+    plain = make_engine()
+    engine = Engine(world.config(), plain.base, plain._runner, plain.pager, overlap=True)
+    engine.verifications = Verifications(engine, plain._runner._decoder, open_store(world.store_url))  # type: ignore[attr-defined]
+    request = add(engine, world, PROMPT, "mixed", max_tokens=40)
+    tokens: list[int] = []
+    found = replies(
+        engine,
+        world.refs["r8"],
+        on_step=lambda outputs: tokens.extend(token for output in outputs for token in output.token_ids),
+    )
+    engine.verifications.close()
+    assert found[0].certificate is not None
+    assert found[0].certificate.verdict == "passed"
+    tokens += run(engine).get(request, [])
+    assert tokens == world.expected("mixed", PROMPT, 40)
+
+
 def test_probes_leave_nothing(world: World, make_engine: Callable[..., Engine]) -> None:
     engine = make_engine(block_size=4)
     for _ in range(2):

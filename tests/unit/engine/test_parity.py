@@ -1,0 +1,103 @@
+"""What adapters are probed with, and when their answers are far enough from what they should be."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from loraserve.adapters.ir import AdapterIR, ModuleIR, TensorView
+from loraserve.engine.parity import Answers, judge, probe_sequences
+from loraserve.engine.probe import NUM_DECODED
+from loraserve.errors import EngineError
+from loraserve.model.plain import Evaluation, invocation_start
+from loraserve.types import BaseSpec, Certificate
+
+
+def adapter(*token_ids: int, invocation: tuple[int, ...] = ()) -> AdapterIR:
+    rows = TensorView("F32", (len(token_ids), 8), np.zeros((len(token_ids), 8), np.float32))
+    module = ModuleIR(0, "embed_tokens", token_ids=token_ids, token_rows=rows)
+    return AdapterIR((module,), "F32", invocation_token_ids=invocation)
+
+
+def test_probes_are_the_same_each_time_and_below_the_vocabulary(small_base: BaseSpec) -> None:
+    first, second = probe_sequences(small_base, [adapter()])
+    assert [first, second] == probe_sequences(small_base, [adapter()])
+    assert len(first) != len(second)
+    assert len(set(first)) > 5
+    assert max(*first, *second) < small_base.vocab_size
+
+
+def test_probes_hold_tokens_that_have_rows_of_their_own(small_base: BaseSpec) -> None:
+    sequences = probe_sequences(small_base, [adapter(2, 30, 31)])
+    assert all({2, 30, 31} <= set(sequence) for sequence in sequences)
+
+
+@pytest.mark.parametrize("size", [1, 3, 20])
+def test_probes_invoke_an_activated_adapter_before_their_answers(size: int, small_base: BaseSpec) -> None:
+    base = msgspec.structs.replace(small_base, vocab_size=1000)
+    invocation = tuple(range(900, 900 + size))
+    for sequence in probe_sequences(base, [adapter(invocation=invocation)]):
+        prompt = sequence[:-NUM_DECODED]
+        assert 0 < (invocation_start(prompt, invocation) or 0) < len(prompt)
+        assert not set(invocation) & set(sequence[-NUM_DECODED:])
+
+
+def test_probes_fit_a_short_model(small_base: BaseSpec) -> None:
+    base = msgspec.structs.replace(small_base, max_model_len=5)
+    assert [len(sequence) for sequence in probe_sequences(base, [adapter(1, 2)])] == [4, 4]
+
+
+BASE = torch.randn(12, 100, generator=torch.Generator().manual_seed(0))
+EFFECT = 0.5 * torch.randn(12, 100, generator=torch.Generator().manual_seed(1))
+NOISE = torch.randn(12, 100, generator=torch.Generator().manual_seed(2))
+
+
+def judged(base: torch.Tensor, adapted: torch.Tensor, effect: torch.Tensor = EFFECT, **options: object) -> Certificate:
+    settings = {"dtype": "float32", "precision_loss": 0.0, "seconds": 0.0, **options}
+    reference = Evaluation((BASE,), (BASE + effect,))
+    return judge(Answers([base], [[BASE + effect], [adapted]]), reference, **settings)  # type: ignore[arg-type]
+
+
+def test_one_round_that_differs_fails() -> None:
+    assert judged(BASE, BASE + EFFECT).verdict == "passed"
+    found = judged(BASE, BASE + 1.01 * EFFECT)
+    assert found.verdict == "failed"
+    assert found.max_difference > found.tolerance
+
+
+def test_one_token_that_differs_fails() -> None:
+    adapted = BASE + EFFECT
+    adapted[7] -= 0.0013 * EFFECT[7]
+    found = judged(BASE, adapted)
+    assert "probe token 7" in found.reason
+
+
+def test_bounds_are_as_wide_as_the_base_rounds() -> None:
+    noisy = BASE + 0.02 * NOISE
+    assert judged(noisy, BASE + EFFECT + 0.03 * NOISE.flip(0)).verdict == "passed"
+    assert judged(BASE, BASE + EFFECT + 0.03 * NOISE.flip(0)).verdict == "failed"
+    assert judged(noisy, BASE + EFFECT + 0.2 * NOISE.flip(0)).verdict == "failed"
+
+
+def test_size_of_an_effect_below_the_rounding_is_judged_too() -> None:
+    noisy, effect = BASE + 0.02 * NOISE, 0.02 * EFFECT
+    assert judged(noisy, noisy + effect, effect).verdict == "passed"
+    assert "0.5 of what it should be" in judged(noisy, noisy + 0.5 * effect, effect).reason
+
+
+def test_precision_that_operators_allow_is_allowed() -> None:
+    adapted = BASE + EFFECT * (1 + 0.05 * NOISE)
+    assert judged(BASE, adapted).verdict == "failed"
+    assert judged(BASE, adapted, precision_loss=0.02).verdict == "passed"
+
+
+def test_evaluation_that_is_not_finite_fails() -> None:
+    assert judged(BASE, BASE, EFFECT * torch.inf).verdict == "failed"
+
+
+@pytest.mark.parametrize("wrong", [BASE.flip(0), BASE * torch.nan], ids=["another", "NaN"])
+def test_nothing_is_said_on_a_base_that_is_wrong_itself(wrong: torch.Tensor) -> None:
+    with pytest.raises(EngineError, match="nothing can be said"):
+        judged(wrong, BASE + EFFECT)
