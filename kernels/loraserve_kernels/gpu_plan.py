@@ -8,7 +8,8 @@ has adapters. Then, packed:
     work item (shrink)   row0, num_rows, tile, kind: sixteen ranks of one module for up to block_m rows of one adapter
     row tile (expand)    row0, num_rows, kind, replaced rows, then for each of up to three slices: first work item, work items, first tile, whether there is a δ or a shift
 
-At the head and the embedding, which have one slice, the third's first word says how many pieces of work on replaced rows the row tiles before have: sixteen such rows are a piece. row0 counts in the permutation. The kind is 1 for an adapter stored in int8, 0 otherwise. Item i of a site leaves its sums at place i of `scratch`, so a row tile
+At the head and the embedding, which have one slice, the third's words speak of replaced rows. Sixteen of them for one row tile are a piece of work; those of an adapter's row tiles stand in turn, so that programs beside one another read the same
+rows. The first of these row tiles has the group's first piece, `NO_WORK` stands in the others', and the last word is how many they are. row0 counts in the permutation. The kind is 1 for an adapter stored in int8, 0 otherwise. Item i of a site leaves its sums at place i of `scratch`, so a row tile
 finds a slice's sums one after the other.
 """
 
@@ -28,7 +29,9 @@ from loraserve_kernels.paged_layout import (
     NUM_REPLACED,
     NUM_TILES,
     RANK_TILE,
+    REPLACED_GROUP,
     REPLACED_SITES,
+    REPLACED_TILE,
     REPLACED_WORK,
     SITE_WORDS,
     SLICE_WORDS,
@@ -38,6 +41,7 @@ from loraserve_kernels.paged_pool import PagedPool
 BLOCK_K = 128
 REPLACED_AT = 4 * len(SITES)
 HEADER = -(-(REPLACED_AT + len(SITES)) // 16) * 16
+NO_WORK = 2**31 - 1
 ITEM = 4
 ROW_TILE = SITE_WORDS
 ROWS_OF_A_TILE = (16, 32)
@@ -184,7 +188,11 @@ class GpuLoraPlan:
             for replaced in map(SITE_INDEX.__getitem__, REPLACED_SITES):
                 tiles = row_tiles[bounds[replaced] : bounds[replaced + 1]]
                 works = (tiles[:, NUM_REPLACED] + np.int32(RANK_TILE - 1)) // np.int32(RANK_TILE)
-                tiles[:, REPLACED_WORK] = works.cumsum() - works
+                # no two adapters' records are in one tile
+                is_first = np.diff(tiles[:, REPLACED_TILE], prepend=-1) != 0
+                groups = is_first.cumsum() - 1
+                tiles[:, REPLACED_WORK] = np.where(is_first, works.cumsum() - works, NO_WORK)
+                tiles[:, REPLACED_GROUP] = np.bincount(groups)[groups]
                 out[REPLACED_AT + replaced] = works.sum()
         out[HEADER : HEADER + len(perm)] = perm
         out[items_at : items_at + items.size] = items.ravel()

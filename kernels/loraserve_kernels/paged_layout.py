@@ -46,10 +46,11 @@ NUM_UNITS = 34
 SITE_WORDS = 16
 KIND, NUM_REPLACED, FIRST_SLICE, SLICE_WORDS = 2, 3, 4, 4
 FIRST_ITEM, NUM_TILES, FIRST_TILE, HAS_ENDING = 0, 1, 2, 3
-REPLACED_TILE, REPLACED_WORK = FIRST_SLICE + SLICE_WORDS + FIRST_TILE, FIRST_SLICE + 2 * SLICE_WORDS + FIRST_ITEM
+REPLACED_TILE = FIRST_SLICE + SLICE_WORDS + FIRST_TILE
+REPLACED_WORK, REPLACED_GROUP = (FIRST_SLICE + 2 * SLICE_WORDS + word for word in (FIRST_ITEM, HAS_ENDING))
 """An adapter at a site, in int32 words as a plan's row tiles have them (see `gpu_plan`): at `KIND` 1 for int8 and 0 otherwise, at `NUM_REPLACED` how many rows of the
 base's weight it replaces; then, for up to three slices, four words each. `HAS_ENDING` says whether the slice has a δ or a shift at any layer. The sites whose rows can be replaced have one slice: in the
-words of a second and a third, which they lack, stand the first tile of the rows' records and, in a plan, the first piece of work on them."""
+words of a second and a third, which they lack, stand the first tile of the rows' records and, in a plan, their first piece of work and how many row tiles share it."""
 
 REPLACED_SITES: dict[str, str] = {"lm_head": "lm_head", "embed": "embed_tokens"}
 """Sites whose rows the kernels can replace → their module."""

@@ -1,7 +1,7 @@
 """Rows that an adapter has in the place of the base's, of the head and of the embedding. Two Triton kernels, launched before LoRA's.
 
 Each takes its work from the step's row tiles: sixteen replaced rows at a time for the head, a run of columns for the embedding. The plan says how many pieces
-of work there are; where no adapter of the step replaces a row that is none, and the launch ends at once. A row of the step meets its own adapter's rows
+of work there are (see `gpu_plan`); where no adapter of the step replaces a row that is none, and the launch ends at once. A row of the step meets its own adapter's rows
 alone, in one order, and nothing is added atomically: its bits don't depend on what shares the step.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from loraserve_kernels import paged_layout
+from loraserve_kernels import gpu_plan, paged_layout
 from loraserve_kernels.shrink import products
 
 RECORD = tl.constexpr(paged_layout.RECORD)
@@ -21,6 +21,8 @@ UNIT_BITS = tl.constexpr(8 * paged_layout.UNIT_BYTES)
 NUM_REPLACED = tl.constexpr(paged_layout.NUM_REPLACED)
 FIRST_TILE = tl.constexpr(paged_layout.REPLACED_TILE)
 FIRST_WORK = tl.constexpr(paged_layout.REPLACED_WORK)
+GROUP = tl.constexpr(paged_layout.REPLACED_GROUP)
+NO_WORK = tl.constexpr(gpu_plan.NO_WORK)
 TILES_AT_ONCE = tl.constexpr(64)
 
 
@@ -54,21 +56,23 @@ def replace_kernel(  # type: ignore[no-untyped-def]
     offs_k = tl.arange(0, BLOCK_K)
     offs_t = tl.arange(0, TILES_AT_ONCE)
     for work in range(tl.program_id(0), num_works, tl.num_programs(0)):
-        # its row tile is the last whose work starts here or before: one without work starts where the next does
-        row_tile = -1
+        # its group is the last whose work starts here or before: one without work starts where the next does
+        group = 0
         for first in range(0, num_row_tiles, TILES_AT_ONCE):
             first_work_ptrs = plan_ptr + tiles_at + (first + offs_t) * 16 + FIRST_WORK
-            first_works = tl.load(first_work_ptrs, mask=first + offs_t < num_row_tiles, other=2147483647)
-            row_tile += tl.sum((first_works <= work).to(tl.int32), axis=0)
-        tile_ptr = plan_ptr + tiles_at + row_tile * 16
+            first_works = tl.load(first_work_ptrs, mask=first + offs_t < num_row_tiles, other=NO_WORK)
+            group = tl.maximum(group, tl.max(tl.where(first_works <= work, first + offs_t, 0), axis=0))
+        group_ptr = plan_ptr + tiles_at + group * 16
+        piece = work - tl.load(group_ptr + FIRST_WORK)
+        group_size = tl.load(group_ptr + GROUP)
+        tile_ptr = group_ptr + piece % group_size * 16
         row0 = tl.load(tile_ptr)
         num_rows = tl.load(tile_ptr + 1)
         kind = tl.load(tile_ptr + 2)
         first_tile = tl.load(tile_ptr + FIRST_TILE)
-        first_work = tl.load(tile_ptr + FIRST_WORK)
         is_row = offs_m < num_rows
         rows = tl.load(plan_ptr + PERM_AT + row0 + offs_m, mask=is_row, other=0).to(tl.int64)
-        record_ptr = records_ptr + first_tile.to(tl.int64) * stride_tile + (work - first_work) * RECORD
+        record_ptr = records_ptr + first_tile.to(tl.int64) * stride_tile + piece // group_size * RECORD
         multiplier = tl.load(record_ptr + MULTIPLIERS + offs_r).to(tl.float32, bitcast=True)
         is_replaced = multiplier != 0.0
         units = tl.load(record_ptr + A_UNITS + offs_r).to(tl.int64)

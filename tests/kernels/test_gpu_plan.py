@@ -11,9 +11,9 @@ from paged_pools import EVEN, MIXED_RANKS, ODD, Fleet, random_modules
 
 from loraserve_kernels import gpu_plan, launch
 from loraserve_kernels.errors import InvalidPlan, ShapeMismatch
-from loraserve_kernels.gpu_plan import HEADER, REPLACED_AT, SITE_INDEX, GpuLoraPlan, split_k
+from loraserve_kernels.gpu_plan import HEADER, NO_WORK, REPLACED_AT, SITE_INDEX, GpuLoraPlan, split_k
 from loraserve_kernels.modules import SITES
-from loraserve_kernels.paged_layout import REPLACED_WORK
+from loraserve_kernels.paged_layout import REPLACED_GROUP, REPLACED_WORK
 
 STORED = [torch.float16, torch.int8, torch.float16, torch.int8, torch.float16]
 
@@ -125,16 +125,20 @@ def test_work_on_replaced_rows_is_counted_at_the_two_ends_alone() -> None:
     a, b = ends.slots
     embedder = random_modules({"embed_tokens": 0}, EVEN, torch.float16, num_rows={"embed_tokens": 16})
     c = ends.add(embedder, torch.float16)
+    d = ends.add(random_modules({"lm_head": 0}, EVEN, torch.float16, num_rows={"lm_head": 3}), torch.float16)
 
-    def works(row_slots: list[int]) -> tuple[list[int], list[int]]:
+    def works(row_slots: list[int]) -> tuple[list[int], list[list[int]]]:
         plan.fill(np.array(row_slots, dtype=np.int32))
         _, _, num_row_tiles, tiles_at = plan.buffer[4 * SITE_INDEX["lm_head"] :][:4].tolist()
         tiles = plan.buffer[tiles_at : tiles_at + 16 * num_row_tiles].view(-1, 16)
-        return plan.buffer[REPLACED_AT : REPLACED_AT + len(SITES)].tolist(), tiles[:, REPLACED_WORK].tolist()
+        return plan.buffer[REPLACED_AT : REPLACED_AT + len(SITES)].tolist(), tiles[
+            :, [REPLACED_WORK, REPLACED_GROUP]
+        ].tolist()
 
-    # two row tiles of a's, two of b's: three times sixteen rows for each of the latter
-    assert works([a, b] * 17) == ([0, 0, 0, 0, 6, 0], [0, 0, 0, 3])
-    assert works([c, b]) == ([0, 0, 0, 0, 3, 1], [0])
+    # two row tiles of a's, two of b's, which share three times sixteen rows, one of c's, which replaces none here
+    assert works([a, b] * 17) == ([0, 0, 0, 0, 6, 0], [[0, 2], [NO_WORK, 2], [0, 2], [NO_WORK, 2]])
+    assert works([c, b]) == ([0, 0, 0, 0, 3, 1], [[0, 1]])
+    assert works([a, b, d, d]) == ([0, 0, 0, 0, 4, 0], [[0, 1], [0, 1], [3, 1]])
     # what the step before had is gone
     assert works([a, 0])[0] == [0] * 6
 
