@@ -59,7 +59,7 @@ def lower(ir: AdapterIR, base: BaseSpec, weights: BaseWeights | None) -> Lowered
         InvariantViolation: it takes the base's weights, and there are none.
     """
     stored = FILE_DTYPES[ir.dtype]
-    with beside_steps(torch.device("cpu") if weights is None else weights.device):
+    with beside_steps(needed(weights).device if _takes_base(ir) else torch.device("cpu")):
         for module, saved in ir.saved_base.items():
             is_rounded = module == "lm_head" and base.quantization != "none"
             check_saved_base(module, as_tensor(saved), needed(weights), _QUANTIZED_TOLERANCE if is_rounded else None)
@@ -84,6 +84,11 @@ def needed(weights: BaseWeights | None) -> BaseWeights:
     if weights is None:
         raise InvariantViolation("An adapter whose load takes the base's weights was loaded without them.")
     return weights
+
+
+def _takes_base(ir: AdapterIR) -> bool:
+    taking = ("bias", "output_scale", "weight")
+    return bool(ir.saved_base) or any(m.tensors.keys() & taking for m in ir.modules)
 
 
 def as_tensor(view: TensorView) -> Tensor:

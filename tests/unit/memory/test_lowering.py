@@ -36,6 +36,17 @@ class Weights:
         return self.vector if module == "q_proj" else None
 
 
+class Untouched(Weights):
+    """A base that nobody may ask for anything."""
+
+    def __init__(self) -> None:
+        pass
+
+    @property
+    def device(self) -> torch.device:
+        raise AssertionError("the base was asked for its device")
+
+
 def view(tensor: Tensor) -> TensorView:
     if tensor.dtype == torch.bfloat16:
         return TensorView("BF16", tuple(tensor.shape), tensor.view(torch.int16).numpy().view(np.uint16))
@@ -145,7 +156,7 @@ def test_rows_of_tokens_stand_as_they_are(make: Any) -> None:
     base = make.base_of({"embed_tokens": (IN, 64)})
     rows = randn(2, IN)
     ir = AdapterIR((ModuleIR(0, "embed_tokens", token_ids=(7, 63), token_rows=view(rows)),), "F32")
-    (m,) = lower(ir, base, None).modules
+    (m,) = lower(ir, base, Untouched()).modules
     assert m.rows is not None
     assert m.rows.ids.tolist() == [7, 63]
     assert torch.equal(m.rows.weight, rows)

@@ -126,6 +126,18 @@ ADDABLE: dict[str, tuple[peft.PeftConfig, float]] = {
 }
 
 
+def composition(parts: list[AdapterPart]) -> AdapterRef:
+    return AdapterRef(
+        tenant="t",
+        name="sum",
+        version=1,
+        digest=composition_digest(parts),
+        config_blob="",
+        weights_blob="",
+        parts=tuple(parts),
+    )
+
+
 @torch.no_grad()
 def test_a_composition_is_the_base_and_the_weighted_differences_from_it(tmp_path: Path) -> None:
     serving = Serving(tmp_path, "qwen2", {})
@@ -140,17 +152,19 @@ def test_a_composition_is_the_base_and_the_weighted_differences_from_it(tmp_path
     model.load_state_dict(merged)
     prompt = random_tokens(9)
     expected = reference_logits(model, prompt)
-    ref = AdapterRef(
-        tenant="t",
-        name="sum",
-        version=1,
-        digest=composition_digest(parts),
-        config_blob="",
-        weights_blob="",
-        parts=tuple(parts),
-    )
-    packed, _ = load(serving, ref)
+    packed, _ = load(serving, composition(parts))
     torch.testing.assert_close(logits(serving, packed, prompt), expected, atol=2e-4, rtol=0)
+
+
+def test_a_composition_whose_weights_cancel_is_the_base(tmp_path: Path) -> None:
+    serving = Serving(tmp_path, "qwen2", {})
+    save(serving, KINDS["every bias"], "adapter")
+    adapter = publish(tmp_path / "adapter", serving.store)
+    packed, _ = load(serving, composition([AdapterPart(adapter=adapter, weight=weight) for weight in (0.5, -0.5)]))
+    prompt = random_tokens(9)
+    base, composed = run_together(serving.decoder, [prompt, prompt], [None, packed])
+    assert packed.num_bytes == 0
+    assert torch.equal(base, composed)
 
 
 @pytest.mark.parametrize(("rank_error", "dtype"), [(None, "int8"), (0.4, "float32"), (0.4, "int8")])
