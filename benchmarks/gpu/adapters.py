@@ -12,8 +12,8 @@ from torch import Tensor
 from benchmarks.gpu.limits import SiteShape
 from benchmarks.gpu.machine import Machine
 from loraserve_kernels.gpu_plan import GpuLoraPlan
-from loraserve_kernels.layout import LAYER_MODULES, MODULE_INDEX, MODULES, SITES, LoraModule
-from loraserve_kernels.paged_layout import A_UNITS, B_UNITS, RANK_TILE, UNIT_BYTES, AdapterPages
+from loraserve_kernels.modules import LAYER_MODULES, MODULE_INDEX, MODULES, SITES, LoraModule, ReplacedRows
+from loraserve_kernels.paged_layout import A_UNITS, B_UNITS, RANK_TILE, REPLACED_SITES, UNIT_BYTES, AdapterPages
 from loraserve_kernels.paged_packing import make_pages
 from loraserve_kernels.paged_pool import PagedPool
 
@@ -28,10 +28,15 @@ def exact_modules(
     generator: torch.Generator,
     *,
     num_layers: int = 1,
-    has_delta: Container[str] = (),
+    has_more: Container[str] = (),
     strength: float = 1.0,
 ) -> list[LoraModule]:
-    """Modules on the CPU whose weights `stored` holds without rounding: int8 with the scales that it will choose. `strength` is a power of two."""
+    """Modules on the CPU whose weights `stored` holds without rounding: int8 with the scales that it will choose.
+
+    Args:
+        has_more: modules with a δ; with a shift, but for the embedding; and with some rows in the place of the base's, at the head and the embedding.
+        strength: a power of two.
+    """
     by_module = dict.fromkeys((m for m in MODULES if m in shapes), ranks) if isinstance(ranks, int) else ranks
     made = []
     for layer in range(num_layers):
@@ -39,12 +44,26 @@ def exact_modules(
             if layer and module not in LAYER_MODULES:
                 continue
             out_features, in_features = shapes[module]
-            delta = torch.randn(out_features, generator=generator) / 4 if module in has_delta else None
+            delta = shift = rows = None
+            if module in has_more:
+                delta = torch.randn(out_features, generator=generator) / 4
+                shift = None if module == "embed_tokens" else torch.randn(out_features, generator=generator)
+                rows = _some_rows(module, shapes[module], stored, generator)
             a, b = (_exact(rank, width, stored, generator) for width in (in_features, out_features))
-            made.append(
-                LoraModule(layer, module, a, strength * b.T, 0.5 + 0.25 * layer + 0.125 * MODULE_INDEX[module], delta)
-            )
+            scaling = 0.5 + 0.25 * layer + 0.125 * MODULE_INDEX[module]
+            made.append(LoraModule(layer, module, a, strength * b.T, scaling, delta, shift, rows))
     return made
+
+
+def _some_rows(
+    module: str, shape: tuple[int, int], stored: torch.dtype, generator: torch.Generator
+) -> ReplacedRows | None:
+    """Every third row, at most 1000 of them; None where a GPU replaces none."""
+    if module not in REPLACED_SITES.values():
+        return None
+    most, width = reversed(shape) if module == "embed_tokens" else shape
+    ids = torch.arange(most % 3, most, 3, dtype=torch.int32)[-1000:]
+    return ReplacedRows(ids, _exact(len(ids), width, stored, generator))
 
 
 def _exact(rank: int, width: int, stored: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -90,12 +109,26 @@ class Fleet:
                 module = self.modules[slot].get((layer, name))
                 if module is None:
                     continue
+                part, added = out[rows, columns], 0 if bias is None else bias[columns].double()
+                part -= added
+                if module.rows is not None:
+                    _replace(part, x[rows], module.rows, site)
                 shrunk = module.lora_a.T[x[rows].long()] if site == "embed" else x[rows].double() @ module.lora_a.T
-                added = out[rows, columns] + module.scaling * shrunk @ module.lora_b.T
+                part += module.scaling * shrunk @ module.lora_b.T
                 if module.delta is not None:
-                    added += module.delta * (added if bias is None else added - bias[columns].double())
-                out[rows, columns] = added
+                    part *= 1 + module.delta
+                out[rows, columns] = part + added + (0 if module.shift is None else module.shift)
         return out
+
+
+def _replace(part: Tensor, x: Tensor, rows: ReplacedRows, site: str) -> None:
+    """Put what an adapter's own rows give in the place of what the base's do."""
+    if site != "embed":
+        part[:, rows.ids] = x.double() @ rows.weight.T
+        return
+    places = torch.searchsorted(rows.ids, x).clamp(max=len(rows.ids) - 1)
+    found = rows.ids[places] == x
+    part[found] = rows.weight[places[found]]
 
 
 def make_fleet(
@@ -105,7 +138,7 @@ def make_fleet(
     dtype: torch.dtype,
     *,
     stored: Sequence[torch.dtype] = (),
-    has_delta: Container[str] = (),
+    has_more: Container[str] = (),
     num_layers: int = 1,
     seed: int = 0,
     strength: float = 1.0,
@@ -114,7 +147,7 @@ def make_fleet(
 
     Args:
         stored: what each adapter is stored in; `dtype` behind its end.
-        has_delta: modules with a δ, of every second adapter.
+        has_more: of every second adapter, as `exact_modules` takes it.
     """
     generator = torch.Generator().manual_seed(seed)
     page = -(-max(max(shape) for shape in shapes.values()) * 4 // 256) * 256 * 8
@@ -122,9 +155,9 @@ def make_fleet(
     modules = []
     for i, ranks in enumerate(all_ranks):
         kept = stored[i] if i < len(stored) else dtype
-        delta = has_delta if i % 2 else ()
+        more = has_more if i % 2 else ()
         modules.append(
-            exact_modules(ranks, shapes, kept, generator, num_layers=num_layers, has_delta=delta, strength=strength)
+            exact_modules(ranks, shapes, kept, generator, num_layers=num_layers, has_more=more, strength=strength)
         )
         packed.append(
             make_pages(modules[-1], num_layers=num_layers, module_shapes=shapes, page_num_bytes=page, dtype=kept)
@@ -157,6 +190,8 @@ def _on_device(modules: Sequence[LoraModule], device: torch.device) -> dict[tupl
             # a multiplier is a float32
             scaling=float(np.float32(m.scaling)),
             delta=None if m.delta is None else wide(m.delta),
+            shift=None if m.shift is None else wide(m.shift),
+            rows=None if m.rows is None else ReplacedRows(m.rows.ids.to(device, torch.int64), wide(m.rows.weight)),
         )
         for m in modules
     }

@@ -1,4 +1,5 @@
-"""LoRA's kernels on the device: every site, ranks from 1 to 512 mixed, 16 bits and int8 side by side, DoRA, the head, the embedding; base rows bit for bit."""
+"""LoRA's kernels on the device: every site, ranks from 1 to 512 mixed, 16 bits and int8 side by side, DoRA, shifts, the head, the embedding and rows
+of adapters' own there; base rows bit for bit."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from benchmarks.gpu.parts import Case, Row
 from benchmarks.gpu.shapes import module_shapes
 from loraserve_kernels.gpu_plan import GpuLoraPlan
 from loraserve_kernels.launch import apply_embedding_lora, apply_lora
-from loraserve_kernels.layout import LAYER_SITES, SITES
+from loraserve_kernels.modules import LAYER_SITES, SITES
 
 RANKS: tuple[Ranks, ...] = (
     8,
@@ -26,7 +27,7 @@ RANKS: tuple[Ranks, ...] = (
     {"k_proj": 512, "gate_proj": 48, "down_proj": 8},
 )
 TINY_RANKS: tuple[Ranks, ...] = (8, 16, 1, {"q_proj": 12, "v_proj": 40, "up_proj": 20, "down_proj": 33, "lm_head": 17})
-WITH_DELTA = ("q_proj", "o_proj", "up_proj", "lm_head", "embed_tokens")
+WITH_MORE = ("q_proj", "o_proj", "up_proj", "lm_head", "embed_tokens")
 LAYER = 1
 
 
@@ -38,9 +39,12 @@ def cases(machine: Machine) -> Iterator[Case]:
         decode, chunk = (5, 9) if machine.is_tiny else (61, 700)
         for site in (*LAYER_SITES, "lm_head", "embed"):
             yield Case(f"{site}, {name}", lambda f=fleet, s=site, d=decode: [_check(machine, f(), s, d, 16)])
-            if not machine.is_tiny or site in ("qkv", "embed"):
-                label = f"{site}, {name} with int8 and DoRA"
-                yield Case(label, lambda f=mixed, s=site, d=decode: [_check(machine, f(), s, d, 16, "int8 and DoRA")])
+            if not machine.is_tiny or site in ("qkv", "lm_head", "embed"):
+                label = f"{site}, {name} with int8, DoRA and rows"
+                yield Case(
+                    label,
+                    lambda f=mixed, s=site, d=decode: [_check(machine, f(), s, d, 16, "int8, DoRA, shifts and rows")],
+                )
         for site in ("qkv",) if machine.is_tiny else LAYER_SITES:
             yield Case(
                 f"{site}, {name}, chunk",
@@ -57,10 +61,8 @@ def cases(machine: Machine) -> Iterator[Case]:
 def _fleet(machine: Machine, dtype: torch.dtype, *, is_mixed: bool) -> Fleet:
     ranks = TINY_RANKS if machine.is_tiny else RANKS
     stored = [(dtype, torch.int8)[i // 2 % 2] for i in range(len(ranks))] if is_mixed else []
-    delta = WITH_DELTA if is_mixed else ()
-    return make_fleet(
-        machine, module_shapes(machine.is_tiny), ranks, dtype, stored=stored, has_delta=delta, num_layers=2
-    )
+    more = WITH_MORE if is_mixed else ()
+    return make_fleet(machine, module_shapes(machine.is_tiny), ranks, dtype, stored=stored, has_more=more, num_layers=2)
 
 
 def row_slots(fleet: Fleet, num_rows: int) -> list[int]:
@@ -144,14 +146,17 @@ def _check_company(machine: Machine, fleet: Fleet, num_rows: int) -> list[Row]:
 
 def _check_replay(machine: Machine, fleet: Fleet, num_rows: int) -> list[Row]:
     """A graph that was captured with one step's rows computes a later step's as eager launches do."""
-    slots = row_slots(fleet, num_rows)
-    x, y, bias = make_rows(machine, fleet, "qkv", slots)
-    x = x.nan_to_num()
-    plan, out = make_plan(fleet, [fleet.slots[0]] * num_rows, 16), y.clone()
-    replay = machine.capture(lambda: run(x, out, plan, "qkv", bias))
-    plan.fill(np.array(slots, dtype=np.int32))
-    out.copy_(y)
-    replay()
-    eager = y.clone()
-    run(x, eager, make_plan(fleet, slots, 16), "qkv", bias)
-    return [same_bits("LoRA qkv: a graph's replay and eager launches", out, eager, note=dtype_name(fleet.pool.dtype))]
+    slots, checks = row_slots(fleet, num_rows), []
+    for site in ("qkv", "lm_head", "embed"):
+        x, y, bias = make_rows(machine, fleet, site, slots)
+        x = x.nan_to_num()
+        plan, out = make_plan(fleet, [fleet.slots[0]] * num_rows, 16), y.clone()
+        replay = machine.capture(lambda x=x, out=out, plan=plan, site=site, bias=bias: run(x, out, plan, site, bias))
+        plan.fill(np.array(slots, dtype=np.int32))
+        out.copy_(y)
+        replay()
+        eager = y.clone()
+        run(x, eager, make_plan(fleet, slots, 16), site, bias)
+        what = f"LoRA {site}: a graph's replay and eager launches"
+        checks.append(same_bits(what, out, eager, note=dtype_name(fleet.pool.dtype)))
+    return checks
