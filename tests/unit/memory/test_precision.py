@@ -9,7 +9,9 @@ import torch
 
 from adapters_store import LocalStore
 from loraserve.errors import AdapterUnservable
+from loraserve.memory.copies import DirectCopies
 from loraserve.memory.device import CpuDevice
+from loraserve.memory.gpu_device import GpuDevice
 from loraserve.memory.load import load_adapter
 from loraserve.memory.precision import Precision, as_held, loss, truncate
 from loraserve_kernels.layout import LoraModule, ReplacedRows
@@ -123,6 +125,14 @@ def test_a_cpu_holds_what_the_loss_was_measured_on(make: Any, store: LocalStore,
         )
         worst = max(worst, float((of_file - packed).norm() / of_file.norm()))
     assert loaded.facts.precision_loss == pytest.approx(worst, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
+def test_a_gpu_loses_what_a_cpu_does(make: Any, store: LocalStore, dtype: torch.dtype) -> None:
+    ref = make.publish(store, rank=3)
+    devices = CpuDevice(make.base, 1 << 20, dtype), GpuDevice(make.base, make.pool(), DirectCopies(), dtype)
+    of_cpu, of_gpu = (load_adapter(store, ref, make.base, device).facts.precision_loss for device in devices)
+    assert of_cpu == of_gpu > 1e-3
 
 
 def test_an_adapter_that_loses_more_than_it_may_is_refused_by_its_worst_module(make: Any, store: LocalStore) -> None:
