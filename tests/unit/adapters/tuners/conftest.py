@@ -19,11 +19,6 @@ from loraserve.adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE, PeftAdapte
 from loraserve.limits import LIMITS, Limits
 from loraserve.types import BaseSpec
 
-LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-# the oracle's own deprecations and remarks aren't ours to mend
-QUIET = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
-
 
 def _make_model(dtype: torch.dtype = torch.float32) -> transformers.LlamaForCausalLM:
     config = transformers.LlamaConfig(
