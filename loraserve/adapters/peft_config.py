@@ -155,6 +155,11 @@ class _Reader:
                 self._unsupported(
                     "lora_bias is refused with an init_lora_weights but true and false: PEFT has no such adapters."
                 )
+        beside_mica = [name for name in ("use_dora", "alora_invocation_tokens") if self.config.get(name)]
+        if beside_mica and self.config.get("init_lora_weights") == "mica":
+            self._unsupported(
+                f"{beside_mica[0]} is refused with init_lora_weights = 'mica': PEFT has no such adapters."
+            )
         if not self.config.get("alora_invocation_tokens"):
             return
         if self.config.get("use_dora") is True:

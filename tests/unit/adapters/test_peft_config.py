@@ -117,6 +117,8 @@ ALORA: dict[str, Any] = {"alora_invocation_tokens": [1, 2], "task_type": "CAUSAL
         ({"alora_invocation_tokens": [1]}, "would never activate this adapter"),
         ({"alora_invocation_tokens": [1], "task_type": "SEQ_CLS"}, "task_type = 'SEQ_CLS'"),
         (ALORA | {"use_dora": True}, "together with use_dora"),
+        (ALORA | {"init_lora_weights": "mica"}, "alora_invocation_tokens is refused with init_lora_weights = 'mica'"),
+        ({"use_dora": True, "init_lora_weights": "mica"}, "use_dora is refused with init_lora_weights = 'mica'"),
         (ALORA | {"bias": "all"}, "together with bias: in PEFT that acts on every token"),
         (ALORA | {"modules_to_save": ["lm_head"]}, "together with modules_to_save"),
         (ALORA | {"trainable_token_indices": [1]}, "together with trainable_token_indices"),
