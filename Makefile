@@ -13,6 +13,7 @@ help:
 	@echo "make test             run all tests (ARGS='-m \"not slow\"' to choose)"
 	@echo "make check            formatting, lint, types, import directions, migrations"
 	@echo "make bench            our server and PEFT on the same work (ARGS='--size S --quick')"
+	@echo "make bench ARGS=PART  thousands of adapters: registered, churn or trace (ARGS='registered --quick')"
 	@echo "make gpu              checks and benchmarks of the GPU's kernels, under ten minutes (ARGS=--tiny: a dry run without a GPU)"
 
 # pip alone understands where this project's torch comes from; constraints.txt pins it, so that nothing pulls another.
@@ -24,6 +25,9 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 $(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@ $(VENV)/.installed
+$(VENV)/.installed-bench: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,bench]"
+	@touch $@ $(VENV)/.installed-dev $(VENV)/.installed
 
 demo: $(VENV)/.installed
 	@$(BIN)/loraserve demo $(ARGS)
@@ -42,8 +46,8 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.installed-dev
-	$(BIN)/python -P benchmarks/run.py $(ARGS)
+bench: $(VENV)/.installed-bench
+	$(BIN)/python -m benchmarks $(ARGS)
 
 # PYTHON's own torch and triton, without the environment: a GPU's machine may have neither a network nor the server's packages.
 gpu:

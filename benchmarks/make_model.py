@@ -143,17 +143,10 @@ def write_tokenizer(out: Path, vocab: int) -> None:
     (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def write_adapter(
-    size: Size,
-    out: Path,
-    *,
-    rank: int,
-    targets: tuple[str, ...],
-    dtype: torch.dtype,
-    seed: int,
-    invocation: tuple[int, ...] | None = None,
-) -> None:
-    """Write one adapter. With alpha / r = 2, its update is half as large as the base weight, whatever the rank. With an invocation it's an activated LoRA."""
+def adapter_tensors(
+    size: Size, *, rank: int, targets: tuple[str, ...], dtype: torch.dtype, seed: int
+) -> dict[str, Tensor]:
+    """Random weights of one adapter. With alpha / r = 2, its update is half as large as the base weight, whatever the rank."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for layer in range(size.layers):
@@ -162,9 +155,14 @@ def write_adapter(
             path = f"base_model.model.{module_path(layer, module)}"
             tensors[f"{path}.lora_A.weight"] = normal(generator, (rank, in_features), in_features**-0.5, dtype)
             tensors[f"{path}.lora_B.weight"] = normal(generator, (out_features, rank), 0.25 * rank**-0.5, dtype)
-    out.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = {
+    return tensors
+
+
+def adapter_config(
+    *, rank: int, targets: tuple[str, ...], invocation: tuple[int, ...] | None = None
+) -> dict[str, object]:
+    """What PEFT writes to adapter_config.json."""
+    return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": "",
@@ -185,6 +183,23 @@ def write_adapter(
         "init_lora_weights": True,
         "alora_invocation_tokens": None if invocation is None else list(invocation),
     }
+
+
+def write_adapter(
+    size: Size,
+    out: Path,
+    *,
+    rank: int,
+    targets: tuple[str, ...],
+    dtype: torch.dtype,
+    seed: int,
+    invocation: tuple[int, ...] | None = None,
+) -> None:
+    """Write one adapter. With an invocation it's an activated LoRA."""
+    tensors = adapter_tensors(size, rank=rank, targets=targets, dtype=dtype, seed=seed)
+    out.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = adapter_config(rank=rank, targets=targets, invocation=invocation)
     (out / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -1,8 +1,8 @@
 """`make bench`: our server and PEFT on the same work, on this machine, in one go, beside the limits that its bytes and operations set.
 
-    python benchmarks/run.py --size S             # about ten minutes on two cores
-    python benchmarks/run.py --size S --quick     # about two: one run of each point instead of the best of three
-    python benchmarks/run.py --size M --peers none
+    python -m benchmarks.run --size S             # about ten minutes on two cores
+    python -m benchmarks.run --size S --quick     # about two: one run of each point instead of the best of three
+    python -m benchmarks.run --size M --peers none
 
 For each precision of the base, two servers start: one with no adapter registered, one with 32 adapters of ranks 8 to 64 on all seven linears and a thousand
 small ones. Then 1, 8 and 32 requests at a time, 64 tokens in and 64 out: base only on either server, and each request with an adapter of its own, in turn with
@@ -17,51 +17,27 @@ import argparse
 import contextlib
 import json
 import os
-import secrets
-import shutil
-import socket
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import httpx2
+from benchmarks.serving import HERE, make_base, say, script, serve
 
-from loraserve import Client
-
-HERE = Path(__file__).resolve().parent
 CONCURRENCY = (1, 8, 32)
 NUM_ADAPTERS, NUM_SMALL, FIRST_SMALL = 32, 1000, 1000
 PROMPT_TOKENS = OUTPUT_TOKENS = 64
-READY_TIMEOUT_S = 300.0
+LENGTHS = {"prompt_tokens": PROMPT_TOKENS, "output_tokens": OUTPUT_TOKENS}
 CHUNK_TOKENS = 512
 """The server's default token budget: a prefill of many prompts takes several steps."""
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def script(name: str, *arguments: str | int, env: dict[str, str] | None = None) -> str:
-    """Run one of this folder's scripts; its standard output."""
-    command = [sys.executable, "-P", str(HERE / name), *map(str, arguments)]
-    return subprocess.run(
-        command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, **(env or {})}
-    ).stdout
-
-
 def make_models(size: str) -> Path:
     """The base's folder; base and adapters are made once and kept."""
-    model = HERE / "models" / size
+    model = make_base(size)
     adapters = model.with_name(f"{size}-adapters")
-    if not (model / "tokenizer_config.json").exists():
-        say(f"making base {size} …")
-        script("make_model.py", size, str(model))
     if not (adapters / f"lora-{NUM_ADAPTERS - 1:04d}" / "adapter_config.json").exists():
         say(f"making {NUM_ADAPTERS} adapters …")
         script("make_model.py", size, str(model), "--only-adapters", "--adapters", NUM_ADAPTERS)
@@ -70,91 +46,6 @@ def make_models(size: str) -> Path:
         small = ("--adapters", NUM_SMALL, "--first", FIRST_SMALL, "--ranks", 1, "--targets", "q_proj")
         script("make_model.py", size, str(model), "--only-adapters", *small)
     return model
-
-
-@dataclass(slots=True)
-class Server:
-    """A running `loraserve serve`, and a tenant's key for it."""
-
-    url: str
-    key: str
-
-    def load(self, models: str, num_models: int, concurrency: int, seed: int, vocab: int) -> dict[str, Any]:
-        """One burst of requests; the load generator's figures."""
-        arguments = ("--url", self.url, "--models", models, "--adapters", num_models, "--concurrency", concurrency)
-        lengths = ("--prompt-tokens", PROMPT_TOKENS, "--output-tokens", OUTPUT_TOKENS, "--seed", seed, "--vocab", vocab)
-        result: dict[str, Any] = json.loads(
-            script("load.py", *arguments, *lengths, env={"LORASERVE_API_KEY": self.key})
-        )
-        return result
-
-
-@contextlib.contextmanager
-def serve(model: Path, quantize: str, adapters: list[Path]) -> Iterator[Server]:
-    """A server with these adapters pushed through its API; stopped, and its data gone, afterwards."""
-    admin_key, data = secrets.token_urlsafe(32), Path(tempfile.mkdtemp(prefix="loraserve-bench-"))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    flags = [
-        "--model",
-        str(model),
-        "--model-id",
-        "base",
-        "--port",
-        str(port),
-        "--data-dir",
-        str(data),
-        "--quantize",
-        quantize,
-    ]
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "loraserve.cli.main",
-        "serve",
-        *flags,
-        "--dtype",
-        "float32",
-        "--log-level",
-        "warning",
-    ]
-    log = data / "server.log"
-    url = f"http://127.0.0.1:{port}"
-    with log.open("wb") as sink:
-        process = subprocess.Popen(
-            command, stdout=sink, stderr=sink, env={**os.environ, "LORASERVE_ADMIN_KEY": admin_key}
-        )
-    try:
-        wait_until_ready(process, url, log)
-        with Client(url, api_key=admin_key) as admin:
-            admin.tenants.create("bench")
-            key = admin.keys.create("bench", name="bench").key
-        with Client(url, api_key=key) as client:
-            for directory in adapters:
-                client.adapters.push(directory, name=directory.name)
-        yield Server(url, key)
-    finally:
-        process.terminate()
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        shutil.rmtree(data, ignore_errors=True)
-
-
-def wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    deadline = time.monotonic() + READY_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            break
-        with contextlib.suppress(httpx2.HTTPError):
-            if httpx2.get(f"{url}/readyz").status_code == 200:
-                return
-        time.sleep(0.2)
-    raise SystemExit(f"the server isn't ready; its last words:\n{log.read_text()[-4000:]}")
 
 
 class Peft:
@@ -283,8 +174,8 @@ def measure(options: argparse.Namespace, model: Path, quantize: str, peft: Peft 
         empty = stack.enter_context(serve(model, quantize, []))
         full = stack.enter_context(serve(model, quantize, adapters))
         say(f"{quantize}: each adapter's first request, not counted …")
-        full.load("lora-{:04d}", NUM_ADAPTERS, NUM_ADAPTERS, 0, vocab)
-        empty.load("base", 1, NUM_ADAPTERS, 0, vocab)
+        full.load("lora-{:04d}", NUM_ADAPTERS, NUM_ADAPTERS, 0, vocab, **LENGTHS)
+        empty.load("base", 1, NUM_ADAPTERS, 0, vocab, **LENGTHS)
         for concurrency in CONCURRENCY:
             base_only, registered = (
                 Point(EMPTY, quantize, concurrency, False),
@@ -293,9 +184,9 @@ def measure(options: argparse.Namespace, model: Path, quantize: str, peft: Peft 
             mixed, peer = Point(MIXED, quantize, concurrency, True), Point(PEFT, "none", concurrency, True)
             for _ in range(1 if options.quick else options.repeat):
                 seed += 1
-                base_only.runs.append(empty.load("base", 1, concurrency, seed, vocab))
-                registered.runs.append(full.load("base", 1, concurrency, seed, vocab))
-                mixed.runs.append(full.load("lora-{:04d}", NUM_ADAPTERS, concurrency, seed, vocab))
+                base_only.runs.append(empty.load("base", 1, concurrency, seed, vocab, **LENGTHS))
+                registered.runs.append(full.load("base", 1, concurrency, seed, vocab, **LENGTHS))
+                mixed.runs.append(full.load("lora-{:04d}", NUM_ADAPTERS, concurrency, seed, vocab, **LENGTHS))
                 if peft is not None:
                     peer.runs.append(peft.generate(concurrency))
             here = [base_only, registered, mixed, *([peer] if peer.runs else [])]
@@ -337,14 +228,14 @@ float32 {machine["float32_ops_per_s"] / 1e9:.0f} GFLOP/s, int8 {machine["int8_op
 """
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="S", choices=("S", "M"))
     parser.add_argument("--quick", action="store_true", help="one run of each point")
     parser.add_argument("--repeat", type=int, default=3, help="runs of each point")
     parser.add_argument("--quantize", default="none,int8", help="precisions of the base, one after the other")
     parser.add_argument("--peers", default="peft", choices=("peft", "none"))
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     # threads that spin while they wait would take the other systems' cores
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     model = make_models(options.size)
