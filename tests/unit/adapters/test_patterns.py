@@ -99,21 +99,28 @@ def test_a_regex_matches_what_pefts_matches(keys: list[str]) -> None:
     assert ours(keys, NAMES) == peft_matches(keys, NAMES)
 
 
+SHORT = ["m.l.0.q_proj", "m.l.11.q_proj", "m.l.1.up_proj", "lm.q", "q_proj"]
+_leaf = st.tuples(
+    st.sampled_from([r"\.", ".", "q_proj", "up", "m", "l", "_", r"\d", r"\w", "[01]", "[^.]", "(l|m|)"]),
+    st.sampled_from(["", "", "*", "+", "?", "{1,2}", "*?"]),
+).map("".join)
+# No star stands over another, and names are short: Python's engine, the oracle, must come to an end.
 _regex = st.recursive(
-    st.sampled_from([r"\.", ".", "q_proj", "up_proj", "model", "layers", "self_attn", r"\d", r"\w", "[01]", "[^.]"]),
+    _leaf,
     lambda inner: st.one_of(
         st.tuples(inner, inner).map("".join),
         st.tuples(inner, inner).map(lambda t: f"(?:{t[0]}|{t[1]})"),
-        st.tuples(inner, st.sampled_from(["*", "+", "?", "{1,2}", "*?"])).map(lambda t: f"({t[0]}){t[1]}"),
+        inner.map(lambda text: f"({text})?"),
     ),
-    max_leaves=6,
+    max_leaves=5,
 )
 
 
 @settings(max_examples=150, deadline=None)
 @given(keys=st.lists(_regex, min_size=1, max_size=3))
 def test_any_regex_that_is_taken_matches_what_pefts_matches(keys: list[str]) -> None:
-    assert ours(keys, NAMES[:6]) == peft_matches(keys, NAMES[:6])
+    keys = [key for key in keys if not isinstance(parse_pattern(key), str)]
+    assert ours(keys, SHORT) == peft_matches(keys, SHORT)
 
 
 @pytest.mark.parametrize(
