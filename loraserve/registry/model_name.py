@@ -25,7 +25,7 @@ MAX_VERSION = (1 << 31) - 1
 MAX_WEIGHT_LENGTH = 24
 """Characters: what it takes to write any float exactly."""
 
-_WEIGHT = re.compile(r"-?([0-9]+(\.[0-9]*)?|\.[0-9]+)(e-?[0-9]{1,3})?", re.ASCII)
+_WEIGHT = re.compile(r"-?([0-9]+(\.[0-9]*)?|\.[0-9]+)(e-?[0-9]{1,3})?")
 _TERM = "[WEIGHT*]NAME[@ALIAS or @VERSION]"
 
 
