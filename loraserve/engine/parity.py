@@ -94,12 +94,12 @@ def judge(answers: Answers, reference: Evaluation, *, dtype: str, precision_loss
     base            rms 2.5      rms 0.4 (B times 0.1)                               rms 0.05 and less
     =============== ============ =================================================== ============================
     float32         all          all                                                 all, down to 0.005
-    bfloat16        all          missing, half a scale; most others                  missing, down to 0.02
-    NF4, int4       all          all but one rank of eight of one adapter            missing
+    bfloat16        all          missing, half a scale; a few of the others          missing, down to 0.02
+    NF4             all          all but one rank of eight of one adapter            missing
     int8            all          missing, half a scale of two                        missing
     =============== ============ =================================================== ============================
 
-    All: the adapter missing, its scale halved or a fifth too large, one layer of four, one of seven modules or the last of eight ranks left out. (int8 rounds
+    (int4 rounds as NF4 does; only what is served right was measured on it.) All: the adapter missing, its scale halved or a fifth too large, one layer of four, one of seven modules or the last of eight ranks left out. (int8 rounds
     activations too.)
 
     Raises:
