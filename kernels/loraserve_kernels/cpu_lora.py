@@ -19,19 +19,6 @@ import numba
 import numpy as np
 from numba import types
 
-from loraserve_kernels.packed import (
-    DELTA,
-    NUM_ROWS,
-    RANK,
-    RECORD_WORDS,
-    ROW_IDS,
-    ROW_SCALES,
-    ROWS,
-    SCALINGS,
-    SHIFT,
-    A,
-    B,
-)
 from loraserve_kernels.simd import (
     BF16,
     F16,
@@ -53,6 +40,19 @@ from loraserve_kernels.simd import (
     store,
     store_one,
     sum_lanes,
+)
+from loraserve_kernels.sizes import (
+    DELTA,
+    NUM_ROWS,
+    RANK,
+    RECORD_WORDS,
+    ROW_IDS,
+    ROW_SCALES,
+    ROWS,
+    SCALINGS,
+    SHIFT,
+    A,
+    B,
 )
 
 # The argument block, in int64 words. The three counters are on cache lines of their own.

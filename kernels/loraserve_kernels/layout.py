@@ -11,10 +11,7 @@ The head and the embedding belong to no layer. Their records stand in layer 0; t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -35,22 +32,11 @@ from loraserve_kernels.modules import (
     check_place,
     check_row_ids,
     check_shapes,
+    size_of,
 )
-from loraserve_kernels.packed import (
-    DELTA,
-    NUM_ROWS,
-    RANK,
-    RECORD_WORDS,
-    ROW_IDS,
-    ROW_SCALES,
-    ROWS,
-    SCALINGS,
-    SHIFT,
-    A,
-    B,
-    PackedAdapter,
-)
+from loraserve_kernels.packed import PackedAdapter
 from loraserve_kernels.reference import quantize_rows
+from loraserve_kernels.sizes import ALIGN_ELEMENTS, PackedLayout, lay_out
 
 __all__ = [
     "ALIGN_ELEMENTS",
@@ -71,20 +57,9 @@ __all__ = [
     "packed_num_bytes",
 ]
 
-ALIGN_ELEMENTS = 16
-"""Regions start at multiples of this, so that a kernel may load a vector at a time whatever the dtype."""
-
 _INT8_MAX = 127
 _CHUNK_ELEMENTS = 1 << 22
 """Rows are rounded to int8 so many weights at a time: a float32 copy of a whole head would take gigabytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    records: npt.NDArray[np.int64]
-    num_elements: int
-    num_floats: int
-    num_row_ids: int
 
 
 def packed_num_bytes(
@@ -102,8 +77,7 @@ def packed_num_bytes(
     """
     layout = _lay_out(modules, num_layers, module_shapes, dtype)
     check_norms(norms, num_layers, module_shapes)
-    num_floats = layout.num_floats + sum(n.weight.shape[0] for n in norms)
-    return layout.num_elements * dtype.itemsize + 4 * (num_floats + layout.num_row_ids)
+    return layout.num_bytes(dtype, sum(n.weight.shape[0] for n in norms))
 
 
 def pack_adapter(
@@ -189,48 +163,12 @@ def _lay_out(
     num_layers: int,
     module_shapes: Mapping[str, tuple[int, int]],
     dtype: torch.dtype,
-) -> _Layout:
+) -> PackedLayout:
     if dtype not in DTYPES:
         raise ShapeMismatch(f"adapters are stored in float32, bfloat16, float16 or int8, not {dtype}")
-    records = np.zeros((num_layers, len(MODULES), RECORD_WORDS), dtype=np.int64)
-    records[..., (DELTA, SHIFT, ROW_SCALES)] = -1
-    given: set[tuple[int, str]] = set()
-    num_floats = num_row_ids = 0
+    sizes = []
     for m in modules:
         check_place(m.layer, m.module, num_layers, module_shapes)
         check_shapes(m, module_shapes[m.module])
-        if (m.layer, m.module) in given:
-            raise ShapeMismatch(f"layer {m.layer} {m.module} is given twice")
-        given.add((m.layer, m.module))
-        record, out_features = records[m.layer, MODULE_INDEX[m.module]], module_shapes[m.module][0]
-        num_rows = 0 if m.rows is None else m.rows.ids.shape[0]
-        record[RANK], record[NUM_ROWS], record[ROW_IDS] = m.lora_a.shape[0], num_rows, num_row_ids
-        num_row_ids += num_rows
-        for word, size in (
-            (SCALINGS, m.lora_a.shape[0]),
-            (DELTA, 0 if m.delta is None else out_features),
-            (SHIFT, 0 if m.shift is None else out_features),
-            (ROW_SCALES, num_rows if dtype == torch.int8 else 0),
-        ):
-            if size:
-                record[word], num_floats = num_floats, num_floats + _aligned(size)
-    num_elements = _place_weights(records, module_shapes)
-    return _Layout(records, num_elements, num_floats, num_row_ids)
-
-
-def _place_weights(records: npt.NDArray[np.int64], module_shapes: Mapping[str, tuple[int, int]]) -> int:
-    position = 0
-    for layer in range(records.shape[0]):
-        for site, modules in SITES.items():
-            width_of_row = 0 if site == "embed" else 1
-            for word, count, side in ((A, RANK, 1), (B, RANK, 0), (ROWS, NUM_ROWS, width_of_row)):
-                position = _aligned(position)
-                for module in modules:
-                    record = records[layer, MODULE_INDEX[module]]
-                    record[word] = position
-                    position += int(record[count]) * module_shapes.get(module, (0, 0))[side]
-    return position
-
-
-def _aligned(position: int) -> int:
-    return -(-position // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
+        sizes.append(size_of(m))
+    return lay_out(sizes, num_layers=num_layers, module_shapes=module_shapes, dtype=dtype)

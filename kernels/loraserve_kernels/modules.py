@@ -9,27 +9,13 @@ import torch
 from torch import Tensor
 
 from loraserve_kernels.errors import ShapeMismatch
-
-SITES: dict[str, tuple[str, ...]] = {
-    "qkv": ("q_proj", "k_proj", "v_proj"),
-    "o": ("o_proj",),
-    "gate_up": ("gate_proj", "up_proj"),
-    "down": ("down_proj",),
-    "lm_head": ("lm_head",),
-    "embed": ("embed_tokens",),
-}
-"""Linears that share an input: their outputs are slices of one tensor, in this order. The embedding is a linear whose input is a one-hot row."""
-
-LAYER_SITES: tuple[str, ...] = ("qkv", "o", "gate_up", "down")
-"""The sites that every decoder layer has."""
-
-MODULES: tuple[str, ...] = tuple(module for site in SITES.values() for module in site)
-"""Every module that can carry LoRA; a module's place here is its column in the tables."""
-
-MODULE_INDEX: dict[str, int] = {module: index for index, module in enumerate(MODULES)}
-
-LAYER_MODULES: tuple[str, ...] = tuple(module for site in LAYER_SITES for module in SITES[site])
-"""Those of the decoder layers: the first of `MODULES`."""
+from loraserve_kernels.sites import LAYER_MODULES as LAYER_MODULES
+from loraserve_kernels.sites import LAYER_SITES as LAYER_SITES
+from loraserve_kernels.sites import MODULE_INDEX as MODULE_INDEX
+from loraserve_kernels.sites import MODULES as MODULES
+from loraserve_kernels.sites import SITES as SITES
+from loraserve_kernels.sites import check_place as check_place
+from loraserve_kernels.sizes import ModuleSize
 
 DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 """What a CPU may hold adapters in."""
@@ -138,14 +124,10 @@ def check_row_ids(m: LoraModule, shape: tuple[int, int]) -> None:
         )
 
 
-def check_place(layer: int, module: str, num_layers: int, module_shapes: Mapping[str, tuple[int, int]]) -> None:
-    """Raises: ShapeMismatch: the base has no such module there."""
-    if not 0 <= layer < num_layers:
-        raise ShapeMismatch(f"LoRA on layer {layer}; this base has layers 0 to {num_layers - 1}")
-    if module not in MODULE_INDEX or module not in module_shapes:
-        raise ShapeMismatch(f"layer {layer} has LoRA on {module}; this base has {', '.join(module_shapes)}")
-    if layer and module not in LAYER_MODULES:
-        raise ShapeMismatch(f"layer {layer} has LoRA on {module}, which is in no layer: give layer 0")
+def size_of(m: LoraModule) -> ModuleSize:
+    """Reads no number of it."""
+    num_rows = 0 if m.rows is None else int(m.rows.ids.shape[0])
+    return ModuleSize(m.layer, m.module, int(m.lora_a.shape[0]), m.delta is not None, m.shift is not None, num_rows)
 
 
 def check_norms(norms: Iterable[ReplacedNorm], num_layers: int, module_shapes: Mapping[str, tuple[int, int]]) -> None:

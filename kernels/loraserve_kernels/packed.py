@@ -10,11 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from loraserve_kernels.modules import MODULE_INDEX, SITES
-
-RANK, A, B, SCALINGS, DELTA, SHIFT, NUM_ROWS, ROWS, ROW_IDS, ROW_SCALES, RECORD_WORDS = range(11)
-"""A module's record, in int64 words: its rank; where A, B and the replaced rows start in the weights; where the ranks' numbers, δ, the shift and the rows' scales start
-in the float32 buffer, −1 where the module has no δ, shift or scales; how many rows are replaced, and where their ids start in theirs."""
+from loraserve_kernels.sites import MODULE_INDEX, SITES
+from loraserve_kernels.sizes import DELTA, NUM_ROWS, RANK, ROW_IDS, ROW_SCALES, ROWS, SCALINGS, SHIFT, A, B
 
 
 @dataclass(frozen=True, slots=True)

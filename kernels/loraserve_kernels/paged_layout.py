@@ -21,7 +21,6 @@ the row is multiplied with (1, or its scale in int8), zero where there is no row
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,12 +28,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from loraserve_kernels.modules import MODULES, SITES
-from loraserve_kernels.paged_rows import UNIT_BYTES as UNIT_BYTES
-from loraserve_kernels.paged_rows import row_num_bytes as row_num_bytes
+from loraserve_kernels.sites import MODULES, SITES
+from loraserve_kernels.sites import ModuleShapes as ModuleShapes
+from loraserve_kernels.sizes import MAX_RANK as MAX_RANK
+from loraserve_kernels.sizes import RANK_TILE as RANK_TILE
+from loraserve_kernels.sizes import REPLACED_SITES as REPLACED_SITES
+from loraserve_kernels.sizes import UNIT_BYTES as UNIT_BYTES
+from loraserve_kernels.sizes import row_num_bytes as row_num_bytes
+from loraserve_kernels.sizes import tiles_of_rows as tiles_of_rows
 
-RANK_TILE = 16
-MAX_RANK = 512
 COMPUTE_DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 STORED_DTYPES: tuple[torch.dtype, ...] = (*COMPUTE_DTYPES, torch.int8)
 
@@ -51,11 +53,6 @@ REPLACED_WORK, REPLACED_GROUP = (FIRST_SLICE + 2 * SLICE_WORDS + word for word i
 """An adapter at a site, in int32 words as a plan's row tiles have them (see `gpu_plan`): at `KIND` 1 for int8 and 0 otherwise, at `NUM_REPLACED` how many rows of the
 base's weight it replaces; then, for up to three slices, four words each. `HAS_ENDING` says whether the slice has a δ or a shift at any layer. The sites whose rows can be replaced have one slice: in the
 words of a second and a third, which they lack, stand the first tile of the rows' records and, in a plan, their first piece of work and how many row tiles share it."""
-
-REPLACED_SITES: dict[str, str] = {"lm_head": "lm_head", "embed": "embed_tokens"}
-"""Sites whose rows the kernels can replace → their module."""
-
-ModuleShapes = Mapping[str, tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,8 +107,3 @@ def tiles_of_sites(sites: npt.NDArray[np.int32], num_layers: int) -> list[tuple[
             num_tiles = tiles_of_rows(int(words[NUM_REPLACED]), num_layers)
             found.append((REPLACED_SITES[site], int(words[REPLACED_TILE]), num_tiles))
     return found
-
-
-def tiles_of_rows(num_rows: int, num_layers: int) -> int:
-    """Tiles whose records, those of all layers, have room for so many replaced rows."""
-    return -(-num_rows // (RANK_TILE * num_layers))

@@ -1,0 +1,41 @@
+"""Which linears of a base an adapter may change, and which of them share an input. Imports no torch: plans are made without it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from loraserve_kernels.errors import ShapeMismatch
+
+SITES: dict[str, tuple[str, ...]] = {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "o": ("o_proj",),
+    "gate_up": ("gate_proj", "up_proj"),
+    "down": ("down_proj",),
+    "lm_head": ("lm_head",),
+    "embed": ("embed_tokens",),
+}
+"""Linears that share an input: their outputs are slices of one tensor, in this order. The embedding is a linear whose input is a one-hot row."""
+
+LAYER_SITES: tuple[str, ...] = ("qkv", "o", "gate_up", "down")
+"""The sites that every decoder layer has."""
+
+MODULES: tuple[str, ...] = tuple(module for site in SITES.values() for module in site)
+"""Every module that can carry LoRA; a module's place here is its column in the tables."""
+
+MODULE_INDEX: dict[str, int] = {module: index for index, module in enumerate(MODULES)}
+
+LAYER_MODULES: tuple[str, ...] = tuple(module for site in LAYER_SITES for module in SITES[site])
+"""Those of the decoder layers: the first of `MODULES`."""
+
+ModuleShapes = Mapping[str, tuple[int, int]]
+"""Module → (out_features, in_features) of the base."""
+
+
+def check_place(layer: int, module: str, num_layers: int, module_shapes: ModuleShapes) -> None:
+    """Raises: ShapeMismatch: the base has no such module there."""
+    if not 0 <= layer < num_layers:
+        raise ShapeMismatch(f"LoRA on layer {layer}; this base has layers 0 to {num_layers - 1}")
+    if module not in MODULE_INDEX or module not in module_shapes:
+        raise ShapeMismatch(f"layer {layer} has LoRA on {module}; this base has {', '.join(module_shapes)}")
+    if layer and module not in LAYER_MODULES:
+        raise ShapeMismatch(f"layer {layer} has LoRA on {module}, which is in no layer: give layer 0")
