@@ -1,0 +1,72 @@
+"""How likely things are to be used again: uses per second, of which older ones count less and less."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Container
+from dataclasses import dataclass
+from heapq import nlargest
+from itertools import islice
+
+from loraserve.types import Digest
+
+MEMORY_S = 300.0
+"""A use counts 1/e after so long."""
+MAX_NAMES = 65_536
+MAX_LOOKED_AT = 256
+"""Of the last used, in one search for the most used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Uses:
+    """
+    Attributes:
+        count: uses, each decayed by its age at `at_s`.
+        at_s: when they were counted.
+    """
+
+    count: float = 0.0
+    at_s: float = 0.0
+
+    def used(self, now_s: float) -> Uses:
+        """One use more."""
+        return Uses(self._decayed(now_s) + 1.0, now_s)
+
+    def per_second(self, now_s: float) -> float:
+        return self._decayed(now_s) / MEMORY_S
+
+    def _decayed(self, now_s: float) -> float:
+        # never above what was counted, whatever a clock does
+        return self.count * math.exp(-max(0.0, now_s - self.at_s) / MEMORY_S)
+
+
+NEVER = Uses()
+
+
+class Popularity:
+    """Uses of adapters by digest, wherever those are now. Of more than `max_names`, the longest unused are forgotten. One thread at a time."""
+
+    def __init__(self, max_names: int = MAX_NAMES) -> None:
+        self._max_names = max_names
+        # the last used last
+        self._uses: OrderedDict[Digest, Uses] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._uses)
+
+    def use(self, digest: Digest, now_s: float) -> None:
+        """The adapter was used once more, now."""
+        self._uses[digest] = self._uses.get(digest, NEVER).used(now_s)
+        self._uses.move_to_end(digest)
+        if len(self._uses) > self._max_names:
+            self._uses.popitem(last=False)
+
+    def per_second(self, digest: Digest, now_s: float) -> float:
+        """How often the adapter has been used of late; 0 if it never was, or is forgotten."""
+        return self._uses.get(digest, NEVER).per_second(now_s)
+
+    def most_used(self, count: int, now_s: float, besides: Container[Digest] = ()) -> list[Digest]:
+        """The most used first, at most `count` of them, among the `MAX_LOOKED_AT` that were used last."""
+        last = (d for d in islice(reversed(self._uses), MAX_LOOKED_AT) if d not in besides)
+        return nlargest(count, last, key=lambda digest: self._uses[digest].per_second(now_s))

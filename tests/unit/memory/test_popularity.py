@@ -1,0 +1,51 @@
+"""Uses are counted by their age, and for a bounded number of names."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from loraserve.memory.popularity import MAX_LOOKED_AT, MEMORY_S, Popularity
+
+
+def test_a_use_counts_less_with_its_age(make: Any) -> None:
+    popularity, a = Popularity(), make.digest("a")
+    popularity.use(a, 100.0)
+    assert popularity.per_second(a, 100.0) == pytest.approx(1 / MEMORY_S)
+    assert popularity.per_second(a, 100.0 + MEMORY_S) == pytest.approx(math.exp(-1) / MEMORY_S)
+    popularity.use(a, 100.0 + MEMORY_S)
+    assert popularity.per_second(a, 100.0 + MEMORY_S) == pytest.approx((1 + math.exp(-1)) / MEMORY_S)
+    # a clock that goes back makes nothing more likely
+    assert popularity.per_second(a, 0.0) == popularity.per_second(a, 100.0 + MEMORY_S)
+    assert popularity.per_second(make.digest("b"), 100.0) == 0.0
+
+
+def test_steady_use_comes_to_its_rate(make: Any) -> None:
+    popularity, a = Popularity(), make.digest("a")
+    for second in range(3000):
+        popularity.use(a, float(second))
+    assert popularity.per_second(a, 3000.0) == pytest.approx(1.0, rel=0.01)
+
+
+def test_the_longest_unused_name_is_forgotten(make: Any) -> None:
+    popularity = Popularity(max_names=2)
+    for name in "abac":
+        popularity.use(make.digest(name), 0.0)
+    assert len(popularity) == 2
+    assert popularity.per_second(make.digest("b"), 0.0) == 0.0
+    assert popularity.per_second(make.digest("a"), 0.0) > popularity.per_second(make.digest("c"), 0.0) > 0.0
+
+
+def test_the_most_used_come_first_and_few_are_looked_at(make: Any) -> None:
+    popularity = Popularity()
+    for _ in range(5):
+        popularity.use(make.digest("long ago"), 0.0)
+    for i in range(MAX_LOOKED_AT - 2):
+        popularity.use(make.digest(i), 1.0)
+    for name in "aab":
+        popularity.use(make.digest(name), 2.0)
+    assert popularity.most_used(1, 2.0) == [make.digest("a")]
+    assert popularity.most_used(2, 2.0, besides={make.digest("a")})[0] == make.digest("b")
+    assert len(popularity.most_used(1000, 2.0)) == MAX_LOOKED_AT
