@@ -18,11 +18,9 @@ import torch
 from torch import Tensor
 
 from loraserve_kernels.errors import InvalidWeight, ShapeMismatch
-
-FORMATS = ("int8", "int4", "nf4", "fp8")
-GROUP_SIZES = (32, 64, 128)
-"""Of int4, and of int8 where it has groups."""
-NF4_GROUP_SIZE = 64
+from loraserve_kernels.formats import FORMATS as FORMATS
+from loraserve_kernels.formats import GROUP_SIZES as GROUP_SIZES
+from loraserve_kernels.formats import NF4_GROUP_SIZE as NF4_GROUP_SIZE
 
 # the table that bitsandbytes prints, float32 numbers exactly
 NF4_CODE: tuple[float, ...] = (

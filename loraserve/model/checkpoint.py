@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
-from loraserve.errors import MissingTensor, ModelError
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-
-FLOATS = ("F32", "F16", "BF16")
-"""What float weights are stored in."""
+from loraserve.errors import ModelError
+from loraserve.model.checkpoint_headers import INDEX_FILE as INDEX_FILE
+from loraserve.model.checkpoint_headers import SINGLE_FILE as SINGLE_FILE
+from loraserve.model.checkpoint_headers import StoredTensor, read_headers
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F32": torch.float32,
@@ -31,25 +26,6 @@ DTYPES: Mapping[str, torch.dtype] = {
     "U8": torch.uint8,
 }
 """What can be read: what float weights, and quantized ones with their scales, are stored in."""
-
-# the format's own bound on the header
-_MAX_HEADER_BYTES = 100_000_000
-_MAX_INDEX_BYTES = 100_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """One tensor of a file; its bytes are ``[begin, end)`` of the file.
-
-    `dtype` is the format's name and may be one that isn't in `DTYPES`: what is never read may be stored in anything.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-    file: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,84 +61,12 @@ class Checkpoint:
 
 
 def open_checkpoint(model_dir: Path) -> Checkpoint:
-    """Read the headers of ``model.safetensors``, or of the shards that ``model.safetensors.index.json`` names.
+    """Read the headers of the directory's files.
 
     Raises:
-        MissingTensor: a shard lacks a tensor that the index places in it.
-        ModelError: no weights in this format, or a file that isn't what it claims to be.
+        MissingTensor, ModelError: as `checkpoint_headers.read_headers`.
     """
-    index = model_dir / INDEX_FILE
-    if index.is_file():
-        return _open_shards(model_dir, index)
-    single = model_dir / SINGLE_FILE
-    if single.is_file():
-        return Checkpoint({stored.name: stored for stored in _read_header(single)})
-    others = sorted(path.name for path in model_dir.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
-    found = f"; it has {', '.join(others[:3])}, which isn't read" if others else ""
-    raise ModelError(
-        f"{model_dir} has neither {SINGLE_FILE} nor {INDEX_FILE}{found}.",
-        hint="Save the model with save_pretrained, which writes safetensors.",
-    )
-
-
-def _open_shards(model_dir: Path, index: Path) -> Checkpoint:
-    try:
-        if index.stat().st_size > _MAX_INDEX_BYTES:
-            raise ModelError(f"{index} has {index.stat().st_size:,} bytes; at most {_MAX_INDEX_BYTES:,} are read.")
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        places = {str(name): str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(f"{index} isn't an index of shards: expected an object with weight_map.") from error
-    tensors: dict[str, StoredTensor] = {}
-    for file in sorted(set(places.values())):
-        # an index can't reach out of its directory
-        if Path(file).name != file or not (model_dir / file).is_file():
-            raise ModelError(f"{index.name} names the shard {file[:200]!r}, which isn't in {model_dir}.")
-        for stored in _read_header(model_dir / file):
-            if stored.name in tensors:
-                raise ModelError(f"The tensor {stored.name} is in {tensors[stored.name].file.name} and in {file}.")
-            tensors[stored.name] = stored
-    for name, file in places.items():
-        if name not in tensors or tensors[name].file.name != file:
-            raise MissingTensor(f"{index.name} says that the tensor {name} is in {file}; it isn't there.")
-    return Checkpoint(tensors)
-
-
-def _read_header(path: Path) -> list[StoredTensor]:
-    """The file's tensors in the order of their bytes; they tile what follows the header exactly."""
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
-                raise ModelError(f"{path} isn't a safetensors file: {size:,} bytes can't hold a header of {length:,}.")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        tensors = [_stored(name, entry, 8 + length, path) for name, entry in header.items()]
-    except OSError as error:
-        raise ModelError(f"{path} can't be read: {error.strerror}.") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(f"{path} isn't a safetensors file: its header makes no sense.") from error
-    tensors.sort(key=lambda stored: (stored.begin, stored.end))
-    position = 8 + length
-    for stored in tensors:
-        if stored.begin != position or stored.end < position:
-            raise ModelError(f"{path}: the bytes of {stored.name} overlap others, or leave a gap.")
-        position = stored.end
-    if position != size:
-        raise ModelError(
-            f"{path} has {size:,} bytes; its header describes {position:,}.", hint="Fetch it again: it may be cut off."
-        )
-    return tensors
-
-
-def _stored(name: str, entry: Mapping[str, Any], body: int, path: Path) -> StoredTensor:
-    shape = tuple(int(size) for size in entry["shape"])
-    begin, end = (int(offset) for offset in entry["data_offsets"])
-    dtype = str(entry["dtype"])
-    if min(shape, default=0) < 0 or (dtype in DTYPES and prod(shape) * DTYPES[dtype].itemsize != end - begin):
-        raise ModelError(f"{path}: {name} of shape {list(shape)} and dtype {dtype} can't have {end - begin:,} bytes.")
-    return StoredTensor(name, dtype, shape, body + begin, body + end, path)
+    return Checkpoint(read_headers(model_dir))
 
 
 def _read_tensor(file: BinaryIO, stored: StoredTensor) -> tuple[StoredTensor, Tensor, memoryview]:

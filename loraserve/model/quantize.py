@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from loraserve.errors import ConfigError, ModelError
+from loraserve.model.formats import group_size
 from loraserve_kernels.cpu_packed import PackedWeight, pack_quantized, packed_linear, widen
 from loraserve_kernels.errors import InvalidWeight
 from loraserve_kernels.gemm import Int8Weight, float_linear, int8_linear, pack_float, pack_int8, unpack_int8
-from loraserve_kernels.quantized import FORMATS, GROUP_SIZES, NF4_GROUP_SIZE, QuantizedWeight, quantize
+from loraserve_kernels.quantized import FORMATS, QuantizedWeight, quantize
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -76,22 +77,6 @@ def quantize_weight(weight: Tensor, format: str) -> QuantizedWeight:
         return quantize(weight, format, group_size(format, weight.shape[1]))
     except InvalidWeight as error:
         raise ModelError(f"A weight can't be quantized to {format}: {error}.") from error
-
-
-def group_size(format: str, in_features: int) -> int:
-    """Return how many inputs share a scale when a float weight of this width is rounded to `format`.
-
-    Raises:
-        ModelError: no groups that the format has fill in_features.
-    """
-    sizes = {"int4": GROUP_SIZES, "nf4": (NF4_GROUP_SIZE,)}.get(format, (in_features,))
-    fitting = [size for size in sizes if in_features % size == 0]
-    if not fitting:
-        raise ModelError(
-            f"A linear with {in_features} inputs can't be quantized to {format}, whose groups have {' or '.join(map(str, sizes))} inputs.",
-            hint="Use --quantize int8.",
-        )
-    return max(fitting)
 
 
 def check_format(quantize: str, dtype: torch.dtype) -> None:

@@ -10,8 +10,9 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from loraserve.model.prequantized import StoredWeight
+from loraserve.model.prequantized import assemble
 from loraserve.model.quantize import JoinedLinear, Linear, quantize_weight
+from loraserve.model.stored_weights import StoredWeight
 from loraserve_kernels.quantized import QuantizedWeight, concatenate
 
 MakeLinear = Callable[[Tensor | QuantizedWeight, Tensor | None], Linear]
@@ -86,7 +87,7 @@ class Site:
         parts = self._parts.setdefault(index, {})
         parts[suffix] = part
         if len(parts) == len(stored.tensors):
-            self._weights[index] = stored.assemble(parts)
+            self._weights[index] = assemble(stored, parts)
             del self._parts[index]
             self._count_down()
 

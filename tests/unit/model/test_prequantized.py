@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from loraserve.errors import ConfigError, MissingTensor, ModelError, UnexpectedTensor
 from loraserve.model.checkpoint import open_checkpoint
 from loraserve.model.config import read_config
-from loraserve.model.prequantized import find_stored_weight
+from loraserve.model.prequantized import assemble
+from loraserve.model.stored_weights import find_stored_weight
 from loraserve_kernels.quantized import QuantizedWeight
 
 from .conftest import PagedRun, build_model, edit_json, load, random_tokens, reference_logits
@@ -104,7 +105,7 @@ def assembled(directory: Path, path: str) -> QuantizedWeight:
     assert stored is not None
     names = frozenset(f"{path}.{suffix}" for suffix in stored.tensors)
     parts = {entry.name.removeprefix(f"{path}."): tensor for entry, tensor, _ in checkpoint.read(names)}
-    return stored.assemble(parts)
+    return assemble(stored, parts)
 
 
 @pytest.mark.parametrize("format", ["pack-quantized", "int-quantized", "naive-quantized"])

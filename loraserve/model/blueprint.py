@@ -1,0 +1,382 @@
+"""What a base consists of, from its config and the headers of its files: which linears become one, which tensors there must be, in what everything is kept.
+
+The loader builds from it; plans of memory are made of it. Reads no weight and imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+
+from loraserve.errors import ConfigError, InvariantViolation, MissingTensor, ModelError, ShapeMismatch, UnexpectedTensor
+from loraserve.model.architectures import Architecture, ExpertPaths
+from loraserve.model.checkpoint_headers import StoredTensor
+from loraserve.model.config import ExpertsConfig, ModelConfig
+from loraserve.model.formats import group_size
+from loraserve.model.stored_weights import Expected, StoredWeight, find_stored_weight
+from loraserve.types import BaseSpec, Digest
+from loraserve_kernels.sites import LAYER_SITES, SITES
+
+_IGNORED_ENDING = ".rotary_emb.inv_freq"
+"""A buffer that old Llama checkpoints carry; the config says the same."""
+
+_HEAD_FORMATS = {"int4": "int8", "nf4": "int8"}
+"""The head's error goes straight into the logits, so it has eight bits where the layers have four."""
+
+
+class SiteKind(Enum):
+    LAYER = "a layer's, that adapters know"
+    ROUTER = "what chooses experts: float32 always"
+    EXPERT = "one of an expert's two"
+    HEAD = "the head"
+
+
+@dataclass(frozen=True, slots=True)
+class ModulePlan:
+    """One linear of the checkpoint.
+
+    Attributes:
+        path: ``model.layers.0.self_attn.q_proj``.
+    """
+
+    path: str
+    out_features: int
+    has_bias: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SitePlan:
+    """Linears with a common input that become one.
+
+    Attributes:
+        layer: 0 for the head.
+        name: as adapters know it; empty of experts and their router.
+        quantize: what float weights are rounded to; ``none``: they aren't.
+    """
+
+    kind: SiteKind
+    layer: int
+    name: str
+    modules: tuple[ModulePlan, ...]
+    in_features: int
+    quantize: str
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """A base that can be built from its files.
+
+    Attributes:
+        stored: the linears that the checkpoint holds quantized, by path.
+        quantize: what the others are rounded to; ``none``: they aren't, and always where some are quantized already.
+        head_quantize: so for the head.
+        norms: the names of their tensors.
+        sites: in order; an expert's gate and up before its down, experts in theirs.
+        expected: every tensor that is read.
+        tensors: every tensor that there is.
+    """
+
+    config: ModelConfig
+    stored: Mapping[str, StoredWeight]
+    quantize: str
+    head_quantize: str
+    norms: tuple[str, ...]
+    sites: tuple[SitePlan, ...]
+    expected: Mapping[str, Expected]
+    tensors: Mapping[str, StoredTensor]
+
+    @property
+    def stored_formats(self) -> list[str]:
+        """What the checkpoint is quantized to already; empty: to nothing."""
+        return sorted({weight.scheme.format for weight in self.stored.values()})
+
+    @property
+    def quantization(self) -> str:
+        """The linears' formats; of the layers alone where the head was rounded to another."""
+        return "+".join(self.stored_formats) or self.quantize
+
+    @property
+    def is_head_tied(self) -> bool:
+        """Whether the head's weight is the embedding's."""
+        return all(site.kind is not SiteKind.HEAD for site in self.sites)
+
+    @property
+    def num_parameters(self) -> int:
+        parts = {f"{path}.{suffix}" for path, weight in self.stored.items() for suffix in weight.tensors}
+        floats = (self.tensors[name] for name in self.expected if name not in parts)
+        return sum(prod(tensor.shape) for tensor in floats) + sum(
+            weight.out_features * weight.in_features for weight in self.stored.values()
+        )
+
+    def spec(self, *, id: str, digest: Digest, dtype: str, max_model_len: int, size_bytes: int) -> BaseSpec:
+        """What others need to know of the base.
+
+        Args:
+            dtype: of what isn't quantized.
+            size_bytes: what it takes once it is resident.
+        """
+        config, architecture = self.config, self.config.architecture
+        return BaseSpec(
+            id=id,
+            digest=digest,
+            architecture=architecture.name,
+            num_layers=config.num_layers,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            max_model_len=max_model_len,
+            modules={
+                **config.module_shapes,
+                "lm_head": (config.vocab_size, config.hidden_size),
+                "embed_tokens": (config.hidden_size, config.vocab_size),
+            },
+            module_paths={
+                **architecture.module_paths,
+                "lm_head": architecture.head.removesuffix(".weight"),
+                "embed_tokens": architecture.embedding.removesuffix(".weight"),
+            },
+            layers_path=architecture.layers,
+            eos_token_ids=tuple(token_id for token_id in config.eos_token_ids if token_id < config.vocab_size),
+            dtype=dtype,
+            quantization=self.quantization,
+            num_parameters=self.num_parameters,
+            size_bytes=size_bytes,
+            biased_modules=tuple(module for module in config.module_shapes if config.has_bias(module)),
+            norm_paths={
+                norm: name.removesuffix(".weight")
+                for norm, name in (
+                    ("attention_norm", architecture.attention_norm),
+                    ("mlp_norm", architecture.mlp_norm),
+                    ("norm", architecture.norm),
+                )
+                if name is not None
+            },
+            norm_offset=architecture.norm_offset,
+            is_head_tied=self.is_head_tied,
+        )
+
+
+def draw(config: ModelConfig, tensors: Mapping[str, StoredTensor], quantize: str) -> Blueprint:
+    """Return what is built of a config and a checkpoint, whose headers are what the config says.
+
+    Raises:
+        ConfigError: the checkpoint is quantized to something else than `quantize`.
+        MissingTensor, UnexpectedTensor, ShapeMismatch, ModelError: what is wrong with the checkpoint, or can't be rounded so.
+    """
+    stored = _find_stored_weights(config, tensors)
+    if stored:
+        _check_contradiction(config, sorted({weight.scheme.format for weight in stored.values()}), quantize)
+        # what the checkpoint has in a float dtype stays so
+        quantize = "none"
+    head_quantize = _HEAD_FORMATS.get(quantize, quantize)
+    architecture = config.architecture
+    norms, sites, unread = [architecture.norm], list[SitePlan](), set[str]()
+    expected = {
+        architecture.embedding: Expected(((config.vocab_size, config.hidden_size),)),
+        architecture.norm: Expected(((config.hidden_size,),)),
+    }
+    # a checkpoint may hold a head although its config ties it to the embedding: transformers then takes the head's own
+    path = _head_path(config)
+    if not config.is_tied or architecture.head in tensors or path in stored:
+        modules = (ModulePlan(path, config.vocab_size, False),)
+        sites.append(SitePlan(SiteKind.HEAD, 0, "lm_head", modules, config.hidden_size, head_quantize))
+    for site in sites:
+        _expect_site(site, stored, expected, unread)
+    for layer in range(config.num_layers):
+        for name, size in _norm_sizes(config).items():
+            norms.append(f"{architecture.layers}.{layer}.{name}")
+            expected[norms[-1]] = Expected(((size,),))
+        for site in _sites_of_layer(config, layer, quantize):
+            sites.append(site)
+            _expect_site(site, stored, expected, unread)
+    blueprint = Blueprint(config, stored, quantize, head_quantize, tuple(norms), tuple(sites), expected, tensors)
+    _check(blueprint, unread)
+    return blueprint
+
+
+def check_gpu(config: ModelConfig) -> None:
+    """Return if a GPU's kernels have all that this model needs.
+
+    Raises:
+        ConfigError: they haven't; it names what.
+    """
+    missing = None
+    if config.experts is not None:
+        missing = "experts"
+    elif any(rope.rotated != 1 for rope in config.ropes):
+        missing = "heads that turn in part (partial_rotary_factor)"
+    if missing is not None:
+        raise ConfigError(
+            f"{config.architecture.name} has {missing}, which aren't served on GPUs yet.", hint="Use --device cpu."
+        )
+
+
+def context_len(config: ModelConfig, max_model_len: int | None) -> int:
+    """Return the longest context that is served: what is asked for, or what the config says.
+
+    Raises:
+        ConfigError: more is asked for than the model's positions cover.
+    """
+    if max_model_len is None:
+        return config.max_model_len
+    if not 0 < max_model_len <= config.max_stretched_len:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}; this model's positions go to {config.max_stretched_len}.",
+            hint="Lower --max-model-len, or leave it out.",
+        )
+    return max_model_len
+
+
+def _norm_sizes(config: ModelConfig) -> dict[str, int]:
+    """Of one layer, by their names inside it."""
+    architecture = config.architecture
+    names = (
+        architecture.attention_norm,
+        architecture.attention_out_norm,
+        architecture.mlp_norm,
+        architecture.mlp_out_norm,
+    )
+    sizes = {name: config.hidden_size for name in names if name is not None}
+    if architecture.has_qk_norm:
+        num_heads = (config.num_heads, config.num_kv_heads) if architecture.is_qk_norm_whole else (1, 1)
+        for name, count in zip((architecture.q_norm, architecture.k_norm), num_heads, strict=True):
+            sizes[name] = count * config.head_dim
+    return sizes
+
+
+def _sites_of_layer(config: ModelConfig, layer: int, quantize: str) -> Iterator[SitePlan]:
+    for site in _layer_sites(config):
+        in_features = config.module_shapes[SITES[site][0]][1]
+        yield SitePlan(SiteKind.LAYER, layer, site, _site_modules(config, layer, site), in_features, quantize)
+    if config.experts is None:
+        return
+    router = f"{config.architecture.layers}.{layer}.{_experts_of(config.architecture).router}"
+    # the router decides between experts: it isn't rounded
+    router_module = ModulePlan(router, config.experts.num_experts, False)
+    yield SitePlan(SiteKind.ROUTER, layer, "", (router_module,), config.hidden_size, "none")
+    for expert in range(config.experts.num_experts):
+        for modules, in_features in _expert_modules(config, config.experts, layer, expert):
+            yield SitePlan(SiteKind.EXPERT, layer, "", modules, in_features, quantize)
+
+
+def _expect_site(
+    site: SitePlan, stored: Mapping[str, StoredWeight], expected: dict[str, Expected], unread: set[str]
+) -> None:
+    if site.quantize != "none":
+        # refuses a width before anything is read
+        group_size(site.quantize, site.in_features)
+    for module in site.modules:
+        weight = stored.get(module.path)
+        if weight is None:
+            expected[f"{module.path}.weight"] = Expected(((module.out_features, site.in_features),))
+        else:
+            unread.update(f"{module.path}.{suffix}" for suffix in weight.unread)
+            expected.update({f"{module.path}.{suffix}": part for suffix, part in weight.tensors.items()})
+        if module.has_bias:
+            expected[f"{module.path}.bias"] = Expected(((module.out_features,),))
+
+
+def _find_stored_weights(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredWeight]:
+    """The linears that the checkpoint holds quantized, by path."""
+    linears = {
+        module.path: (module.out_features, site.in_features)
+        for layer in range(config.num_layers)
+        for site in _sites_of_layer(config, layer, "none")
+        if site.kind is not SiteKind.ROUTER
+        for module in site.modules
+    }
+    if not config.is_tied or any(name.startswith(_head_path(config) + ".") for name in tensors):
+        linears[_head_path(config)] = (config.vocab_size, config.hidden_size)
+    found = {path: find_stored_weight(config.quantization, path, shape, tensors) for path, shape in linears.items()}
+    return {path: weight for path, weight in found.items() if weight is not None}
+
+
+def _site_modules(config: ModelConfig, layer: int, site: str) -> tuple[ModulePlan, ...]:
+    """What the checkpoint holds of a site's linears."""
+    architecture, prefix = config.architecture, f"{config.architecture.layers}.{layer}."
+    modules = tuple(
+        ModulePlan(prefix + architecture.module_paths[module], config.module_shapes[module][0], config.has_bias(module))
+        for module in SITES[site]
+    )
+    if site not in architecture.fused_paths:
+        return modules
+    # the rows of the linears stand there in the site's order
+    path, size = prefix + architecture.fused_paths[site], sum(module.out_features for module in modules)
+    return (ModulePlan(path, size, any(module.has_bias for module in modules)),)
+
+
+def _layer_sites(config: ModelConfig) -> list[str]:
+    """The sites of a layer that adapters know."""
+    return [site for site in LAYER_SITES if SITES[site][0] in config.module_shapes]
+
+
+def _expert_modules(
+    config: ModelConfig, experts: ExpertsConfig, layer: int, expert: int
+) -> Iterator[tuple[tuple[ModulePlan, ...], int]]:
+    """An expert's two sites: what the checkpoint holds of their linears, and their in_features."""
+    architecture = config.architecture
+    paths = _experts_of(architecture)
+    prefix = f"{architecture.layers}.{layer}.{paths.experts}.{expert}."
+    inner, hidden = experts.intermediate_size, config.hidden_size
+    yield (ModulePlan(prefix + paths.gate, inner, False), ModulePlan(prefix + paths.up, inner, False)), hidden
+    yield (ModulePlan(prefix + paths.down, hidden, False),), inner
+
+
+def _experts_of(architecture: Architecture) -> ExpertPaths:
+    if architecture.experts is None:
+        raise InvariantViolation(f"{architecture.name} has no experts")
+    return architecture.experts
+
+
+def _head_path(config: ModelConfig) -> str:
+    return config.architecture.head.removesuffix(".weight")
+
+
+def _check_contradiction(config: ModelConfig, formats: list[str], quantize: str) -> None:
+    if quantize != "none" and formats != [quantize]:
+        method = "" if config.quantization is None else f" by {config.quantization.method}"
+        raise ConfigError(
+            f"--quantize {quantize}: the checkpoint is quantized to {' and '.join(formats)} already{method}; codes aren't rounded again.",
+            hint="Leave --quantize out, or give the float checkpoint.",
+        )
+
+
+def _check(blueprint: Blueprint, unread: set[str]) -> None:
+    """Compare the headers with what the model needs, before a byte of weights is read."""
+    name_of_model, stored = blueprint.config.architecture.name, blueprint.tensors
+    missing = [name for name in blueprint.expected if name not in stored]
+    if missing:
+        shapes = blueprint.expected[missing[0]].shapes
+        shape = f" of shape {list(shapes[0])}" if shapes else ""
+        raise MissingTensor(
+            f"The checkpoint lacks {_listed(missing)}; {name_of_model} with this config.json has {missing[0]}{shape}.",
+            hint="Fetch the checkpoint again, or check config.json.",
+        )
+    unexpected = [
+        name
+        for name in stored
+        if name not in blueprint.expected and name not in unread and not name.endswith(_IGNORED_ENDING)
+    ]
+    if unexpected:
+        raise UnexpectedTensor(
+            f"The checkpoint holds {_listed(unexpected)}, which {name_of_model} with this config.json doesn't have: "
+            "leaving tensors out would change the answers.",
+            hint="Check num_hidden_layers, the bias flags, the architecture and quantization_config in config.json.",
+        )
+    for name, expected in blueprint.expected.items():
+        if expected.shapes is not None and stored[name].shape not in expected.shapes:
+            shapes_text = " or ".join(str(list(shape)) for shape in expected.shapes)
+            raise ShapeMismatch(
+                f"The tensor {name} has the shape {list(stored[name].shape)}; expected {shapes_text} from config.json.",
+                hint="Check that config.json belongs to this checkpoint.",
+            )
+        if stored[name].dtype not in expected.dtypes:
+            raise ModelError(
+                f"The tensor {name} is stored as {stored[name].dtype}; expected {' or '.join(expected.dtypes)}.",
+                hint="Check quantization_config in config.json, or give the float checkpoint.",
+            )
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
