@@ -161,6 +161,26 @@ class TokenOutput(Struct, frozen=True):
     """Seconds spent waiting in the queue, waiting for the adapter, and in prefill; sent with the first token."""
 
 
+TIME_BOUNDS_S: tuple[float, ...] = (
+    *(0.000_01, 0.000_025, 0.000_05, 0.000_1, 0.000_25, 0.000_5),
+    *(0.001, 0.002_5, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 600.0),
+)
+"""Seconds up to and with which a bucket of `Histogram` counts, ascending: from what a step's bookkeeping takes to the longest that a request may wait."""
+
+
+class Histogram(Struct, frozen=True):
+    """How long something took, and how often. Its buckets are `TIME_BOUNDS_S`, whatever is measured: their number never changes."""
+
+    counts: tuple[int, ...] = (0,) * (len(TIME_BOUNDS_S) + 1)
+    """Of each bucket by itself, not of those below it too; the last is of what was longer than every bound."""
+    sum_s: float = 0.0
+
+    @property
+    def num(self) -> int:
+        return sum(self.counts)
+
+
 class Tier(StrEnum):
     DEVICE = "device"
     HOST = "host"
@@ -181,6 +201,12 @@ class AdapterResidency(Struct, frozen=True):
     """Pinned by an operator: never evicted."""
     last_used_s: float
     """Seconds since its last use."""
+    dtype: str = ""
+    """What its matrices are held in: fp32, bf16, fp16, int8; empty while it's being read."""
+    precision_loss: float | None = None
+    """The largest relative error, over its modules, of its update as it is held against as it was uploaded; None while it's being read."""
+    uses_per_s: float | None = None
+    """How often it was used of late, older uses counting less and less; None where nobody counts them."""
 
 
 class EngineStats(Struct, frozen=True):
@@ -213,7 +239,32 @@ class EngineStats(Struct, frozen=True):
     adapter_load_failures: int = 0
     adapter_load_s: float = 0.0
     device_evictions: int = 0
+    device_evictions_for_kv: int = 0
+    """Of those, for KV blocks' sake; the others gave their place to another adapter."""
     host_evictions: int = 0
+    kv_evictions: int = 0
+    """Idle prefix blocks that lost their content."""
+    kv_evictions_for_adapters: int = 0
+    """Of those, for an adapter's sake; the others were taken by sequences."""
+    adapter_lookups_device: int = 0
+    adapter_lookups_host: int = 0
+    adapter_lookups_disk: int = 0
+    """Requests for an adapter, by where it was when they came."""
+    host_load_s: Histogram = Histogram()
+    """Of loads into the host's memory that went well: read, verified, compiled and packed."""
+    device_load_s: Histogram = Histogram()
+    """From an adapter's place on the device to its being usable there."""
+    adapter_wait_s: Histogram = Histogram()
+    """Seconds that each request for an adapter waited for it, 0 where it was there; of those too that ended waiting."""
+    step_adapter_s: Histogram = Histogram()
+    """Seconds of each step that its thread spent on adapters' behalf: taking loads in, giving places, asking."""
+    device_bytes: int = 0
+    """The budget that KV blocks and adapters share, or their two budgets together."""
+    kv_bytes_used: int = 0
+    kv_bytes_idle: int = 0
+    adapter_bytes_used: int = 0
+    """Of adapters that are pinned or on their way."""
+    adapter_bytes_idle: int = 0
     step_s: float = 0.0
     """Seconds spent in steps since the start."""
     invariant_violations: int = 0

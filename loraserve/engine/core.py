@@ -22,6 +22,7 @@ from loraserve.engine.scheduler import ScheduledRequest, Scheduler
 from loraserve.errors import EngineError
 from loraserve.memory.kv_cache import KVCache, prefix_root
 from loraserve.memory.pager import Pager
+from loraserve.memory.timings import Timings
 from loraserve.types import (
     AdapterRef,
     BaseSpec,
@@ -30,6 +31,7 @@ from loraserve.types import (
     RequestId,
     SamplingParams,
     TenantId,
+    Tier,
     TokenOutput,
 )
 
@@ -88,6 +90,9 @@ class Engine:
         self._sequence_numbers = itertools.count()
         self._num_steps = 0
         self._step_s = 0.0
+        self._step_adapter_s = Timings()
+        # requests by where their adapter was when they came
+        self._lookups = dict.fromkeys((Tier.DEVICE, Tier.HOST, Tier.DISK), 0)
         self._prompt_tokens = 0
         self._generation_tokens = 0
         self._invariant_violations = 0
@@ -107,6 +112,8 @@ class Engine:
 
     def add(self, message: AddRequest) -> None:
         """Queue a request, or the rest of one whose first tokens were sent before a crash."""
+        if message.adapter is not None:
+            self._lookups[self.pager.tier(message.adapter.digest)] += 1
         self._scheduler.add(
             Request(
                 request_id=message.request_id,
@@ -165,6 +172,9 @@ class Engine:
         With `overlap` the step that is launched here stays in flight, and what is returned is the results of the one before.
         """
         started = self._clock()
+        if not self._scheduler.num_running:
+            # done while nobody ran: it held up no step
+            self.pager.stopwatch.take_s()
         self.pager.poll()
         scheduled = self._scheduler.schedule()
         outputs = self._scheduler.take_failed()
@@ -174,6 +184,8 @@ class Engine:
             while len(self._in_flight) > num_left:
                 outputs += self._update(self._in_flight.popleft())
             self._num_steps += bool(scheduled)
+            if scheduled:
+                self._step_adapter_s.add(self.pager.stopwatch.take_s())
             self._step_s += self._clock() - started
         if self.verifications is not None:
             outputs = self.verifications.take(outputs)
@@ -280,6 +292,11 @@ class Engine:
             base_prefix_tokens_hit=scheduler.base_prefix_tokens_hit,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
+            adapter_lookups_device=self._lookups[Tier.DEVICE],
+            adapter_lookups_host=self._lookups[Tier.HOST],
+            adapter_lookups_disk=self._lookups[Tier.DISK],
+            adapter_wait_s=scheduler.adapter_wait_s.histogram,
+            step_adapter_s=self._step_adapter_s.histogram,
             step_s=self._step_s,
             invariant_violations=self._invariant_violations + self.pager.num_violations,
             **cast("dict[str, Any]", self.pager.stats()),

@@ -27,6 +27,7 @@ from loraserve.errors import AdapterNumerics, EngineError, InvariantViolation, L
 from loraserve.memory.facts import AdapterFacts
 from loraserve.memory.kv_cache import BlockId, KVCache
 from loraserve.memory.pager import Residency
+from loraserve.memory.timings import Timings
 from loraserve.types import AdapterRef, Digest, FinishReason, RequestId, TokenLogprobs, TokenOutput
 
 if TYPE_CHECKING:
@@ -118,6 +119,8 @@ class Scheduler:
     ) -> None:
         self.num_preemptions = 0
         self.base_prefix_tokens_hit = 0
+        self.adapter_wait_s = Timings()
+        """What each request for an adapter waited for it, probes left out: counted when the wait is over, however it ended."""
         self._kv = kv
         self._adapters = adapters
         self._max_num_seqs = max_num_seqs
@@ -274,6 +277,8 @@ class Scheduler:
                 if request.adapter_wait_started_s is not None:
                     request.adapter_wait_s += self._clock() - request.adapter_wait_started_s
                     request.adapter_wait_started_s = None
+                if request.probe is None:
+                    self.adapter_wait_s.add(request.adapter_wait_s)
                 return True
             case Residency.FAILED:
                 error = self._adapters.error(request.adapter.digest)
@@ -446,6 +451,8 @@ class Scheduler:
             self._leave_line(request)
         request.status = Status.FINISHED
         self._drop_blocks(request)
+        if request.adapter_wait_started_s is not None and request.probe is None:
+            self.adapter_wait_s.add(self._clock() - request.adapter_wait_started_s)
         pin, request.pin = request.pin, None
         if pin is not None:
             try:

@@ -13,10 +13,12 @@ class AdapterFacts:
     Attributes:
         invocation_token_ids: aLoRA's: the adapter acts from their last occurrence in a prompt on, and not at all where they don't occur. Empty: on every token.
         precision_loss: the largest relative error, over the adapter's modules, of ``scaling · B A`` as it's served against as it was uploaded; see `memory.precision`.
+        dtype: what its matrices are held in: fp32, bf16, fp16 or int8.
     """
 
     invocation_token_ids: tuple[int, ...] = ()
     precision_loss: float = 0.0
+    dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

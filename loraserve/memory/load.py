@@ -24,7 +24,7 @@ from loraserve.errors import (
 )
 from loraserve.memory.base_weights import BaseWeights, beside_steps, dora_delta
 from loraserve.memory.composition import Composer
-from loraserve.memory.device import AdapterDevice, refuse_out_of_range
+from loraserve.memory.device import DTYPE_NAMES, AdapterDevice, refuse_out_of_range
 from loraserve.memory.facts import AdapterFacts, Loaded
 from loraserve.memory.lowering import Lowered, lower, needed
 from loraserve.memory.precision import EXACT, Precision, as_held, loss, refuse_lossy, truncate
@@ -82,7 +82,7 @@ def load_adapter(
         raise AdapterUnservable(
             f"This adapter version can't be served on this device: {error}", hint="Push it again with other settings."
         ) from error
-    return Loaded(host, AdapterFacts(uploaded.invocation_token_ids, lost))
+    return Loaded(host, AdapterFacts(uploaded.invocation_token_ids, lost, DTYPE_NAMES[dtype]))
 
 
 def _read(store: BlobStore, ref: AdapterRef, base: BaseSpec, base_weights: BaseWeights | None) -> Lowered:

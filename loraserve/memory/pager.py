@@ -26,7 +26,8 @@ from loraserve.memory.facts import AdapterFacts, Loaded
 from loraserve.memory.host_cache import HostCache
 from loraserve.memory.load import load_adapter
 from loraserve.memory.precision import EXACT, Precision
-from loraserve.types import AdapterRef, AdapterResidency, BaseSpec, Digest, Tier
+from loraserve.memory.timings import Stopwatch, Timings, timed
+from loraserve.types import AdapterRef, AdapterResidency, BaseSpec, Digest, Histogram, Tier
 from loraserve_kernels.layout import PackedAdapter
 
 logger = logging.getLogger("loraserve.memory")
@@ -141,6 +142,12 @@ class Pager:
         self._num_loads = 0
         self._num_load_failures = 0
         self._load_s = 0.0
+        self._host_load_s = Timings()
+        self._device_load_s = Timings()
+        # of those on their way to the device: when each got its place
+        self._placed_at_s: dict[Digest, float] = {}
+        self.stopwatch = Stopwatch()
+        """Times what the step's thread does here; whoever steps takes from it."""
 
     @property
     def num_loading(self) -> int:
@@ -157,6 +164,13 @@ class Pager:
         """Invariants that were found broken, since the start."""
         return self._pool.num_violations
 
+    def tier(self, digest: Digest) -> Tier:
+        """Where a request that comes now finds the adapter: on the device, usable; in the host's memory, or on its way from there; or on disk, read already or not."""
+        if self._pool.has_landed(digest) and digest not in self._draining:
+            return Tier.DEVICE
+        return Tier.HOST if digest in self._pool or digest in self._host else Tier.DISK
+
+    @timed
     def request(self, ref: AdapterRef) -> Residency:
         """Ask for an adapter on the device; starts whatever is needed. Never blocks; ask again whenever you like.
 
@@ -187,6 +201,7 @@ class Pager:
             return Residency.LOADING
         return Residency.WAITING_FOR_SPACE
 
+    @timed
     def poll(self) -> list[Digest]:
         """Take finished loads and copies in, give the line what place there is; returns the digests that became resident, failed or left the line.
 
@@ -194,6 +209,8 @@ class Pager:
         """
         now = self._clock()
         changed = self._pool.take_landed()
+        for digest in changed:
+            self._device_load_s.add(time.perf_counter() - self._placed_at_s.pop(digest))
         self._fresh = set(changed)
         landed = self._take_results(now, changed)
         for digest, wait in list(self._waiting.items()):
@@ -211,6 +228,7 @@ class Pager:
                 self._start_load(wait)
         return changed
 
+    @timed
     def pin(self, digest: Digest) -> Pin:
         """A pin on an adapter that `request` has just called RESIDENT.
 
@@ -290,11 +308,18 @@ class Pager:
                 device_bytes=r.footprint.num_bytes,
                 host_bytes=in_host[digest].adapter.num_bytes if digest in in_host else 0,
                 num_pins=r.num_pins,
+                facts=r.facts,
             )
             for digest, r in self._pool.items()
         ]
         rows += [
-            self._row(digest, Tier.HOST, now - entry.last_used_s, host_bytes=entry.adapter.num_bytes)
+            self._row(
+                digest,
+                Tier.HOST,
+                now - entry.last_used_s,
+                host_bytes=entry.adapter.num_bytes,
+                facts=entry.adapter.facts,
+            )
             for digest, entry in in_host.items()
             if digest not in self._pool
         ]
@@ -304,7 +329,7 @@ class Pager:
                 rows.append(self._row(digest, tier, now - wait.asked_s))
         return rows
 
-    def stats(self) -> dict[str, int | float]:
+    def stats(self) -> dict[str, int | float | Histogram]:
         """The adapters' part of EngineStats, by its names."""
         return {
             "device_adapters": len(self._pool),
@@ -317,6 +342,8 @@ class Pager:
             "adapter_loads": self._num_loads,
             "adapter_load_failures": self._num_load_failures,
             "adapter_load_s": self._load_s,
+            "host_load_s": self._host_load_s.histogram,
+            "device_load_s": self._device_load_s.histogram,
             "device_evictions": self._pool.num_evictions,
             "host_evictions": self._host.num_evictions,
         }
@@ -391,6 +418,7 @@ class Pager:
                 changed.append(digest)
                 continue
             self._num_loads += 1
+            self._host_load_s.add(result.elapsed_s)
             self._failures.pop(digest, None)
             footprint = self._pool.device.footprint_of(result.outcome.host)
             self._sizes[digest] = _Size(footprint, result.outcome.num_bytes)
@@ -451,10 +479,14 @@ class Pager:
                 return False
             adapter = entry.adapter
         is_operator_pinned = digest in self._operator_pins
+        placed_at_s = time.perf_counter()
         evicted = self._pool.admit(digest, adapter, now, is_operator_pinned=is_operator_pinned, keep=self._fresh)
         self._waiting.pop(digest)
         if self._pool.has_landed(digest):
             self._fresh.add(digest)
+            self._device_load_s.add(time.perf_counter() - placed_at_s)
+        else:
+            self._placed_at_s[digest] = placed_at_s
         for other in evicted:
             self._draining.discard(other.digest)
             if other.moved is not None:
@@ -488,6 +520,7 @@ class Pager:
         device_bytes: int = 0,
         host_bytes: int = 0,
         num_pins: int = 0,
+        facts: AdapterFacts | None = None,
     ) -> AdapterResidency:
         return AdapterResidency(
             digest=digest,
@@ -497,4 +530,6 @@ class Pager:
             num_pins=num_pins,
             is_pinned=digest in self._operator_pins,
             last_used_s=last_used_s,
+            dtype="" if facts is None else facts.dtype,
+            precision_loss=None if facts is None else facts.precision_loss,
         )

@@ -22,7 +22,8 @@ from loraserve.engine.messages import AddRequest
 from loraserve.engine.request import Request
 from loraserve.engine.scheduler import StepResult
 from loraserve.memory.pager import Residency
-from loraserve.types import BaseSpec, Digest, RequestId, SamplingParams, TenantId, TokenLogprobs, TokenOutput
+from loraserve.memory.timings import Stopwatch
+from loraserve.types import BaseSpec, Digest, RequestId, SamplingParams, TenantId, Tier, TokenLogprobs, TokenOutput
 
 from .conftest import Adapters, make_ref
 
@@ -196,6 +197,7 @@ class SimulatedPager(Adapters):
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__()
+        self.stopwatch = Stopwatch()
         self._rng = rng
 
     @property
@@ -212,6 +214,9 @@ class SimulatedPager(Adapters):
                 self.states[digest] = Residency.RESIDENT
             elif state is Residency.RESIDENT and not self.pins.get(digest) and self._rng.random() < 0.3:
                 self.states[digest] = Residency.LOADING
+
+    def tier(self, digest: Digest) -> Tier:
+        return Tier.DEVICE if self.states.get(digest) is Residency.RESIDENT else Tier.DISK
 
     def resident(self, digest: Digest) -> int:
         assert self.states[digest] is Residency.RESIDENT
