@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 
 PARTS = ("registered", "churn", "trace")
 
 
 def main(arguments: list[str]) -> None:
-    part, rest = ("run", arguments) if not arguments or arguments[0] not in PARTS else (arguments[0], arguments[1:])
-    if part == "registered":
-        from benchmarks.registered import main as start
-    elif part == "churn":
-        from benchmarks.churn import main as start
-    elif part == "trace":
-        from benchmarks.trace import main as start
-    else:
-        from benchmarks.run import main as start
-    start(rest)
+    is_named = bool(arguments) and arguments[0] in PARTS
+    part, rest = (arguments[0], arguments[1:]) if is_named else ("run", arguments)
+    importlib.import_module(f"benchmarks.{part}").main(rest)
 
 
 if __name__ == "__main__":

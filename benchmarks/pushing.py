@@ -118,14 +118,14 @@ def progress(numbers: range, every: int = 500) -> Iterator[int]:
         yield number
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", required=True)
     parser.add_argument("--folder", type=Path, required=True, help="of the adapters' directories")
     parser.add_argument("--first", type=int, default=0, help="the first directory, by name")
     parser.add_argument("--count", type=int, required=True)
     parser.add_argument("--rate", type=float, default=2.0, help="uploads begun a second")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     folders = sorted(path for path in options.folder.iterdir() if path.is_dir())
     folders = folders[options.first : options.first + options.count]
     pushed = asyncio.run(push_at_rate(options.url, os.environ["LORASERVE_API_KEY"], folders, options.rate))

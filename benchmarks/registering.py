@@ -65,7 +65,7 @@ async def register(data: Path, base: BaseSpec, adapters: Adapters, numbers: rang
         store.close()
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, help="a running server's data directory")
     parser.add_argument("--model", type=Path, required=True)
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--ranks", default="8,16,32,64")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, required=True)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     ranks = tuple(int(rank) for rank in options.ranks.split(","))
     adapters = Adapters(SIZES[options.size], ranks=ranks, targets=tuple(options.targets.split(",")))
     base = base_spec(options.model, options.quantize)

@@ -54,7 +54,7 @@ def last_line(process: subprocess.Popen[str]) -> Any:
     """
     output, _ = process.communicate()
     if process.returncode:
-        raise SystemExit(f"{process.args} ended with {process.returncode}")
+        raise SystemExit(f"{process.args!r} ended with {process.returncode}")
     return json.loads(output.strip().splitlines()[-1])
 
 
@@ -83,7 +83,16 @@ class Server:
         Args:
             lengths: ``prompt_tokens`` and ``output_tokens``.
         """
-        arguments = ["--url", self.url, "--models", models, "--adapters", num_models, "--concurrency", concurrency]
+        arguments: list[str | int] = [
+            "--url",
+            self.url,
+            "--models",
+            models,
+            "--adapters",
+            num_models,
+            "--concurrency",
+            concurrency,
+        ]
         for name, value in {**lengths, "seed": seed, "vocab": vocab}.items():
             arguments += [f"--{name.replace('_', '-')}", value]
         return json.loads(script("load.py", *arguments, env={"LORASERVE_API_KEY": self.key}))

@@ -109,3 +109,7 @@ class Watch:
         found = {tier: self.changed("loraserve_adapter_lookups_total", tier=tier) for tier in TIERS}
         whole = sum(found.values())
         return {tier: count / whole if whole else math.nan for tier, count in found.items()}
+
+    def delayed_s(self) -> float:
+        """The seconds that steps were delayed by loading."""
+        return self.changed("loraserve_step_delay_seconds_total")
