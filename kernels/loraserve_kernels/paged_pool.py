@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from loraserve_kernels.errors import PoolFull, ShapeMismatch
 from loraserve_kernels.modules import SITES
@@ -28,6 +30,38 @@ from loraserve_kernels.paged_layout import (
 )
 
 
+class Pages(Protocol):
+    """Whose pages a pool takes, by number."""
+
+    @property
+    def num_free(self) -> int: ...
+
+    def take(self, count: int) -> list[int]:
+        """So many pages, which were free and aren't now. No more are asked for than there are."""
+        ...
+
+    def put_back(self, pages: Sequence[int]) -> None:
+        """These are free again."""
+        ...
+
+
+class OwnPages:
+    """Pages that nobody else takes any of."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._free = list(range(num_pages - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        return [self._free.pop() for _ in range(count)]
+
+    def put_back(self, pages: Sequence[int]) -> None:
+        self._free.extend(reversed(pages))
+
+
 class PagedPool:
     """Pages of one size on one device, the tables through which kernels find what they hold, and the slots that stand for resident adapters.
 
@@ -36,6 +70,7 @@ class PagedPool:
 
     Attributes:
         dtype: the 16-bit dtype that kernels multiply in. Adapters are stored in it or in int8, mixed.
+        pages: whose pages adapters lie in: the pool's own, unless its owner says otherwise while it is empty.
         data: [num_pages * page_num_bytes] uint8, on the device.
         weights, codes, deltas: `data` as numbers of `dtype`, as int8, as float32.
         records: [max_tiles, num_layers, RECORD] int32, on the device; see `paged_layout`.
@@ -43,7 +78,7 @@ class PagedPool:
         module_shapes: (out_features, in_features) in the order of ``layout.MODULES``.
     """
 
-    # free pages + pages of all slots == num_pages; the same for tiles
+    # each page of a slot was taken from `pages`, and is put back there; free tiles + tiles of all slots == max_tiles
 
     def __init__(
         self,
@@ -56,7 +91,15 @@ class PagedPool:
         module_shapes: ModuleShapes,
         dtype: torch.dtype,
         device: torch.device | str,
+        data: Tensor | None = None,
     ) -> None:
+        """
+        Args:
+            data: [num_pages * page_num_bytes] uint8 on the device, for pages that others use too; None: memory of its own.
+
+        Raises:
+            ShapeMismatch: kernels can't address so many pages, or such ones, or multiply in this dtype; or `data` is of another size.
+        """
         if dtype not in COMPUTE_DTYPES:
             raise ShapeMismatch(
                 f"kernels multiply in bfloat16 or float16, not {dtype} (int8 adapters lie in a pool of either)"
@@ -70,20 +113,24 @@ class PagedPool:
         self.page_num_bytes = page_num_bytes
         self.num_layers = num_layers
         self.module_shapes = shapes_of(module_shapes)
-        self.data = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.data = torch.empty(num_bytes, dtype=torch.uint8, device=device) if data is None else data
+        if self.data.shape != (num_bytes,) or self.data.dtype != torch.uint8 or not self.data.is_contiguous():
+            raise ShapeMismatch(
+                f"the memory of {num_pages} pages of {page_num_bytes} bytes is {tuple(self.data.shape)} {self.data.dtype}"
+            )
         self.weights = self.data.view(dtype)
         self.codes = self.data.view(torch.int8)
         self.deltas = self.data.view(torch.float32)
         self.records = torch.zeros((max(1, max_tiles), num_layers, RECORD), dtype=torch.int32, device=device)
         self.sites: npt.NDArray[np.int32] = np.zeros((max_slots, len(SITES), SITE_WORDS), dtype=np.int32)
-        self._free_pages = list(range(num_pages - 1, -1, -1))
+        self.pages: Pages = OwnPages(num_pages)
         self._tile_is_used = np.zeros(max_tiles, dtype=np.bool_)
         self._free_slots = list(range(max_slots - 1, 0, -1))
         self._loaded: dict[int, tuple[list[int], slice]] = {}
 
     @property
     def num_free_pages(self) -> int:
-        return len(self._free_pages)
+        return self.pages.num_free
 
     @property
     def max_slots(self) -> int:
@@ -92,7 +139,7 @@ class PagedPool:
     def can_load(self, num_pages: int, num_tiles: int, leaving: Iterable[int] = ()) -> bool:
         """Whether `load` has room for an adapter of so many pages and tiles once the slots in `leaving` are unloaded."""
         slots = list(leaving)
-        is_used, num_free = self._tile_is_used.copy(), len(self._free_pages)
+        is_used, num_free = self._tile_is_used.copy(), self.pages.num_free
         for slot in slots:
             pages, tiles = self._loaded[slot]
             is_used[tiles] = False
@@ -117,12 +164,12 @@ class PagedPool:
         if found != (self.page_num_bytes, self.num_layers, self.module_shapes) or adapter.dtype not in dtypes:
             raise ShapeMismatch("the adapter's pages were made for another page size, dtype or base than the pool's")
         tiles = _free_run(self._tile_is_used, adapter.num_tiles)
-        if tiles is None or num_pages > len(self._free_pages) or not self._free_slots:
+        if tiles is None or num_pages > self.pages.num_free or not self._free_slots:
             raise PoolFull(
                 f"the adapter takes {num_pages} pages, {adapter.num_tiles} tiles and a slot; "
-                f"free are {len(self._free_pages)}, {int((~self._tile_is_used).sum())} and {len(self._free_slots)}"
+                f"free are {self.pages.num_free}, {int((~self._tile_is_used).sum())} and {len(self._free_slots)}"
             )
-        slot, pages = self._free_slots.pop(), [self._free_pages.pop() for _ in range(num_pages)]
+        slot, pages = self._free_slots.pop(), self.pages.take(num_pages)
         self._tile_is_used[tiles] = True
         self._loaded[slot] = (pages, tiles)
         # a unit of no page stands behind the last, and is what it says itself: 0, or the id of a replaced row
@@ -144,7 +191,7 @@ class PagedPool:
             KeyError: no adapter is loaded in this slot.
         """
         pages, tiles = self._loaded.pop(slot)
-        self._free_pages.extend(pages)
+        self.pages.put_back(pages)
         self._tile_is_used[tiles] = False
         self.sites[slot, :, FIRST_SLICE + NUM_TILES :: SLICE_WORDS] = 0
         self.sites[slot, :, NUM_REPLACED] = 0

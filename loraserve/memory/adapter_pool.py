@@ -1,16 +1,26 @@
-"""Which adapters have a place on the device, within all of its limits. Pinned ones stay; the idle go, least recently used first."""
+"""Which adapters have a place on the device, within all of its limits. Pinned ones stay; of the idle, those that are worth least go first."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Set
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
+from itertools import islice
 
 from loraserve.errors import InvariantViolation
+from loraserve.memory.arena import Tenure
 from loraserve.memory.device import NOTHING, AdapterDevice, Footprint, Placed
 from loraserve.memory.facts import AdapterFacts, Loaded
+from loraserve.memory.pace import Pace
+from loraserve.memory.popularity import NEVER, Popularity, Uses
 from loraserve.types import Digest
 from loraserve_kernels.layout import PackedAdapter
+
+NUM_OFFERED = 8
+"""Of the idle adapters, the least recently used ones among which the least valuable is looked for."""
+ASSUMED_LOAD_S = 2e-9
+"""A byte, until one is measured."""
 
 
 @dataclass(slots=True)
@@ -19,6 +29,8 @@ class Resident:
 
     Attributes:
         has_landed: steps may use it. Until then it is on its way: what it takes is taken, and it can't be evicted.
+        awaited: one use, from when it got its place until its first: whoever it was loaded for is yet to come.
+        placed_s: when it got its place, by the pool's clock.
     """
 
     placed: Placed
@@ -27,6 +39,8 @@ class Resident:
     has_landed: bool
     num_pins: int = 0
     is_operator_pinned: bool = False
+    awaited: Uses = NEVER
+    placed_s: float = 0.0
 
     @property
     def footprint(self) -> Footprint:
@@ -77,16 +91,33 @@ class AdapterPool:
         idle == sum of the footprints of residents that have landed and have no pin
         num_pins == sum of the residents' pins == pins given out and not released
         arriving == the residents that haven't landed; none of them is pinned by a request
+        bytes in use == pages that the device's lease has rented
+
+    Attributes:
+        popularity: uses of adapters, of those elsewhere too.
+        load_pace: seconds per byte to bring an adapter back: of a copy to a device with memory of its own, which is measured here; else of a load, which the loads' owner notes.
+        fresh: adapters that are on the device for a request that hasn't pinned them yet: they aren't given up to others. The loads' owner says which.
+        when_evicted: told of each that has to leave for somebody else than an adapter.
     """
 
-    def __init__(self, device: AdapterDevice) -> None:
+    def __init__(self, device: AdapterDevice, clock: Callable[[], float] = time.monotonic) -> None:
         self.device = device
+        self.popularity = Popularity()
+        self.load_pace = Pace(ASSUMED_LOAD_S)
+        self.fresh: Set[Digest] = frozenset()
+        self.when_evicted: Callable[[Evicted], None] | None = None
+        self._clock = clock
+        self._lease = device.lease
+        self._lease.join(self)
+        # while one is admitted: whoever isn't evicted for it, and who was
+        self._keep: Set[Digest] = frozenset()
+        self._evicted: list[Evicted] = []
         self.used = NOTHING
         self.idle = NOTHING
         self.operator = NOTHING
         """What an operator has pinned: no amount of waiting frees it."""
         self.num_pins = 0
-        self.num_evictions = 0
+        self.num_evictions_for: Counter[Tenure] = Counter()
         self.num_violations = 0
         """Pins that were released twice."""
         # least recently used first
@@ -101,7 +132,12 @@ class AdapterPool:
         return len(self._residents)
 
     @property
+    def num_evictions(self) -> int:
+        return self.num_evictions_for.total()
+
+    @property
     def budget_bytes(self) -> int:
+        """What adapters may take at most."""
         return self.device.limits.num_bytes
 
     @property
@@ -111,7 +147,33 @@ class AdapterPool:
 
     @property
     def free(self) -> Footprint:
+        """What adapters may take more, if it's free: the KV cache may have it."""
         return self.device.limits - self.used
+
+    @property
+    def num_idle_pages(self) -> int:
+        """Pages of those that would be given up to others."""
+        return self._idle_besides(self._kept(self._keep)).num_bytes // self._lease.arena.page_num_bytes
+
+    def least_value(self) -> float | None:
+        """What the least valuable that is idle is worth: seconds to bring it back × uses per second ÷ bytes. None if none would be given up."""
+        offer = self._offer()
+        return None if offer is None else offer[0]
+
+    def evict_least(self, cause: Tenure, num_wanted: int) -> None:
+        """The least valuable that is idle has left.
+
+        Args:
+            cause: for whom.
+            num_wanted: no matter: one leaves, whatever its pages.
+
+        Raises:
+            InvariantViolation: none would be given up.
+        """
+        offer = self._offer()
+        if offer is None:
+            raise InvariantViolation("No adapter is idle, and one was to be evicted.")
+        self._evict(offer[1], cause)
 
     def has_landed(self, digest: Digest) -> bool:
         """Whether steps may use the adapter now."""
@@ -143,7 +205,8 @@ class AdapterPool:
         with _Accounted(self, resident):
             resident.num_pins += 1
         self.num_pins += 1
-        self.touch(digest, now_s)
+        resident.last_used_s = now_s
+        self._residents.move_to_end(digest)
         return Pin(self, digest)
 
     def set_operator_pin(self, digest: Digest, is_pinned: bool) -> None:
@@ -154,20 +217,20 @@ class AdapterPool:
                 resident.is_operator_pinned = is_pinned
 
     def touch(self, digest: Digest, now_s: float) -> None:
-        """A resident adapter counts as the most recently used."""
-        self._landed(digest).last_used_s = now_s
+        """A resident adapter has been used once more, and counts as the most recently used."""
+        resident = self._landed(digest)
+        resident.last_used_s, resident.awaited = now_s, NEVER
         self._residents.move_to_end(digest)
+        self.popularity.use(digest, now_s)
 
     def can_admit(self, footprint: Footprint, keep: Set[Digest] = frozenset()) -> bool:
-        """Whether there is a place, or would be after evicting every idle adapter but those in `keep`."""
-        room = self.free + self.idle
-        for digest in keep:
-            resident = self._residents.get(digest)
-            if resident is not None and resident.is_idle:
-                room -= resident.footprint
-        if not footprint.fits(room):
+        """Whether there is a place, or would be after evicting every idle adapter but those in `keep`, and what is idle of the KV cache."""
+        kept = self._kept(keep)
+        idle = self._idle_besides(kept)
+        num_obtainable = self._lease.num_obtainable * self._lease.arena.page_num_bytes + idle.num_bytes
+        if not footprint.fits(self.free + idle) or footprint.num_bytes > num_obtainable:
             return False
-        leaving = (r.placed for d, r in self._residents.items() if r.is_idle and d not in keep)
+        leaving = (r.placed for d, r in self._residents.items() if r.is_idle and d not in kept)
         return self.device.can_lay_out(footprint, leaving)
 
     def can_ever_admit(self, footprint: Footprint) -> bool:
@@ -192,7 +255,9 @@ class AdapterPool:
         is_operator_pinned: bool = False,
         keep: Set[Digest] = frozenset(),
     ) -> list[Evicted]:
-        """The adapter has its place, most recently used, and is on its way there or there already; returns who was evicted for it.
+        """The adapter has its place, most recently used, and is on its way there or there already; returns which adapters were evicted for it.
+
+        Where adapters have all that they may take, other adapters go; else whatever is worth least, of the KV cache too.
 
         Raises:
             InvariantViolation: it has a place already, or `can_admit` is false.
@@ -202,15 +267,20 @@ class AdapterPool:
             raise InvariantViolation(
                 f"Adapter {digest} can't be admitted: it is resident already, or there is no room."
             )
-        evicted: list[Evicted] = []
-        for candidate, other in list(self._residents.items()):
-            if footprint.fits(self.free) and self.device.can_lay_out(footprint):
-                break
-            if other.is_idle and candidate not in keep:
-                evicted.append(self._evict(candidate))
-        placed = self.device.place(adapter.host)
+        self._keep = keep
+        while not (footprint.fits(self.free) and self.device.can_lay_out(footprint)):
+            self.evict_least(Tenure.ADAPTERS, 0)
+        self._lease.make_room(footprint.num_bytes // self._lease.arena.page_num_bytes)
+        evicted, self._evicted, self._keep = self._evicted, [], frozenset()
+        placed, placed_s = self.device.place(adapter.host), self._clock()
         resident = Resident(
-            placed, adapter.facts, now_s, self.device.is_ready(placed), is_operator_pinned=is_operator_pinned
+            placed,
+            adapter.facts,
+            now_s,
+            self.device.is_ready(placed),
+            is_operator_pinned=is_operator_pinned,
+            awaited=NEVER.used(now_s),
+            placed_s=placed_s,
         )
         self._residents[digest] = resident
         self.used += footprint
@@ -226,6 +296,8 @@ class AdapterPool:
             resident = self._arriving.pop(digest)
             with _Accounted(self, resident):
                 resident.has_landed = True
+            if not self.device.is_host_memory:
+                self.load_pace.note(resident.footprint.num_bytes, self._clock() - resident.placed_s)
         return landed
 
     def items(self) -> Iterator[tuple[Digest, Resident]]:
@@ -254,7 +326,9 @@ class AdapterPool:
             problems.append("adapter pool: those that arrive aren't those that haven't landed")
         if any(r.num_pins for r in self._arriving.values()):
             problems.append("adapter pool: an adapter is pinned that hasn't landed")
-        return problems + self.device.check([r.placed for r in residents])
+        if self.used.num_bytes != self._lease.num_rented * self._lease.arena.page_num_bytes:
+            problems.append(f"adapter pool: {self.used.num_bytes} bytes are in use, of {self._lease.num_rented} pages")
+        return problems + self.device.check([r.placed for r in residents]) + self._lease.arena.check()
 
     def _unpin(self, digest: Digest) -> None:
         resident = self._landed(digest)
@@ -263,13 +337,39 @@ class AdapterPool:
         self.num_pins -= 1
         self._residents.move_to_end(digest)
 
-    def _evict(self, digest: Digest) -> Evicted:
+    def _offer(self) -> tuple[float, Digest] | None:
+        """The least valuable of the idle adapters that were used longest ago, with its value; the longest ago of equals."""
+        now_s, pace, kept = self._clock(), self.load_pace.seconds_per_unit, self._kept(self._keep)
+        idle = ((d, r) for d, r in self._residents.items() if r.is_idle and d not in kept)
+        offers = [
+            ((self.popularity.per_second(digest, now_s) + resident.awaited.per_second(now_s)) * pace, digest)
+            for digest, resident in islice(idle, NUM_OFFERED)
+        ]
+        return min(offers, key=lambda offer: offer[0], default=None)
+
+    def _kept(self, keep: Set[Digest]) -> Set[Digest]:
+        """Those and the fresh ones."""
+        return keep | self.fresh if keep and self.fresh else keep or self.fresh
+
+    def _idle_besides(self, keep: Set[Digest]) -> Footprint:
+        idle = self.idle
+        for digest in keep:
+            resident = self._residents.get(digest)
+            if resident is not None and resident.is_idle:
+                idle -= resident.footprint
+        return idle
+
+    def _evict(self, digest: Digest, cause: Tenure) -> None:
         resident = self._residents.pop(digest)
         self._account(resident, -1)
         self.used -= resident.footprint
-        self.num_evictions += 1
+        self.num_evictions_for[cause] += 1
         moved = self.device.remove(resident.placed)
-        return Evicted(digest, resident.last_used_s, None if moved is None else Loaded(moved, resident.facts))
+        evicted = Evicted(digest, resident.last_used_s, None if moved is None else Loaded(moved, resident.facts))
+        if cause is Tenure.ADAPTERS:
+            self._evicted.append(evicted)
+        elif self.when_evicted is not None:
+            self.when_evicted(evicted)
 
     def _landed(self, digest: Digest) -> Resident:
         if not self.has_landed(digest):

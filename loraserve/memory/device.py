@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from loraserve.errors import AdapterUnservable, ConfigError, InvariantViolation
+from loraserve.memory.arena import Arena, Lease, Tenure
 from loraserve.types import BaseSpec
 from loraserve_kernels.layout import LoraModule, PackedAdapter, ReplacedNorm, pack_adapter, packed_num_bytes
 
@@ -99,8 +100,13 @@ class AdapterDevice(Protocol):
     """One device's memory for adapters. `footprint` and `pack` may be called on any thread, the rest on the step's alone; none of it waits for the device."""
 
     @property
+    def lease(self) -> Lease:
+        """Whose pages adapters lie in. `place` rents them, `remove` gives them back; nobody else does."""
+        ...
+
+    @property
     def limits(self) -> Footprint:
-        """What there is, used or not."""
+        """What adapters may take at most. Of the lease's arena it leaves the KV cache what one sequence needs."""
         ...
 
     @property
@@ -171,14 +177,20 @@ class CpuDevice:
 
     is_host_memory = True
 
-    def __init__(self, base: BaseSpec, budget_bytes: int, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, base: BaseSpec, budget_bytes: int, dtype: torch.dtype | None = None, lease: Lease | None = None
+    ) -> None:
         """
         Args:
+            budget_bytes: what adapters may take at most.
             dtype: what adapters are packed in; None: each as it is stored.
+            lease: of an arena whose pages are counted; None: of one of its own, counted in bytes.
         """
         self._base = base
         self._dtype = dtype
-        self.limits = Footprint(budget_bytes)
+        self.lease = Arena(budget_bytes, 1).lease(Tenure.ADAPTERS) if lease is None else lease
+        page_num_bytes = self.lease.arena.page_num_bytes
+        self.limits = Footprint(budget_bytes // page_num_bytes * page_num_bytes)
 
     def held_dtype(self, stored: torch.dtype) -> torch.dtype:
         return self._dtype if self._dtype is not None else stored
@@ -193,7 +205,7 @@ class CpuDevice:
             dtype=self.held_dtype(stored),
             norms=norms,
         )
-        return Footprint(num_bytes)
+        return self._whole_pages(num_bytes)
 
     def pack(
         self, modules: Sequence[LoraModule], stored: torch.dtype, norms: Sequence[ReplacedNorm] = ()
@@ -205,7 +217,7 @@ class CpuDevice:
         )
 
     def footprint_of(self, packed: HostAdapter) -> Footprint:
-        return Footprint(packed.num_bytes)
+        return self._whole_pages(packed.num_bytes)
 
     def can_lay_out(self, footprint: Footprint, leaving: Iterable[Placed] = ()) -> bool:
         return True
@@ -213,19 +225,29 @@ class CpuDevice:
     def place(self, packed: HostAdapter) -> Placed:
         if not isinstance(packed, PackedAdapter):
             raise InvariantViolation("An adapter that was packed for another device can't be placed on this CPU.")
-        return Placed(packed, Footprint(packed.num_bytes))
+        footprint = self.footprint_of(packed)
+        self.lease.rent(footprint.num_bytes // self.lease.arena.page_num_bytes)
+        return Placed(packed, footprint)
 
     def is_ready(self, placed: Placed) -> bool:
         return True
 
     def remove(self, placed: Placed) -> HostAdapter | None:
+        self.lease.give_back(placed.footprint.num_bytes // self.lease.arena.page_num_bytes)
         return None if isinstance(placed.handle, int) else placed.handle
 
     def step_launched(self) -> None:
         pass
 
     def check(self, placed: Sequence[Placed]) -> list[str]:
+        num_bytes = sum(p.footprint.num_bytes for p in placed)
+        if num_bytes != self.lease.num_rented * self.lease.arena.page_num_bytes:
+            return [f"adapters of {num_bytes} bytes rent {self.lease.num_rented} pages"]
         return []
+
+    def _whole_pages(self, num_bytes: int) -> Footprint:
+        arena = self.lease.arena
+        return Footprint(arena.pages_of(num_bytes) * arena.page_num_bytes)
 
 
 def refuse_out_of_range(modules: Iterable[LoraModule], stored: torch.dtype, dtype: torch.dtype) -> None:

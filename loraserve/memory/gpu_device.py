@@ -10,6 +10,7 @@ import torch
 
 from loraserve.errors import AdapterUnservable, ConfigError, InvariantViolation
 from loraserve.limits import MIB
+from loraserve.memory.arena import Arena, Lease, Tenure
 from loraserve.memory.copies import Copies, CudaCopies, DirectCopies
 from loraserve.memory.device import DTYPE_NAMES, Footprint, HostAdapter, Placed, refuse_out_of_range
 from loraserve.types import BaseSpec
@@ -118,7 +119,7 @@ class GpuDevice:
     run is free; nothing is moved.
 
     Invariants (`check`):
-        free pages + pages of what is placed == pages of the pool; no tile is of two adapters; the slots that copies are under way to are placed.
+        pages of what is placed == pages that the lease has rented; no tile is of two adapters; the slots that copies are under way to are placed.
 
     Attributes:
         pool: what the kernels' plan and launches take.
@@ -126,14 +127,29 @@ class GpuDevice:
 
     is_host_memory = False
 
-    def __init__(self, base: BaseSpec, pool: PagedPool, copies: Copies, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        base: BaseSpec,
+        pool: PagedPool,
+        copies: Copies,
+        dtype: torch.dtype | None = None,
+        *,
+        lease: Lease | None = None,
+        max_pages: int | None = None,
+    ) -> None:
         """
         Args:
             pool: empty, made for `base`; nobody else loads into it.
             copies: to the pool's device.
             dtype: what adapters are packed in: the pool's (None) or int8.
+            lease: of an arena with places, whose pages are the pool's; None: of one that nobody else rents.
+            max_pages: what adapters may take of the arena at most; None: all of it.
         """
         self.pool = pool
+        if lease is None:
+            lease = Arena(pool.num_free_pages, pool.page_num_bytes, has_places=True).lease(Tenure.ADAPTERS)
+        self.lease = lease
+        pool.pages = lease
         self._base = base
         self._copies = copies
         self._dtype = dtype if dtype is not None else pool.dtype
@@ -141,7 +157,8 @@ class GpuDevice:
         self._landings: dict[int, tuple[Callable[[], bool], HostPages]] = {}
         # a run of free tiles is at least so long: saves most looks at the tables
         self._known_run = 0
-        self.limits = Footprint(pool.num_free_pages * pool.page_num_bytes, pool.records.shape[0], pool.max_slots - 1)
+        num_pages = lease.arena.num_pages if max_pages is None else max_pages
+        self.limits = Footprint(num_pages * pool.page_num_bytes, pool.records.shape[0], pool.max_slots - 1)
 
     @property
     def num_bytes(self) -> int:
@@ -245,10 +262,8 @@ class GpuDevice:
     def check(self, placed: Sequence[Placed]) -> list[str]:
         problems: list[str] = []
         num_pages = sum(p.footprint.num_bytes for p in placed) // self.pool.page_num_bytes
-        if (num_pages + self.pool.num_free_pages) * self.pool.page_num_bytes != self.limits.num_bytes:
-            problems.append(
-                f"adapter pages: {num_pages} are in use and {self.pool.num_free_pages} free, which isn't all of them"
-            )
+        if num_pages != self.lease.num_rented:
+            problems.append(f"adapter pages: {num_pages} are in use, {self.lease.num_rented} rented")
         owners = np.zeros(self.limits.num_tiles, dtype=np.int32)
         for p in placed:
             for _, first, count in tiles_of_sites(self.pool.sites[self._slot(p)], self._base.num_layers):

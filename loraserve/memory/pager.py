@@ -19,7 +19,7 @@ from cachetools import LRUCache
 
 from adapters_store import BlobStore
 from loraserve.errors import AdapterUnavailable, InvariantViolation, LoraserveError
-from loraserve.memory.adapter_pool import AdapterPool, Pin
+from loraserve.memory.adapter_pool import AdapterPool, Evicted, Pin
 from loraserve.memory.base_weights import BaseWeights
 from loraserve.memory.device import Footprint
 from loraserve.memory.facts import AdapterFacts, Loaded
@@ -139,6 +139,7 @@ class Pager:
         self._line_closed_for: Digest | None = None
         # admitted since the last poll: their requests get one chance to pin them
         self._fresh: set[Digest] = set()
+        pool.when_evicted = self._note_evicted
         self._num_loads = 0
         self._num_load_failures = 0
         self._load_s = 0.0
@@ -211,7 +212,7 @@ class Pager:
         changed = self._pool.take_landed()
         for digest in changed:
             self._device_load_s.add(time.perf_counter() - self._placed_at_s.pop(digest))
-        self._fresh = set(changed)
+        self._fresh = self._pool.fresh = set(changed)
         landed = self._take_results(now, changed)
         for digest, wait in list(self._waiting.items()):
             if now - wait.asked_s > INTEREST_S and digest not in self._operator_pins:
@@ -419,6 +420,8 @@ class Pager:
                 continue
             self._num_loads += 1
             self._host_load_s.add(result.elapsed_s)
+            if self._pool.device.is_host_memory:
+                self._pool.load_pace.note(result.outcome.num_bytes, result.elapsed_s)
             self._failures.pop(digest, None)
             footprint = self._pool.device.footprint_of(result.outcome.host)
             self._sizes[digest] = _Size(footprint, result.outcome.num_bytes)
@@ -488,14 +491,18 @@ class Pager:
         else:
             self._placed_at_s[digest] = placed_at_s
         for other in evicted:
-            self._draining.discard(other.digest)
-            if other.moved is not None:
-                self._host.put(other.digest, other.moved, other.last_used_s, hold=other.digest in self._waiting)
-            else:
-                self._host.touch(other.digest, other.last_used_s)
+            self._note_evicted(other)
         if not self._pool.device.is_host_memory:
             self._host.put(digest, adapter, now)
         return True
+
+    def _note_evicted(self, other: Evicted) -> None:
+        """What has left the device, for an adapter or for KV blocks, is in the host's memory, if that has room."""
+        self._draining.discard(other.digest)
+        if other.moved is not None:
+            self._host.put(other.digest, other.moved, other.last_used_s, hold=other.digest in self._waiting)
+        else:
+            self._host.touch(other.digest, other.last_used_s)
 
     def _drain_for(self, footprint: Footprint) -> None:
         """Residents that are drained suffice, once idle, for that much; the least recently used are chosen first."""

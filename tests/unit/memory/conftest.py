@@ -226,7 +226,7 @@ def make_pager(store: LocalStore, clock: Clock) -> Iterator[Callable[..., Pager]
         pager = Pager(
             store,
             BASE,
-            AdapterPool(device or CpuDevice(BASE, int(device_ranks * RANK_BYTES), dtype)),
+            AdapterPool(device or CpuDevice(BASE, int(device_ranks * RANK_BYTES), dtype), clock),
             HostCache(int(host_ranks * RANK_BYTES)),
             num_threads,
             precision=precision,
