@@ -173,6 +173,9 @@ def _check_tied_weights(settings: LoraSettings, contents: Contents, names: BaseN
     if not tied and any(is_saved(settings, names.of((0, m))) for m in OUTSIDE_LAYERS if m in names.linears):
         return
     why = "ensure_weight_tying is true" if tied else "modules_to_save names neither"
+    if tied and (head is None or embedding is None):
+        # told where the config's reach is
+        return
     if head is None or embedding is None:
         there = "lm_head" if embedding is None else "embed_tokens"
         problems.add(

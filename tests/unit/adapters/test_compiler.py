@@ -101,6 +101,14 @@ def test_all_linear_means_all_seven(
     assert len(compiled(arrays, target_modules="all-linear").modules) == 21
 
 
+def test_a_regex_must_match_whole_names(
+    compiled: Callable[..., AdapterIR], refused: Callable[..., AdapterRejected], make_tensors: Callable[..., Arrays]
+) -> None:
+    assert len(compiled(make_tensors(QV), target_modules=r"model\..*[qv]_proj").modules) == 6
+    for part in (r"layers\..*[qv]_proj", r"model\..*[qv]"):
+        assert "which the config doesn't target" in refused(make_tensors(QV), target_modules=part).problems[0]
+
+
 def test_a_wrong_hidden_size_is_told_in_those_words(
     refused: Callable[..., AdapterRejected], make_tensors: Callable[..., Arrays], make_base: Callable[..., BaseSpec]
 ) -> None:

@@ -105,6 +105,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"save_embedding_layers": True, **ONE}),
     ("tied", {"save_embedding_layers": True, **ONE}),
     ("tied", {"save_embedding_layers": True, "trainable_token_indices": [9, 3], **ONE}),
+    (
+        "tied",
+        {"save_embedding_layers": True, "trainable_token_indices": [9, 3], "target_modules": ["lm_head", "q_proj"]},
+    ),
     ("tied", {"save_embedding_layers": True, "modules_to_save": BOTH, **ONE}),
     ("tied", {"save_embedding_layers": True, "target_modules": ["embed_tokens"]}),
     # LoRA that ties

@@ -161,6 +161,8 @@ def test_modules_to_save_names_the_ends_of_names_and_all_that_is_inside(compiled
             "no bias of k_proj in layer 0, and the module is in modules_to_save",
         ),
         ({LAYER.format(7) + "input_layernorm.weight": ones(32)}, [], "has tensors in layer 7; this base has 3 layers"),
+        ({"base_model.model.input_layernorm.weight": ones(32)}, [], "of 'input_layernorm', which this server doesn't"),
+        ({LAYER.format(0) + "model.norm.weight": ones(32)}, [], "0.model.norm', which this server doesn't replace"),
         ({HEAD + "weight": ones(64, 31)}, ["lm_head"], "lm_head.weight is 64×31; this base takes 64×32"),
         (
             {HEAD + "weight": ones(70, 32)},
@@ -232,6 +234,12 @@ def test_tied_tables_must_be_one(
     error = refused(more, is_tied=True, **changes)
     assert isinstance(error, AdapterUnsupported)
     assert message in error.problems[0]
+
+
+def test_a_tied_table_that_is_missing_is_named(refused: Callable[..., AdapterRejected]) -> None:
+    tying: dict[str, Any] = {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True, "is_tied": True}
+    error = refused({EMBEDDING + "weight": ones(64, 32)}, **tying)
+    assert error.problems == ("modules_to_save names lm_head, and the file holds no weight of it.",)
 
 
 def test_one_table_of_a_tied_base_may_be_trained_alone(compiled: Callable[..., AdapterIR]) -> None:
