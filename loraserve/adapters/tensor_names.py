@@ -25,9 +25,9 @@ _SUFFIXES = {
     "embedding_a": "lora_embedding_A",
     "embedding_b": "lora_embedding_B",
     "magnitude": r"lora_magnitude_vector(?:\.weight)?",
-    "token_rows": r"(?:base_layer\.)?token_adapter\.trainable_tokens_delta",
+    "token_rows": r"token_adapter\.trainable_tokens_delta",
     # of the base, beside what was trained
-    "saved_base": r"base_layer\.weight|original_module\.weight|(?:base_layer\.)?token_adapter\.base_layer\.weight",
+    "saved_base": r"base_layer\.weight|original_module\.weight|token_adapter\.base_layer\.weight",
     "base_bias": r"base_layer\.bias",
     "original_bias": r"original_module\.bias",
     # what bias="all" and save_embedding_layers=True save a second time
