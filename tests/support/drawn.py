@@ -14,6 +14,7 @@ import torch
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ATTENTION = LINEARS[:4]
+EXPERTS = ("mixtral", "qwen3-moe")
 FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 TOKENS = 101
 
@@ -63,7 +64,7 @@ def draw_base(rng: random.Random) -> tuple[str, dict[str, Any]]:
 
 def draw_adapter(rng: random.Random, kind: str, options: dict[str, Any], num_layers: int) -> Draw:
     """An adapter that fits a base of this kind."""
-    linears = FUSED if kind == "phi3" else ATTENTION if kind in ("mixtral", "qwen3-moe") else LINEARS
+    linears = FUSED if kind == "phi3" else ATTENTION if kind in EXPERTS else LINEARS
     biased = [m for m in linears if has_bias(kind, options, m)]
     kinds = ["lora", "lora", "patterns", "dora", "regex", "lora bias", "outside", "norms", "tokens", "alora", "head"]
     if kind != "phi3":
@@ -90,7 +91,8 @@ def draw_adapter(rng: random.Random, kind: str, options: dict[str, Any], num_lay
                     {},
                     {"layers_to_transform": [layer]},
                     {"exclude_modules": targets[:-1]},
-                    {"target_modules": "all-linear"},
+                    # to PEFT, experts are linears too
+                    {} if kind in EXPERTS else {"target_modules": "all-linear"},
                 )
             )
             return Draw(name, lora(**{**common, **more}))
