@@ -34,7 +34,7 @@ An error knows what went wrong, never how HTTP says it: `loraserve.api.errors` m
     ├── AdapterUnavailable          a published adapter can't be served now
     │   ├── AdapterCorrupt          its bytes no longer hash to its digest
     │   ├── AdapterNumerics         its logits were not finite
-    │   ├── AdapterQuarantined      its answers here aren't the reference's: its certificate failed
+    │   ├── AdapterQuarantined      its certificate failed, or its stored bytes were found damaged
     │   └── AdapterUnservable       it never can, on this base and device as this server was started
     │       └── AdapterTooLarge     it can never fit the memory budget
     ├── ModelError                  the base model can't be loaded
@@ -213,7 +213,16 @@ class AdapterUnavailable(LoraserveError):
 
 
 class AdapterCorrupt(AdapterUnavailable):
+    """`digest` is the version's, of a composition the damaged part's, and `blob` the one that is damaged; None where the error came from afar."""
+
     code = "adapter_corrupt"
+
+    def __init__(
+        self, message: str, *, digest: str | None = None, blob: str | None = None, hint: str | None = None
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.digest = digest
+        self.blob = blob
 
 
 class AdapterNumerics(AdapterUnavailable):

@@ -169,6 +169,12 @@ class EngineCollector(Collector):
             value=registry.num_quarantined_refused,
         )
 
+        yield CounterMetricFamily(
+            "loraserve_damaged_versions",
+            "Versions quarantined because their stored bytes were found damaged or gone.",
+            value=registry.damages.num_quarantined,
+        )
+
     def _vllm(self) -> Iterator[Metric]:
         stats = self._services.engine.stats
         yield GaugeMetricFamily("vllm:num_requests_running", "As vLLM's.", value=stats.num_running)

@@ -65,6 +65,7 @@ async def _serve(settings: Settings) -> int:
             return await _Lifetime(services, listener, settings.grace_s).run()
         finally:
             await services.engine.stop()
+            await services.registry.damages.close()
             await database.dispose()
 
 
@@ -106,11 +107,13 @@ async def _make_services(settings: Settings) -> tuple[Services, Database]:
     made = await authenticator.open()
     if made is not None:
         _show_admin_key(made)
-    engine = EngineClient(config, tokenizer)
+    # the two know of each other: the registry asks the engine for certificates, and is told by it of damaged bytes
+    engine = EngineClient(config, tokenizer, on_damage=lambda digest, blob: registry.damages.report(digest, blob))
+    registry = Registry(database, store, lambda: engine.base, certify=engine.verify)
     services = Services(
         settings=settings,
         engine=engine,
-        registry=Registry(database, store, lambda: engine.base, certify=engine.verify),
+        registry=registry,
         authenticator=authenticator,
         store=store,
         tokenizer=tokenizer,

@@ -1,6 +1,7 @@
 """The registry's tables. The migrations in `loraserve_migrations` make them; a test holds the two equal.
 
-Rows of `adapter_versions` never change but for their state, their certificate (among `checks`) and their tombstone; names are
+Rows of `adapter_versions` never change but for their state, their certificate and their damage (among `checks`), the blobs of a damaged one that was pushed
+again, and their tombstone; names are
 pointers (`aliases`) moved under the adapter's row lock. Nothing is deleted but aliases and expired idempotency rows: a delete sets `deleted_at`.
 """
 

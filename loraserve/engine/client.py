@@ -112,6 +112,7 @@ class EngineClient:
         tokenizer: of the base; text is made here, not in the engine.
         max_queued_requests: over the sequences that run at once; beyond it requests are refused.
         hang_timeout_s: an engine silent for so long is killed and replaced.
+        on_damage: told the digest of a version, and which of its blobs the engine found damaged or gone; before whoever asked for it is.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class EngineClient:
         max_queued_requests: int = LIMITS.max_queued_requests,
         max_queue_wait_s: float = LIMITS.max_queue_wait_s,
         hang_timeout_s: float = 120.0,
+        on_damage: Callable[[Digest, Digest], None] | None = None,
     ) -> None:
         self.num_restarts = 0
         self.stats = EngineStats()
@@ -130,6 +132,7 @@ class EngineClient:
         self._max_live = config.max_num_seqs + max_queued_requests
         self._max_queue_wait_s = max_queue_wait_s
         self._hang_timeout_s = hang_timeout_s
+        self._on_damage = on_damage
         self._base: BaseSpec | None = None
         self._process: EngineProcess | None = None
         self._is_up = False
@@ -312,6 +315,9 @@ class EngineClient:
                         live.receive(output)
             case m.Heartbeat(stats=stats):
                 self.stats = stats
+            case m.AdapterDamaged(digest=digest, blob=blob):
+                if self._on_damage is not None:
+                    self._on_damage(digest, blob)
             case m.CallReply(call_id=call_id, error_code=None):
                 self._answer(call_id, ())
             case m.CallReply(call_id=call_id, error_code=code, error_message=text):

@@ -9,6 +9,7 @@ from loraserve.types import (
     AdapterResidency,
     BaseSpec,
     Certificate,
+    Digest,
     EngineStats,
     RequestId,
     SamplingParams,
@@ -138,7 +139,14 @@ class ResidencyReply(Struct, frozen=True, tag="residency"):
     adapters: tuple[AdapterResidency, ...]
 
 
-EngineOutput = Ready | Fatal | StepOutputs | Heartbeat | CallReply | VerifyReply | ResidencyReply
+class AdapterDamaged(Struct, frozen=True, tag="damaged"):
+    """A load of this version failed, since one of its blobs is gone or no longer hashes to its digest. One per load that failed so."""
+
+    digest: Digest
+    blob: Digest
+
+
+EngineOutput = Ready | Fatal | StepOutputs | Heartbeat | CallReply | VerifyReply | ResidencyReply | AdapterDamaged
 
 encode_input = msgspec.msgpack.Encoder().encode
 decode_input = msgspec.msgpack.Decoder(EngineInput).decode

@@ -28,19 +28,16 @@ from loraserve.errors import (
     AdapterCorrupt,
     AdapterNumerics,
     AdapterRejected,
-    AdapterUnavailable,
     AdapterUnservable,
-    BlobCorrupt,
-    BlobNotFound,
     EngineError,
     InvariantViolation,
     LoraserveError,
     Overloaded,
-    StorageError,
     error_from_code,
 )
 from loraserve.limits import LIMITS
 from loraserve.memory.base_weights import beside_steps
+from loraserve.memory.load import read_blobs
 from loraserve.model.plain import Evaluation, PlainBase, evaluate
 from loraserve.types import AdapterRef, BaseSpec, Certificate, FinishReason, RequestId, TokenOutput
 
@@ -133,6 +130,8 @@ class Verifications:
             try:
                 certificate = self._advance(verification)
             except LoraserveError as error:
+                if isinstance(error, AdapterCorrupt):
+                    self._engine.pager.note_damage(error)
                 self._end(verification)
                 self._replies.append(_refused(verification.call_id, error))
             except Exception as error:
@@ -167,6 +166,8 @@ class Verifications:
             return None
         subject = v.reading.result()
         if v.reference is None:
+            # just read and found whole: that an earlier load failed says nothing any more
+            self._engine.pager.forget_failure(v.ref.digest)
             v.reference = self._executor.submit(self._evaluate, v, subject)
             v.alone = [self._probe(sequence, v.ref, has_own_step=True) for sequence in subject.sequences]
         failed = next((p for p in v.probes if p.output and p.output.finish_reason is FinishReason.ERROR), None)
@@ -263,12 +264,7 @@ def _read(store: BlobStore, ref: AdapterRef, base: BaseSpec) -> AdapterIR:
         AdapterRejected: it doesn't fit this base.
         AdapterCorrupt, AdapterUnavailable: its files can't be read.
     """
-    try:
-        config, weights = store.read(ref.config_blob), store.read(ref.weights_blob)
-    except (BlobCorrupt, BlobNotFound) as error:
-        raise AdapterCorrupt("The stored bytes of this adapter version are damaged or gone.") from error
-    except (StorageError, OSError) as error:
-        raise AdapterUnavailable("The stored bytes of this adapter version can't be read now.") from error
+    config, weights = read_blobs(store, ref)
     adapter = read_adapter(config, weights)
     return compile_adapter(adapter.config, adapter.tensors, base)
 

@@ -63,13 +63,17 @@ class Worker:
             if self._engine.has_requests:
                 faults.hit("engine.before_step")
                 outputs = self._engine.step()
+                # before whoever waited is told: who asks again meets the quarantine, or soon will
+                self._tell_damages()
                 if outputs:
                     self._send(m.StepOutputs(outputs=tuple(outputs)))
                     faults.hit("engine.after_outputs")
             else:
                 self._engine.pager.poll()
+            replies = self._verifications.poll()
+            self._tell_damages()
             self._answer_warmed()
-            for reply in self._verifications.poll():
+            for reply in replies:
                 self._send(reply)
             self._beat()
 
@@ -113,6 +117,11 @@ class Worker:
                 self._send(m.ResidencyReply(call_id=call_id, adapters=adapters))
             case m.Shutdown():
                 self._is_stopping = True
+
+    def _tell_damages(self) -> None:
+        for damage in self._engine.pager.take_damages():
+            logger.error("blob %s of adapter %s is damaged or gone", damage.blob, damage.digest)
+            self._send(m.AdapterDamaged(digest=damage.digest, blob=damage.blob))
 
     def _answer_warmed(self) -> None:
         for call_id, ref in list(self._warming.items()):

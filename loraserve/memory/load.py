@@ -85,20 +85,35 @@ def load_adapter(
     return Loaded(host, AdapterFacts(uploaded.invocation_token_ids, lost, DTYPE_NAMES[dtype]))
 
 
-def _read(store: BlobStore, ref: AdapterRef, base: BaseSpec, base_weights: BaseWeights | None) -> Lowered:
-    """One adapter, read, verified, compiled and lowered."""
+def read_blobs(store: BlobStore, ref: AdapterRef) -> tuple[memoryview, memoryview]:
+    """The config and the weights of one adapter, each verified against its digest.
+
+    Raises:
+        AdapterCorrupt: one is gone, or damaged; the error says which.
+        AdapterUnavailable: the store can't be read.
+    """
+    blob = ref.config_blob
     try:
         faults.hit("pager.load")
-        config = store.read(ref.config_blob)
-        weights = store.read(ref.weights_blob)
+        config = store.read(blob)
+        blob = ref.weights_blob
+        return config, store.read(blob)
     except (BlobCorrupt, BlobNotFound) as error:
         raise AdapterCorrupt(
-            "The stored bytes of this adapter version are damaged or gone.", hint="Push the adapter again."
+            "The stored bytes of this adapter version are damaged or gone.",
+            digest=ref.digest,
+            blob=blob,
+            hint="Push the adapter again.",
         ) from error
     except (StorageError, OSError) as error:
         raise AdapterUnavailable(
             "The stored bytes of this adapter version can't be read now.", hint="Try again."
         ) from error
+
+
+def _read(store: BlobStore, ref: AdapterRef, base: BaseSpec, base_weights: BaseWeights | None) -> Lowered:
+    """One adapter, read, verified, compiled and lowered."""
+    config, weights = read_blobs(store, ref)
     try:
         adapter = read_adapter(config, weights)
         ir = compile_adapter(adapter.config, adapter.tensors, base)

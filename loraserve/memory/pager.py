@@ -18,7 +18,7 @@ from queue import Empty, SimpleQueue
 from cachetools import LRUCache
 
 from adapters_store import BlobStore
-from loraserve.errors import AdapterUnavailable, InvariantViolation, LoraserveError
+from loraserve.errors import AdapterCorrupt, AdapterUnavailable, InvariantViolation, LoraserveError
 from loraserve.memory.adapter_pool import AdapterPool, Evicted, Pin
 from loraserve.memory.base_weights import BaseWeights
 from loraserve.memory.device import Footprint
@@ -52,6 +52,15 @@ class Residency(StrEnum):
     """Loaded, or known in size; everything on the device is in use."""
     FAILED = "failed"
     """`Pager.error` says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A blob that was found damaged, or gone, when a version's bytes were read."""
+
+    digest: Digest
+    """The version's."""
+    blob: Digest
 
 
 @dataclass(slots=True)
@@ -140,6 +149,8 @@ class Pager:
         # admitted since the last poll: their requests get one chance to pin them
         self._fresh: set[Digest] = set()
         pool.when_evicted = self._note_evicted
+        # found since `take_damages`
+        self._damages: list[Damage] = []
         self._num_loads = 0
         self._num_load_failures = 0
         self._load_s = 0.0
@@ -286,6 +297,20 @@ class Pager:
         failure = self._failures.get(digest)
         return failure.error if failure is not None else None
 
+    def forget_failure(self, digest: Digest) -> None:
+        """The next request for the adapter loads it anew, however its last load ended."""
+        self._failures.pop(digest, None)
+
+    def note_damage(self, error: AdapterCorrupt) -> None:
+        """What somebody else's read of an adapter's bytes found is among the next `take_damages`."""
+        if error.digest is not None and error.blob is not None:
+            self._damages.append(Damage(Digest(error.digest), Digest(error.blob)))
+
+    def take_damages(self) -> list[Damage]:
+        """Return, once, what was found damaged: one entry per load that failed for it."""
+        damages, self._damages = self._damages, []
+        return damages
+
     def set_operator_pin(self, ref: AdapterRef, is_pinned: bool) -> None:
         """The adapter is brought to the device and never evicted from it, or may be evicted again."""
         digest = ref.digest
@@ -415,6 +440,8 @@ class Pager:
             self._load_s += result.elapsed_s
             if isinstance(result.outcome, LoraserveError):
                 self._num_load_failures += 1
+                if isinstance(result.outcome, AdapterCorrupt):
+                    self.note_damage(result.outcome)
                 self._note_failure(digest, result.outcome, now)
                 changed.append(digest)
                 continue

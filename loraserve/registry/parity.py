@@ -15,6 +15,8 @@ from loraserve.types import Certificate
 
 PARITY = "parity"
 """The name of the check that a certificate is."""
+STORED = "stored"
+"""The name of the check that is there, failed, while the version's bytes are known to be damaged."""
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
 
@@ -59,8 +61,9 @@ def _numbers(one: Certificate) -> str:
 
 
 def quarantined(name: str, version: int, checks: Iterable[Mapping[str, Any]]) -> AdapterQuarantined:
-    """Why this version isn't served, with its certificate's numbers."""
-    detail = next((check["detail"] for check in checks if check["name"] == PARITY), "its certificate failed")
+    """Why this version isn't served: its certificate's numbers, or that its bytes are damaged."""
+    failed = (check["detail"] for check in checks if check["name"] in (STORED, PARITY) and check["status"] == FAILED)
+    detail = next(failed, "its certificate failed")
     return AdapterQuarantined(
         f"{name}@{version} is quarantined: {detail}.", hint=f"See: loraserve adapter show {name}@{version}"
     )

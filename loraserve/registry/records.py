@@ -11,14 +11,17 @@ from loraserve.types import AdapterRef, Digest, TenantId
 
 READY = "ready"
 QUARANTINED = "quarantined"
-"""Its last certificate failed: it isn't served, and no alias is moved to it."""
+"""Its last certificate failed, or its stored bytes were found damaged: it isn't served, and no alias is moved to it."""
 CHECKED = "checked"
 """The state of a dry run's result."""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionRecord:
-    """One version. Immutable but for `aliases`, and for what a verification finds: `state`, and the certificate among `checks`."""
+    """One version. Immutable but for `aliases`, and for what a verification or a read finds: `state`, and the certificate and the damage among `checks`.
+
+    A damaged one that is pushed again may get other blobs, of the same digest.
+    """
 
     tenant: TenantId
     name: str

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import select
+from sqlalchemy import or_, select
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraserve.db.models import Adapter, AdapterVersion, Tenant
 from loraserve.db.paging import Page, check_limit, decode_cursor, make_page
@@ -67,6 +68,20 @@ async def list_owned(
                 rows.extend(_to_owned(*row) for row in (await session.execute(query.where(some))).all())
             rows.sort(key=lambda row: row.id)
     return make_page(rows, limit, lambda row: row.id, lambda row: row)
+
+
+async def holders_of_blob(session: AsyncSession, digest: Digest, blob: Digest) -> list[tuple[TenantId, str, int]]:
+    """Whose live versions of that digest are stored in that blob: tenant, name and number, in the order of their ids."""
+    query = (
+        select(Adapter.tenant_id, Adapter.name, AdapterVersion.number)
+        .join(Adapter, Adapter.id == AdapterVersion.adapter_id)
+        .join(Tenant, Tenant.id == Adapter.tenant_id)
+        .where(AdapterVersion.deleted_at.is_(None), Adapter.deleted_at.is_(None), Tenant.deleted_at.is_(None))
+        .where(AdapterVersion.digest == digest)
+        .where(or_(AdapterVersion.config_blob == blob, AdapterVersion.weights_blob == blob))
+        .order_by(AdapterVersion.id)
+    )
+    return [(TenantId(tenant), name, number) for tenant, name, number in (await session.execute(query)).all()]
 
 
 def _to_owned(

@@ -20,6 +20,7 @@ from loraserve.registry.audit import AuditEntry, list_audit
 from loraserve.registry.certificates import Certificates, Certify
 from loraserve.registry.changes import point_alias, record_change
 from loraserve.registry.composition import compose
+from loraserve.registry.damage import Damages
 from loraserve.registry.last_used import LastUsed
 from loraserve.registry.model_name import ParsedModel, Term, check_alias_name, model_not_found
 from loraserve.registry.parity import quarantined
@@ -46,7 +47,7 @@ class Registry:
     What a call acknowledged is durable: blobs first (`adapters_store`), then the database's commit. A change is seen by
     `resolve` at once in this process and within `LIMITS.resolve_cache_s` in others.
 
-    `uploads` is the way in; `certificates` verifies what is there again.
+    `uploads` is the way in; `certificates` verifies what is there again; `damages` is told of bytes that aren't what they were.
 
     Args:
         base: the resident base model; may raise `EngineUnavailable` while there is none.
@@ -70,6 +71,7 @@ class Registry:
         )
         self.certificates = Certificates(database, certify, self._forget, clock=clock)
         self.uploads = Uploads(database, store, base, self.certificates, self._forget, clock=clock)
+        self.damages = Damages(database, self._forget, clock=clock)
         self.num_quarantined_refused = 0
         """Uses of versions in quarantine, since the start."""
         self.last_used = LastUsed(clock=monotonic)
@@ -84,7 +86,7 @@ class Registry:
 
         Raises:
             ModelNotFound: absent, deleted, or another tenant's: one text.
-            AdapterQuarantined: it isn't served; the message has its certificate's numbers.
+            AdapterQuarantined: it isn't served; the message has its certificate's numbers, or says that its bytes are damaged.
             DatabaseUnavailable: the name isn't known here and can't be looked up.
         """
         try:

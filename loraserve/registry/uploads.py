@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from loraserve.errors import Overloaded, QuotaExceeded, RateLimited
 from loraserve.limits import LIMITS
 from loraserve.registry.certificates import Certificates
 from loraserve.registry.changes import point_alias, record_change
+from loraserve.registry.damage import is_damaged, mend
 from loraserve.registry.inspection import Inspected, inspect_upload
 from loraserve.registry.model_name import LIVE, check_adapter_name
 from loraserve.registry.parity import Parity
@@ -110,7 +112,8 @@ class Uploads:
         """The version that holds these files; durable, checked against the base, certified, and named `LIVE` if `is_promoting`.
 
         A version whose certificate failed is quarantined: no alias is moved to it. The same bytes again give the version that has
-        them, with the certificate that it has (and `LIVE` moves to it). A dry run checks the same things but for the certificate,
+        them, with the certificate that it has (and `LIVE` moves to it); they are written again, and a version whose stored bytes were
+        damaged has whole ones, and a new certificate: that ends its quarantine. A dry run checks the same things but for the certificate,
         which takes stored bytes, and leaves nothing behind. `weights` stays the caller's to `release`.
 
         Raises:
@@ -136,21 +139,29 @@ class Uploads:
                 if known is not None:
                     return Published(await repository.version_record(*known), is_new=False)
                 return Published(self._preview(tenant, name, inspected, size_bytes), is_new=True)
-        if known is None:
-            config_blob, weights_blob = await asyncio.to_thread(self._commit, config, weights)
+        had_damage = known is not None and is_damaged(known[1].checks)
+        config_blob, weights_blob = Digest(hashlib.sha256(config).hexdigest()), weights.digest
+        # Of an equal version that other files hold, these are not needed. The same files are written again: what is acknowledged here
+        # is there, though what lay there may have been damaged unnoticed.
+        is_kept = (
+            known is None or had_damage or (config_blob, weights_blob) == (known[1].config_blob, known[1].weights_blob)
+        )
+        if is_kept:
+            await asyncio.to_thread(self._commit, config, weights)
+        elif known is not None:
+            config_blob, weights_blob = Digest(known[1].config_blob), Digest(known[1].weights_blob)
+        parity = None
+        if known is None or had_damage:
             ref = AdapterRef(
                 tenant=tenant,
                 name=name,
                 # For people: another upload may take the number first.
-                version=next_number,
+                version=next_number if known is None else known[1].number,
                 digest=inspected.digest,
                 config_blob=config_blob,
                 weights_blob=weights_blob,
             )
             parity = await self._certificates.check_upload(ref)
-        else:
-            config_blob, weights_blob = Digest(known[1].config_blob), Digest(known[1].weights_blob)
-            parity = None
         now = self._clock()
         async with self._database.write() as session:
             if once is not None:
@@ -190,6 +201,19 @@ class Uploads:
                 )
             else:
                 version = found[1]
+                if is_kept and is_damaged(version.checks):
+                    mend(version, config_blob, weights_blob, size_bytes, parity)
+                    repository.touch(adapter, now)
+                    record_change(
+                        session,
+                        repository,
+                        "version.restore",
+                        f"{name}@{version.number}",
+                        actor=actor,
+                        now=now,
+                        digest=version.digest,
+                        state=version.state,
+                    )
             if is_promoting and version.state != QUARANTINED:
                 await point_alias(session, repository, adapter, LIVE, version.number, actor=actor, now=now)
             await session.flush()
@@ -201,15 +225,15 @@ class Uploads:
         self._on_change(tenant, name)
         return published
 
-    def _commit(self, config: bytes, weights: StagedBlob) -> tuple[Digest, Digest]:
+    def _commit(self, config: bytes, weights: StagedBlob) -> None:
         staged_config = self._store.stage()
         try:
             staged_config.write(config)
-            config_blob = staged_config.commit()
+            staged_config.commit()
         except BaseException:
             staged_config.discard()
             raise
-        return config_blob, weights.commit()
+        weights.commit()
 
     def _preview(self, tenant: TenantId, name: str, inspected: Inspected, size_bytes: int) -> VersionRecord:
         return VersionRecord(

@@ -1,0 +1,131 @@
+"""Versions whose stored bytes were found damaged: quarantined, whosever they are, until the bytes are there again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from loraserve.db.models import AdapterVersion
+from loraserve.db.session import Clock, Database
+from loraserve.errors import LoraserveError, NotFound
+from loraserve.registry.changes import record_change
+from loraserve.registry.parity import FAILED, PARITY, SKIPPED, STORED, Parity
+from loraserve.registry.records import QUARANTINED, READY
+from loraserve.registry.repository import AdapterRepository
+from loraserve.registry.residency import holders_of_blob
+from loraserve.types import Digest, TenantId
+
+logger = logging.getLogger(__name__)
+
+ACTOR = "server"
+MAX_PENDING = 1024
+"""Reports that wait for the database; of more, none is lost for good: every further failed load reports again."""
+_DETAIL = (
+    "its stored bytes are damaged or gone: push the same files again, or restore them from a backup and verify it anew"
+)
+
+
+class Damages:
+    """Keeps versions with damaged bytes from being asked for again.
+
+    Args:
+        on_change: told whose name it was after its quarantine is durable.
+    """
+
+    def __init__(self, database: Database, on_change: Callable[[TenantId, str], None], *, clock: Clock) -> None:
+        self.num_quarantined = 0
+        """Versions, since the start."""
+        self._database = database
+        self._on_change = on_change
+        self._clock = clock
+        self._pending: dict[tuple[Digest, Digest], asyncio.Task[None]] = {}
+
+    def report(self, digest: Digest, blob: Digest) -> None:
+        """What the engine found of a version and one of its blobs is taken to the database, in the background."""
+        key = digest, blob
+        if key in self._pending or len(self._pending) >= MAX_PENDING:
+            return
+        task = asyncio.create_task(self._take(digest, blob), name="quarantine")
+        self._pending[key] = task
+        task.add_done_callback(lambda _: self._pending.pop(key, None))
+
+    async def close(self) -> None:
+        """What was reported is in the database, or given up."""
+        await asyncio.gather(*self._pending.values(), return_exceptions=True)
+
+    async def _take(self, digest: Digest, blob: Digest) -> None:
+        try:
+            await self.quarantine(digest, blob)
+        except LoraserveError as error:
+            # the next load that fails reports it again
+            logger.warning("the versions with damaged blob %s aren't quarantined yet: %s", blob, error)
+
+    async def quarantine(self, digest: Digest, blob: Digest) -> int:
+        """Every live version of that digest which is stored in that blob is in quarantine; returns how many weren't before. Durable.
+
+        Equal versions that are stored in other blobs go on: their bytes are whole.
+
+        Raises:
+            DatabaseUnavailable
+        """
+        async with self._database.read() as session:
+            holders = await holders_of_blob(session, digest, blob)
+        num_new = 0
+        for tenant, name, number in holders:
+            try:
+                is_new = await self._quarantine(tenant, name, number, digest, blob)
+            except NotFound:
+                # deleted meanwhile
+                continue
+            num_new += is_new
+            self._on_change(tenant, name)
+        self.num_quarantined += num_new
+        return num_new
+
+    async def _quarantine(self, tenant: TenantId, name: str, number: int, digest: Digest, blob: Digest) -> bool:
+        now = self._clock()
+        async with self._database.write() as session:
+            repository = AdapterRepository(session, tenant)
+            adapter = await repository.adapter(name, is_locking=True)
+            row = await repository.version(adapter, number)
+            # restored or replaced since it was looked up
+            if is_damaged(row.checks) or row.digest != digest or blob not in (row.config_blob, row.weights_blob):
+                return False
+            row.checks = [*row.checks, {"name": STORED, "status": FAILED, "detail": _DETAIL}]
+            row.state = QUARANTINED
+            repository.touch(adapter, now)
+            record_change(
+                session,
+                repository,
+                "version.quarantine",
+                f"{name}@{number}",
+                actor=ACTOR,
+                now=now,
+                digest=digest,
+                blob=blob,
+            )
+        logger.error("%s@%d of tenant %s is quarantined: its blob %s is damaged or gone", name, number, tenant, blob)
+        return True
+
+
+def is_damaged(checks: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether the version's bytes are known to be damaged."""
+    return any(check["name"] == STORED and check["status"] == FAILED for check in checks)
+
+
+def mend(
+    row: AdapterVersion, config_blob: Digest, weights_blob: Digest, size_bytes: int, parity: Parity | None
+) -> None:
+    """The version is stored in these blobs, which hold the same adapter as ever; what else was found of it stays.
+
+    Args:
+        parity: what came of asking for a certificate of the new bytes. One that was skipped leaves the certificate that there is.
+    """
+    row.config_blob, row.weights_blob, row.size_bytes = config_blob, weights_blob, size_bytes
+    checks = [check for check in row.checks if check["name"] != STORED]
+    if parity is not None and (parity.status != SKIPPED or all(check["name"] != PARITY for check in checks)):
+        checks = [*(check for check in checks if check["name"] != PARITY), parity.as_check()]
+    row.checks = checks
+    row.state = QUARANTINED if any(check["status"] == FAILED for check in checks) else READY
