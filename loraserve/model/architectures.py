@@ -305,7 +305,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             rope_names={"su": "longrope", "yarn": "longrope"},
             has_partial_rope=True,
             module_paths={
-                # PEFT knows the fused linears alone: see adapters/fused.py
+                # PEFT knows the fused linears alone: `adapters.tensor_names` takes them apart
                 "q_proj": "self_attn.qkv_proj[q_proj]",
                 "k_proj": "self_attn.qkv_proj[k_proj]",
                 "v_proj": "self_attn.qkv_proj[v_proj]",
