@@ -161,6 +161,7 @@ class Summary:
     num_complete: int
     num_refused: int
     num_failed: int
+    num_tokens: int
     offered_per_s: float
     tokens_per_s: float
     ttft_p50_s: float
@@ -195,6 +196,7 @@ class Summary:
             num_complete=len(good),
             num_refused=len(refused),
             num_failed=len(failed),
+            num_tokens=num_tokens,
             offered_per_s=len(answers) / (last_due - start) if last_due > start else 0.0,
             tokens_per_s=num_tokens / wall_s if wall_s else 0.0,
             ttft_p50_s=percentile(ttft, 50),

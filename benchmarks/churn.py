@@ -126,7 +126,8 @@ class Bench:
 
     async def first_tokens(self, server: Server) -> tuple[list[float], list[float]]:
         """Of cold adapters and of a resident one, in turn, each alone."""
-        cold_s, resident_s = [], []
+        cold_s: list[float] = []
+        resident_s: list[float] = []
         async with Asker(server.url, server.key, self.vocab) as asker:
             for i in range(3):
                 await asker.ask(Ask(0.0, 0, PROMPT_TOKENS, 1, i))

@@ -48,6 +48,11 @@ class Turn:
     seen: Seen
     hits: dict[str, float]
 
+    @property
+    def cpu_s_per_token(self) -> float:
+        """The engine's, on all cores together."""
+        return self.seen.engine_cpu_s / self.summary.num_tokens
+
 
 @dataclass(slots=True)
 class Point:
@@ -64,6 +69,12 @@ class Point:
         pairs = zip(self.turns, self.peers, strict=True)
         return statistics.median(own.summary.tokens_per_s / peer.summary.tokens_per_s for own, peer in pairs)
 
+    @property
+    def cpu_ratio(self) -> float:
+        """Processor time a token, to that with ten registered: below 1 is less."""
+        pairs = zip(self.turns, self.peers, strict=True)
+        return statistics.median(own.cpu_s_per_token / peer.cpu_s_per_token for own, peer in pairs)
+
     def row(self) -> list[str]:
         best = max(self.turns, key=lambda turn: turn.summary.tokens_per_s).summary
         held = {tier: max(turn.seen.bytes_by_tier.get(tier, 0.0) for turn in self.turns) for tier in ("device", "host")}
@@ -78,6 +89,7 @@ class Point:
             f"{self.num_adapters:,}",
             f"{best.tokens_per_s:.1f}",
             f"{self.ratio:.3f}",
+            f"{figures.ms(statistics.median(turn.cpu_s_per_token for turn in self.turns))} ({self.cpu_ratio:.3f})",
             figures.ms(statistics.median(turn.summary.ttft_p50_s for turn in self.turns)),
             figures.ms(statistics.median(turn.summary.ttft_p99_s for turn in self.turns)),
             " / ".join(figures.percent(hits[tier]) for tier in hits),
@@ -94,6 +106,7 @@ HEADER = [
     "registered",
     "tokens/s",
     "to 10",
+    "engine's CPU ms a token (to 10)",
     "TTFT p50 ms",
     "TTFT p99 ms",
     "found on device / host / disk",
@@ -131,7 +144,7 @@ class Bench:
         """The popular adapters are where they'll be in the measured stream."""
         count = min(max(200, 2 * num_adapters), self.options.warm_requests)
         short = zipf_stream(count, num_adapters, len(self.adapters.ranks), 1, exponent=EXPONENT, **WARMING)
-        real = zipf_stream(2 * CONCURRENCY, num_adapters, len(self.adapters.ranks), 2, exponent=EXPONENT, **LENGTHS)
+        real = zipf_stream(CONCURRENCY, num_adapters, len(self.adapters.ranks), 2, exponent=EXPONENT, **LENGTHS)
         async with Asker(server.url, server.key, self.vocab) as asker:
             await asker.closed_loop(short, CONCURRENCY)
             await asker.closed_loop(real, CONCURRENCY)
@@ -194,6 +207,7 @@ streamed; popularity by Zipf's law, exponent {EXPONENT:g}, within each rank.
 {figures.table(HEADER, [point.row() for point in points])}
 
 - tokens/s: the best turn; all are in the last column. To 10: the median over turns of the same stream, one after the other, with the server that has {points[0].num_adapters} registered.
+- CPU: of the engine's process on all cores; others on the machine change it less than the time on the clock.
 - Found: where a request's adapter was when it came. Device, host: the largest of samples every quarter of a second, of what the tier may hold.
 - Over the API: {len(pushed.upload_s)} uploads with their certificates ({dict(pushed.parity) or "none made"}) took {pushed.wall_s:.1f} s, {upload_s:.2f} s each at the median with 8 at a time; at that rate \
 {num_registered:,} take {pushed.wall_s / max(1, len(pushed.upload_s)) * num_registered / 60:.0f} minutes. The other {num_registered - len(pushed.upload_s):,} were registered without certificates, in {register_s:.0f} s.
@@ -212,7 +226,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--memory-budget", help="the device's")
     parser.add_argument("--host-cache")
     options = parser.parse_args(arguments)
-    usual = ("10,100,500", 64, 400, 1) if options.quick else ("10,100,1000,5000", 256, 4000, 3)
+    usual = ("10,100,500", 64, 300, 1) if options.quick else ("10,100,1000,5000", 256, 4000, 3)
     for name, value in zip(("counts", "requests", "warm_requests", "repeat"), usual, strict=True):
         if getattr(options, name) is None:
             setattr(options, name, value)

@@ -54,6 +54,9 @@ class Seen:
     """The largest excess of a tier over what it may hold at that time; 0: never."""
     engine_rss_bytes: int = 0
     server_rss_bytes: int = 0
+    engine_cpu_s: float = 0.0
+    """What the engine computed for, on all cores together: others on the machine change it less than the time on the clock."""
+    server_cpu_s: float = 0.0
 
 
 class Watch:
@@ -62,6 +65,7 @@ class Watch:
     def __init__(self, server: Server) -> None:
         self._server, self._engine = server, engine_process(server)
         self._process = psutil.Process(server.pid)
+        self._cpu_s = (0.0, 0.0)
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch")
         self.seen = Seen()
@@ -70,6 +74,7 @@ class Watch:
 
     def __enter__(self) -> Self:
         self.before = scrape(self._server)
+        self._cpu_s = self._cpu_now()
         self._thread.start()
         return self
 
@@ -79,8 +84,14 @@ class Watch:
         self._is_over.set()
         self._thread.join()
         if error is None:
+            engine_s, server_s = self._cpu_now()
+            self.seen.engine_cpu_s, self.seen.server_cpu_s = engine_s - self._cpu_s[0], server_s - self._cpu_s[1]
             self.after = scrape(self._server)
             self._note(self.after)
+
+    def _cpu_now(self) -> tuple[float, float]:
+        engine, server = self._engine.cpu_times(), self._process.cpu_times()
+        return engine.user + engine.system, server.user + server.system
 
     def _run(self) -> None:
         while not self._is_over.wait(INTERVAL_S):
