@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from loraserve.cli import adapter, db, demo, key, ps, run, serve, tenant
+from loraserve.cli import adapter, db, demo, key, plan, ps, run, serve, tenant
 from loraserve.cli.options import FormatOption, choose_format
 from loraserve.cli.output import Output
 
@@ -48,6 +48,7 @@ app.add_typer(key.app, name="key")
 app.command("ps")(ps.ps)
 app.command("run")(run.run)
 app.add_typer(db.app, name="db")
+app.command("plan")(plan.plan)
 
 
 def main() -> None:

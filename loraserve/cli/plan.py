@@ -1,0 +1,282 @@
+"""``loraserve plan``: what a server would need and have room for, before it is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from loraserve.cli.options import FormatOption, reporting
+from loraserve.cli.output import Format, Output, size
+
+if TYPE_CHECKING:
+    from loraserve.planning.plan import Plan
+
+Text = str | None
+SERVE, LOAD = "As for serve", "What it shall carry"
+_SERVE_FLAGS = (
+    "model",
+    "device",
+    "dtype",
+    "quantize",
+    "memory_budget",
+    "memory_utilization",
+    "host_cache",
+    "adapter_dtype",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "loader_threads",
+    "data_dir",
+    "config",
+)
+"""Values go to Settings as they are written, as those of `serve` do."""
+_SHOWN = 20
+"""Adapters that a table lists; JSON has all."""
+
+
+def plan(
+    model: Annotated[Text, typer.Option(help="The base's directory.", rich_help_panel=SERVE)] = None,
+    device: Annotated[
+        Text, typer.Option(help="cpu or cuda (default: cuda where nvidia-smi finds a GPU)", rich_help_panel=SERVE)
+    ] = None,
+    dtype: Annotated[Text, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=SERVE)] = None,
+    quantize: Annotated[Text, typer.Option(help="none, int8, int4, nf4 or fp8.", rich_help_panel=SERVE)] = None,
+    memory_budget: Annotated[
+        Text, typer.Option(help="For KV blocks and adapters together, such as 8GiB.", rich_help_panel=SERVE)
+    ] = None,
+    memory_utilization: Annotated[
+        Text, typer.Option(help="Without it: the part of a GPU's memory to take.", rich_help_panel=SERVE)
+    ] = None,
+    host_cache: Annotated[
+        Text, typer.Option(help="For adapters that wait in host memory.", rich_help_panel=SERVE)
+    ] = None,
+    adapter_dtype: Annotated[Text, typer.Option(help="auto, fp32, bf16, fp16 or int8.", rich_help_panel=SERVE)] = None,
+    max_model_len: Annotated[
+        Text, typer.Option(help="The longest prompt and answer together, in tokens.", rich_help_panel=SERVE)
+    ] = None,
+    max_num_seqs: Annotated[Text, typer.Option(help="The most sequences in one step.", rich_help_panel=SERVE)] = None,
+    max_num_batched_tokens: Annotated[
+        Text, typer.Option(help="The most tokens in one step.", rich_help_panel=SERVE)
+    ] = None,
+    loader_threads: Annotated[Text, typer.Option(help="Threads that load adapters.", rich_help_panel=SERVE)] = None,
+    data_dir: Annotated[
+        Text, typer.Option(help="Whose disk is measured: where the blobs would lie.", rich_help_panel=SERVE)
+    ] = None,
+    config: Annotated[
+        Text, typer.Option(help="The TOML file (default: loraserve.toml, if there is one)", rich_help_panel=SERVE)
+    ] = None,
+    device_memory: Annotated[
+        Text,
+        typer.Option(help="The GPU's memory, such as 24GiB (default: as nvidia-smi says)", rich_help_panel=LOAD),
+    ] = None,
+    adapters: Annotated[
+        list[Path] | None,
+        typer.Option(help="A PEFT directory, or a directory of some; again for more.", rich_help_panel=LOAD),
+    ] = None,
+    ranks: Annotated[
+        Text, typer.Option(help="Without directories: LoRA of these ranks, such as 8,16.", rich_help_panel=LOAD)
+    ] = None,
+    targets: Annotated[
+        str, typer.Option(help="On these modules of every layer, or all.", rich_help_panel=LOAD)
+    ] = "all",
+    count: Annotated[int, typer.Option(min=1, help="So many of them.", rich_help_panel=LOAD)] = 1,
+    stored: Annotated[
+        str, typer.Option(help="What their files hold: float32, float16 or bfloat16.", rich_help_panel=LOAD)
+    ] = "float32",
+    running: Annotated[
+        int | None, typer.Option(min=1, help="Sequences that run at once, to look at.", rich_help_panel=LOAD)
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of each (default: the full length)", rich_help_panel=LOAD)
+    ] = None,
+    disk_rate: Annotated[
+        Text,
+        typer.Option(
+            help="Bytes a second of reading and hashing, such as 500MB (default: measured)", rich_help_panel=LOAD
+        ),
+    ] = None,
+    format: FormatOption = None,
+) -> None:
+    """What a server would need and have room for. Starts nothing, reads headers alone.
+
+    Exit code 1: something of it can't be served.
+    """
+    given = locals()
+    flags = {name: given[name] for name in _SERVE_FLAGS}
+    with reporting(format) as output:
+        made = _make(
+            flags,
+            device_memory=device_memory,
+            directories=adapters or [],
+            ranks=ranks,
+            targets=targets,
+            count=count,
+            stored=stored,
+            running=running,
+            tokens=tokens,
+            disk_rate=disk_rate,
+        )
+        _show(output, made)
+    if made.is_refused:
+        raise typer.Exit(1)
+
+
+def _make(
+    flags: dict[str, Any],
+    *,
+    device_memory: str | None,
+    directories: list[Path],
+    ranks: str | None,
+    targets: str,
+    count: int,
+    stored: str,
+    running: int | None,
+    tokens: int | None,
+    disk_rate: str | None,
+) -> Plan:
+    from loraserve.errors import ConfigError
+    from loraserve.planning import adapters as a
+    from loraserve.planning.base import plan_base
+    from loraserve.planning.machine import available_memory, gpu_memory, nearest_folder
+    from loraserve.planning.memory import plan_arena, plan_step
+    from loraserve.planning.plan import make_plan
+    from loraserve.planning.speed import disk_rate as measured_rate
+    from loraserve.settings import Settings
+
+    if directories and ranks is not None:
+        raise ConfigError("--adapters and --ranks are two ways to say the same; give one of them.")
+    kinds = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+    if stored not in kinds:
+        raise ConfigError(f"--stored {stored}: expected one of {', '.join(kinds)}.")
+    settings = Settings.load(**flags)
+    config = settings.engine_config(settings.model)
+    device_bytes = None if device_memory is None else _size("--device-memory", device_memory)
+    device = config.device
+    if device_bytes is None and device != "cpu":
+        device_bytes = gpu_memory()
+    if device == "auto":
+        device = "cpu" if device_bytes is None else "cuda"
+    base = plan_base(config, device)
+    if tokens is not None and tokens > base.max_model_len:
+        raise ConfigError(f"--tokens {tokens}: this model's sequences have {base.max_model_len} at most.")
+    step = plan_step(base, config)
+    arena = plan_arena(base, config, step, device_bytes)
+    if ranks is not None:
+        wanted = [_rank(text) for text in ranks.split(",")]
+        planned = a.plan_ranks(wanted, targets.split(","), count, kinds[stored], base, config, arena)
+    else:
+        planned = [a.plan_directory(path, base, config, arena) for path in a.find_adapters(directories)]
+    rate = None
+    if planned:
+        rate = (
+            measured_rate(nearest_folder(settings.data_dir)) if disk_rate is None else _size("--disk-rate", disk_rate)
+        )
+    looked_at = (
+        [] if running is None and tokens is None else [(running or config.max_num_seqs, tokens or base.max_model_len)]
+    )
+    return make_plan(
+        base,
+        step,
+        arena,
+        config,
+        planned,
+        running=looked_at,
+        disk_bytes_per_s=rate,
+        available_bytes=available_memory(),
+    )
+
+
+def _size(flag: str, text: str) -> int:
+    from loraserve.errors import ConfigError
+    from loraserve.settings import parse_size
+
+    try:
+        found = parse_size(text.removesuffix("/s"))
+    except ValueError as error:
+        raise ConfigError(f"{flag} {text}: {error}.") from error
+    if found <= 0:
+        raise ConfigError(f"{flag} {text}: should be above 0.")
+    return found
+
+
+def _rank(text: str) -> int:
+    from loraserve.errors import ConfigError
+
+    if not text.strip().isdecimal():
+        raise ConfigError(f"--ranks {text!r}: should be whole numbers, such as 8,16.")
+    return int(text)
+
+
+def _show(output: Output, made: Plan) -> None:
+    facts = made.as_dict()
+    if output.format is Format.JSON:
+        output.json(facts)
+        return
+    if output.format is Format.QUIET:
+        for notice in made.notices:
+            if notice.level != "note":
+                output.line(notice.code)
+        return
+    output.pairs(_in_words(made, facts))
+    if made.adapters:
+        output.line("")
+        output.records(_fits(made), name="running")
+        if len(made.adapters) > 1 or made.adapters[0].refusal:
+            output.line("")
+            output.records(_each(made), name="adapter")
+            if len(made.adapters) > _SHOWN:
+                output.note(f"… and {len(made.adapters) - _SHOWN} more; --format json lists all.")
+    for notice in made.notices:
+        output.note(f"{notice.level}: {notice.message}" + (f" {notice.hint}" if notice.hint else ""))
+
+
+def _in_words(made: Plan, facts: dict[str, Any]) -> dict[str, str]:
+    base, arena, kv, of_adapters = made.base, made.arena, facts["kv"], facts["adapters"]
+    parts = ", ".join(f"{part.name} {part.format} {size(part.num_bytes)}" for part in base.parts)
+    words = {
+        "device": base.device,
+        "base": f"{base.spec.architecture}, {base.spec.num_parameters:,} parameters, {size(base.num_bytes)} resident",
+        "": parts,
+        "step": f"about {size(made.step.reserved_bytes)} set aside (estimated)",
+        "budget": f"{size(arena.budget_bytes)} for KV and adapters together: {arena.source}",
+        "kv": f"{kv['bytes_per_token']:,} bytes a token, {size(kv['bytes_per_sequence'])} a sequence of {base.max_model_len:,}",
+        "kv alone": f"{kv['max_tokens']:,} tokens, {kv['max_sequences']} sequences of full length",
+    }
+    if made.adapters:
+        words["adapters"] = f"{of_adapters['count']:,}, {size(of_adapters['total_bytes'])} if all are resident"
+        words["kv beside all"] = f"{kv['tokens_beside_all_adapters']:,} tokens (one sequence at least)"
+        words["host cache"] = f"{size(made.host_cache_bytes)}: {made.num_in_host_cache:,} adapters"
+    if made.loads is not None:
+        loads = made.loads
+        words["load"] = (
+            f"{loads.disk_s * 1e3:.1f} ms from disk ({size(int(loads.disk_bytes_per_s))}/s read and hashed), "
+            f"{loads.host_s * 1e3:.1f} ms from host memory; up to {loads.max_loads_per_s:,.0f} a second"
+        )
+    return words
+
+
+def _fits(made: Plan) -> list[dict[str, object]]:
+    return [
+        {
+            "running": f"{fit.num_sequences} × {fit.num_tokens:,} tokens",
+            "left for adapters": "they don't fit at once" if fit.adapter_bytes is None else size(fit.adapter_bytes),
+            "adapters": fit.num_adapters,
+        }
+        for fit in made.fits
+    ]
+
+
+def _each(made: Plan) -> list[dict[str, object]]:
+    return [
+        {
+            "adapter": adapter.name,
+            "count": adapter.count,
+            "held": adapter.held,
+            "each": size(adapter.num_pages * made.arena.page_bytes),
+            "file": size(adapter.file_bytes),
+            "refused": adapter.refusal is not None,
+        }
+        for adapter in made.adapters[:_SHOWN]
+    ]

@@ -1,0 +1,228 @@
+"""What adapters take of a device, from the headers of their files or from ranks alone."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from loraserve.adapters.compiler import compile_adapter
+from loraserve.adapters.ir import AdapterIR, ModuleIR
+from loraserve.adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE, read_adapter
+from loraserve.config import EngineConfig
+from loraserve.errors import AdapterRejected, ConfigError
+from loraserve.planning.base import BasePlan
+from loraserve.planning.memory import Arena
+from loraserve.types import BaseSpec
+from loraserve_kernels.errors import ShapeMismatch
+from loraserve_kernels.sites import LAYER_MODULES
+from loraserve_kernels.sizes import MAX_RANK, ItemSized, ModuleSize, lay_out, num_pages_of, num_tiles_of
+
+_ITEMS: dict[str, ItemSized] = {
+    "fp32": np.dtype(np.float32),
+    # numpy has no bfloat16; only its size counts here
+    "bf16": np.dtype(np.float16),
+    "fp16": np.dtype(np.float16),
+    "int8": np.dtype(np.int8),
+}
+_STORED = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
+_OF_ACTIVATIONS = {"bfloat16": "bf16", "float16": "fp16"}
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPlan:
+    """An adapter, or as many alike as `count`, as the device will hold it.
+
+    Attributes:
+        name: the directory's, or what was asked for.
+        file_bytes: what is read of it and hashed at a load from disk.
+        held: the dtype of its matrices on the device; None where it can't be held.
+        packed_bytes: of its numbers as they are packed: what a copy of it takes of the host's memory.
+        num_pages: of the arena.
+        num_tiles: of a GPU's tables; 0 on a CPU.
+        is_upper_bound: it holds whole weights, of which only the rows are kept that aren't the base's: which, only their numbers tell.
+        refusal: why it can't be served; None: nothing is known against it.
+    """
+
+    name: str
+    count: int
+    file_bytes: int
+    held: str | None
+    packed_bytes: int
+    num_pages: int
+    num_tiles: int
+    is_upper_bound: bool = False
+    refusal: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What an adapter consists of, without a number of it.
+
+    Attributes:
+        stored: as `AdapterIR.dtype`.
+        num_norm_weights: of norms in the place of the base's.
+    """
+
+    sizes: tuple[ModuleSize, ...]
+    stored: str
+    num_norm_weights: int = 0
+    is_upper_bound: bool = False
+
+
+def find_adapters(paths: Iterable[Path]) -> list[Path]:
+    """Return the adapters' directories: those given, or in those given.
+
+    Raises:
+        ConfigError: there is none in one of them.
+    """
+    found: list[Path] = []
+    for path in paths:
+        if (path / CONFIG_FILE).is_file():
+            found.append(path)
+            continue
+        inside = sorted(child.parent for child in path.glob(f"*/{CONFIG_FILE}")) if path.is_dir() else []
+        if not inside:
+            raise ConfigError(
+                f"{path} holds no {CONFIG_FILE}, nor do directories in it.", hint="Give a PEFT directory."
+            )
+        found += inside
+    return found
+
+
+def plan_directory(path: Path, base: BasePlan, config: EngineConfig, arena: Arena) -> AdapterPlan:
+    """Plan a PEFT directory. Of LoRA's files the headers alone are read; other kinds are unfolded, as at a load."""
+    try:
+        config_bytes = (path / CONFIG_FILE).read_bytes()
+        file_bytes = len(config_bytes) + (path / WEIGHTS_FILE).stat().st_size
+        with (path / WEIGHTS_FILE).open("rb") as file:
+            # what nobody looks at is never read
+            mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        adapter = read_adapter(config_bytes, mapped)
+        shape = shape_of(compile_adapter(adapter.config, adapter.tensors, base.spec), base.spec)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        return _refused(path.name, 1, 0, f"{path / WEIGHTS_FILE} can't be read: {reason}.")
+    except AdapterRejected as error:
+        return _refused(path.name, 1, file_bytes, " ".join(error.problems[:3]))
+    return plan_shape(path.name, 1, file_bytes, shape, base, config, arena)
+
+
+def plan_ranks(
+    ranks: Sequence[int],
+    targets: Sequence[str],
+    count: int,
+    stored: str,
+    base: BasePlan,
+    config: EngineConfig,
+    arena: Arena,
+) -> list[AdapterPlan]:
+    """Plan as many adapters of LoRA as `count`, the ranks in equal parts, on these modules of every layer.
+
+    Args:
+        targets: modules' short names; ``all``: every linear of the layers.
+        stored: the dtype of their files: F32, F16 or BF16.
+
+    Raises:
+        ConfigError: a rank that isn't served, or a module that the base lacks.
+    """
+    modules = [m for m in LAYER_MODULES if m in base.spec.modules] if list(targets) == ["all"] else list(targets)
+    unknown = [module for module in modules if module not in base.spec.modules]
+    if unknown or not modules:
+        raise ConfigError(
+            f"--targets {','.join(targets)}: this base has {', '.join(base.spec.modules)}.", hint="Or give all."
+        )
+    for rank in ranks:
+        if not 1 <= rank <= MAX_RANK:
+            raise ConfigError(f"--ranks {rank}: adapters of rank 1 to {MAX_RANK} are served.")
+    plans = []
+    for index, rank in enumerate(ranks):
+        part = count // len(ranks) + (index < count % len(ranks))
+        sizes = tuple(ModuleSize(layer, module, rank) for layer, module in _places(base.spec, modules))
+        num_weights = sum(rank * sum(base.spec.modules[size.module]) for size in sizes)
+        # names, shapes and offsets of two matrices take about 250 bytes of a file's header
+        file_bytes = num_weights * _ITEMS[_STORED[stored]].itemsize + 250 * len(sizes)
+        name = f"rank {rank} on {','.join(modules) if list(targets) != ['all'] else 'all'}"
+        plans.append(plan_shape(name, part, file_bytes, Shape(sizes, stored), base, config, arena))
+    return [plan for plan in plans if plan.count]
+
+
+def plan_shape(
+    name: str, count: int, file_bytes: int, shape: Shape, base: BasePlan, config: EngineConfig, arena: Arena
+) -> AdapterPlan:
+    """Plan an adapter by what it consists of."""
+    held = held_dtype(config.adapter_dtype, base, shape.stored)
+    where = {"num_layers": base.spec.num_layers, "module_shapes": base.spec.modules, "dtype": _ITEMS[held]}
+    try:
+        if base.device == "cpu":
+            packed = lay_out(shape.sizes, **where).num_bytes(_ITEMS[held], shape.num_norm_weights)  # type: ignore[arg-type]
+            num_pages, num_tiles = -(-packed // arena.page_bytes), 0
+        else:
+            if shape.num_norm_weights:
+                return _refused(
+                    name, count, file_bytes, "It has norms of its own; a GPU's kernels have the base's alone."
+                )
+            num_pages = num_pages_of(shape.sizes, page_num_bytes=arena.page_bytes, **where)  # type: ignore[arg-type]
+            num_tiles = num_tiles_of(shape.sizes, num_layers=base.spec.num_layers)
+            packed = num_pages * arena.page_bytes
+    except ShapeMismatch as error:
+        return _refused(name, count, file_bytes, f"It can't be served on this device: {error}.")
+    refusal = None
+    if num_pages > arena.max_adapter_pages:
+        refusal = (
+            f"It takes {num_pages * arena.page_bytes:,} bytes; beside the KV of one sequence of full length the budget has "
+            f"{arena.max_adapter_pages * arena.page_bytes:,}."
+        )
+    return AdapterPlan(name, count, file_bytes, held, packed, num_pages, num_tiles, shape.is_upper_bound, refusal)
+
+
+def held_dtype(name: str, base: BasePlan, stored: str) -> str:
+    """In what the device holds matrices: fp32, bf16, fp16 or int8.
+
+    Raises:
+        ConfigError: 16 bits of the other kind than a GPU's activations'.
+    """
+    if base.device == "cpu":
+        return _STORED[stored] if name == "auto" else name
+    of_activations = _OF_ACTIVATIONS[base.dtype]
+    if name not in ("auto", "int8", of_activations):
+        raise ConfigError(
+            f"Adapters can't be held in {name} where activations are {of_activations}.",
+            hint="Use auto or int8, or the same --dtype.",
+        )
+    return of_activations if name == "auto" else name
+
+
+def shape_of(ir: AdapterIR, base: BaseSpec) -> Shape:
+    """What an adapter that fits consists of once it is lowered to the kernels' terms."""
+    sizes = [_size(m, base) for m in ir.modules]
+    # a module that changes nothing isn't kept
+    kept = tuple(s for s in sizes if s.rank or s.has_delta or s.has_shift or s.num_rows)
+    num_norm_weights = sum(int(norm.weight.shape[0]) for norm in ir.norms)
+    return Shape(kept, ir.dtype, num_norm_weights, any(m.weight is not None for m in ir.modules))
+
+
+def _size(m: ModuleIR, base: BaseSpec) -> ModuleSize:
+    """As `memory.lowering` makes the module."""
+    has_bias = m.bias is not None or m.lora_bias is not None
+    has_shift = has_bias or (m.output_scale is not None and m.module in base.biased_modules)
+    num_rows = len(m.token_ids) if m.token_rows is not None else 0
+    if m.weight is not None:
+        # at most all of them
+        num_rows = int(m.weight.shape[0])
+    rank = 0 if m.lora_a is None else int(m.lora_a.shape[0])
+    has_delta = m.magnitude is not None or m.output_scale is not None
+    return ModuleSize(m.layer, m.module, rank, has_delta, has_shift, num_rows)
+
+
+def _places(base: BaseSpec, modules: Sequence[str]) -> Iterator[tuple[int, str]]:
+    for module in modules:
+        for layer in range(base.num_layers if module in LAYER_MODULES else 1):
+            yield layer, module
+
+
+def _refused(name: str, count: int, file_bytes: int, reason: str) -> AdapterPlan:
+    return AdapterPlan(name, count, file_bytes, None, 0, 0, 0, refusal=reason)

@@ -1,0 +1,301 @@
+"""A whole plan: what the base takes, what the budget leaves, which adapters fit beside how many sequences, and what that means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from loraserve.config import EngineConfig
+from loraserve.planning.adapters import AdapterPlan
+from loraserve.planning.base import BasePlan
+from loraserve.planning.memory import Arena, StepPlan
+
+LINK_BYTES_PER_S = 12e9
+"""From the host's pinned memory to a GPU: PCIe 4.0 with 16 lanes carries about 25e9 bytes a second, 3.0 half of it."""
+
+
+class Level(StrEnum):
+    REFUSED = "refused"
+    WARNING = "warning"
+    NOTE = "note"
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something to know before the server is started.
+
+    Attributes:
+        code: stable, for programs.
+    """
+
+    level: Level
+    code: str
+    message: str
+    hint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What is left for adapters while sequences run.
+
+    Attributes:
+        num_sequences, num_tokens: so many at once, of so many tokens each.
+        adapter_bytes: None: as many sequences can't run at once.
+        num_adapters: how many of average size that holds, of those planned; None without adapters, or where the sequences can't run.
+    """
+
+    num_sequences: int
+    num_tokens: int
+    adapter_bytes: int | None
+    num_adapters: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """How long one adapter takes to be brought to the device.
+
+    Attributes:
+        disk_bytes_per_s: reading and hashing.
+        disk_s, largest_disk_s: from disk, of average and of the largest; packing not included.
+        host_s: from the host's memory: the copy to a GPU; 0 on a CPU, where nothing is copied.
+        max_loads_per_s: what all loaders bring from disk together at most.
+    """
+
+    disk_bytes_per_s: float
+    disk_s: float
+    largest_disk_s: float
+    host_s: float
+    max_loads_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All of it. `fits` in the order of sequences; `loads` None without adapters or a rate."""
+
+    base: BasePlan
+    step: StepPlan
+    arena: Arena
+    adapters: tuple[AdapterPlan, ...]
+    fits: tuple[Fit, ...]
+    loads: Loads | None
+    notices: tuple[Notice, ...]
+    host_cache_bytes: int
+    num_in_host_cache: int
+
+    @property
+    def served(self) -> list[AdapterPlan]:
+        """Those that nothing is known against."""
+        return [adapter for adapter in self.adapters if adapter.refusal is None]
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether something of it can't be."""
+        return any(notice.level is Level.REFUSED for notice in self.notices)
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able, with names that stay."""
+        base, arena = self.base, self.arena
+        served, num_pages = self.served, total_pages(self.served)
+        beside_all = max(arena.num_pages - num_pages, arena.num_pages - arena.max_adapter_pages)
+        return {
+            "device": base.device,
+            "base": {
+                "architecture": base.spec.architecture,
+                "dtype": base.dtype,
+                "quantization": base.spec.quantization,
+                "num_parameters": base.spec.num_parameters,
+                "size_bytes": base.num_bytes,
+                "parts": [asdict(part) for part in base.parts],
+                "max_model_len": base.max_model_len,
+            },
+            "step": {
+                "activations_bytes": self.step.activations_bytes,
+                "reserved_bytes": self.step.reserved_bytes,
+                "is_estimate": True,
+            },
+            "budget": {
+                "bytes": arena.budget_bytes,
+                "source": arena.source,
+                "page_bytes": arena.page_bytes,
+                "num_pages": arena.num_pages,
+            },
+            "kv": {
+                "block_size": arena.block_size,
+                "block_bytes": arena.block_bytes,
+                "bytes_per_token": arena.block_bytes // arena.block_size,
+                "bytes_per_sequence": arena.kv_pages(arena.sequence_blocks) * arena.page_bytes,
+                "max_tokens": arena.kv_tokens(arena.num_pages),
+                "max_sequences": arena.max_sequences(base.max_model_len),
+                "tokens_beside_all_adapters": arena.kv_tokens(beside_all) if self.adapters else None,
+            },
+            "adapters": {
+                "count": sum(adapter.count for adapter in self.adapters),
+                "num_refused": sum(adapter.count for adapter in self.adapters if adapter.refusal is not None),
+                "total_bytes": num_pages * arena.page_bytes,
+                "max_bytes": arena.max_adapter_pages * arena.page_bytes,
+                "host_cache_bytes": self.host_cache_bytes,
+                "num_in_host_cache": self.num_in_host_cache,
+                "fit": [asdict(fit) for fit in self.fits],
+                "loads": None if self.loads is None else asdict(self.loads),
+                "each": [
+                    {**asdict(adapter), "device_bytes": adapter.num_pages * arena.page_bytes}
+                    for adapter in self.adapters
+                ],
+                "num_served": sum(adapter.count for adapter in served),
+            },
+            "notices": [asdict(notice) for notice in self.notices],
+            "is_refused": self.is_refused,
+        }
+
+
+def make_plan(
+    base: BasePlan,
+    step: StepPlan,
+    arena: Arena,
+    config: EngineConfig,
+    adapters: Sequence[AdapterPlan],
+    *,
+    running: Sequence[tuple[int, int]] = (),
+    disk_bytes_per_s: float | None = None,
+    available_bytes: int | None = None,
+) -> Plan:
+    """Put it together.
+
+    Args:
+        running: (sequences, tokens of each) to look at, beside one sequence and the most, of full length.
+        available_bytes: what the host's memory has left now; None: nobody knows.
+    """
+    served = [adapter for adapter in adapters if adapter.refusal is None]
+    looked_at = dict.fromkeys([(1, base.max_model_len), (config.max_num_seqs, base.max_model_len), *running])
+    fits = tuple(_fit(arena, served, *pair) for pair in sorted(looked_at))
+    loads = None
+    if served and disk_bytes_per_s:
+        loads = _loads(base, arena, config, served, disk_bytes_per_s)
+    num_in_host = _count_in(config.host_cache_bytes, _mean([(a.packed_bytes, a.count) for a in served]), served)
+    plan = Plan(base, step, arena, tuple(adapters), fits, loads, (), config.host_cache_bytes, num_in_host)
+    notices = tuple(_notices(plan, config, available_bytes))
+    return Plan(base, step, arena, tuple(adapters), fits, loads, notices, config.host_cache_bytes, num_in_host)
+
+
+def total_pages(adapters: Sequence[AdapterPlan]) -> int:
+    """What all of them take at once."""
+    return sum(adapter.num_pages * adapter.count for adapter in adapters)
+
+
+def _mean(sizes: Sequence[tuple[int, int]]) -> float:
+    """Of sizes, each so many times."""
+    count = sum(count for _, count in sizes)
+    return sum(size * count for size, count in sizes) / count if count else 0.0
+
+
+def _count_in(room: int, each: float, served: Sequence[AdapterPlan]) -> int:
+    num_all = sum(adapter.count for adapter in served)
+    return num_all if each == 0 else min(num_all, int(room / each))
+
+
+def _fit(arena: Arena, served: Sequence[AdapterPlan], num_sequences: int, num_tokens: int) -> Fit:
+    num_pages = arena.adapter_pages_beside(num_sequences, num_tokens)
+    if num_pages is None or not served:
+        return Fit(num_sequences, num_tokens, None if num_pages is None else num_pages * arena.page_bytes, None)
+    each = _mean([(adapter.num_pages, adapter.count) for adapter in served])
+    return Fit(num_sequences, num_tokens, num_pages * arena.page_bytes, _count_in(num_pages, each, served))
+
+
+def _loads(base: BasePlan, arena: Arena, config: EngineConfig, served: Sequence[AdapterPlan], rate: float) -> Loads:
+    disk_s = _mean([(adapter.file_bytes, adapter.count) for adapter in served]) / rate
+    copied = _mean([(adapter.num_pages * arena.page_bytes, adapter.count) for adapter in served])
+    return Loads(
+        disk_bytes_per_s=rate,
+        disk_s=disk_s,
+        largest_disk_s=max(adapter.file_bytes for adapter in served) / rate,
+        host_s=0.0 if base.device == "cpu" else copied / LINK_BYTES_PER_S,
+        max_loads_per_s=config.loader_threads / disk_s if disk_s else 0.0,
+    )
+
+
+def _notices(plan: Plan, config: EngineConfig, available_bytes: int | None) -> Iterator[Notice]:
+    yield from _of_adapters(plan)
+    if plan.served:
+        yield from _of_thrashing(plan)
+    arena, base = plan.arena, plan.base
+    most = arena.max_sequences(base.max_model_len)
+    if most < config.max_num_seqs:
+        yield Notice(
+            Level.WARNING,
+            "kv_below_max_num_seqs",
+            f"The KV of {most} sequences of full length ({base.max_model_len:,} tokens) fits; up to {config.max_num_seqs} may run at once. "
+            "Longer ones together are preempted and computed again.",
+            "Raise --memory-budget, or lower --max-num-seqs or --max-model-len.",
+        )
+    if base.device == "cpu" and available_bytes is not None:
+        needed = base.num_bytes + plan.step.reserved_bytes + arena.budget_bytes + config.host_cache_bytes
+        if needed > available_bytes:
+            yield Notice(
+                Level.WARNING,
+                "memory_overcommitted",
+                f"Base, step, budget and host cache may take {needed:,} bytes together; this machine has {available_bytes:,} available now.",
+                "Lower --memory-budget or --host-cache, or quantize the base.",
+            )
+    if base.device == "cuda":
+        yield Notice(
+            Level.NOTE,
+            "gpu_is_estimated",
+            "What steps take of a GPU is estimated here; the engine measures it at its start, and that decides.",
+        )
+
+
+def _of_adapters(plan: Plan) -> Iterator[Notice]:
+    for adapter in plan.adapters:
+        if adapter.refusal is not None:
+            is_large = adapter.num_pages > plan.arena.max_adapter_pages
+            yield Notice(
+                Level.REFUSED,
+                "adapter_too_large" if is_large else "adapter_unservable",
+                f"{adapter.name} can never be served: {adapter.refusal}",
+                "Raise --memory-budget, lower --max-model-len, or use --adapter-dtype int8." if is_large else "",
+            )
+    if any(adapter.is_upper_bound for adapter in plan.served):
+        yield Notice(
+            Level.NOTE,
+            "adapter_is_bounded",
+            "Some adapters hold whole weights, of which the rows are kept that aren't the base's: they take what is said here at most.",
+        )
+
+
+def _of_thrashing(plan: Plan) -> Iterator[Notice]:
+    """Whether adapters take turns on the device, and what that costs. Said for one running sequence: the best there is."""
+    count = sum(adapter.count for adapter in plan.served)
+    best, full = plan.fits[0], plan.fits[-1]
+    in_best = best.num_adapters or 0
+    if in_best < count:
+        missed = 1 - in_best / count
+        cost = ""
+        if plan.loads is not None:
+            cost = (
+                f" If all are used alike, {missed:.0%} of the uses wait for a load: {plan.loads.disk_s * 1e3:.1f} ms from disk, "
+                f"{plan.loads.max_loads_per_s:,.0f} a second at most."
+            )
+        yield Notice(
+            Level.WARNING,
+            "adapters_take_turns",
+            f"{in_best:,} of {count:,} adapters fit on the device at once.{cost} Popular ones stay.",
+            "Raise --memory-budget or use --adapter-dtype int8.",
+        )
+        # on a CPU an adapter is in one of the two, on a GPU what is on the device may be in both
+        in_memory = in_best + plan.num_in_host_cache if plan.base.device == "cpu" else plan.num_in_host_cache
+        if in_memory < count:
+            yield Notice(
+                Level.WARNING,
+                "adapters_exceed_host",
+                f"{min(count, in_memory):,} of {count:,} adapters fit into memory at once; the others come from disk.",
+                "Raise --host-cache.",
+            )
+    elif full.num_adapters is not None and full.num_adapters < count:
+        yield Notice(
+            Level.WARNING,
+            "adapters_yield_to_kv",
+            f"All {count:,} adapters fit beside {best.num_sequences} sequence, {full.num_adapters:,} beside {full.num_sequences} of full length.",
+            "Raise --memory-budget, or lower --max-num-seqs or --max-model-len.",
+        )

@@ -1,0 +1,71 @@
+"""``loraserve plan`` as people run it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from loraserve.demo.pack import adapter_dirs, base_dir
+
+Run = Callable[..., Any]
+
+
+def test_plan_of_real_adapters_says_what_fits(run_cli: Run) -> None:
+    folder = next(iter(adapter_dirs().values())).parent
+    done = run_cli(
+        "plan", "--model", base_dir(), "--adapters", folder, "--memory-budget", "64MiB", "--max-num-seqs", "8"
+    )
+    assert done.code == 0
+    assert "LlamaForCausalLM" in done.stdout
+    assert "RUNNING" in done.stdout and "sql" in done.stdout  # noqa: PT018
+    assert done.stderr == ""
+
+
+def test_plan_of_ranks_warns_of_turns(run_cli: Run) -> None:
+    arguments = ("--ranks", "16", "--targets", "q_proj,v_proj", "--count", "5000", "--disk-rate", "500MB")
+    done = run_cli("plan", "--model", base_dir(), *arguments, "--memory-budget", "64MiB", "--format", "json")
+    assert done.code == 0
+    facts = done.json
+    assert facts["budget"]["bytes"] == 64 << 20
+    assert facts["adapters"]["count"] == 5000
+    assert 0 < facts["adapters"]["fit"][0]["num_adapters"] < 5000
+    assert facts["adapters"]["loads"]["disk_bytes_per_s"] == 500_000_000
+    assert [notice["code"] for notice in facts["notices"]] == ["adapters_take_turns"]
+
+
+def test_what_can_never_be_served_exits_with_1(run_cli: Run) -> None:
+    arguments = ("--ranks", "64", "--memory-budget", "2MiB", "--disk-rate", "1GB", "--format", "quiet")
+    done = run_cli("plan", "--model", base_dir(), *arguments)
+    assert done.code == 1
+    assert done.stdout.splitlines() == ["adapter_too_large", "kv_below_max_num_seqs"]
+
+
+def test_a_budget_that_cannot_start_is_refused_as_serve_refuses_it(run_cli: Run) -> None:
+    done = run_cli("plan", "--model", base_dir(), "--memory-budget", "1MB")
+    assert done.code == 2
+    assert "--memory-budget" in done.stderr
+    assert run_cli("plan", "--model", "absent").code == 1
+    assert run_cli("plan", "--model", base_dir(), "--ranks", "x").code == 2
+    assert run_cli("plan").code == 2
+
+
+def test_a_plan_for_a_gpu_needs_none(run_cli: Run) -> None:
+    arguments = ("--device", "cuda", "--device-memory", "24GiB", "--ranks", "16", "--disk-rate", "1GB")
+    done = run_cli("plan", "--model", base_dir(), *arguments, "--format", "json")
+    assert done.code == 0
+    assert done.json["device"] == "cuda"
+    assert 10 << 30 < done.json["budget"]["bytes"] < 22 << 30
+    assert done.json["adapters"]["each"][0]["held"] == "bf16"
+
+
+def test_planning_loads_no_torch() -> None:
+    code = (
+        "import sys; sys.argv = ['loraserve', 'plan', '--model', sys.argv[1], '--ranks', '8', '--disk-rate', '1GB']\n"
+        "from loraserve.cli.main import app\n"
+        "try: app()\nexcept SystemExit as end: assert not end.code\n"
+        "print([name for name in ('torch', 'transformers', 'fastapi') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(base_dir())], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

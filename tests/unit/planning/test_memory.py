@@ -1,0 +1,83 @@
+"""How a budget is divided: the same numbers as the engine's, and never less than one sequence for the KV."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from loraserve.engine import assembly, gpu_budget
+from loraserve.errors import ConfigError
+from loraserve.limits import GIB, MIB
+from loraserve.planning import memory
+from loraserve.planning.base import AUTO_DTYPES
+from loraserve.planning.memory import plan_arena, plan_step
+
+
+def test_what_the_engine_assumes_is_assumed_here(make: Any) -> None:
+    assert memory.CPU_BUDGET_BYTES == assembly.CPU_BUDGET_BYTES
+    assert memory.GPU_PLANS_BYTES == gpu_budget.PLANS_BYTES
+    resolved = assembly.resolve(make.config(device="cpu"))
+    assert (resolved.dtype, resolved.memory_budget_bytes) == (AUTO_DTYPES["cpu"], memory.CPU_BUDGET_BYTES)
+
+
+def test_a_cpu_rents_a_block_in_small_pages(make: Any) -> None:
+    base, config = make.base(), make.config(memory_budget_bytes=MIB)
+    arena = plan_arena(base, config, plan_step(base, config), None)
+    # 2 layers of 2 heads of 18 numbers, keys and values, 16 tokens of float32
+    assert arena.block_bytes == 2 * 2 * 2 * 18 * 16 * 4
+    assert (arena.pages_per_block, arena.blocks_per_page, arena.sequence_blocks) == (3, 1, 8)
+    assert arena.num_pages == MIB // arena.page_bytes
+    assert arena.max_adapter_pages == arena.num_pages - 24
+    assert arena.kv_tokens(arena.num_pages) == arena.num_pages // 3 * 16
+
+
+def test_a_gpus_page_is_as_many_blocks_as_the_widest_row_takes(make: Any) -> None:
+    base, config = make.base("cuda"), make.config(memory_budget_bytes=MIB)
+    arena = plan_arena(base, config, plan_step(base, config), None)
+    # down_proj's 1058 inputs in float32 take 4256 bytes of whole units: one block is longer
+    assert (arena.block_bytes, arena.blocks_per_page, arena.page_bytes) == (4608, 1, 4608)
+    wide = make.base("cuda", intermediate_size=2000)
+    wide_arena = plan_arena(wide, config, plan_step(wide, config), None)
+    assert (wide_arena.blocks_per_page, wide_arena.page_bytes) == (2, 9216)
+    assert wide_arena.kv_pages(9) == 5
+
+
+def test_a_gpus_budget_is_what_base_and_steps_leave(make: Any) -> None:
+    base, config = make.base("cuda", num_bytes=2 * GIB), make.config(memory_utilization=0.5)
+    step = plan_step(base, config)
+    arena = plan_arena(base, config, step, 8 * GIB)
+    assert arena.budget_bytes == 4 * GIB - 2 * GIB - step.reserved_bytes
+    with pytest.raises(ConfigError, match="leaves no memory"):
+        plan_arena(base, config, step, 4 * GIB)
+    with pytest.raises(ConfigError, match="isn't known"):
+        plan_arena(base, config, step, None)
+
+
+def test_a_budget_below_one_sequence_is_refused(make: Any) -> None:
+    base = make.base()
+    needed = 24 * memory.CPU_PAGE_BYTES
+    config = make.config(memory_budget_bytes=needed)
+    assert plan_arena(base, config, plan_step(base, config), None).max_adapter_pages == 0
+    config = make.config(memory_budget_bytes=needed - 1)
+    with pytest.raises(ConfigError, match="one sequence of the model's 128"):
+        plan_arena(base, config, plan_step(base, config), None)
+
+
+def test_adapters_have_what_running_sequences_leave_and_never_all(make: Any) -> None:
+    arena = make.arena(100, sequence_blocks=8)
+    assert arena.adapter_pages_beside(1, 128) == 92
+    # less than one sequence is kept free for another of full length
+    assert arena.adapter_pages_beside(1, 16) == 92
+    assert arena.adapter_pages_beside(4, 100) == 100 - 4 * 7
+    assert arena.adapter_pages_beside(12, 128) == 4
+    assert arena.adapter_pages_beside(13, 128) is None
+    assert arena.max_sequences(128) == 12
+
+
+def test_more_rows_and_more_sequences_take_more_of_a_step(make: Any) -> None:
+    def bytes_of(**fields: Any) -> int:
+        return int(plan_step(make.base("cuda"), make.config(**fields)).activations_bytes)
+
+    assert bytes_of(max_num_batched_tokens=1024) > bytes_of(max_num_batched_tokens=512)
+    assert bytes_of(max_num_seqs=128) > bytes_of(max_num_seqs=64)
