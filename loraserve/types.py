@@ -259,12 +259,14 @@ class EngineStats(Struct, frozen=True):
     step_adapter_s: Histogram = Histogram()
     """Seconds of each step that its thread spent on adapters' behalf: taking loads in, giving places, asking."""
     device_bytes: int = 0
-    """The budget that KV blocks and adapters share, or their two budgets together."""
+    """The budget that KV blocks and adapters share."""
     kv_bytes_used: int = 0
     kv_bytes_idle: int = 0
     adapter_bytes_used: int = 0
     """Of adapters that are pinned or on their way."""
     adapter_bytes_idle: int = 0
+    free_bytes: int = 0
+    """Of `device_bytes`, what nobody has."""
     step_s: float = 0.0
     """Seconds spent in steps since the start."""
     invariant_violations: int = 0

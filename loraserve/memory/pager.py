@@ -20,6 +20,7 @@ from cachetools import LRUCache
 from adapters_store import BlobStore
 from loraserve.errors import AdapterCorrupt, AdapterUnavailable, InvariantViolation, LoraserveError
 from loraserve.memory.adapter_pool import AdapterPool, Evicted, Pin
+from loraserve.memory.arena import Tenure
 from loraserve.memory.base_weights import BaseWeights
 from loraserve.memory.device import Footprint
 from loraserve.memory.facts import AdapterFacts, Loaded
@@ -27,6 +28,7 @@ from loraserve.memory.host_cache import HostCache
 from loraserve.memory.load import load_adapter
 from loraserve.memory.precision import EXACT, Precision
 from loraserve.memory.timings import Stopwatch, Timings, timed
+from loraserve.memory.usage import memory_usage
 from loraserve.types import AdapterRef, AdapterResidency, BaseSpec, Digest, Histogram, Tier
 from loraserve_kernels.layout import PackedAdapter
 
@@ -371,7 +373,9 @@ class Pager:
             "host_load_s": self._host_load_s.histogram,
             "device_load_s": self._device_load_s.histogram,
             "device_evictions": self._pool.num_evictions,
+            "device_evictions_for_kv": self._pool.num_evictions_for[Tenure.KV],
             "host_evictions": self._host.num_evictions,
+            **memory_usage(self._pool.device.lease.arena),
         }
 
     def check(self) -> list[str]:
@@ -566,4 +570,5 @@ class Pager:
             last_used_s=last_used_s,
             dtype="" if facts is None else facts.dtype,
             precision_loss=None if facts is None else facts.precision_loss,
+            uses_per_s=self._pool.popularity.per_second(digest, self._clock()),
         )
