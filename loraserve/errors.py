@@ -33,6 +33,7 @@ An error knows what went wrong, never how HTTP says it: `loraserve.api.errors` m
     │   └── AdapterNotFinite        NaN or infinity in the weights
     ├── AdapterUnavailable          a published adapter can't be served now
     │   ├── AdapterCorrupt          its bytes no longer hash to its digest
+    │   ├── AdapterNotReady         it wasn't on the device within the deadline: still loading, or no place was free
     │   ├── AdapterNumerics         its logits were not finite
     │   ├── AdapterQuarantined      its certificate failed, or its stored bytes were found damaged
     │   └── AdapterUnservable       it never can, on this base and device as this server was started
@@ -223,6 +224,12 @@ class AdapterCorrupt(AdapterUnavailable):
         super().__init__(message, hint=hint)
         self.digest = digest
         self.blob = blob
+
+
+class AdapterNotReady(AdapterUnavailable):
+    code = "adapter_not_ready"
+    retry_after_s = 5.0
+    """Its load goes on meanwhile."""
 
 
 class AdapterNumerics(AdapterUnavailable):

@@ -54,6 +54,8 @@ class Limits:
     max_verifications: int = 64
     """Running or waiting for their turn."""
     verification_timeout_s: float = 120.0
+    adapter_load_deadline_s: float = 60.0
+    """For so long a request waits for its adapter: for its load, or for a place when everything on the device is in use."""
     max_composition_terms: int = 8
     max_composition_weight: float = 10.0
     """Of a term, either way of zero, and of what the weights of one version add up to."""

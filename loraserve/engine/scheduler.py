@@ -12,6 +12,7 @@ that was launched; the pin isn't kept for that.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from array import array
 from bisect import insort
@@ -23,7 +24,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from loraserve.engine.activation import find_activation
 from loraserve.engine.request import Pin, Request, Status
-from loraserve.errors import AdapterNumerics, EngineError, InvariantViolation, LoraserveError
+from loraserve.errors import AdapterNotReady, AdapterNumerics, EngineError, InvariantViolation, LoraserveError
+from loraserve.limits import LIMITS
 from loraserve.memory.facts import AdapterFacts
 from loraserve.memory.kv_cache import BlockId, KVCache
 from loraserve.memory.pager import Residency
@@ -115,6 +117,7 @@ class Scheduler:
         max_num_seqs: int,
         token_budget: int,
         eos_token_ids: Sequence[int],
+        adapter_deadline_s: float = LIMITS.adapter_load_deadline_s,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_preemptions = 0
@@ -125,6 +128,9 @@ class Scheduler:
         self._adapters = adapters
         self._max_num_seqs = max_num_seqs
         self._token_budget = token_budget
+        self._adapter_deadline_s = adapter_deadline_s
+        # no request's wait for its adapter is over its deadline before this
+        self._next_deadline_s = math.inf
         self._eos_token_ids = frozenset(eos_token_ids)
         self._clock = clock
         self._requests: dict[RequestId, Request] = {}
@@ -188,6 +194,7 @@ class Scheduler:
         takes only what decoding leaves. Then waiting requests are admitted in order; one whose adapter is still loading
         is passed over and holds up nobody.
         """
+        self._fail_overdue()
         budget = self._token_budget
         scheduled: list[ScheduledRequest] = []
         if self._apart:
@@ -251,6 +258,31 @@ class Scheduler:
             scheduled.append(_take_part(request, count))
             budget -= count
 
+    def _fail_overdue(self) -> None:
+        """End the requests that have waited for their adapter up to the deadline. Its load goes on, for whoever asks next."""
+        now = self._clock()
+        if now < self._next_deadline_s:
+            return
+        self._next_deadline_s = math.inf
+        for request in list(self._waiting):
+            if request.adapter is None or request.adapter_wait_started_s is None:
+                continue
+            deadline_s = request.adapter_wait_started_s + self._adapter_deadline_s
+            if now < deadline_s:
+                self._next_deadline_s = min(self._next_deadline_s, deadline_s)
+                continue
+            state = self._adapters.request(request.adapter)
+            if state in (Residency.LOADING, Residency.WAITING_FOR_SPACE):
+                self._failed.append(self.fail(request, _overdue_error(request, state, self._adapter_deadline_s)))
+            elif state is Residency.RESIDENT:
+                # it is there, and the request waits for a place in a step: that has its own bound
+                self._end_adapter_wait(request)
+
+    def _end_adapter_wait(self, request: Request) -> None:
+        if request.adapter_wait_started_s is not None:
+            request.adapter_wait_s += self._clock() - request.adapter_wait_started_s
+            request.adapter_wait_started_s = None
+
     def _keep_asking(self) -> None:
         """Ask on for the first request that waits for its adapter, also in steps that can admit nobody.
 
@@ -274,9 +306,7 @@ class Scheduler:
                 invocation_token_ids = self._adapters.facts(digest).invocation_token_ids
                 # in the prompt alone: neither an answer, nor what of it came before a crash, moves it
                 request.activation = find_activation(digest, invocation_token_ids, request.prompt_token_ids)
-                if request.adapter_wait_started_s is not None:
-                    request.adapter_wait_s += self._clock() - request.adapter_wait_started_s
-                    request.adapter_wait_started_s = None
+                self._end_adapter_wait(request)
                 if request.probe is None:
                     self.adapter_wait_s.add(request.adapter_wait_s)
                 return True
@@ -286,7 +316,8 @@ class Scheduler:
                 return False
             case _:
                 if request.adapter_wait_started_s is None:
-                    request.adapter_wait_started_s = self._clock()
+                    now = request.adapter_wait_started_s = self._clock()
+                    self._next_deadline_s = min(self._next_deadline_s, now + self._adapter_deadline_s)
                 return False
 
     def _take_prefix(self, request: Request) -> None:
@@ -475,6 +506,22 @@ def _take_part(request: Request, count: int) -> ScheduledRequest:
     request.num_computed_tokens = entry.end
     request.num_in_flight_tokens += entry.num_sampled_tokens
     return entry
+
+
+def _overdue_error(request: Request, state: Residency, deadline_s: float) -> LoraserveError:
+    adapter = request.adapter
+    if adapter is None:
+        raise InvariantViolation(f"request {request.request_id} waits for an adapter and has none")
+    why = (
+        "everything on the device is in use"
+        if state is Residency.WAITING_FOR_SPACE
+        else "it is still being read, or waits for its turn"
+    )
+    name = adapter.name if adapter.parts else f"{adapter.name}@{adapter.version}"
+    return AdapterNotReady(
+        f'The adapter "{name}" was not on the device within {deadline_s:g} s: {why}.',
+        hint="Try again shortly: it may be there by then.",
+    )
 
 
 def _numerics_error(request: Request) -> LoraserveError:
