@@ -22,8 +22,6 @@ class EngineConfig(Struct, frozen=True):
     """Device bytes for KV blocks and adapter weights together, beside the base's weights; 0: 8 GiB on a CPU, on a GPU what is free."""
     memory_utilization: float = 0.9
     """With a budget of 0 on a GPU: the part of its memory that the engine may take in all."""
-    adapter_share: float = 0.5
-    """The part of the memory budget that adapters may take."""
     adapter_dtype: str = "auto"
     """What adapters are held in: auto (on a GPU the activations' dtype, on a CPU each as it's stored), fp32 (on a CPU alone), bf16, fp16 or int8."""
     adapter_rank_error: float | None = None

@@ -98,8 +98,6 @@ class Settings(BaseSettings):
     """An adapter is refused if what is held of any of its modules is off by more than this, relative to the module's size; None: none is."""
     cuda_graphs: bool = True
     host_cache: Size = 4 * GIB
-    adapter_share: float = Field(default=0.5, gt=0, lt=1)
-    """The part of the memory budget that adapters may take; KV blocks have the rest."""
     max_model_len: int | None = Field(default=None, ge=1)
     max_num_seqs: int = Field(default=64, ge=1, le=4096)
     max_num_batched_tokens: int = Field(default=512, ge=16, le=1 << 20)
@@ -180,7 +178,6 @@ class Settings(BaseSettings):
             adapter_rank_error=self.adapter_rank_error,
             max_adapter_loss=self.max_adapter_loss,
             cuda_graphs=self.cuda_graphs,
-            adapter_share=self.adapter_share,
             host_cache_bytes=self.host_cache,
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,

@@ -37,9 +37,6 @@ def serve(
     memory_utilization: Annotated[
         Text, typer.Option(help="Without it: the part of a GPU's memory to take.", rich_help_panel=ENGINE)
     ] = None,
-    adapter_share: Annotated[
-        Text, typer.Option(help="The part of it that adapters may take.", rich_help_panel=ENGINE)
-    ] = None,
     adapter_dtype: Annotated[
         Text,
         typer.Option(help="What adapters are held in: auto, fp32, bf16, fp16 or int8.", rich_help_panel=ENGINE),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,13 +15,17 @@ from adapters_store import open_store
 from loraserve.config import EngineConfig
 from loraserve.engine import messages as m
 from loraserve.engine.core import Engine
-from loraserve.engine.runner import Runner, StepRunner, allocate_kv, kv_block_bytes
+from loraserve.engine.runner import Runner, StepRunner, kv_block_bytes, view_kv
 from loraserve.engine.verification import Verifications
 from loraserve.errors import ConfigError
-from loraserve.limits import GIB, MIB
+from loraserve.limits import GIB
 from loraserve.memory.adapter_pool import AdapterPool
+from loraserve.memory.arena import Arena, Tenure
 from loraserve.memory.device import AdapterDevice, CpuDevice, cpu_adapter_dtype
+from loraserve.memory.division import Division, divide_on_cpu
 from loraserve.memory.host_cache import HostCache
+from loraserve.memory.host_memory import HostMemory
+from loraserve.memory.kv_cache import KVCache, RentedBlocks
 from loraserve.memory.lowering import FILE_DTYPES
 from loraserve.memory.pager import Pager
 from loraserve.memory.precision import Precision
@@ -52,9 +58,9 @@ def build_engine(config: EngineConfig) -> tuple[Engine, m.Ready]:
     )
     runner: StepRunner
     if config.device == "cpu":
-        runner, device = _on_cpu(decoder, config)
+        runner, device, kv = _on_cpu(decoder, config)
     else:
-        runner, device = _on_gpu(decoder, config)
+        runner, device, kv = _on_gpu(decoder, config)
     store = open_store(config.store_url)
     pager = Pager(
         store=store,
@@ -65,7 +71,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, m.Ready]:
         weights=decoder,
         precision=Precision(config.adapter_rank_error, config.max_adapter_loss),
     )
-    engine = Engine(config, decoder.spec, runner, pager, overlap=config.device != "cpu")
+    engine = Engine(config, decoder.spec, runner, pager, overlap=config.device != "cpu", kv=kv)
     engine.verifications = Verifications(engine, decoder, store)
     ready = m.Ready(
         base=decoder.spec,
@@ -113,52 +119,87 @@ def _has_triton() -> bool:
     return True
 
 
-def _on_cpu(decoder: Decoder, config: EngineConfig) -> tuple[Runner, AdapterDevice]:
-    num_blocks, adapter_bytes = divide(decoder, config, config.memory_budget_bytes)
-    runner = Runner(decoder, allocate_kv(decoder, num_blocks, config.block_size))
+def _on_cpu(decoder: Decoder, config: EngineConfig) -> tuple[Runner, AdapterDevice, KVCache]:
+    division = divide_on_cpu(
+        config.memory_budget_bytes,
+        kv_block_bytes(decoder, config.block_size),
+        num_needed_blocks(decoder, config),
+        mmap.PAGESIZE,
+    )
+    memory = HostMemory(division.num_blocks * division.block_num_bytes)
+    runner = Runner(decoder, view_kv(decoder, memory.data, division.block_num_bytes, config.block_size))
+    arena = Arena(division.num_pages, division.page_num_bytes)
     held = cpu_adapter_dtype(config.adapter_dtype)
     for dtype in FILE_DTYPES.values() if held is None else (held,):
         warm_up(dtype)  # no step shall wait for a compiler
-    return runner, CpuDevice(decoder.spec, adapter_bytes, held)
+
+    def give_back(blocks: Sequence[int]) -> None:
+        for first, count in runs(blocks):
+            memory.give_back(first * division.block_num_bytes, count * division.block_num_bytes)
+
+    device = CpuDevice(decoder.spec, division.max_adapter_bytes, held, arena.lease(Tenure.ADAPTERS))
+    return runner, device, _kv_cache(config, division, arena, give_back)
 
 
-def _on_gpu(decoder: Decoder, config: EngineConfig) -> tuple[StepRunner, AdapterDevice]:
+def _kv_cache(
+    config: EngineConfig,
+    division: Division,
+    arena: Arena,
+    when_given_back: Callable[[Sequence[int]], None] | None = None,
+) -> KVCache:
+    rented = RentedBlocks(
+        arena.lease(Tenure.KV),
+        division.block_num_bytes,
+        division.blocks_per_page,
+        division.pages_per_block,
+        when_given_back,
+    )
+    return KVCache(
+        division.num_blocks, config.block_size, enable_prefix_cache=config.enable_prefix_cache, rented=rented
+    )
+
+
+def num_needed_blocks(decoder: Decoder, config: EngineConfig) -> int:
+    """KV blocks of one sequence of the model's full length."""
+    return -(-decoder.spec.max_model_len // config.block_size)
+
+
+def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Numbers that follow one another, each run as (first, how many)."""
+    found: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if found and sum(found[-1]) == number:
+            found[-1] = found[-1][0], found[-1][1] + 1
+        else:
+            found.append((number, 1))
+    return found
+
+
+def _on_gpu(decoder: Decoder, config: EngineConfig) -> tuple[StepRunner, AdapterDevice, KVCache]:
     # Triton is loaded for GPUs alone
     from loraserve.engine import gpu_budget, gpu_runner
-    from loraserve.memory.gpu_device import GpuDevice, adapter_dtype
+    from loraserve.memory.gpu_device import GpuDevice, adapter_dtype, divide
 
     budget = config.memory_budget_bytes or gpu_budget.free_bytes(decoder, config)
-    num_blocks, adapter_bytes = divide(decoder, config, budget)
+    device = decoder.backend.device
+    division = divide(
+        decoder.spec, budget, kv_block_bytes(decoder, config.block_size), num_needed_blocks(decoder, config)
+    )
+    data = torch.empty(
+        (division.num_pages + division.num_own_pages) * division.page_num_bytes, dtype=torch.uint8, device=device
+    )
     dtype = adapter_dtype(config.adapter_dtype, decoder.kv_dtype)
-    device = GpuDevice.of_size(decoder.spec, adapter_bytes, dtype, decoder.backend.device)
-    # a pool has a largest size; KV blocks have what it leaves
-    num_blocks += max(0, adapter_bytes - device.num_bytes) // kv_block_bytes(decoder, config.block_size)
-    kv = allocate_kv(decoder, num_blocks, config.block_size)
+    arena = Arena(division.num_pages, division.page_num_bytes, has_places=True)
+    adapters = GpuDevice.in_arena(decoder.spec, data, arena.lease(Tenure.ADAPTERS), division, budget, dtype)
+    kv = view_kv(decoder, data, division.block_num_bytes, config.block_size)
     logger.info(
-        "%s: %d KV blocks of %d tokens, %.1f GiB for adapters in %s",
-        decoder.backend.device,
-        num_blocks,
+        "%s: %.1f GiB in pages of %d KV blocks of %d tokens, at most %d blocks or %.1f GiB of adapters in %s",
+        device,
+        data.nbytes / GIB,
+        division.blocks_per_page,
         config.block_size,
-        device.limits.num_bytes / GIB,
+        division.num_blocks,
+        adapters.limits.num_bytes / GIB,
         str(dtype).removeprefix("torch."),
     )
-    return gpu_runner.Runner(decoder, config, kv, device), device
-
-
-def divide(decoder: Decoder, config: EngineConfig, budget_bytes: int) -> tuple[int, int]:
-    """Divide a budget into KV blocks and bytes for adapters.
-
-    Raises:
-        ConfigError: it can't hold one sequence of the model's full length.
-    """
-    block_bytes = kv_block_bytes(decoder, config.block_size)
-    kv_bytes = int(budget_bytes * (1 - config.adapter_share))
-    num_blocks = kv_bytes // block_bytes
-    needed = -(-decoder.spec.max_model_len // config.block_size)
-    if num_blocks < needed:
-        raise ConfigError(
-            f"The KV cache's part of the memory budget, {kv_bytes / MIB:.0f} MiB, holds {num_blocks * config.block_size} "
-            f"tokens; one sequence of the model's {decoder.spec.max_model_len} takes {needed * block_bytes / MIB:.0f} MiB.",
-            hint="Raise --memory-budget or lower --max-model-len.",
-        )
-    return num_blocks, budget_bytes - num_blocks * block_bytes
+    return gpu_runner.Runner(decoder, config, kv, adapters), adapters, _kv_cache(config, division, arena)

@@ -67,8 +67,13 @@ class Engine:
         pager: Pager,
         *,
         overlap: bool = False,
+        kv: KVCache | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """
+        Args:
+            kv: whose blocks the runner's steps write; None: as many as the runner has, which nobody else rents.
+        """
         self.base = base
         self.pager = pager
         self.verifications: Verifications | None = None
@@ -76,7 +81,9 @@ class Engine:
         self._overlap = overlap
         self._clock = clock
         self._kv_dtype = config.dtype
-        self._kv = KVCache(runner.num_blocks, config.block_size, enable_prefix_cache=config.enable_prefix_cache)
+        if kv is None:
+            kv = KVCache(runner.num_blocks, config.block_size, enable_prefix_cache=config.enable_prefix_cache)
+        self._kv = kv
         self._scheduler = Scheduler(
             self._kv,
             pager,

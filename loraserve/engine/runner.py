@@ -80,16 +80,34 @@ def kv_block_bytes(decoder: Decoder, block_size: int) -> int:
     return 2 * num_layers * num_kv_heads * block_size * head_dim * decoder.kv_dtype.itemsize
 
 
-def allocate_kv(decoder: Decoder, num_blocks: int, block_size: int) -> KVTensors:
-    """Return a cache of so many blocks on the decoder's device."""
+def view_kv(decoder: Decoder, data: Tensor, block_num_bytes: int, block_size: int) -> KVTensors:
+    """Return the cache of as many blocks as lie in `data`, each in one piece: keys and values of all layers side by side.
+
+    Nothing is written: nothing reads a slot that wasn't written.
+
+    Args:
+        data: [any number of bytes] uint8, on the decoder's device.
+        block_num_bytes: from one block to the next; a multiple of what a number takes.
+    """
     num_layers, num_kv_heads, head_dim = decoder.kv_shape
-    shape, dtype, device = (num_blocks, num_kv_heads, block_size, head_dim), decoder.kv_dtype, decoder.backend.device
-    # empty, not zeros: nothing reads a slot that wasn't written, and on a CPU untouched pages cost no memory
+    numbers = data[: data.numel() // block_num_bytes * block_num_bytes].view(decoder.kv_dtype)
+    block = block_num_bytes // decoder.kv_dtype.itemsize
+    head = block_size * head_dim
+    layer = num_kv_heads * head
+    shape, strides = (numbers.numel() // block, num_kv_heads, block_size, head_dim), (block, head, head_dim, 1)
+    first = numbers.storage_offset()
     return KVTensors(
-        k=tuple(torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)),
-        v=tuple(torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)),
+        k=tuple(numbers.as_strided(shape, strides, first + 2 * i * layer) for i in range(num_layers)),
+        v=tuple(numbers.as_strided(shape, strides, first + (2 * i + 1) * layer) for i in range(num_layers)),
         block_size=block_size,
     )
+
+
+def allocate_kv(decoder: Decoder, num_blocks: int, block_size: int) -> KVTensors:
+    """Return a cache of so many blocks on the decoder's device, in memory of its own."""
+    num_bytes = kv_block_bytes(decoder, block_size)
+    data = torch.empty(num_blocks * num_bytes, dtype=torch.uint8, device=decoder.backend.device)
+    return view_kv(decoder, data, num_bytes, block_size)
 
 
 class Runner:

@@ -243,7 +243,7 @@ class Scheduler:
             count = min(request.num_pending_tokens, budget)
             if not self._reserve(request, count):
                 # In order: a later, shorter request must not starve this one of blocks.
-                self._drop_blocks(request)
+                self._drop_blocks(request, is_use=False)
                 return
             self._leave_line(request)
             request.status = Status.RUNNING
@@ -351,14 +351,14 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Take a request's blocks and let it start over later; its tokens, its adapter's pin and its place stay."""
         self._running.remove(request)
-        self._drop_blocks(request)
+        self._drop_blocks(request, is_use=False)
         request.status = Status.WAITING
         request.num_preemptions += 1
         self.num_preemptions += 1
         insort(self._waiting, request, key=_ORDER)
 
-    def _drop_blocks(self, request: Request) -> None:
-        self._kv.release([BlockId(block) for block in request.blocks])
+    def _drop_blocks(self, request: Request, *, is_use: bool = True) -> None:
+        self._kv.release([BlockId(block) for block in request.blocks], is_use=is_use)
         request.blocks = array("i")
         request.block_keys = []
         request.num_computed_tokens = 0

@@ -95,6 +95,22 @@ class Lease:
         """
         self.arena._put_back(self, pages)
 
+    def least_value_of_others(self) -> float | None:
+        """What the least valuable that others have idle is worth; None where they have nothing idle."""
+        offer = self.arena.least_offer(besides=self)
+        return None if offer is None else offer[0]
+
+    def evict_least_of_others(self, num_wanted: int) -> None:
+        """That has left, and its pages are free.
+
+        Raises:
+            InvariantViolation: others have nothing idle.
+        """
+        offer = self.arena.least_offer(besides=self)
+        if offer is None:
+            raise InvariantViolation(f"{self.name} wants others to give up pages, who have nothing idle.")
+        self.arena.evict(offer[1], self, num_wanted)
+
     def make_room(self, num_pages: int) -> bool:
         """So many pages are free, the least valuable idle things of any renter having left for them; False, and nothing has changed, where that can't be."""
         return self.arena.make_room(self, num_pages)
@@ -138,20 +154,37 @@ class Arena:
 
     def make_room(self, lease: Lease, num_pages: int) -> bool:
         """As `Lease.make_room`."""
-        renters = [other.renter for other in self._leases.values() if other.renter is not None]
-        if num_pages > self.num_free + sum(renter.num_idle_pages for renter in renters):
+        num_idle = sum(lease.renter.num_idle_pages for lease in self._leases.values() if lease.renter is not None)
+        if num_pages > self.num_free + num_idle:
             return False
         while num_pages > self.num_free:
-            offers = [(value, i) for i, renter in enumerate(renters) if (value := renter.least_value()) is not None]
-            if not offers:
+            offer = self.least_offer()
+            if offer is None:
                 raise InvariantViolation(
                     f"{num_pages} pages are wanted, {self.num_free} free; renters count others as idle, and offer none."
                 )
-            num_free = self.num_free
-            renters[min(offers)[1]].evict_least(lease.name, num_pages - num_free)
-            if self.num_free <= num_free:
-                raise InvariantViolation("A renter has evicted something, and no page is free by that.")
+            self.evict(offer[1], lease, num_pages - self.num_free)
         return True
+
+    def least_offer(self, besides: Lease | None = None) -> tuple[float, Renter] | None:
+        """The least valuable idle thing, as what it's worth and whose it is; of equals the KV cache's."""
+        offers = [
+            (value, lease.renter)
+            for lease in self._leases.values()
+            if lease is not besides and lease.renter is not None and (value := lease.renter.least_value()) is not None
+        ]
+        return min(offers, key=lambda offer: offer[0], default=None)
+
+    def evict(self, renter: Renter, lease: Lease, num_wanted: int) -> None:
+        """What the renter has offered has left for the lease's owner.
+
+        Raises:
+            InvariantViolation: no page is free by that.
+        """
+        num_free = self.num_free
+        renter.evict_least(lease.name, num_wanted)
+        if self.num_free <= num_free:
+            raise InvariantViolation("A renter has evicted something, and no page is free by that.")
 
     def check(self) -> list[str]:
         """Every broken invariant, in words; empty when all hold."""

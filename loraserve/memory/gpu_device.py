@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from loraserve.errors import AdapterUnservable, ConfigError, InvariantViolation
 from loraserve.limits import MIB
 from loraserve.memory.arena import Arena, Lease, Tenure
 from loraserve.memory.copies import Copies, CudaCopies, DirectCopies
 from loraserve.memory.device import DTYPE_NAMES, Footprint, HostAdapter, Placed, refuse_out_of_range
+from loraserve.memory.division import Division, divide_on_gpu
 from loraserve.types import BaseSpec
 from loraserve_kernels import threads
 from loraserve_kernels.errors import PoolFull, ShapeMismatch
@@ -35,6 +37,8 @@ PAGE_BYTES = 2 * MIB
 """At most, unless a row of the base's widest linear takes more."""
 TABLES_SHARE = 1 / 128
 """Of the budget, for the tables."""
+MAX_POOL_BYTES = (2**31 - 1) * UNIT_BYTES
+"""Kernels count in int32 units."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,28 +92,53 @@ def pool_size(base: BaseSpec, budget_bytes: int) -> PoolSize:
     Raises:
         ConfigError: the budget holds no page.
     """
-    widths = {module: max(shape) for module, shape in base.modules.items()}
     rank_bytes = sum(
         (base.num_layers if module in LAYER_MODULES else 1)
         * sum(row_num_bytes(width, torch.bfloat16) for width in shape)
         for module, shape in base.modules.items()
     )
-    # of weights and of deltas, which are float32
-    widest = row_num_bytes(max(widths.values()), torch.float32)
-    page = max(widest, min(PAGE_BYTES, 8 * rank_bytes // 16))
+    page = max(_widest_row_bytes(base), min(PAGE_BYTES, 8 * rank_bytes // 16))
     page = -(-page // 256) * 256
-    tile_bytes = base.num_layers * RECORD * 4
-    largest = len(base.modules) * MAX_RANK // RANK_TILE
-    floor = min(4 * largest, budget_bytes // 8 // tile_bytes)
-    max_tiles = max(1, floor, int(budget_bytes * TABLES_SHARE) // tile_bytes)
-    # kernels count in int32 units
-    num_pages = min((budget_bytes - max_tiles * tile_bytes) // page, (2**31 - 1) * UNIT_BYTES // page)
+    max_tiles = _max_tiles(base, budget_bytes)
+    num_pages = min((budget_bytes - max_tiles * _tile_bytes(base)) // page, MAX_POOL_BYTES // page)
     if num_pages < 1:
         raise ConfigError(
-            f"The adapters' part of the memory budget, {budget_bytes:,} bytes, doesn't hold a page of {page:,}.",
-            hint="Raise --memory-budget or --adapter-share.",
+            f"The memory for adapters, {budget_bytes:,} bytes, doesn't hold a page of {page:,}.",
+            hint="Raise --memory-budget.",
         )
     return PoolSize(num_pages, page, max_tiles, num_pages + 1)
+
+
+def divide(base: BaseSpec, budget_bytes: int, kv_block_bytes: int, num_needed_blocks: int) -> Division:
+    """Divide a GPU's budget: tables for adapters, and an arena's pages.
+
+    Args:
+        kv_block_bytes: keys and values of one block, in all layers.
+        num_needed_blocks: of one sequence of the model's full length.
+
+    Raises:
+        ConfigError: such a sequence doesn't fit.
+    """
+    tables = _max_tiles(base, budget_bytes) * _tile_bytes(base)
+    return divide_on_gpu(
+        budget_bytes - tables, kv_block_bytes, num_needed_blocks, _widest_row_bytes(base), MAX_POOL_BYTES
+    )
+
+
+def _widest_row_bytes(base: BaseSpec) -> int:
+    # of weights and of deltas, which are float32
+    return row_num_bytes(max(max(shape) for shape in base.modules.values()), torch.float32)
+
+
+def _tile_bytes(base: BaseSpec) -> int:
+    return base.num_layers * RECORD * 4
+
+
+def _max_tiles(base: BaseSpec, budget_bytes: int) -> int:
+    """Several for each that adapters of eight ranks everywhere use, if they take the whole budget; and four of the largest adapter, if that's little of it."""
+    largest = len(base.modules) * MAX_RANK // RANK_TILE
+    floor = min(4 * largest, budget_bytes // 8 // _tile_bytes(base))
+    return max(1, floor, int(budget_bytes * TABLES_SHARE) // _tile_bytes(base))
 
 
 class GpuDevice:
@@ -187,6 +216,32 @@ class GpuDevice:
             device=device,
         )
         return cls(base, pool, CudaCopies(device) if device.type == "cuda" else DirectCopies(), dtype)
+
+    @classmethod
+    def in_arena(
+        cls, base: BaseSpec, data: Tensor, lease: Lease, division: Division, budget_bytes: int, dtype: torch.dtype
+    ) -> GpuDevice:
+        """A device whose pages are an arena's.
+
+        Args:
+            data: [at least the arena's bytes] uint8: its pages, and whatever lies behind them.
+            lease: the adapters'.
+            division: of that budget, as `divide` made it.
+            dtype: what adapters are packed in: the activations' dtype or int8.
+        """
+        pool = PagedPool(
+            num_pages=division.num_pages,
+            page_num_bytes=division.page_num_bytes,
+            num_layers=base.num_layers,
+            max_tiles=_max_tiles(base, budget_bytes),
+            max_slots=division.num_pages + 1,
+            module_shapes=base.modules,
+            dtype=getattr(torch, base.dtype) if dtype == torch.int8 else dtype,
+            device=data.device,
+            data=data[: division.num_pages * division.page_num_bytes],
+        )
+        copies = CudaCopies(data.device) if data.device.type == "cuda" else DirectCopies()
+        return cls(base, pool, copies, dtype, lease=lease, max_pages=division.max_adapter_pages)
 
     def held_dtype(self, stored: torch.dtype) -> torch.dtype:
         return self._dtype

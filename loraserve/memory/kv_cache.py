@@ -5,14 +5,25 @@ Only bookkeeping lives here; the bytes are the runner's tensors. Everything runs
 
 from __future__ import annotations
 
+import time
 from array import array
-from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import islice
 from typing import NewType
 
+from loraserve.errors import InvariantViolation
+from loraserve.memory.arena import Lease, Tenure
+from loraserve.memory.pace import Pace
+from loraserve.memory.popularity import NEVER, Uses
 from loraserve.types import Digest, TenantId
+
+NUM_OFFERED = 8
+"""Of the idle blocks, the least recently released ones among which the least valuable is looked for."""
+ASSUMED_PREFILL_S = 1e-3
+"""A token, until some are measured."""
 
 BlockId = NewType("BlockId", int)
 PrefixKey = NewType("PrefixKey", bytes)
@@ -62,52 +73,170 @@ class _CachedBlock:
     token_ids: tuple[int, ...]
 
 
-class KVCache:
-    """A fixed number of blocks, each free, held by one or more sequences, or idle but kept for prefix hits.
+@dataclass(frozen=True, slots=True)
+class RentedBlocks:
+    """How KV blocks lie in the pages of an arena. What is rented at once is called a group.
 
-    Invariants (`check`):
-        free + idle + held == num_blocks; a block is in one of the three.
-        A block in the prefix index is idle or held, never free.
+    Attributes:
+        lease: the KV cache's.
+        block_num_bytes: what a block takes.
+        blocks_per_group: where pages have places a group is a page, and so many blocks: page p has the blocks from ``p * blocks_per_group`` on.
+        pages_per_group: where pages are only counted a group is one block, which takes so many.
+        when_given_back: told of groups whose bytes nobody needs any more.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_cache: bool = True) -> None:
+    lease: Lease
+    block_num_bytes: int
+    blocks_per_group: int = 1
+    pages_per_group: int = 1
+    when_given_back: Callable[[Sequence[int]], None] | None = None
+
+    @property
+    def num_groups(self) -> int:
+        """Those that the arena holds, were they all."""
+        return self.lease.arena.num_pages // self.pages_per_group
+
+    def rent(self, vacant: list[int]) -> int:
+        """A group more, whose pages are free; where places don't matter, one of the vacant."""
+        if self.lease.arena.has_places:
+            return self.lease.take(1)[0]
+        self.lease.rent(self.pages_per_group)
+        return vacant.pop()
+
+    def give_back(self, groups: Sequence[int], vacant: list[int]) -> None:
+        """The pages of these groups are free."""
+        if self.lease.arena.has_places:
+            self.lease.put_back(groups)
+        else:
+            self.lease.give_back(len(groups) * self.pages_per_group)
+            vacant.extend(groups)
+        if self.when_given_back is not None:
+            self.when_given_back(groups)
+
+
+class KVCache:
+    """Blocks that are free, held by one or more sequences, or idle but kept for prefix hits; or not there, while their pages are somebody else's.
+
+    It rents pages when it has no free block, and gives them back when others want them: first those of free blocks, then those whose blocks are idle and worth
+    less than what is idle elsewhere.
+
+    Invariants (`check`):
+        free + idle + held == blocks of the groups that are rented or its own; a block is in one of the three.
+        A block in the prefix index is idle or held, never free.
+
+    Attributes:
+        prefill_pace: seconds per token to compute what is cached; whoever runs steps notes them.
+        num_evictions_for: cached blocks that had to leave, by whom for.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_cache: bool = True,
+        rented: RentedBlocks | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            num_blocks: that block tables may name.
+            rented: whose pages the first of them lie in; those behind are its own for good. None: all are.
+        """
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_cache = enable_prefix_cache
         self.prefix_tokens_hit = 0
         self.prefix_tokens_queried = 0
-        self._free: deque[BlockId] = deque(BlockId(i) for i in range(num_blocks))
+        self.prefill_pace = Pace(ASSUMED_PREFILL_S)
+        self.num_evictions_for: Counter[Tenure] = Counter()
+        self.num_held = 0
+        self._rented = rented
+        self._clock = clock
+        self._per_group = 1 if rented is None else rented.blocks_per_group
+        self._num_rentable = 0 if rented is None else rented.num_groups
+        num_groups = -(-num_blocks // self._per_group)
+        # of free blocks: whole groups of them, its own and rented ones, and the rest
+        self._own = OrderedDict.fromkeys(range(self._num_rentable, num_groups))
+        self._empty: OrderedDict[int, None] = OrderedDict()
+        self._free: OrderedDict[BlockId, None] = OrderedDict()
+        # groups whose pages aren't rented, the lowest last; known only where pages have no places
+        has_places = rented is not None and rented.lease.arena.has_places
+        self._vacant = [] if has_places else list(range(self._num_rentable - 1, -1, -1))
         self._holders = [0] * num_blocks
+        # of each group: blocks held, and blocks idle
+        self._held_in = [0] * num_groups
+        self._idle_in = [0] * num_groups
+        # rented groups of which no block is held
+        self._num_unheld = 0
         self._by_key: dict[PrefixKey, BlockId] = {}
         self._cached: dict[BlockId, _CachedBlock] = {}
-        # Least recently released first: what is evicted next.
+        self._uses: dict[BlockId, Uses] = {}
+        # Least recently released first: where what is evicted next is looked for.
         self._idle: OrderedDict[BlockId, None] = OrderedDict()
+        if rented is not None:
+            rented.lease.join(self)
 
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` could hand out now."""
-        return len(self._free) + len(self._idle)
-
-    @property
-    def num_held(self) -> int:
-        return self.num_blocks - self.num_available
+        here = len(self._free) + (len(self._own) + len(self._empty)) * self._per_group + len(self._idle)
+        if self._rented is None:
+            return here
+        return here + self._rented.lease.num_obtainable // self._rented.pages_per_group * self._per_group
 
     @property
     def num_idle(self) -> int:
         return len(self._idle)
 
+    @property
+    def num_idle_pages(self) -> int:
+        """Pages that would be given up to others: of rented groups of which no block is held."""
+        return 0 if self._rented is None else self._num_unheld * self._rented.pages_per_group
+
+    def least_value(self) -> float | None:
+        """What the group that is given up first is worth: seconds to compute it anew × uses per second ÷ bytes. None if none would be."""
+        if self._empty:
+            return 0.0
+        offer = self._offered_group()
+        return None if offer is None else offer[0]
+
+    def evict_least(self, cause: Tenure, num_wanted: int) -> None:
+        """That group's pages are free; if its blocks were free already, those of as many such groups as are wanted.
+
+        Args:
+            cause: for whom.
+            num_wanted: pages.
+
+        Raises:
+            InvariantViolation: no group would be given up.
+        """
+        if self._rented is None:
+            raise InvariantViolation("A KV cache that rents no pages can't give any up.")
+        if self._empty:
+            count = max(1, -(-num_wanted // self._rented.pages_per_group))
+            # of blocks that are used in turn, those that were free for the shortest time are used last
+            groups = [self._empty.popitem()[0] for _ in range(min(count, len(self._empty)))]
+        else:
+            offer = self._offered_group()
+            if offer is None:
+                raise InvariantViolation("No KV block is idle, and one was to be evicted.")
+            groups = [offer[1]]
+            for block in self._blocks(groups[0]):
+                self._free.pop(block, None)
+                if block in self._idle:
+                    self._evict(block, cause)
+        self._num_unheld -= len(groups)
+        self._rented.give_back(groups, self._vacant)
+
     def allocate(self, count: int) -> list[BlockId] | None:
-        """Take ``count`` blocks for one holder, evicting idle prefix blocks as needed; None (and no change) if there aren't as many."""
+        """Take ``count`` blocks for one holder, evicting what is idle here or elsewhere as needed; None (and no change) if there aren't as many."""
         if count > self.num_available:
             return None
         blocks = []
         for _ in range(count):
-            if self._free:
-                block = self._free.popleft()
-            else:
-                block, _ = self._idle.popitem(last=False)
-                self._forget(block)
-            self._holders[block] = 1
+            block = self._take_free()
+            self._hold(block)
             blocks.append(block)
         return blocks
 
@@ -160,7 +289,10 @@ class KVCache:
         for block in blocks:
             if self._holders[block] == 0:
                 del self._idle[block]
-            self._holders[block] += 1
+                self._idle_in[block // self._per_group] -= 1
+                self._hold(block)
+            else:
+                self._holders[block] += 1
         self.prefix_tokens_hit += len(blocks) * self.block_size
         return blocks, keys
 
@@ -176,37 +308,152 @@ class KVCache:
             self._cached[block] = _CachedBlock(key, parent, content)
         return key
 
-    def release(self, blocks: Sequence[BlockId]) -> None:
-        """Give back one hold on each block. Later blocks of a prefix become evictable before earlier ones."""
+    def release(self, blocks: Sequence[BlockId], *, is_use: bool = True) -> None:
+        """Give back one hold on each block. Later blocks of a prefix become evictable before earlier ones.
+
+        Args:
+            is_use: whether having held them counts as a use of each: not if they were to be used and weren't yet.
+        """
+        now_s = self._clock()
         for block in reversed(blocks):
             if self._holders[block] <= 0:
                 raise RuntimeError(f"block {block} was released more often than it was held")
             self._holders[block] -= 1
+            if is_use and block in self._cached:
+                # the blocks of one prefix at one time: none is worth less than one behind it
+                self._uses[block] = self._uses.get(block, NEVER).used(now_s)
             if self._holders[block] == 0:
-                if block in self._cached:
-                    self._idle[block] = None
-                else:
-                    self._free.append(block)
+                self._unhold(block)
 
     def check(self) -> list[str]:
         """Return every broken invariant, in words; empty when all hold."""
         problems = []
-        held = sum(1 for count in self._holders if count > 0)
-        if len(self._free) + len(self._idle) + held != self.num_blocks:
+        held = [block for block, count in enumerate(self._holders) if count > 0]
+        free = [*self._free, *(block for group in (*self._own, *self._empty) for block in self._blocks(group))]
+        num_groups = len(self._held_in) - self._num_rentable
+        if self._rented is not None:
+            num_groups += self._rented.lease.num_rented // self._rented.pages_per_group
+        if len(free) + len(self._idle) + len(held) != num_groups * self._per_group:
             problems.append(
-                f"free {len(self._free)} + idle {len(self._idle)} + held {held} != num_blocks {self.num_blocks}"
+                f"free {len(free)} + idle {len(self._idle)} + held {len(held)} != {num_groups} groups of {self._per_group} blocks"
             )
-        if len(set(self._free)) != len(self._free):
-            problems.append("a block is in the free list twice")
-        if any(self._holders[b] for b in self._free) or any(self._holders[b] for b in self._idle):
-            problems.append("a free or idle block has holders")
-        if any(b in self._cached for b in self._free):
+        if len(held) != self.num_held:
+            problems.append(f"{len(held)} blocks are held, and counted as {self.num_held}")
+        if len({*free, *self._idle, *held}) != len(free) + len(self._idle) + len(held):
+            problems.append("a block is two of free, idle and held, or free twice")
+        if any(b in self._cached for b in free):
             problems.append("a free block is in the prefix index")
-        if {e.key: b for b, e in self._cached.items()} != self._by_key:
+        if {e.key: b for b, e in self._cached.items()} != self._by_key or not self._uses.keys() <= self._cached.keys():
             problems.append("the prefix index and the cached blocks disagree")
+        for what, blocks, counts in (("held", held, self._held_in), ("idle", [*self._idle], self._idle_in)):
+            if Counter(block // self._per_group for block in blocks) != +Counter(dict(enumerate(counts))):
+                problems.append(f"a group has other {what} blocks than it counts")
+        return problems + self._check_groups(held)
+
+    def _check_groups(self, held: Sequence[BlockId | int]) -> list[str]:
+        if self._rented is None:
+            return []
+        blocks = [*held, *self._idle, *self._free]
+        present = {block // self._per_group for block in blocks} | self._empty.keys()
+        present = {group for group in present if group < self._num_rentable}
+        problems = []
+        if self._rented.lease.arena.has_places and present != self._rented.lease.pages:
+            problems.append("KV blocks lie in pages that aren't the cache's, or it has pages without blocks")
+        if not self._rented.lease.arena.has_places and (
+            present & {*self._vacant} or len(present) + len(self._vacant) != self._num_rentable
+        ):
+            problems.append("a group of KV blocks is rented and vacant, or lost")
+        if self._num_unheld != sum(self._held_in[group] == 0 for group in present):
+            problems.append(f"groups without a held block are counted as {self._num_unheld}")
+        if any(self._held_in[group] or self._idle_in[group] for group in self._empty):
+            problems.append("a group of free blocks has one that isn't")
         return problems
 
-    def _forget(self, block: BlockId) -> None:
-        entry = self._cached.pop(block, None)
-        if entry is not None:
-            del self._by_key[entry.key]
+    def _blocks(self, group: int) -> Iterator[BlockId]:
+        first = group * self._per_group
+        return (BlockId(block) for block in range(first, min(first + self._per_group, self.num_blocks)))
+
+    def _take_free(self) -> BlockId:
+        """A block that is in no state for now: a free one if there is; else of a group more; else what is worth least makes room, here or elsewhere."""
+        if self._free:
+            return self._free.popitem(last=False)[0]
+        if self._own:
+            return self._split(self._own.popitem(last=False)[0])
+        if self._empty:
+            return self._split(self._empty.popitem(last=False)[0])
+        rented = self._rented
+        while rented is not None and rented.lease.num_free < rented.pages_per_group:
+            value, others = self._offered_block(), rented.lease.least_value_of_others()
+            if others is None or (value is not None and value[0] <= others):
+                rented = None
+            else:
+                rented.lease.evict_least_of_others(rented.pages_per_group - rented.lease.num_free)
+        if rented is not None:
+            self._num_unheld += 1
+            return self._split(rented.rent(self._vacant))
+        offer = self._offered_block()
+        if offer is None:
+            raise InvariantViolation("A KV block was to be had, and none is.")
+        self._evict(offer[1], Tenure.KV)
+        return offer[1]
+
+    def _split(self, group: int) -> BlockId:
+        """The first block of a group, all others of which are free."""
+        first, *others = self._blocks(group)
+        self._free.update(dict.fromkeys(others))
+        return first
+
+    def _hold(self, block: BlockId) -> None:
+        group = block // self._per_group
+        self._holders[block] = 1
+        self.num_held += 1
+        self._num_unheld -= self._held_in[group] == 0 and group < self._num_rentable
+        self._held_in[group] += 1
+
+    def _unhold(self, block: BlockId) -> None:
+        """A block that had one holder is idle, or free."""
+        group = block // self._per_group
+        self.num_held -= 1
+        self._held_in[group] -= 1
+        self._num_unheld += self._held_in[group] == 0 and group < self._num_rentable
+        if block in self._cached:
+            self._idle[block] = None
+            self._idle_in[group] += 1
+            return
+        if self._held_in[group] or self._idle_in[group]:
+            self._free[block] = None
+            return
+        for other in self._blocks(group):
+            self._free.pop(other, None)
+        (self._empty if group < self._num_rentable else self._own)[group] = None
+
+    def _value(self, block: BlockId, now_s: float) -> float:
+        """Seconds to compute the block anew × uses per second."""
+        return self._uses.get(block, NEVER).per_second(now_s) * self.prefill_pace.seconds_per_unit * self.block_size
+
+    def _offered_block(self) -> tuple[float, BlockId] | None:
+        """Of the blocks that are idle the longest, the least valuable, with its value by byte; the longest idle of equals."""
+        now_s, num_bytes = self._clock(), 1 if self._rented is None else self._rented.block_num_bytes
+        offers = [(self._value(block, now_s) / num_bytes, block) for block in islice(self._idle, NUM_OFFERED)]
+        return min(offers, key=lambda offer: offer[0], default=None)
+
+    def _offered_group(self) -> tuple[float, int] | None:
+        """The same of rented groups of which no block is held, and one is idle."""
+        if self._rented is None:
+            return None
+        now_s, num_bytes = self._clock(), self._rented.block_num_bytes * self._per_group
+        groups = (block // self._per_group for block in self._idle)
+        unheld = (group for group in groups if not self._held_in[group] and group < self._num_rentable)
+        offers = [
+            (sum(self._value(block, now_s) for block in self._blocks(group) if block in self._idle) / num_bytes, group)
+            for group in islice(unheld, NUM_OFFERED)
+        ]
+        return min(offers, key=lambda offer: offer[0], default=None)
+
+    def _evict(self, block: BlockId, cause: Tenure) -> None:
+        """An idle block is in no state for now, and out of the prefix index."""
+        del self._idle[block]
+        self._idle_in[block // self._per_group] -= 1
+        self._uses.pop(block, None)
+        del self._by_key[self._cached.pop(block).key]
+        self.num_evictions_for[cause] += 1

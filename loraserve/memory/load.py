@@ -72,7 +72,7 @@ def load_adapter(
         if not footprint.fits(device.limits):
             raise AdapterTooLarge(
                 f"This adapter version takes {footprint.excess(device.limits)}.",
-                hint="Start the server with a larger memory budget or adapter share.",
+                hint="Start the server with a larger memory budget, or a smaller --max-model-len.",
             )
         with threads.alone():
             refuse_out_of_range(modules, uploaded.stored, dtype)

@@ -25,7 +25,7 @@ from loraserve.engine.batch import Batch
 from loraserve.engine.core import Engine
 from loraserve.engine.messages import VerifyReply
 from loraserve.engine.verification import Verifications
-from loraserve.limits import LIMITS, MIB
+from loraserve.limits import LIMITS
 from loraserve.memory.device import CpuDevice
 from loraserve.memory.kv_cache import Activation
 from loraserve.types import AdapterRef, Certificate, Digest, TokenOutput
@@ -409,7 +409,7 @@ def test_too_many_are_refused(world: World, make_engine: Callable[..., Engine]) 
 def test_what_can_never_be_served_is_told_from_what_can_not_be_now(
     world: World, make_engine: Callable[..., Engine]
 ) -> None:
-    engine = make_engine(memory_budget_bytes=4 * MIB, adapter_share=0.002)
+    engine = make_engine(memory_budget_bytes=16 * 12288 + 8192)
     other_base = edited(world, "r1", of_another_base)
     gone = msgspec.structs.replace(world.refs["rs"], weights_blob=Digest("0" * 64), digest=Digest("1" * 64))
     found = replies(engine, world.refs["r8"], other_base, gone)
