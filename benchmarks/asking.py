@@ -85,10 +85,20 @@ class Asker:
     async def __aexit__(self, *_: object) -> None:
         await self._client.aclose()
 
-    async def ask(self, ask: Ask, *, due_s: float | None = None, stop: asyncio.Event | None = None) -> Answer:
+    async def ask(
+        self,
+        ask: Ask,
+        *,
+        due_s: float | None = None,
+        stop: asyncio.Event | None = None,
+        into: list[Answer] | None = None,
+    ) -> Answer:
         """Send one request and read its answer to the end, or until `stop` is set.
 
         What goes wrong is in the answer: nothing is raised for a refusal, an error in the stream or a lost connection.
+
+        Args:
+            into: the answer is put there before it is sent for, so that others see how far it has come.
         """
         body = {
             "model": self._name.format(ask.adapter),
@@ -101,6 +111,8 @@ class Asker:
         }
         now = time.perf_counter()
         answer = Answer(ask, now if due_s is None else due_s, now)
+        if into is not None:
+            into.append(answer)
         try:
             async with self._client.stream("POST", "/v1/completions", json=body) as response:
                 if response.status_code != 200:

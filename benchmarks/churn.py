@@ -17,7 +17,7 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,15 +93,18 @@ def extra_asks(adapters: Sequence[int], rate: float, seed: int) -> list[Ask]:
     return [Ask(i / rate, adapter, PROMPT_TOKENS, 1, seed + i) for i, adapter in enumerate(adapters)]
 
 
-async def stream_until(asker: Asker, adapter: int, tokens: int, seed: int, stop: asyncio.Event) -> list[Answer]:
-    """One stream: answers, one after the other, until it's told to stop."""
-    answers: list[Answer] = []
+async def stream_until(asker: Asker, first: Ask, answers: list[Answer], stop: asyncio.Event) -> None:
+    """One stream: an answer after the other, put into `answers` as they begin, until it's told to stop or one goes wrong."""
     while not stop.is_set():
-        ask = Ask(0.0, adapter, PROMPT_TOKENS, tokens, seed + 1000 * adapter + len(answers))
-        answers.append(await asker.ask(ask, stop=stop))
-        if answers[-1].error:
-            break
-    return answers
+        ask = replace(first, prompt_seed=first.prompt_seed + len(answers))
+        if (await asker.ask(ask, stop=stop, into=answers)).error:
+            return
+
+
+async def until_all_decode(streams: Sequence[list[Answer]]) -> None:
+    """Each stream's first prompt is behind it, or it has failed."""
+    while not all(answers and (answers[0].token_times_s or answers[0].error) for answers in streams):
+        await asyncio.sleep(0.05)
 
 
 def gaps_within(answers: Sequence[Answer], start_s: float, end_s: float) -> list[float]:
@@ -145,9 +148,14 @@ class Bench:
         stop = asyncio.Event()
         pushed: dict[str, Any] = {}
         async with Asker(server.url, server.key, self.vocab) as asker:
-            streams = [asyncio.create_task(stream_until(asker, i, tokens, seed, stop)) for i in range(NUM_STREAMS)]
-            # each stream's prompt is behind it
-            await self._settle(asker, seed)
+            streams: list[list[Answer]] = [[] for _ in range(NUM_STREAMS)]
+            asks = [Ask(0.0, i, PROMPT_TOKENS, tokens, seed + 1000 * i) for i in range(NUM_STREAMS)]
+            tasks = [
+                asyncio.create_task(stream_until(asker, ask, into, stop))
+                for ask, into in zip(asks, streams, strict=True)
+            ]
+            await until_all_decode(streams)
+            await asyncio.sleep(SETTLE_S)
             with Watch(server) as watch:
                 start_s = time.perf_counter()
                 process = self._uploader(server, uploads) if uploads is not None else None
@@ -156,7 +164,8 @@ class Bench:
                     pushed = await asyncio.to_thread(last_line, process)
                 end_s = time.perf_counter()
             stop.set()
-            streamed = [answer for answers in await asyncio.gather(*streams) for answer in answers]
+            await asyncio.gather(*tasks)
+        streamed = [answer for answers_of_one in streams for answer in answers_of_one]
         num_tokens = sum(start_s <= t <= end_s for answer in streamed for t in answer.token_times_s)
         good = [answer for answer in answers if answer.is_complete]
         errors = {answer.error[:200] for answer in (*answers, *streamed) if answer.error}
@@ -171,10 +180,6 @@ class Bench:
             uploads=pushed,
             errors=sorted(errors),
         )
-
-    async def _settle(self, asker: Asker, seed: int) -> None:
-        await asker.ask(Ask(0.0, 0, PROMPT_TOKENS, 1, seed + 900_000))
-        await asyncio.sleep(SETTLE_S)
 
     def _uploader(self, server: Server, numbers: range) -> Any:
         os.environ["LORASERVE_API_KEY"] = server.key

@@ -11,6 +11,7 @@ import httpx2
 import pytest
 
 from benchmarks.asking import Answer, Asker, Summary
+from benchmarks.churn import stream_until
 from benchmarks.traffic import Ask
 
 
@@ -116,3 +117,31 @@ def test_time_to_the_first_token_begins_when_a_request_was_due() -> None:
 def test_summary_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="No request was sent"):
         Summary.of([])
+
+
+async def test_answer_can_be_watched_while_it_comes() -> None:
+    answers: list[Answer] = []
+    async with make_asker(Service(0.02)) as asker:
+        task = asyncio.create_task(asker.ask(make_ask(), into=answers))
+        while not (answers and answers[0].token_times_s):
+            await asyncio.sleep(0.001)
+        assert len(answers[0].token_times_s) < 3
+        assert await task is answers[0]
+
+
+async def test_stream_begins_anew_with_another_prompt_until_it_is_told_to_stop() -> None:
+    service, stop, answers = Service(0.001), asyncio.Event(), list[Answer]()
+    async with make_asker(service) as asker:
+        task = asyncio.create_task(stream_until(asker, make_ask(), answers, stop))
+        while len(answers) < 3:
+            await asyncio.sleep(0.001)
+        stop.set()
+        await task
+    assert len({str(body["prompt"]) for body in service.bodies}) == len(service.bodies) >= 3
+
+
+async def test_stream_ends_when_it_is_refused() -> None:
+    answers: list[Answer] = []
+    async with make_asker(Service()) as asker:
+        await stream_until(asker, make_ask(adapter=9), answers, asyncio.Event())
+    assert [answer.status for answer in answers] == [503]
