@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MIN_PREFILL_ROWS = 16
+"""A step of mostly prompts has so many rows at least, beside two per request."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Step:
@@ -115,7 +118,9 @@ class Engine:
         scheduler = self._scheduler
         if self._in_flight:
             return False
-        return scheduler.num_running == 0 and scheduler.num_waiting == scheduler.num_waiting_for_adapter
+        if scheduler.num_running:
+            return False
+        return self.pager.is_line_closed or scheduler.num_waiting == scheduler.num_waiting_for_adapter
 
     def add(self, message: AddRequest) -> None:
         """Queue a request, or the rest of one whose first tokens were sent before a crash."""
@@ -193,13 +198,21 @@ class Engine:
             self._num_steps += bool(scheduled)
             if scheduled:
                 self._step_adapter_s.add(self.pager.stopwatch.take_s())
-            self._step_s += self._clock() - started
+            elapsed = self._clock() - started
+            self._step_s += elapsed
+            self._note_prefill(scheduled, elapsed)
         if self.verifications is not None:
             outputs = self.verifications.take(outputs)
         self._generation_tokens += sum(len(output.token_ids) for output in outputs)
         if not self.has_requests:
             self._check_idle()
         return outputs
+
+    def _note_prefill(self, scheduled: Sequence[ScheduledRequest], seconds: float) -> None:
+        """A step of mostly prompts says what it costs to compute tokens anew; with `overlap` it's as long as the one that ran meanwhile."""
+        num_tokens = sum(entry.num_tokens for entry in scheduled)
+        if num_tokens >= MIN_PREFILL_ROWS + 2 * len(scheduled):
+            self._kv.prefill_pace.note(num_tokens, seconds)
 
     def _launch(self, scheduled: Sequence[ScheduledRequest]) -> list[TokenOutput]:
         """The scheduled rows are in flight. When launching them raised they aren't, and everything was computed apart."""

@@ -43,6 +43,8 @@ _ORDER = attrgetter("order")
 class AdapterSource(Protocol):
     """What the scheduler asks of the pager. None of the calls blocks."""
 
+    @property
+    def is_line_closed(self) -> bool: ...
     def request(self, ref: AdapterRef) -> Residency: ...
     def error(self, digest: Digest) -> LoraserveError | None: ...
     def pin(self, digest: Digest) -> Pin: ...
@@ -296,10 +298,15 @@ class Scheduler:
 
     def _has_adapter(self, request: Request) -> bool:
         """Whether the request may run as far as its adapter goes; starts the load, or fails the request, if not."""
-        if request.adapter is None or request.pin is not None:
+        if request.pin is not None:
+            return True
+        if self._adapters.is_line_closed and request.adapter_wait_started_s is None:
+            # An adapter waits for what those that run hold. Who has a pin holds some of it, and goes on.
+            return False
+        if request.adapter is None:
             return True
         match self._adapters.request(request.adapter):
-            case Residency.RESIDENT:
+            case Residency.RESIDENT if not self._adapters.is_line_closed:
                 # Pinned before any KV block is taken, and kept across preemption: a request that holds KV can always run.
                 digest = request.adapter.digest
                 request.pin = self._adapters.pin(digest)

@@ -29,7 +29,7 @@ class Resident:
 
     Attributes:
         has_landed: steps may use it. Until then it is on its way: what it takes is taken, and it can't be evicted.
-        awaited: one use, from when it got its place until its first: whoever it was loaded for is yet to come.
+        awaited: one use, from when it got its place or was asked for until it's pinned: whoever did that is yet to come.
         placed_s: when it got its place, by the pool's clock.
     """
 
@@ -196,7 +196,7 @@ class AdapterPool:
         return self._landed(digest).facts
 
     def pin(self, digest: Digest, now_s: float) -> Pin:
-        """A pin on a resident adapter, which stays until the pin's release.
+        """A pin on a resident adapter, which stays until the pin's release; it has been used once more.
 
         Raises:
             InvariantViolation: it isn't resident.
@@ -205,8 +205,9 @@ class AdapterPool:
         with _Accounted(self, resident):
             resident.num_pins += 1
         self.num_pins += 1
-        resident.last_used_s = now_s
+        resident.last_used_s, resident.awaited = now_s, NEVER
         self._residents.move_to_end(digest)
+        self.popularity.use(digest, now_s)
         return Pin(self, digest)
 
     def set_operator_pin(self, digest: Digest, is_pinned: bool) -> None:
@@ -217,11 +218,10 @@ class AdapterPool:
                 resident.is_operator_pinned = is_pinned
 
     def touch(self, digest: Digest, now_s: float) -> None:
-        """A resident adapter has been used once more, and counts as the most recently used."""
+        """A resident adapter was asked for: it counts as the most recently used, and awaits a use."""
         resident = self._landed(digest)
-        resident.last_used_s, resident.awaited = now_s, NEVER
+        resident.last_used_s, resident.awaited = now_s, NEVER.used(now_s)
         self._residents.move_to_end(digest)
-        self.popularity.use(digest, now_s)
 
     def can_admit(self, footprint: Footprint, keep: Set[Digest] = frozenset()) -> bool:
         """Whether there is a place, or would be after evicting every idle adapter but those in `keep`, and what is idle of the KV cache."""

@@ -178,6 +178,11 @@ class Pager:
         """Invariants that were found broken, since the start."""
         return self._pool.num_violations
 
+    @property
+    def is_line_closed(self) -> bool:
+        """Whether somebody has waited for space long enough: nobody who isn't running may begin, so that what runs gives it back."""
+        return self._line_closed_for is not None
+
     def tier(self, digest: Digest) -> Tier:
         """Where a request that comes now finds the adapter: on the device, usable; in the host's memory, or on its way from there; or on disk, read already or not."""
         if self._pool.has_landed(digest) and digest not in self._draining:

@@ -92,6 +92,7 @@ class Adapters:
     """Names, in the order of the scheduler's questions."""
     invocations: dict[Digest, tuple[int, ...]] = field(default_factory=dict)
     """Of those that don't act on every token."""
+    is_line_closed: bool = False
 
     def request(self, ref: AdapterRef) -> Residency:
         self.asked.append(ref.name)

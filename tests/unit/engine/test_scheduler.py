@@ -192,6 +192,45 @@ def test_max_tokens_of_zero_only_computes_the_prompt(harness):
     assert outputs[0].prompt_logprobs == (None,)
 
 
+def test_while_the_line_is_closed_only_those_go_on_that_have_begun():
+    harness = Harness(num_blocks=6, block_size=4, token_budget=64)
+    harness.adapters.set("a", Residency.RESIDENT)
+    older = make_request(8, adapter="a", max_tokens=6)
+    younger = make_request(11, adapter="a", max_tokens=4)
+    harness.add(older, younger)
+    while younger.num_preemptions == 0:
+        harness.step()
+    assert younger.status is Status.WAITING
+    late = [make_request(4, adapter="a"), make_request(4), make_request(4, adapter="b")]
+    harness.step()
+    harness.adapters.is_line_closed = True
+    harness.add(*late)
+    for _ in range(20):
+        harness.step()
+    # it holds a pin on what others wait for
+    assert younger.status is Status.FINISHED
+    assert [request.status for request in late] == [Status.WAITING] * 3
+    assert [request.pin for request in late] == [None] * 3
+    harness.adapters.set("b", Residency.RESIDENT)
+    harness.adapters.is_line_closed = False
+    harness.run()
+    assert [request.status for request in late] == [Status.FINISHED] * 3
+
+
+def test_who_waits_for_the_adapter_that_closed_the_line_asks_on():
+    harness = Harness()
+    request = make_request(4, adapter="b")
+    harness.add(request)
+    harness.step()
+    harness.adapters.is_line_closed = True
+    harness.adapters.asked.clear()
+    harness.step()
+    assert "b" in harness.adapters.asked
+    harness.adapters.set("b", Residency.FAILED)
+    _, outputs = harness.step()
+    assert outputs[0].error_code == "adapter_corrupt"
+
+
 def test_random_traffic_always_ends_with_nothing_held():
     rng = random.Random(0)
     for _ in range(30):

@@ -90,7 +90,7 @@ def test_residency_tells_how_often_an_adapter_is_used(
     make.settle(pager)
     seldom = pager.residency()[0].uses_per_s
     for _ in range(5):
-        pager.request(ref)
+        pager.pin(ref.digest).release()
     often = pager.residency()[0].uses_per_s
     assert seldom is not None
     assert often is not None
