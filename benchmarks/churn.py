@@ -277,10 +277,7 @@ def first_table(first: FirstTokens, phases: Sequence[Phase]) -> str:
 def text(options: argparse.Namespace, first: FirstTokens, phases: Sequence[Phase], num_bytes: int) -> str:
     churn = [phase for phase in phases if phase.kind == "churn"]
     uploads = [phase.uploads for phase in churn]
-    seen = [phase.seen for phase in phases]
-    held = max(one.bytes_by_tier["device"] for one in seen)
-    budget = max(one.budget_by_tier["device"] for one in seen)
-    over = max(one.over_budget for one in seen)
+    seen = Seen.largest(phase.seen for phase in phases)
     errors = sorted({error for phase in phases for error in phase.errors})
     return f"""Size {options.size}, base {options.quantize}; {NUM_STREAMS} streams, an adapter each, greedy; every adapter {num_bytes / 1e6:.1f} MB on all seven linears; {options.count} requests of \
 {PROMPT_TOKENS} tokens in and one out, {options.rate:g} a second, and in the churn {options.count} uploads, as many a second, in {options.rounds} rounds.
@@ -291,7 +288,8 @@ def text(options: argparse.Namespace, first: FirstTokens, phases: Sequence[Phase
 
 - Uploads: {sum(one.get("uploads", 0) for one in uploads)}, answered with {" and ".join(str(one.get("statuses", {})) for one in uploads)}, parity {" and ".join(str(one.get("parity", {})) for one in uploads)}; \
 {max(one.get("upload_p50_s", 0.0) for one in uploads):.2f} s at the median, {max(one.get("upload_p99_s", 0.0) for one in uploads):.2f} s at the 99th percentile of the slower round.
-- Adapters on the device: {figures.mib(held)} of {figures.mib(budget)} MiB at most, over budget {"never" if over <= 0 else f"by {figures.mib(over)} MiB"}; the engine's RSS {figures.mib(max(one.engine_rss_bytes for one in seen))} MiB at most.
+- Largest on the device, adapters + KV, and together of the budget: {seen.device_words()} MiB; host {figures.mib(seen.host)} of {figures.mib(seen.host_budget)} MiB; over budget: {seen.over_words()}. The engine's RSS: {figures.mib(seen.engine_rss)} MiB.
+- Steps delayed: what their thread spent on adapters' behalf, all steps together.
 - What went wrong: {"; ".join(errors) if errors else "nothing"}.
 """
 

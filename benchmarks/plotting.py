@@ -56,7 +56,7 @@ def plot_trace(points: Sequence[TracePoint], out: Path) -> None:
         places = [tick + (i - (len(cvs) - 1) / 2) * width for tick in ticks]
         bottom = [0.0] * len(alphas)
         for tier in TIERS:
-            shares = series(cv, lambda p, tier=tier: 100 * p.hits.get(tier, 0.0))
+            shares = [100 * at[cv, alpha].hits.get(tier, 0.0) for alpha in alphas]
             label = tier if i == 0 else None
             axes[2].bar(places, shares, 0.9 * width, bottom=bottom, color=COLORS[tier], label=label)
             bottom = [low + share for low, share in zip(bottom, shares, strict=True)]

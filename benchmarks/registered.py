@@ -77,12 +77,7 @@ class Point:
 
     def row(self) -> list[str]:
         best = max(self.turns, key=lambda turn: turn.summary.tokens_per_s).summary
-        held = {tier: max(turn.seen.bytes_by_tier.get(tier, 0.0) for turn in self.turns) for tier in ("device", "host")}
-        budget = {
-            tier: max(turn.seen.budget_by_tier.get(tier, 0.0) for turn in self.turns) for tier in ("device", "host")
-        }
-        rss = max(turn.seen.engine_rss_bytes for turn in self.turns)
-        over = max(turn.seen.over_budget for turn in self.turns)
+        seen = Seen.largest(turn.seen for turn in self.turns)
         failed = sum(turn.summary.num_sent - turn.summary.num_complete for turn in self.turns)
         hits = {tier: statistics.mean(turn.hits[tier] for turn in self.turns) for tier in self.turns[0].hits}
         return [
@@ -93,10 +88,10 @@ class Point:
             figures.ms(statistics.median(turn.summary.ttft_p50_s for turn in self.turns)),
             figures.ms(statistics.median(turn.summary.ttft_p99_s for turn in self.turns)),
             " / ".join(figures.percent(hits[tier]) for tier in hits),
-            f"{figures.mib(held['device'])} of {figures.mib(budget['device'])}",
-            f"{figures.mib(held['host'])} of {figures.mib(budget['host'])}",
-            figures.mib(over) if over > 0 else "never",
-            f"{figures.mib(rss)} ({(rss - self.rss_before_bytes) / 2**20:+,.0f})",
+            seen.device_words(),
+            f"{figures.mib(seen.host)} of {figures.mib(seen.host_budget)}",
+            seen.over_words(),
+            f"{figures.mib(seen.engine_rss)} ({(seen.engine_rss - self.rss_before_bytes) / 2**20:+,.0f})",
             str(failed),
             " ".join(f"{turn.summary.tokens_per_s:.0f}" for turn in self.turns),
         ]
@@ -110,7 +105,7 @@ HEADER = [
     "TTFT p50 ms",
     "TTFT p99 ms",
     "found on device / host / disk",
-    "device MiB",
+    "device MiB: adapters + KV; together",
     "host MiB",
     "over budget",
     "engine's RSS MiB (since its start)",
@@ -208,7 +203,7 @@ streamed; popularity by Zipf's law, exponent {EXPONENT:g}, within each rank.
 
 - tokens/s: the best turn; all are in the last column. To 10: the median over turns of the same stream, one after the other, with the server that has {points[0].num_adapters} registered.
 - CPU: of the engine's process on all cores; others on the machine change it less than the time on the clock.
-- Found: where a request's adapter was when it came. Device, host: the largest of samples every quarter of a second, of what the tier may hold.
+- Found: where a request's adapter was when it came. Device, host: the largest of samples every quarter of a second, of what adapters and KV together, or the host cache, may hold.
 - Over the API: {len(pushed.upload_s)} uploads with their certificates ({dict(pushed.parity) or "none made"}) took {pushed.wall_s:.1f} s, {upload_s:.2f} s each at the median with 8 at a time; at that rate \
 {num_registered:,} take {pushed.wall_s / max(1, len(pushed.upload_s)) * num_registered / 60:.0f} minutes. The other {num_registered - len(pushed.upload_s):,} were registered without certificates, in {register_s:.0f} s.
 """

@@ -47,7 +47,6 @@ class Point:
 
     def row(self) -> list[str]:
         one = self.summary
-        held = [f"{figures.mib(self.seen.bytes_by_tier[tier])}" for tier in ("device", "host")]
         return [
             f"{self.cv:g}",
             f"{self.alpha:g}",
@@ -60,8 +59,9 @@ class Point:
             figures.percent(one.refused_share),
             str(one.num_failed),
             " / ".join(figures.percent(self.hits[tier]) for tier in TIERS),
-            " / ".join(held),
-            figures.mib(self.seen.engine_rss_bytes),
+            self.seen.device_words(),
+            figures.mib(self.seen.host),
+            figures.mib(self.seen.engine_rss),
         ]
 
 
@@ -77,7 +77,8 @@ HEADER = [
     "refused",
     "failed",
     "found on device / host / disk",
-    "largest on device / host MiB",
+    "device MiB: adapters + KV; together",
+    "host MiB",
     "engine's RSS MiB",
 ]
 
@@ -140,11 +141,10 @@ def run(options: argparse.Namespace) -> tuple[float, list[Point]]:
 def text(options: argparse.Namespace, capacity: float, points: list[Point], plot: str) -> str:
     adapters = Adapters(SIZES[options.size], targets=(TARGETS,))
     held = sum(adapters.num_bytes(i) for i in range(len(adapters.ranks))) / len(adapters.ranks) * options.adapters
-    device, host = (max(point.seen.budget_by_tier[tier] for point in points) for tier in ("device", "host"))
-    over = max(point.seen.over_budget for point in points)
+    seen = Seen.largest(point.seen for point in points)
     low, high = LENGTHS[options.size]
     return f"""Size {options.size}, base {options.quantize}; {options.adapters:,} adapters of ranks {", ".join(map(str, adapters.ranks))} on {TARGETS}, {figures.mib(held)} MiB in all; the device may hold \
-{figures.mib(device)} MiB of them and the host {figures.mib(host)} MiB (over budget: {"never" if over <= 0 else f"{figures.mib(over)} MiB"}). Prompts and answers of {low} to {high - 1} tokens, greedy, streamed; \
+{figures.mib(seen.device_budget)} MiB of them and of KV, and the host {figures.mib(seen.host_budget)} MiB (over budget: {seen.over_words()}). Prompts and answers of {low} to {high - 1} tokens, greedy, streamed; \
 {options.duration:g} s a point. With 32 at a time the machine did {capacity:.2f} requests/s of these lengths.
 
 {figures.table(HEADER, [point.row() for point in points])}

@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Self
 
 import httpx2
 import psutil
 
-from benchmarks.figures import Scrape, increase, parse, total
+from benchmarks.figures import Scrape, increase, mib, parse, total
 from benchmarks.serving import Server
 
 INTERVAL_S = 0.25
+USES = ("kv_used", "kv_idle", "adapters_used", "adapters_idle")
 TIERS = ("device", "host", "disk")
 
 
@@ -45,18 +47,65 @@ def engine_process(server: Server) -> psutil.Process:
 
 @dataclass(slots=True)
 class Seen:
-    """The largest of each, over all samples."""
+    """The largest of each, over all samples; bytes."""
 
     num_samples: int = 0
-    bytes_by_tier: dict[str, float] = field(default_factory=dict)
-    budget_by_tier: dict[str, float] = field(default_factory=dict)
+    adapters_on_device: float = 0.0
+    kv_on_device: float = 0.0
+    """Of sequences that run and of idle prefixes."""
+    device: float = 0.0
+    """Adapters and KV together."""
+    device_budget: float = 0.0
+    host: float = 0.0
+    host_budget: float = 0.0
     over_budget: float = 0.0
-    """The largest excess of a tier over what it may hold at that time; 0: never."""
-    engine_rss_bytes: int = 0
-    server_rss_bytes: int = 0
+    """The largest excess of the device or the host over what it may hold; 0: never."""
+    engine_rss: int = 0
+    server_rss: int = 0
     engine_cpu_s: float = 0.0
     """What the engine computed for, on all cores together: others on the machine change it less than the time on the clock."""
     server_cpu_s: float = 0.0
+
+    def take(self, now: Scrape) -> None:
+        """One more sample."""
+        self.num_samples += 1
+        uses = {use: total(now, "loraserve_device_memory_bytes", use=use) for use in USES}
+        adapters, kv = uses["adapters_used"] + uses["adapters_idle"], uses["kv_used"] + uses["kv_idle"]
+        budget = total(now, "loraserve_device_memory_budget_bytes")
+        host = total(now, "loraserve_adapter_bytes", tier="host")
+        host_budget = total(now, "loraserve_adapter_budget_bytes", tier="host")
+        self.adapters_on_device = max(self.adapters_on_device, adapters)
+        self.kv_on_device = max(self.kv_on_device, kv)
+        self.device = max(self.device, adapters + kv)
+        self.device_budget = max(self.device_budget, budget)
+        self.host = max(self.host, host)
+        self.host_budget = max(self.host_budget, host_budget)
+        self.over_budget = max(self.over_budget, adapters + kv - budget, host - host_budget)
+
+    @staticmethod
+    def largest(all_seen: Iterable[Seen]) -> Seen:
+        """The largest of each, over several; processor time is added up.
+
+        Raises:
+            ValueError: there are none.
+        """
+        merged = Seen()
+        rows = list(all_seen)
+        if not rows:
+            raise ValueError("Nothing was seen; expected one or more.")
+        for field in fields(Seen):
+            values = [getattr(row, field.name) for row in rows]
+            is_sum = field.name.endswith("cpu_s") or field.name == "num_samples"
+            setattr(merged, field.name, sum(values) if is_sum else max(values))
+        return merged
+
+    def device_words(self) -> str:
+        """Adapters and KV apart, and together of the budget, in MiB."""
+        apart = f"{mib(self.adapters_on_device)} + {mib(self.kv_on_device)}"
+        return f"{apart}; {mib(self.device)} of {mib(self.device_budget)}"
+
+    def over_words(self) -> str:
+        return f"{mib(self.over_budget)} MiB" if self.over_budget > 0 else "never"
 
 
 class Watch:
@@ -100,16 +149,9 @@ class Watch:
                 self._note(scrape(self._server))
 
     def _note(self, now: Scrape) -> None:
-        seen = self.seen
-        seen.num_samples += 1
-        for tier in ("device", "host"):
-            held = total(now, "loraserve_adapter_bytes", tier=tier)
-            budget = total(now, "loraserve_adapter_budget_bytes", tier=tier)
-            seen.bytes_by_tier[tier] = max(seen.bytes_by_tier.get(tier, 0.0), held)
-            seen.budget_by_tier[tier] = max(seen.budget_by_tier.get(tier, 0.0), budget)
-            seen.over_budget = max(seen.over_budget, held - budget)
-        seen.engine_rss_bytes = max(seen.engine_rss_bytes, self._engine.memory_info().rss)
-        seen.server_rss_bytes = max(seen.server_rss_bytes, self._process.memory_info().rss)
+        self.seen.take(now)
+        self.seen.engine_rss = max(self.seen.engine_rss, self._engine.memory_info().rss)
+        self.seen.server_rss = max(self.seen.server_rss, self._process.memory_info().rss)
 
     def changed(self, name: str, **labels: str) -> float:
         """How much a counter rose within the with block."""
@@ -122,5 +164,5 @@ class Watch:
         return {tier: count / whole if whole else math.nan for tier, count in found.items()}
 
     def delayed_s(self) -> float:
-        """The seconds that steps were delayed by loading."""
-        return self.changed("loraserve_step_delay_seconds_total")
+        """The seconds that the step's thread was kept from its steps by adapters, all steps together."""
+        return self.changed("loraserve_step_loading_delay_seconds_sum")

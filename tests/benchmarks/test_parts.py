@@ -18,7 +18,7 @@ from benchmarks.watching import Seen
 
 ROOT = Path(__file__).resolve().parents[2]
 HITS = {"device": 0.5, "host": 0.3, "disk": 0.2}
-SEEN = Seen(9, {"device": 2**20, "host": 0.0}, {"device": 2**21, "host": 2**20}, 0.0, 2**29, 2**27, 4.0, 1.0)
+SEEN = Seen(9, 2**20, 2**21, 3 * 2**20, 2**22, 0.0, 2**20, 0.0, 2**29, 2**27, 4.0, 1.0)
 
 
 def make_summary(tokens_per_s: float = 1.0) -> Summary:
@@ -54,7 +54,7 @@ def test_ratio_is_the_median_of_turns_that_followed_each_other() -> None:
 def test_row_has_where_adapters_were_found_and_the_growth_of_memory() -> None:
     row = Point(1000, [make_turn(9.0)], [make_turn(10.0)], rss_before_bytes=2**28).row()
     assert row[:4] == ["1,000", "9.0", "0.900", "1000 (1.000)"]
-    assert row[6:11] == ["50.0 % / 30.0 % / 20.0 %", "1 of 2", "0 of 1", "never", "512 (+256)"]
+    assert row[6:11] == ["50.0 % / 30.0 % / 20.0 %", "1 + 2; 3 of 4", "0 of 1", "never", "512 (+256)"]
     assert len(row) == len(registered.HEADER)
 
 
