@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from queue import Empty, SimpleQueue
 
@@ -28,8 +28,9 @@ from loraserve.memory.host_cache import HostCache
 from loraserve.memory.load import load_adapter
 from loraserve.memory.precision import EXACT, Precision
 from loraserve.memory.timings import Stopwatch, Timings, timed
+from loraserve.memory.turns import Turns
 from loraserve.memory.usage import memory_usage
-from loraserve.types import AdapterRef, AdapterResidency, BaseSpec, Digest, Histogram, Tier
+from loraserve.types import AdapterRef, AdapterResidency, BaseSpec, Digest, Histogram, TenantId, Tier
 from loraserve_kernels.layout import PackedAdapter
 
 logger = logging.getLogger("loraserve.memory")
@@ -70,6 +71,8 @@ class _Wait:
     ref: AdapterRef
     since_s: float
     asked_s: float
+    tenants: set[TenantId] = field(default_factory=set)
+    """Who has asked for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +142,11 @@ class Pager:
         self._results: SimpleQueue[_Result] = SimpleQueue()
         # in the order they came: the line for the device
         self._waiting: OrderedDict[Digest, _Wait] = OrderedDict()
-        self._loading: set[Digest] = set()
+        # with whom each was started for
+        self._loading: dict[Digest, frozenset[TenantId]] = {}
+        # tenants have their turns at the loaders, and at places on the device
+        self._load_turns = Turns()
+        self._place_turns = Turns()
         self._failures: LRUCache[Digest, _Failure] = LRUCache(_MAX_REMEMBERED)
         # of everything ever loaded: says whether a load has a chance of a place
         self._sizes: LRUCache[Digest, _Size] = LRUCache(_MAX_REMEMBERED)
@@ -207,8 +214,11 @@ class Pager:
         if failure is not None and now < failure.retry_at_s:
             return Residency.FAILED
         wait = self._waiting.get(digest)
-        if wait is None:
+        if wait is not None:
+            self._join_line(wait, ref.tenant)
+        else:
             wait = self._waiting[digest] = _Wait(ref, now, now)
+            self._join_line(wait, ref.tenant)
             self._host.hold(digest)
             # a hit in the host cache costs no step, unless it would pass somebody who has waited long enough
             if digest in self._host and self._line_closed_for is None and self._place(digest, {}, now):
@@ -242,9 +252,7 @@ class Pager:
             self._host.put(digest, landed.pop(digest), now, hold=True)
         for digest in sorted(landed):
             self._host.put(digest, landed[digest], now)
-        if len(self._loading) < self._num_threads:
-            for wait in self._waiting.values():
-                self._start_load(wait)
+        self._start_loads()
         return changed
 
     @timed
@@ -386,6 +394,10 @@ class Pager:
     def check(self) -> list[str]:
         """Every broken invariant, in words; empty when all hold."""
         problems = [*self._pool.check(), *self._host.check()]
+        if any(not wait.tenants for wait in self._waiting.values()):
+            problems.append("pager: an adapter waits for nobody")
+        if len(self._load_turns) != len({tenant for wait in self._waiting.values() for tenant in wait.tenants}):
+            problems.append("pager: tenants have turns without waiting")
         in_host = {digest for digest, _ in self._host.items()}
         if self._pool.device.is_host_memory and any(digest in self._pool for digest in in_host):
             problems.append("pager: an adapter is on the device and in the host cache")
@@ -404,24 +416,39 @@ class Pager:
         """Loads in flight have ended, their results dropped; the worker threads are gone."""
         self._executor.shutdown(wait=True, cancel_futures=True)
 
-    def _start_load(self, wait: _Wait) -> None:
-        digest = wait.ref.digest
-        if digest in self._loading or digest in self._pool or digest in self._host:
-            return
+    def _start_loads(self) -> None:
+        """The loaders have work, if there is any: tenants in turn, those with fewer loads in flight first, each one's in the order of its arrivals."""
         if len(self._loading) >= self._num_threads:
             return
+        startable = [(wait, wait.tenants) for wait in self._waiting.values() if self._may_load(wait)]
+        while startable and len(self._loading) < self._num_threads:
+            in_flight = Counter(tenant for tenants in self._loading.values() for tenant in tenants)
+            first = self._load_turns.order(startable, in_flight)[0]
+            startable = [entry for entry in startable if entry[0] is not first]
+            self._load_in_turn(first)
+
+    def _start_load(self, wait: _Wait) -> None:
+        """If a loader is free: whatever else could be loaded is being loaded then."""
+        if len(self._loading) < self._num_threads and self._may_load(wait):
+            self._load_in_turn(wait)
+
+    def _load_in_turn(self, wait: _Wait) -> None:
+        self._loading[wait.ref.digest] = frozenset(wait.tenants)
+        self._load_turns.take(wait.tenants)
+        self._executor.submit(self._load, wait.ref)
+
+    def _may_load(self, wait: _Wait) -> bool:
+        digest = wait.ref.digest
+        if digest in self._loading or digest in self._pool or digest in self._host:
+            return False
         size = self._sizes.get(digest)
         # Of known size and without a place: it would only be dropped again, and read again.
         may_pass = self._line_closed_for is None or self._line_closed_for == digest
-        has_place = (
+        return (
             size is None
             or (may_pass and self._pool.can_admit(size.footprint, self._fresh))
             or self._host.can_put(size.host_bytes)
         )
-        if not has_place:
-            return
-        self._loading.add(digest)
-        self._executor.submit(self._load, wait.ref)
 
     def _load(self, ref: AdapterRef) -> None:
         """On a worker thread."""
@@ -445,7 +472,7 @@ class Pager:
             except Empty:
                 return landed
             digest = result.ref.digest
-            self._loading.discard(digest)
+            self._loading.pop(digest, None)
             self._load_s += result.elapsed_s
             if isinstance(result.outcome, LoraserveError):
                 self._num_load_failures += 1
@@ -470,25 +497,32 @@ class Pager:
         self._failures[digest] = _Failure(error, now + delay, num_failures)
         self._leave_line(digest)
 
+    def _join_line(self, wait: _Wait, tenant: TenantId) -> None:
+        if tenant not in wait.tenants:
+            wait.tenants.add(tenant)
+            self._load_turns.join(tenant)
+            self._place_turns.join(tenant)
+
     def _leave_line(self, digest: Digest) -> None:
-        self._waiting.pop(digest, None)
+        wait = self._waiting.pop(digest, None)
+        if wait is not None:
+            self._load_turns.leave(wait.tenants)
+            self._place_turns.leave(wait.tenants)
         self._host.unhold(digest)
 
     def _serve_line(self, landed: dict[Digest, Loaded], now: float) -> list[Digest]:
-        """Give places in order of arrival; returns who is resident by that.
+        """Give places, tenants in turn and each one's in the order of its arrivals; returns who is resident by that.
 
         Whoever fits may pass the first in line until its patience is over. From then on nobody does, and residents that cover what
         it takes are drained: they take no new requests and go when their last pin does. So a large adapter isn't starved by many small ones, nor
         a cold one by those that are always in use.
         """
         placed: list[Digest] = []
+        line = self._line()
         self._line_closed_for = None
         is_first = True
-        for digest, wait in list(self._waiting.items()):
-            size = self._sizes.get(digest)
-            # still to be read for the first time, or waiting for its own drain to end
-            if size is None or digest in self._pool:
-                continue
+        for digest in line:
+            wait, size = self._waiting[digest], self._sizes[digest]
             if self._place(digest, landed, now):
                 if self._pool.has_landed(digest):
                     placed.append(digest)
@@ -506,6 +540,21 @@ class Pager:
         self._draining.clear()
         return placed + returned
 
+    def _line(self) -> list[Digest]:
+        """Those that wait for a place alone, in the order in which they get one; whom the line is closed for stays its first."""
+        # not those still to be read for the first time, or waiting for their own drain to end
+        ready = [
+            (digest, wait.tenants)
+            for digest, wait in self._waiting.items()
+            if digest not in self._pool and self._sizes.get(digest) is not None
+        ]
+        line = self._place_turns.order(ready)
+        first = self._line_closed_for
+        if first is not None and first in line:
+            line.remove(first)
+            line.insert(0, first)
+        return line
+
     def _place(self, digest: Digest, landed: dict[Digest, Loaded], now: float) -> bool:
         """Whether a waiting adapter that is in memory got a place, from which it may still be a copy away."""
         footprint = self._sizes[digest].footprint if digest in self._sizes else None
@@ -520,7 +569,8 @@ class Pager:
         is_operator_pinned = digest in self._operator_pins
         placed_at_s = time.perf_counter()
         evicted = self._pool.admit(digest, adapter, now, is_operator_pinned=is_operator_pinned, keep=self._fresh)
-        self._waiting.pop(digest)
+        self._place_turns.take(self._waiting[digest].tenants)
+        self._leave_line(digest)
         if self._pool.has_landed(digest):
             self._fresh.add(digest)
             self._device_load_s.add(time.perf_counter() - placed_at_s)
