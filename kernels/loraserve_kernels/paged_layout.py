@@ -32,6 +32,7 @@ from loraserve_kernels.sites import MODULES, SITES
 from loraserve_kernels.sites import ModuleShapes as ModuleShapes
 from loraserve_kernels.sizes import MAX_RANK as MAX_RANK
 from loraserve_kernels.sizes import RANK_TILE as RANK_TILE
+from loraserve_kernels.sizes import RECORD as RECORD
 from loraserve_kernels.sizes import REPLACED_SITES as REPLACED_SITES
 from loraserve_kernels.sizes import UNIT_BYTES as UNIT_BYTES
 from loraserve_kernels.sizes import row_num_bytes as row_num_bytes
@@ -40,7 +41,6 @@ from loraserve_kernels.sizes import tiles_of_rows as tiles_of_rows
 COMPUTE_DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 STORED_DTYPES: tuple[torch.dtype, ...] = (*COMPUTE_DTYPES, torch.int8)
 
-RECORD = 64
 A_UNITS, B_UNITS, DELTA_UNIT, SHIFT_UNIT, HAS_DELTA, HAS_SHIFT, MULTIPLIERS = 0, 16, 32, 33, 34, 35, 48
 NUM_UNITS = 34
 """The first words of a record are units."""

@@ -18,6 +18,9 @@ UNIT_BYTES = 32
 RANK_TILE = 16
 MAX_RANK = 512
 
+RECORD = 64
+"""Of a tile at one layer, in int32: see `paged_layout`."""
+
 REPLACED_SITES: dict[str, str] = {"lm_head": "lm_head", "embed": "embed_tokens"}
 """Sites whose rows a GPU's kernels can replace → their module."""
 

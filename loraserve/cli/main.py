@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from loraserve.cli import adapter, db, demo, key, plan, ps, run, serve, tenant
+from loraserve.cli import adapter, db, demo, doctor, key, plan, ps, run, serve, tenant
 from loraserve.cli.options import FormatOption, choose_format
 from loraserve.cli.output import Output
 
@@ -49,6 +49,7 @@ app.command("ps")(ps.ps)
 app.command("run")(run.run)
 app.add_typer(db.app, name="db")
 app.command("plan")(plan.plan)
+app.command("doctor")(doctor.doctor)
 
 
 def main() -> None:

@@ -176,6 +176,8 @@ def plan_shape(
             f"It takes {num_pages * arena.page_bytes:,} bytes; beside the KV of one sequence of full length the budget has "
             f"{arena.max_adapter_pages * arena.page_bytes:,}."
         )
+    elif num_tiles > arena.max_tiles:
+        refusal = f"It takes {num_tiles:,} rank tiles; the tables for adapters have {arena.max_tiles:,}."
     return AdapterPlan(name, count, file_bytes, held, packed, num_pages, num_tiles, shape.is_upper_bound, refusal)
 
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
+
+import numpy as np
 
 from loraserve.config import EngineConfig
 from loraserve.errors import ConfigError
 from loraserve.limits import GIB, MIB
+from loraserve.memory.division import Division, divide_on_cpu, divide_on_gpu
 from loraserve.planning.base import BasePlan
-from loraserve_kernels.sizes import UNIT_BYTES
+from loraserve_kernels.sizes import MAX_RANK, RANK_TILE, RECORD, UNIT_BYTES, row_num_bytes
 
 CPU_BUDGET_BYTES = 8 * GIB
 """As `engine.assembly` has it."""
 
 GPU_PLANS_BYTES = 4096 * 16 * 16 * 4 * (16 + 32 + 16) + 64 * MIB
 """As `engine.gpu_budget` has it."""
+
+GPU_POOL_BYTES = (2**31 - 1) * UNIT_BYTES
+"""What the kernels of adapters can address."""
 
 GPU_CONTEXT_BYTES = 512 * MIB
 """What CUDA, its libraries and compiled kernels take before a tensor is there; between 300 and 600 MiB on the cards that people report of."""
@@ -40,38 +47,56 @@ class Arena:
     Attributes:
         budget_bytes: of both together.
         source: who said so.
-        page_bytes: on a GPU one KV block, or several where an adapter's widest row is longer; on a CPU a small page.
-        blocks_per_page, pages_per_block: the one of them that isn't 1 says how a block and a page go together.
-        block_bytes, block_size: of a KV block, and its tokens.
+        division: into pages, as the engine divides it.
+        kv_block_bytes, block_size: of a KV block, and its tokens.
         sequence_blocks: of one sequence of full length, which always has its place.
+        max_tiles: of a GPU's tables, which adapters share; 0 on a CPU.
     """
 
     budget_bytes: int
     source: str
-    page_bytes: int
-    num_pages: int
-    blocks_per_page: int
-    pages_per_block: int
-    block_bytes: int
+    division: Division
+    kv_block_bytes: int
     block_size: int
     sequence_blocks: int
+    max_tiles: int = 0
+
+    @property
+    def page_bytes(self) -> int:
+        return self.division.page_num_bytes
+
+    @property
+    def num_pages(self) -> int:
+        return self.division.num_pages
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks, if there were no adapters."""
+        return self.division.num_blocks
 
     @property
     def max_adapter_pages(self) -> int:
         """What adapters may take at most, together or one alone."""
-        return self.num_pages - self.kv_pages(self.sequence_blocks)
+        return self.division.max_adapter_pages
 
     def kv_pages(self, num_blocks: int) -> int:
-        """Pages of so many KV blocks."""
-        return -(-num_blocks // self.blocks_per_page) * self.pages_per_block
+        """Pages that so many KV blocks rent; fewer where the cache has some of its own."""
+        pages = -(-num_blocks // self.division.blocks_per_page) * self.division.pages_per_block
+        return max(0, pages - self.division.num_own_pages)
+
+    def kv_bytes(self, num_tokens: int) -> int:
+        """What the KV of a sequence of so many tokens takes, whole blocks."""
+        return self.blocks_of(num_tokens) * self.division.block_num_bytes
 
     def blocks_of(self, num_tokens: int) -> int:
         """KV blocks of one sequence of so many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def kv_tokens(self, num_pages: int) -> int:
-        """Tokens whose KV so many pages hold."""
-        return num_pages // self.pages_per_block * self.blocks_per_page * self.block_size
+    def kv_tokens_beside(self, num_adapter_pages: int) -> int:
+        """Tokens whose KV fits beside adapters that take so many pages."""
+        division = self.division
+        num_groups = (self.num_pages - num_adapter_pages) // division.pages_per_block + division.num_own_pages
+        return num_groups * division.blocks_per_page * self.block_size
 
     def adapter_pages_beside(self, num_sequences: int, num_tokens: int) -> int | None:
         """Pages that are left for adapters while so many sequences of so many tokens run; None: as many can't run at once."""
@@ -82,8 +107,7 @@ class Arena:
 
     def max_sequences(self, num_tokens: int) -> int:
         """Sequences of so many tokens that can run at once with no adapter resident."""
-        num_blocks = self.num_pages // self.pages_per_block * self.blocks_per_page
-        return num_blocks // self.blocks_of(num_tokens)
+        return self.num_blocks // self.blocks_of(num_tokens)
 
 
 def plan_step(base: BasePlan, config: EngineConfig) -> StepPlan:
@@ -111,35 +135,15 @@ def plan_arena(base: BasePlan, config: EngineConfig, step: StepPlan, device_byte
         ConfigError: the budget isn't known, or can't hold one sequence of the model's full length.
     """
     budget, source = _budget(base, config, step, device_bytes)
-    block = base.kv_block_bytes(config.block_size)
+    block, sequence_blocks = base.kv_block_bytes(config.block_size), -(-base.max_model_len // config.block_size)
+    max_tiles = 0
     if base.device == "cpu":
-        page, blocks_per_page = CPU_PAGE_BYTES, 1
-        pages_per_block = -(-block // page)
+        division = divide_on_cpu(budget, block, sequence_blocks, mmap.PAGESIZE)
     else:
-        blocks_per_page, pages_per_block = -(-_widest_row_bytes(base) // block), 1
-        page = blocks_per_page * block
-    sequence_blocks = -(-base.max_model_len // config.block_size)
-    arena = Arena(
-        budget,
-        source,
-        page,
-        budget // page,
-        blocks_per_page,
-        pages_per_block,
-        block,
-        config.block_size,
-        sequence_blocks,
-    )
-    if arena.num_pages < arena.kv_pages(sequence_blocks):
-        raise ConfigError(
-            f"The memory budget, {budget / MIB:.0f} MiB, holds {arena.kv_tokens(arena.num_pages)} tokens of KV; one sequence of the model's "
-            f"{base.max_model_len} takes {arena.kv_pages(sequence_blocks) * page / MIB:.0f} MiB.",
-            hint="Raise --memory-budget or lower --max-model-len.",
-        )
-    return arena
-
-
-CPU_PAGE_BYTES = 4096
+        max_tiles = _max_tiles(base, budget)
+        tables_bytes = max_tiles * _tile_bytes(base)
+        division = divide_on_gpu(budget - tables_bytes, block, sequence_blocks, _widest_row_bytes(base), GPU_POOL_BYTES)
+    return Arena(budget, source, division, block, config.block_size, sequence_blocks, max_tiles)
 
 
 def _budget(base: BasePlan, config: EngineConfig, step: StepPlan, device_bytes: int | None) -> tuple[int, str]:
@@ -164,5 +168,15 @@ def _budget(base: BasePlan, config: EngineConfig, step: StepPlan, device_bytes: 
 
 def _widest_row_bytes(base: BasePlan) -> int:
     """Of what may lie in a page: a float32 row as long as any linear's output or input."""
-    widest = max(max(shape) for shape in base.spec.modules.values())
-    return -(-4 * widest // UNIT_BYTES) * UNIT_BYTES
+    return row_num_bytes(max(max(shape) for shape in base.spec.modules.values()), np.dtype(np.float32))
+
+
+def _tile_bytes(base: BasePlan) -> int:
+    return base.spec.num_layers * RECORD * 4
+
+
+def _max_tiles(base: BasePlan, budget_bytes: int) -> int:
+    """As `memory.gpu_device` has it."""
+    largest = len(base.spec.modules) * MAX_RANK // RANK_TILE
+    floor = min(4 * largest, budget_bytes // 8 // _tile_bytes(base))
+    return max(1, floor, budget_bytes // 128 // _tile_bytes(base))

@@ -98,7 +98,6 @@ class Plan:
         """JSON-able, with names that stay."""
         base, arena = self.base, self.arena
         served, num_pages = self.served, total_pages(self.served)
-        beside_all = max(arena.num_pages - num_pages, arena.num_pages - arena.max_adapter_pages)
         return {
             "device": base.device,
             "base": {
@@ -123,12 +122,14 @@ class Plan:
             },
             "kv": {
                 "block_size": arena.block_size,
-                "block_bytes": arena.block_bytes,
-                "bytes_per_token": arena.block_bytes // arena.block_size,
-                "bytes_per_sequence": arena.kv_pages(arena.sequence_blocks) * arena.page_bytes,
-                "max_tokens": arena.kv_tokens(arena.num_pages),
+                "block_bytes": arena.kv_block_bytes,
+                "bytes_per_token": arena.kv_block_bytes // arena.block_size,
+                "bytes_per_sequence": arena.kv_bytes(base.max_model_len),
+                "max_tokens": arena.kv_tokens_beside(0),
                 "max_sequences": arena.max_sequences(base.max_model_len),
-                "tokens_beside_all_adapters": arena.kv_tokens(beside_all) if self.adapters else None,
+                "tokens_beside_all_adapters": arena.kv_tokens_beside(min(num_pages, arena.max_adapter_pages))
+                if self.adapters
+                else None,
             },
             "adapters": {
                 "count": sum(adapter.count for adapter in self.adapters),
@@ -199,8 +200,11 @@ def _fit(arena: Arena, served: Sequence[AdapterPlan], num_sequences: int, num_to
     num_pages = arena.adapter_pages_beside(num_sequences, num_tokens)
     if num_pages is None or not served:
         return Fit(num_sequences, num_tokens, None if num_pages is None else num_pages * arena.page_bytes, None)
-    each = _mean([(adapter.num_pages, adapter.count) for adapter in served])
-    return Fit(num_sequences, num_tokens, num_pages * arena.page_bytes, _count_in(num_pages, each, served))
+    count = _count_in(num_pages, _mean([(adapter.num_pages, adapter.count) for adapter in served]), served)
+    if arena.max_tiles:
+        tiles = _mean([(adapter.num_tiles, adapter.count) for adapter in served])
+        count = min(count, _count_in(arena.max_tiles, tiles, served))
+    return Fit(num_sequences, num_tokens, num_pages * arena.page_bytes, count)
 
 
 def _loads(base: BasePlan, arena: Arena, config: EngineConfig, served: Sequence[AdapterPlan], rate: float) -> Loads:
@@ -249,7 +253,7 @@ def _notices(plan: Plan, config: EngineConfig, available_bytes: int | None) -> I
 def _of_adapters(plan: Plan) -> Iterator[Notice]:
     for adapter in plan.adapters:
         if adapter.refusal is not None:
-            is_large = adapter.num_pages > plan.arena.max_adapter_pages
+            is_large = adapter.num_pages > plan.arena.max_adapter_pages or adapter.num_tiles > plan.arena.max_tiles
             yield Notice(
                 Level.REFUSED,
                 "adapter_too_large" if is_large else "adapter_unservable",

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from loraserve.config import EngineConfig
+from loraserve.memory.division import Division
 from loraserve.model.config import parse_config
 from loraserve.planning.base import BasePlan
 from loraserve.planning.memory import Arena
@@ -64,8 +65,9 @@ class Builders:
     @staticmethod
     def arena(num_pages: int = 1000, *, page_bytes: int = 4096, sequence_blocks: int = 8, **fields: Any) -> Arena:
         """By default a KV block is a page."""
-        values = {"blocks_per_page": 1, "pages_per_block": 1, "block_bytes": page_bytes, "block_size": 16, **fields}
-        return Arena(num_pages * page_bytes, "a test", page_bytes, num_pages, sequence_blocks=sequence_blocks, **values)
+        division = Division(num_pages, page_bytes, page_bytes, num_kv_pages=sequence_blocks)
+        values = {"max_tiles": 1000, "block_size": 16, **fields}
+        return Arena(num_pages * page_bytes, "a test", division, page_bytes, sequence_blocks=sequence_blocks, **values)
 
 
 @pytest.fixture

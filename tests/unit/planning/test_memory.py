@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from loraserve.engine import assembly, gpu_budget
 from loraserve.errors import ConfigError
 from loraserve.limits import GIB, MIB
+from loraserve.memory import gpu_device
+from loraserve.memory.division import Division
 from loraserve.planning import memory
 from loraserve.planning.base import AUTO_DTYPES
-from loraserve.planning.memory import plan_arena, plan_step
+from loraserve.planning.memory import Arena, plan_arena, plan_step
+from loraserve_kernels.paged_pool import PagedPool
 
 
 def test_what_the_engine_assumes_is_assumed_here(make: Any) -> None:
@@ -25,22 +29,50 @@ def test_a_cpu_rents_a_block_in_small_pages(make: Any) -> None:
     base, config = make.base(), make.config(memory_budget_bytes=MIB)
     arena = plan_arena(base, config, plan_step(base, config), None)
     # 2 layers of 2 heads of 18 numbers, keys and values, 16 tokens of float32
-    assert arena.block_bytes == 2 * 2 * 2 * 18 * 16 * 4
-    assert (arena.pages_per_block, arena.blocks_per_page, arena.sequence_blocks) == (3, 1, 8)
+    assert arena.kv_block_bytes == 2 * 2 * 2 * 18 * 16 * 4
+    assert (arena.division.pages_per_block, arena.sequence_blocks) == (3, 8)
     assert arena.num_pages == MIB // arena.page_bytes
     assert arena.max_adapter_pages == arena.num_pages - 24
-    assert arena.kv_tokens(arena.num_pages) == arena.num_pages // 3 * 16
+    assert arena.kv_tokens_beside(0) == arena.num_pages // 3 * 16
+    assert arena.kv_bytes(17) == 6 * 4096
 
 
-def test_a_gpus_page_is_as_many_blocks_as_the_widest_row_takes(make: Any) -> None:
-    base, config = make.base("cuda"), make.config(memory_budget_bytes=MIB)
+@pytest.mark.parametrize("budget", [MIB, 100 * MIB, 3 * GIB])
+@pytest.mark.parametrize("width", [1058, 4000])
+def test_a_gpu_is_divided_as_its_engine_divides_it(make: Any, budget: int, width: int) -> None:
+    base, config = make.base("cuda", intermediate_size=width), make.config(memory_budget_bytes=budget)
     arena = plan_arena(base, config, plan_step(base, config), None)
-    # down_proj's 1058 inputs in float32 take 4256 bytes of whole units: one block is longer
-    assert (arena.block_bytes, arena.blocks_per_page, arena.page_bytes) == (4608, 1, 4608)
-    wide = make.base("cuda", intermediate_size=2000)
-    wide_arena = plan_arena(wide, config, plan_step(wide, config), None)
-    assert (wide_arena.blocks_per_page, wide_arena.page_bytes) == (2, 9216)
-    assert wide_arena.kv_pages(9) == 5
+    assert arena.division == gpu_device.divide(base.spec, budget, base.kv_block_bytes(16), 8)
+    pages = PagedPool(
+        num_pages=1,
+        page_num_bytes=arena.page_bytes,
+        num_layers=2,
+        max_tiles=arena.max_tiles,
+        max_slots=2,
+        module_shapes=base.spec.modules,
+        dtype=torch.bfloat16,
+        device="cpu",
+    )
+    left = budget - arena.division.num_pages * arena.page_bytes
+    # what is left has room for the tables, and for less than a page more
+    assert pages.records.nbytes <= left < pages.records.nbytes + arena.page_bytes
+    assert memory.GPU_POOL_BYTES == gpu_device.MAX_POOL_BYTES
+
+
+def test_blocks_that_share_a_page_are_rented_together(make: Any) -> None:
+    base, config = make.base("cuda", intermediate_size=2000), make.config(memory_budget_bytes=MIB)
+    arena = plan_arena(base, config, plan_step(base, config), None)
+    assert arena.division.blocks_per_page == 2
+    assert (arena.kv_pages(8), arena.kv_pages(9)) == (4, 5)
+    assert arena.kv_tokens_beside(arena.num_pages - 1) == 32
+
+
+def test_pages_of_the_caches_own_are_taken_first(make: Any) -> None:
+    division = Division(100, 4096, 4096, num_own_pages=10, num_kv_pages=0)
+    arena = Arena(110 * 4096, "a test", division, 4096, 16, 8)
+    assert (arena.kv_pages(8), arena.kv_pages(12)) == (0, 2)
+    assert arena.adapter_pages_beside(1, 128) == 100
+    assert arena.kv_tokens_beside(100) == 160
 
 
 def test_a_gpus_budget_is_what_base_and_steps_leave(make: Any) -> None:
@@ -56,11 +88,11 @@ def test_a_gpus_budget_is_what_base_and_steps_leave(make: Any) -> None:
 
 def test_a_budget_below_one_sequence_is_refused(make: Any) -> None:
     base = make.base()
-    needed = 24 * memory.CPU_PAGE_BYTES
+    needed = 24 * 4096
     config = make.config(memory_budget_bytes=needed)
     assert plan_arena(base, config, plan_step(base, config), None).max_adapter_pages == 0
     config = make.config(memory_budget_bytes=needed - 1)
-    with pytest.raises(ConfigError, match="one sequence of the model's 128"):
+    with pytest.raises(ConfigError, match="one sequence of the model's full length"):
         plan_arena(base, config, plan_step(base, config), None)
 
 

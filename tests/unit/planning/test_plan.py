@@ -66,6 +66,11 @@ def test_adapters_that_memory_cannot_hold_come_from_disk(make: Any) -> None:
     assert "adapters_exceed_host" in codes(plan_of(make, adapter(19, 10), device="cuda"))
 
 
+def test_tables_may_run_out_before_pages_on_a_gpu(make: Any) -> None:
+    plan = plan_of(make, adapter(50, 1, num_tiles=30), device="cuda")
+    assert plan.fits[0].num_adapters == 1000 // 30
+
+
 def test_a_load_is_reading_and_hashing_and_on_a_gpu_a_copy(make: Any) -> None:
     parts = (adapter(1, 10, file_bytes=1000), adapter(3, 10, file_bytes=3000))
     loads = plan_of(make, *parts, disk_bytes_per_s=1e6).loads

@@ -1,0 +1,241 @@
+"""``loraserve doctor``: whether this installation can serve, and whether the server that runs is the one that its settings mean."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import unquote, urlsplit
+
+import typer
+
+from loraserve import errors
+from loraserve.cli.options import FormatOption, UrlOption, reporting
+from loraserve.cli.output import Format, Output
+
+if TYPE_CHECKING:
+    from loraserve.doctor.checks import Check
+    from loraserve.doctor.installation import Probe
+    from loraserve.doctor.server import Expected
+    from loraserve.settings import Settings
+
+Text = str | None
+SERVE = "As for serve"
+_SERVE_FLAGS = (
+    "model",
+    "device",
+    "dtype",
+    "quantize",
+    "memory_budget",
+    "adapter_dtype",
+    "max_model_len",
+    "data_dir",
+    "database_url",
+    "config",
+)
+
+
+NO_MODEL = "/"
+"""A name that no base has: without one, everything else of the settings can be looked at."""
+
+
+def doctor(
+    url: UrlOption = None,
+    model: Annotated[Text, typer.Option(help="The base's directory.", rich_help_panel=SERVE)] = None,
+    device: Annotated[Text, typer.Option(help="auto, cpu or cuda.", rich_help_panel=SERVE)] = None,
+    dtype: Annotated[Text, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=SERVE)] = None,
+    quantize: Annotated[Text, typer.Option(help="none, int8, int4, nf4 or fp8.", rich_help_panel=SERVE)] = None,
+    memory_budget: Annotated[
+        Text, typer.Option(help="For KV blocks and adapters together, such as 8GiB.", rich_help_panel=SERVE)
+    ] = None,
+    adapter_dtype: Annotated[Text, typer.Option(help="auto, fp32, bf16, fp16 or int8.", rich_help_panel=SERVE)] = None,
+    max_model_len: Annotated[
+        Text, typer.Option(help="The longest prompt and answer together, in tokens.", rich_help_panel=SERVE)
+    ] = None,
+    data_dir: Annotated[
+        Text, typer.Option(help="The SQLite registry and the adapters' bytes.", rich_help_panel=SERVE)
+    ] = None,
+    database_url: Annotated[Text, typer.Option(help="sqlite:///… or postgresql://…", rich_help_panel=SERVE)] = None,
+    config: Annotated[
+        Text, typer.Option(help="The TOML file (default: loraserve.toml, if there is one)", rich_help_panel=SERVE)
+    ] = None,
+    format: FormatOption = None,
+) -> None:
+    """Check this installation, and the server where one answers (LORASERVE_API_KEY: an admin key sees most). Changes nothing.
+
+    Settings are those of `serve`: flags, LORASERVE_* and loraserve.toml. Exit code 1: something failed.
+    """
+    given = locals()
+    flags = {name: given[name] for name in _SERVE_FLAGS}
+    with reporting(format) as output:
+        from loraserve.doctor.checks import Status, masked
+
+        checks = masked(_checks(flags, url), _secrets(flags))
+        _show(output, checks)
+    if any(check.status is Status.FAIL for check in checks):
+        raise typer.Exit(1)
+
+
+def _checks(flags: dict[str, str | None], url: str | None) -> Iterator[Check]:
+    from loraserve.doctor import installation, storage
+    from loraserve.doctor.checks import fail, run
+    from loraserve.planning.machine import gpu_memory
+
+    yield from run("python", installation.check_python)
+    yield from run("packages", installation.check_packages)
+    settings, problem = _settings(flags)
+    probed: Probe | None = None
+    try:
+        probed = installation.probe()
+    except OSError as error:
+        yield fail("torch", str(error), "a process that imports torch", installation.INSTALL)
+    if probed is not None:
+        dtype, device = (settings.dtype, settings.device) if settings is not None else ("auto", "auto")
+        yield from installation.check_torch(probed, dtype)
+        yield from installation.check_gpu(probed, device, gpu_memory())
+    yield from run("files", storage.check_files)
+    if settings is None:
+        yield fail("settings", problem.message if problem else "", "", (problem.hint if problem else "") or "")
+    else:
+        yield from _of_settings(settings)
+    expected: list[Expected] = []
+    if settings is not None:
+        yield from run("model", lambda: _model(settings, probed, expected))
+    yield from _server(url, settings, expected[0] if expected else None)
+
+
+def _settings(flags: dict[str, str | None]) -> tuple[Settings | None, errors.ConfigError | None]:
+    """The server's settings; without a model where none is named."""
+    from loraserve.settings import Settings
+
+    try:
+        return Settings.load(**flags), None
+    except errors.ConfigError as error:
+        problem = error
+    try:
+        return Settings.load(**{**flags, "model": NO_MODEL}), None
+    except errors.ConfigError:
+        return None, problem
+
+
+def _of_settings(settings: Settings) -> Iterator[Check]:
+    from loraserve.doctor import storage
+    from loraserve.doctor.checks import run
+
+    yield from run("data_dir", lambda: storage.check_data_dir(settings.data_dir))
+    yield from run("disk", lambda: storage.check_disk(settings.data_dir))
+    yield from run("database", lambda: storage.check_database(settings.resolved_database_url))
+
+
+def _model(settings: Settings, probed: Probe | None, expected: list[Expected]) -> Iterator[Check]:
+    """The base, by its headers, and how memory would be divided; what is expected of a server is appended."""
+    from pathlib import Path
+
+    from loraserve.cli.output import size
+    from loraserve.doctor.checks import fail, ok, warn
+    from loraserve.doctor.server import Expected
+    from loraserve.planning.base import plan_base
+    from loraserve.planning.machine import available_memory, gpu_memory
+    from loraserve.planning.memory import plan_arena, plan_step
+
+    if settings.model == NO_MODEL:
+        yield warn("model", "not named", "--model, LORASERVE_MODEL or loraserve.toml", "loraserve doctor --model DIR")
+        return
+    if not Path(settings.model).is_dir():
+        yield warn(
+            "model", f"{settings.model} isn't a directory", "one; a hub's id isn't looked at", "Give its directory."
+        )
+        return
+    config = settings.engine_config(settings.model)
+    gpu_bytes = probed.gpu_bytes if probed is not None else gpu_memory()
+    device = config.device if config.device != "auto" else "cuda" if gpu_bytes and probed and probed.triton else "cpu"
+    base = plan_base(config, device)
+    yield ok(
+        "model", f"{base.spec.architecture}, {base.spec.quantization} on {device}: {size(base.num_bytes)} resident"
+    )
+    expected.append(Expected(config, base, None))
+    step = plan_step(base, config)
+    try:
+        arena = plan_arena(base, config, step, gpu_bytes)
+    except errors.ConfigError as error:
+        yield fail("memory", error.message, "", error.hint or "")
+        return
+    expected[0] = Expected(config, base, arena)
+    needed, left = (
+        base.num_bytes + step.reserved_bytes + arena.budget_bytes + config.host_cache_bytes,
+        available_memory(),
+    )
+    if device == "cpu" and left is not None and needed > left:
+        found = f"{size(left)} available now"
+        wanted = f"{size(needed)}: base, step, budget and host cache"
+        yield warn("memory", found, wanted, "Lower --memory-budget or --host-cache, unless a server has it already.")
+    else:
+        yield ok("memory", f"{size(arena.budget_bytes)} for KV and adapters ({arena.source})")
+
+
+def _server(url: str | None, settings: Settings | None, expected: Expected | None) -> Iterator[Check]:
+    from loraserve.doctor import server
+    from loraserve.doctor.checks import fail, ok, run, warn
+    from loraserve.sdk.config import DEFAULT_URL, ClientConfig
+
+    asked = url or os.environ.get(ClientConfig.URL_VARIABLE)
+    at = _checked(asked or DEFAULT_URL)
+    if not server.is_there(at):
+        if asked:
+            yield fail(
+                "server", f"nothing answers at {at}", "a server", "loraserve serve --model DIR (or: loraserve demo)"
+            )
+        else:
+            yield ok("server", f"none answers at {at}, and none was asked for")
+        return
+    yield from run("server", lambda: server.check_probes(at))
+    key = os.environ.get(ClientConfig.KEY_VARIABLE)
+    if not key and settings is not None and settings.admin_key is not None:
+        key = settings.admin_key.get_secret_value()
+    if not key:
+        yield warn(
+            "key", "none", "LORASERVE_API_KEY", "export LORASERVE_API_KEY=…: base and budget are shown to keys alone."
+        )
+        return
+    yield from run("server", lambda: server.check_server(at, key, expected))
+
+
+def _checked(url: str) -> str:
+    """A server's root. Raises: ConfigError: it isn't a URL, or holds a password."""
+    from loraserve.sdk.config import ClientConfig
+
+    # any key will do: the URL alone is looked at
+    return ClientConfig.resolve(url, "none", None, 1.0, 0).url
+
+
+def _secrets(flags: dict[str, Any]) -> list[str]:
+    """What must not be printed, wherever it stands: keys, and passwords of databases."""
+    found = [os.environ.get(name, "") for name in ("LORASERVE_API_KEY", "LORASERVE_ADMIN_KEY")]
+    settings, _ = _settings(flags)
+    urls = [flags.get("database_url"), os.environ.get("LORASERVE_DATABASE_URL")]
+    if settings is not None:
+        urls.append(settings.database_url)
+        found.append(settings.admin_key.get_secret_value() if settings.admin_key is not None else "")
+    for url in urls:
+        try:
+            password = urlsplit(url or "").password or ""
+        except ValueError:
+            password = ""
+        found += [password, unquote(password)]
+    return sorted({secret for secret in found if secret}, key=len, reverse=True)
+
+
+def _show(output: Output, checks: list[Check]) -> None:
+    if output.format is Format.JSON:
+        is_ok = all(check.status != "fail" for check in checks)
+        output.json({"is_ok": is_ok, "checks": [asdict(check) for check in checks]})
+        return
+    for check in checks:
+        if output.format is Format.QUIET:
+            if check.status != "ok":
+                output.line(check.name)
+            continue
+        rest = f"; expected {check.expected}" if check.expected and check.status != "ok" else ""
+        rest += f". {check.next}" if check.next else ""
+        output.line(f"{check.status:<4}  {check.name:<14}  {check.found}{rest}")

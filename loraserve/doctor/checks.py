@@ -1,0 +1,65 @@
+"""What a check says, and how checks are run: one that breaks is a check that failed, not the end of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from loraserve.errors import LoraserveError
+
+
+class Status(StrEnum):
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was looked at.
+
+    Attributes:
+        name: stable, for programs.
+        found, expected: in words; `expected` empty where there is nothing to compare with.
+        next: what to do; empty where it is fine.
+    """
+
+    name: str
+    status: Status
+    found: str
+    expected: str = ""
+    next: str = ""
+
+
+def ok(name: str, found: str, expected: str = "") -> Check:
+    return Check(name, Status.OK, found, expected)
+
+
+def warn(name: str, found: str, expected: str, next: str) -> Check:
+    return Check(name, Status.WARN, found, expected, next)
+
+
+def fail(name: str, found: str, expected: str, next: str) -> Check:
+    return Check(name, Status.FAIL, found, expected, next)
+
+
+def run(name: str, check: Callable[[], Iterable[Check]]) -> list[Check]:
+    """What the check says; a failure of its own named `name`, if an error of ours or the system's ends it."""
+    try:
+        return list(check())
+    except LoraserveError as error:
+        return [fail(name, error.message, "", error.hint or "")]
+    except OSError as error:
+        return [fail(name, f"{error.strerror or error}", "", "")]
+
+
+def masked(checks: Iterable[Check], secrets: Sequence[str]) -> list[Check]:
+    """The same checks without a secret in them, whoever's words it stood in."""
+
+    def mask(text: str) -> str:
+        for secret in secrets:
+            text = text.replace(secret, "…")
+        return text
+
+    return [replace(c, found=mask(c.found), expected=mask(c.expected), next=mask(c.next)) for c in checks]

@@ -1,0 +1,237 @@
+"""The server that runs: whether it lives, and whether it is the one that the settings here mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from loraserve.config import EngineConfig
+from loraserve.doctor.checks import Check, fail, ok, warn
+from loraserve.errors import ClientError, ConfigError, LoraserveError
+from loraserve.limits import LIMITS
+from loraserve.planning.adapters import plan_ranks
+from loraserve.planning.base import BasePlan
+from loraserve.planning.memory import Arena
+
+if TYPE_CHECKING:
+    from loraserve.sdk import Client
+    from loraserve.sdk.resources import AdapterResidency
+
+TIMEOUT_S = 10.0
+MAX_COMPARED = 5
+"""Resident adapters that are compared with what they were planned to take."""
+TOLERANCE = 0.02
+_RESTART = "Restart it with the settings that you mean, or give doctor those that it was started with."
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What the settings here mean; `arena` None where the budget isn't known."""
+
+    config: EngineConfig
+    base: BasePlan
+    arena: Arena | None
+
+
+def is_there(url: str) -> bool:
+    """Whether anything answers at the URL, whatever it says."""
+    import httpx2
+
+    try:
+        httpx2.get(f"{url}/livez", timeout=TIMEOUT_S)
+    except (httpx2.TransportError, httpx2.InvalidURL):
+        return False
+    return True
+
+
+def check_probes(url: str) -> Iterator[Check]:
+    """What the server says of itself to anyone."""
+    import httpx2
+
+    codes = {}
+    for name in ("livez", "readyz"):
+        try:
+            codes[name] = httpx2.get(f"{url}/{name}", timeout=TIMEOUT_S).status_code
+        except httpx2.TransportError as error:
+            yield fail(
+                "server", f"{url}/{name}: {type(error).__name__}", "an answer", "Look at its log, and restart it."
+            )
+            return
+    if codes["livez"] != 200:
+        yield fail(
+            "server", f"/livez says {codes['livez']}", "200: its engine steps", "Look at its log, and restart it."
+        )
+    elif codes["readyz"] != 200:
+        yield warn("server", f"/readyz says {codes['readyz']}", "200", "Wait: it loads its base, or drains.")
+    else:
+        yield ok("server", f"{url} lives and is ready")
+
+
+def check_server(url: str, api_key: str, expected: Expected | None) -> Iterator[Check]:
+    """What the key may see of it, compared with what was planned.
+
+    Raises:
+        AuthenticationError, ClientError: the key isn't one, or the server stopped answering.
+    """
+    from loraserve.sdk import Client
+
+    with Client(url, api_key=api_key, timeout=TIMEOUT_S, max_retries=0) as client:
+        yield from _check(client, api_key, expected)
+
+
+def _check(client: Client, api_key: str, expected: Expected | None) -> Iterator[Check]:
+    yield from _check_base(client, expected)
+    yield from _check_limits(client)
+    try:
+        samples = parse_metrics(client.metrics())
+    except LoraserveError as error:
+        if isinstance(error, ClientError):
+            raise
+        yield warn("budget", "not shown to this key", "an admin key", "export LORASERVE_API_KEY=… with an admin key.")
+        return
+    yield from check_counters(samples)
+    if expected is not None and expected.arena is not None and _is_same_base(client, expected):
+        yield from check_budget(samples, expected.arena)
+        yield from _check_adapters(client, api_key, expected, expected.arena)
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    """Samples of Prometheus' text format, keyed by name and labels as they are written there."""
+    samples = {}
+    for line in text.splitlines():
+        name, _, value = line.rpartition(" ")
+        if name and not line.startswith("#"):
+            try:
+                samples[name] = float(value)
+            except ValueError:
+                continue
+    return samples
+
+
+def _is_same_base(client: Client, expected: Expected) -> bool:
+    base, planned = client.base(), expected.base.spec
+    return (base.architecture, base.num_layers, base.hidden_size) == (
+        planned.architecture,
+        planned.num_layers,
+        planned.hidden_size,
+    )
+
+
+def _check_base(client: Client, expected: Expected | None) -> Iterator[Check]:
+    base = client.base()
+    words = f"{base.id}: {base.architecture}, {base.dtype}, {base.quantization}, {base.max_model_len:,} tokens, {base.size_bytes:,} bytes"
+    if expected is None:
+        yield ok("base", words)
+        return
+    planned = expected.base.spec
+    if not _is_same_base(client, expected):
+        wanted = f"{planned.architecture} of {planned.num_layers} layers × {planned.hidden_size}"
+        yield warn("base", words, wanted, _RESTART)
+        return
+    wrong = [
+        f"{name} {wanted}"
+        for name, found, wanted in (
+            ("dtype", base.dtype, planned.dtype),
+            ("quantization", base.quantization, planned.quantization),
+            ("max_model_len", base.max_model_len, planned.max_model_len),
+        )
+        if found != wanted
+    ]
+    if not wrong and abs(base.size_bytes - planned.size_bytes) > TOLERANCE * planned.size_bytes:
+        wrong.append(f"{planned.size_bytes:,} bytes")
+    yield warn("base", words, ", ".join(wrong), _RESTART) if wrong else ok("base", words, "as planned")
+
+
+def _check_limits(client: Client) -> Iterator[Check]:
+    found, here = client.limits().model_dump(), LIMITS.as_dict()
+    different = sorted(name for name, value in here.items() if found.get(name) != value)
+    if different:
+        words = ", ".join(f"{name} {found.get(name)}" for name in different[:4])
+        wanted = ", ".join(f"{name} {here[name]}" for name in different[:4])
+        yield warn("limits", words, wanted, "The server is of another version than this program: restart it.")
+    else:
+        yield ok("limits", f"{len(here)} bounds, those of this version")
+
+
+def check_counters(samples: Mapping[str, float]) -> Iterator[Check]:
+    violations = samples.get("loraserve_invariant_violations_total", 0)
+    failures = samples.get("loraserve_adapter_load_failures_total", 0)
+    if violations:
+        yield fail("invariants", f"{violations:.0f} violations", "none", "Keep its log, restart it, and report it.")
+    else:
+        yield ok("invariants", "none was violated")
+    if failures:
+        yield warn(
+            "loads",
+            f"{failures:.0f} loads failed",
+            "none",
+            "Look at its log: damaged bytes, or a disk that can't be read.",
+        )
+
+
+def check_budget(samples: Mapping[str, float], arena: Arena) -> Iterator[Check]:
+    """Where no budget was given a GPU's engine measures it, and the plan estimates."""
+    tolerance = TOLERANCE if arena.source == "--memory-budget" else 0.15
+    blocks = sum(samples.get(f'loraserve_kv_blocks{{state="{state}"}}', 0) for state in ("used", "cached", "free"))
+    pairs = (
+        ("budget", "bytes", samples.get("loraserve_device_memory_budget_bytes"), arena.budget_bytes),
+        ("kv_blocks", "blocks", blocks, arena.num_blocks),
+        (
+            "adapter_budget",
+            "bytes",
+            samples.get('loraserve_adapter_budget_bytes{tier="device"}'),
+            arena.max_adapter_pages * arena.page_bytes,
+        ),
+    )
+    for name, unit, found, planned in pairs:
+        if not found:
+            yield warn(name, "not told yet", f"{planned:,} {unit}", "Ask again once its engine has stepped.")
+        elif abs(found - planned) > tolerance * planned:
+            yield warn(name, f"{found:,.0f} {unit}", f"{planned:,} {unit}", _RESTART)
+        else:
+            yield ok(name, f"{found:,.0f} {unit}", f"{planned:,} {unit}")
+
+
+def _check_adapters(client: Client, api_key: str, expected: Expected, arena: Arena) -> Iterator[Check]:
+    rows = [row for row in client.residency(resident=True) if row.device_bytes]
+    if not rows:
+        yield ok("adapters", "none is on the device")
+        return
+    different, num_compared = [], 0
+    for row in rows[:MAX_COMPARED]:
+        planned = _planned_bytes(client.url, api_key, row, expected, arena)
+        if planned is None:
+            continue
+        num_compared += 1
+        # a page is what both count in
+        if abs(row.device_bytes - planned) > max(arena.page_bytes, TOLERANCE * planned):
+            different.append(f"{row.model} takes {row.device_bytes:,} bytes instead of {planned:,}")
+    if different:
+        yield warn(
+            "adapters",
+            "; ".join(different),
+            "what was planned",
+            "Is --adapter-dtype or --adapter-rank-error another here?",
+        )
+    else:
+        yield ok("adapters", f"{len(rows)} on the device; {num_compared} compared, as planned")
+
+
+def _planned_bytes(url: str, api_key: str, row: AdapterResidency, expected: Expected, arena: Arena) -> int | None:
+    """What its rank and modules take; None of those that aren't LoRA of one rank on whole modules alone, as far as the registry knows."""
+    from loraserve.sdk import Client
+
+    with Client(url, api_key=api_key, tenant=row.tenant, timeout=TIMEOUT_S, max_retries=0) as owner:
+        version = owner.adapters.version(row.name, row.version)
+    if version.dtype is None or not (version.detail_of("format") or "").startswith("LORA:"):
+        return None
+    try:
+        (planned,) = plan_ranks(
+            [version.rank], version.target_modules, 1, version.dtype, expected.base, expected.config, arena
+        )
+    except ConfigError:
+        return None
+    # its file says whether it has that rank in all of these modules, and nothing beside
+    is_uniform = abs(planned.file_bytes - version.size_bytes) <= 0.05 * version.size_bytes
+    return planned.num_pages * arena.page_bytes if is_uniform else None

@@ -1,0 +1,50 @@
+"""What a running server says of its memory is compared with the plan."""
+
+from __future__ import annotations
+
+from loraserve.doctor.server import check_budget, check_counters, is_there, parse_metrics
+from loraserve.memory.division import Division
+from loraserve.planning.memory import Arena
+
+TEXT = """\
+# HELP loraserve_kv_blocks KV blocks by state.
+loraserve_kv_blocks{state="used"} 10.0
+loraserve_kv_blocks{state="cached"} 30.0
+loraserve_kv_blocks{state="free"} 60.0
+loraserve_adapter_budget_bytes{tier="device"} 3.6864e+05
+loraserve_device_memory_budget_bytes 409600.0
+loraserve_invariant_violations_total 0.0
+odd line
+"""
+
+
+def arena(num_pages: int = 100, source: str = "--memory-budget") -> Arena:
+    return Arena(num_pages * 4096, source, Division(num_pages, 4096, 4096, num_kv_pages=10), 4096, 16, 10)
+
+
+def test_samples_are_read_with_their_labels() -> None:
+    samples = parse_metrics(TEXT)
+    assert samples['loraserve_kv_blocks{state="free"}'] == 60
+    assert len(samples) == 6
+
+
+def test_a_server_that_has_what_was_planned_is_fine() -> None:
+    assert [check.status for check in check_budget(parse_metrics(TEXT), arena())] == ["ok"] * 3
+
+
+def test_each_number_that_is_another_is_told_of() -> None:
+    found = {check.name: check.status for check in check_budget(parse_metrics(TEXT), arena(105))}
+    assert found == {"budget": "warn", "kv_blocks": "warn", "adapter_budget": "warn"}
+    # a GPU's budget is an estimate here, and measured there
+    assert {check.status for check in check_budget(parse_metrics(TEXT), arena(105, "what is left"))} == {"ok"}
+    assert {check.status for check in check_budget({}, arena())} == {"warn"}
+
+
+def test_a_broken_invariant_fails_and_failed_loads_warn() -> None:
+    assert [c.status for c in check_counters(parse_metrics(TEXT))] == ["ok"]
+    broken = {"loraserve_invariant_violations_total": 2.0, "loraserve_adapter_load_failures_total": 1.0}
+    assert [(c.name, c.status) for c in check_counters(broken)] == [("invariants", "fail"), ("loads", "warn")]
+
+
+def test_nobody_is_there_where_nobody_listens() -> None:
+    assert not is_there("http://127.0.0.1:9")
