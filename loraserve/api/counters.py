@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from loraserve.api.memory_metrics import memory_metrics
 from loraserve.registry.certificates import VERDICTS
 
 if TYPE_CHECKING:
@@ -129,26 +130,7 @@ class EngineCollector(Collector):
             "Of those found, for activated adapters, before they act.",
             stats.base_prefix_tokens_hit,
         )
-        resident = GaugeMetricFamily("loraserve_adapters_resident", "Adapters by memory tier.", labels=["tier"])
-        resident.add_metric(["device"], stats.device_adapters)
-        resident.add_metric(["host"], stats.host_adapters)
-        yield resident
-        size = GaugeMetricFamily("loraserve_adapter_bytes", "Adapter bytes by memory tier.", labels=["tier"])
-        size.add_metric(["device"], stats.device_adapter_bytes)
-        size.add_metric(["host"], stats.host_adapter_bytes)
-        yield size
-        budget = GaugeMetricFamily("loraserve_adapter_budget_bytes", "What a tier may hold.", labels=["tier"])
-        budget.add_metric(["device"], stats.device_adapter_budget_bytes)
-        budget.add_metric(["host"], stats.host_adapter_budget_bytes)
-        yield budget
-        evictions = CounterMetricFamily("loraserve_adapter_evictions", "Adapters evicted, by tier.", labels=["tier"])
-        evictions.add_metric(["device"], stats.device_evictions)
-        evictions.add_metric(["host"], stats.host_evictions)
-        yield evictions
-        yield gauge("loraserve_adapter_pins", "Pins held by running sequences.", stats.num_pins)
-        yield counter("loraserve_adapter_loads", "Adapters brought to the device.", stats.adapter_loads)
-        yield counter("loraserve_adapter_load_failures", "Loads that failed.", stats.adapter_load_failures)
-        yield counter("loraserve_adapter_load_seconds", "Seconds spent loading.", stats.adapter_load_s)
+        yield from memory_metrics(stats)
         yield counter("loraserve_invariant_violations", "Broken invariants of ours.", stats.invariant_violations)
         yield from self._registry()
         yield from self._vllm()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -174,14 +175,25 @@ class Output:
             yield tell
 
     @contextmanager
-    def screen(self) -> Iterator[Callable[[], None]]:
-        """A function to call before each redraw of something that is watched: it clears a terminal, and leaves a pipe alone."""
+    def frames(self) -> Iterator[Callable[[Callable[[], None]], None]]:
+        """A function that shows what a function prints, again and again: on a terminal in the place of the last time, cut to its size; in a pipe below it."""
+        if self.format is not Format.HUMAN or not sys.stdout.isatty():
+            yield lambda draw: draw()
+            return
+        from rich.console import Console
+        from rich.live import Live
+        from rich.text import Text
 
-        def clear() -> None:
-            if self.format is Format.HUMAN and sys.stdout.isatty():
-                sys.stdout.write("\x1b[H\x1b[2J")
+        with Live(console=Console(), auto_refresh=False) as live:
 
-        yield clear
+            def show(draw: Callable[[], None]) -> None:
+                frame = io.StringIO()
+                with redirect_stdout(frame), redirect_stderr(frame):
+                    draw()
+                text = frame.getvalue().rstrip("\n").translate(_CONTROLS)
+                live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
+
+            yield show
 
     @staticmethod
     def plain(text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,7 +16,7 @@ from loraserve.cli.output import Column, Format, Output, size
 
 if TYPE_CHECKING:
     from loraserve.sdk import Client
-    from loraserve.sdk.resources import AdapterResidency
+    from loraserve.sdk.resources import AdapterResidency, Memory
 
 COLUMNS = (
     Column("ADAPTER", "model"),
@@ -23,29 +24,55 @@ COLUMNS = (
     Column("TIER", "tier"),
     Column("DEVICE", lambda row: size(row.device_bytes)),
     Column("HOST", lambda row: size(row.host_bytes)),
+    Column("DISK", lambda row: size(row.size_bytes)),
+    Column("DTYPE", "dtype"),
+    Column("LOSS", lambda row: None if row.precision_loss is None else f"{row.precision_loss:.1g}"),
     Column("RUNNING", "num_pins"),
     Column("PINNED", "is_pinned"),
-    Column("LAST USE", lambda row: "-" if row.last_used_s is None else f"{row.last_used_s:.0f} s ago"),
+    Column("LAST USE", lambda row: None if row.last_used_s is None else f"{row.last_used_s:.0f} s ago"),
+    Column("USES", lambda row: None if row.uses_per_s is None else f"{row.uses_per_s * 60:.1f}/min"),
 )
+_TIERS = ("device", "loading", "host", "disk")
 _SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(\{[^}]*\})? ([0-9.eE+-]+|NaN|[+-]Inf)")
 
 
 def ps(
+    all_versions: Annotated[bool, typer.Option("--all", help="Versions too that are on disk alone.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show it again and again, until Ctrl-C.")] = False,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
     url: UrlOption = None,
     tenant: ActForOption = None,
     format: FormatOption = None,
 ) -> None:
-    """Where each adapter's weights are, and (for an admin key) what the engine does."""
-    with connected(format, url, tenant) as (output, client), output.screen() as clear:
+    """Which adapters are in memory, and (for an admin key) what the engine and its memory do."""
+    with connected(format, url, tenant) as (output, client), output.frames() as show:
         while True:
-            rows, stats = list(client.residency()), _stats(client)
-            clear()
-            _show(output, rows, stats, is_line=watch)
+            look = _look(client, all_versions=all_versions)
+            show(lambda look=look: _print(output, look, is_line=watch))  # type: ignore[misc]
             if not watch:
                 return
             time.sleep(interval)
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What one look at a server found. `memory` and `stats`: None for a key that may not see them."""
+
+    rows: list[AdapterResidency]
+    memory: Memory | None
+    stats: Mapping[str, float] | None
+
+
+def _look(client: Client, *, all_versions: bool) -> _Look:
+    rows = sorted(client.residency(resident=not all_versions), key=_hotness)
+    memory = client.memory()
+    return _Look(rows, memory, None if memory is None else _stats(client))
+
+
+def _hotness(row: AdapterResidency) -> tuple[int, float]:
+    """The nearest tier first, and in a tier the last used."""
+    tier = _TIERS.index(row.tier) if row.tier in _TIERS else len(_TIERS)
+    return tier, float("inf") if row.last_used_s is None else row.last_used_s
 
 
 def _stats(client: Client) -> dict[str, float] | None:
@@ -66,45 +93,86 @@ def parse_metrics(text: str) -> dict[str, float]:
     return samples
 
 
-def _show(output: Output, rows: list[AdapterResidency], stats: Mapping[str, float] | None, *, is_line: bool) -> None:
+def _print(output: Output, look: _Look, *, is_line: bool) -> None:
     if output.format is Format.JSON:
-        adapters = [row.model_dump(mode="json") for row in rows]
-        output.json({"adapters": adapters, "engine": None if stats is None else summary(stats)}, is_line=is_line)
+        value = {
+            "adapters": [row.model_dump(mode="json") for row in look.rows],
+            "memory": None if look.memory is None else look.memory.model_dump(mode="json"),
+            "engine": None if look.stats is None else summary(look.stats),
+        }
+        output.json(value, is_line=is_line)
         return
-    if stats is None:
+    if look.stats is None or look.memory is None:
         output.note("What the engine does is shown to admin keys alone.")
     elif output.format is Format.HUMAN:
-        output.pairs(_in_words(summary(stats)))
+        output.pairs(_in_words(summary(look.stats), look.memory))
         output.line("")
-    output.rows(rows, COLUMNS, name="model", empty="No adapters.")
+    output.rows(look.rows, COLUMNS, name="model", empty="No adapters in memory. Those on disk: loraserve ps --all")
 
 
 def summary(stats: Mapping[str, float]) -> dict[str, int]:
-    """What the engine does now, by plain names."""
+    """What the engine does now, and what it did since its start, by plain names."""
 
-    def of(name: str) -> int:
-        return int(stats.get(name, 0))
+    def of(name: str, **labels: str) -> int:
+        shown = ",".join(f'{label}="{value}"' for label, value in labels.items())
+        return int(stats.get(f"{name}{{{shown}}}" if shown else name, 0))
 
-    used, cached, free = (of(f'loraserve_kv_blocks{{state="{state}"}}') for state in ("used", "cached", "free"))
+    used, cached, free = (of("loraserve_kv_blocks", state=state) for state in ("used", "cached", "free"))
+    evicted, blocks = "loraserve_adapter_evictions_total", "loraserve_kv_block_evictions_total"
     return {
         "requests_running": of("loraserve_requests_running"),
         "requests_waiting": of("loraserve_requests_waiting"),
         "requests_waiting_for_adapter": of("loraserve_requests_waiting_for_adapter"),
         "kv_blocks_used": used,
         "kv_blocks": used + cached + free,
-        "adapters_on_device": of('loraserve_adapters_resident{tier="device"}'),
-        "adapter_bytes_on_device": of('loraserve_adapter_bytes{tier="device"}'),
-        "adapter_budget_bytes": of('loraserve_adapter_budget_bytes{tier="device"}'),
+        "adapters_on_device": of("loraserve_adapters_resident", tier="device"),
+        "adapter_bytes_on_device": of("loraserve_adapter_bytes", tier="device"),
+        "adapter_budget_bytes": of("loraserve_adapter_budget_bytes", tier="device"),
+        "adapters_found_on_device": of("loraserve_adapter_lookups_total", tier="device"),
+        "adapters_found_in_host": of("loraserve_adapter_lookups_total", tier="host"),
+        "adapters_found_on_disk": of("loraserve_adapter_lookups_total", tier="disk"),
+        "adapters_evicted_for_adapters": of(evicted, cause="adapter", tier="device"),
+        "adapters_evicted_for_kv": of(evicted, cause="kv", tier="device"),
+        "adapters_evicted_from_host": of(evicted, cause="adapter", tier="host"),
+        "kv_blocks_evicted_for_kv": of(blocks, cause="kv"),
+        "kv_blocks_evicted_for_adapters": of(blocks, cause="adapter"),
         "generation_tokens": of("loraserve_engine_generation_tokens_total"),
     }
 
 
-def _in_words(engine: Mapping[str, int]) -> dict[str, str]:
+def _in_words(engine: Mapping[str, int], memory: Memory) -> dict[str, str]:
     waiting = f"{engine['requests_waiting']} waiting ({engine['requests_waiting_for_adapter']} for their adapter)"
-    on_device, budget = size(engine["adapter_bytes_on_device"]), size(engine["adapter_budget_bytes"])
+    adapters = f"{size(memory.adapters_used_bytes)} in use and {size(memory.adapters_idle_bytes)} idle"
+    kv = f"{size(memory.kv_used_bytes)} in use and {size(memory.kv_idle_bytes)} kept"
+    host_bytes = f"{size(memory.host_adapter_bytes)} of {size(memory.host_budget_bytes)}"
     return {
         "requests": f"{engine['requests_running']} running, {waiting}",
         "kv blocks": f"{engine['kv_blocks_used']} of {engine['kv_blocks']} in use",
-        "adapters": f"{engine['adapters_on_device']} on the device, {on_device} of {budget}",
+        "device": f"{size(memory.budget_bytes)}: adapters {adapters}, KV {kv}, {size(memory.free_bytes)} free",
+        "host": f"{_count(memory.num_host_adapters, 'adapter')}, {host_bytes}",
+        "found": _found(engine),
+        "evicted": (
+            f"{_count(engine['adapters_evicted_for_adapters'], 'adapter')} for adapters, {engine['adapters_evicted_for_kv']} for KV, "
+            f"{engine['adapters_evicted_from_host']} from the host; {_count(engine['kv_blocks_evicted_for_kv'], 'KV block')} for KV, "
+            f"{engine['kv_blocks_evicted_for_adapters']} for adapters"
+        ),
         "tokens": f"{engine['generation_tokens']} generated",
     }
+
+
+def _found(engine: Mapping[str, int]) -> str:
+    """Where requests found their adapters, in parts of all."""
+    found = {
+        "on the device": engine["adapters_found_on_device"],
+        "in the host's memory": engine["adapters_found_in_host"],
+        "on disk": engine["adapters_found_on_disk"],
+    }
+    num = sum(found.values())
+    if not num:
+        return "no request was for an adapter"
+    parts = ", ".join(f"{count / num:.1%} {where}" for where, count in found.items())
+    return f"{parts}, of {_count(num, 'request')} for an adapter"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

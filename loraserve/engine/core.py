@@ -20,6 +20,7 @@ from loraserve.engine.request import Request
 from loraserve.engine.runner import StepHandle, StepRunner
 from loraserve.engine.scheduler import ScheduledRequest, Scheduler
 from loraserve.errors import EngineError
+from loraserve.memory.arena import Tenure
 from loraserve.memory.kv_cache import KVCache, prefix_root
 from loraserve.memory.pager import Pager
 from loraserve.memory.timings import Timings
@@ -312,6 +313,8 @@ class Engine:
             base_prefix_tokens_hit=scheduler.base_prefix_tokens_hit,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
+            kv_evictions=kv.num_evictions_for.total(),
+            kv_evictions_for_adapters=kv.num_evictions_for[Tenure.ADAPTERS],
             adapter_lookups_device=self._lookups[Tier.DEVICE],
             adapter_lookups_host=self._lookups[Tier.HOST],
             adapter_lookups_disk=self._lookups[Tier.DISK],

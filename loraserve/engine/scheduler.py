@@ -489,8 +489,9 @@ class Scheduler:
             self._leave_line(request)
         request.status = Status.FINISHED
         self._drop_blocks(request)
-        if request.adapter_wait_started_s is not None and request.probe is None:
-            self.adapter_wait_s.add(self._clock() - request.adapter_wait_started_s)
+        self._end_adapter_wait(request)
+        if request.pin is None and request.adapter_wait_s > 0 and request.probe is None:
+            self.adapter_wait_s.add(request.adapter_wait_s)
         pin, request.pin = request.pin, None
         if pin is not None:
             try:

@@ -17,7 +17,7 @@ from loraserve.sdk.config import DEFAULT_TIMEOUT_S, ClientConfig
 from loraserve.sdk.keys import AsyncKeys, Keys
 from loraserve.sdk.models import AsyncModels, Models
 from loraserve.sdk.paging import all_rows, all_rows_async
-from loraserve.sdk.resources import AdapterResidency, AuditEntry, Base, Limits
+from loraserve.sdk.resources import AdapterResidency, AuditEntry, Base, Limits, Memory, ResidencyPage
 from loraserve.sdk.tenants import AsyncTenants, Tenants
 from loraserve.sdk.transport import AsyncTransport, Transport
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _RESIDENCY, _AUDIT = "/api/v1/residency", "/api/v1/audit"
 _BASE: Call[Base] = Call("GET", "/api/v1/base", read_into(Base))
 _LIMITS: Call[Limits] = Call("GET", "/api/v1/limits", read_into(Limits))
+# of one row, though none is wanted: the memory comes with every page
+_MEMORY: Call[ResidencyPage] = Call("GET", _RESIDENCY, read_into(ResidencyPage), params={"limit": "1"})
 _METRICS: Call[str] = Call("GET", "/metrics", lambda _answer, body: body.decode("utf-8", "replace"))
 
 
@@ -72,6 +74,10 @@ class Client:
     def residency(self, *, resident: bool = False) -> Iterator[AdapterResidency]:
         """Where each version's weights are now: device, host or disk; with `resident`, those alone that are in some memory."""
         return all_rows(self._transport, _RESIDENCY, AdapterResidency, _resident(resident))
+
+    def memory(self) -> Memory | None:
+        """What the device's and the host's memory hold now, by the engine's last heartbeat; None for a tenant's key."""
+        return self._transport.send(_MEMORY).memory
 
     def audit(self) -> Iterator[AuditEntry]:
         """Who did what, newest first."""
@@ -142,6 +148,10 @@ class AsyncClient:
     def residency(self, *, resident: bool = False) -> AsyncIterator[AdapterResidency]:
         """As `Client.residency`."""
         return all_rows_async(self._transport, _RESIDENCY, AdapterResidency, _resident(resident))
+
+    async def memory(self) -> Memory | None:
+        """As `Client.memory`."""
+        return (await self._transport.send(_MEMORY)).memory
 
     def audit(self) -> AsyncIterator[AuditEntry]:
         """As `Client.audit`."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -198,12 +202,15 @@ def test_ps_shows_where_adapters_are_and_what_runs(loraserve: Run, client: Clien
     assert loraserve("adapter", "pin", "resident", "--format", "json").json["is_done"] is True
     shown = loraserve("ps", "--format", "json").json
     (row,) = (row for row in shown["adapters"] if row["name"] == "resident")
-    assert (row["tier"], row["is_pinned"]) == ("device", True)
+    assert (row["tier"], row["is_pinned"], row["dtype"], row["precision_loss"]) == ("device", True, "bf16", 0.0)
     assert shown["engine"]["kv_blocks"] > 0
+    memory = shown["memory"]
+    parts = ("kv_used_bytes", "kv_idle_bytes", "adapters_used_bytes", "adapters_idle_bytes", "free_bytes")
+    assert memory["budget_bytes"] == sum(memory[part] for part in parts) > 0
     assert loraserve("adapter", "unpin", "resident@1").code == 0
     human = loraserve("ps").stdout
-    assert "requests" in human
-    assert "resident@1" in human
+    for word in ("requests", "device", "found", "evicted", "resident@1", "DTYPE"):
+        assert word in human
 
 
 def test_ps_keeps_watching_until_it_is_interrupted(start_cli: Start) -> None:
@@ -214,6 +221,43 @@ def test_ps_keeps_watching_until_it_is_interrupted(start_cli: Start) -> None:
     assert watching.returncode == 130
     assert stderr == ""
     assert all("adapters" in look for look in looks)
+
+
+def test_ps_on_a_terminal_is_drawn_in_place_until_it_is_interrupted(
+    variables_of: Callable[[], dict[str, str]],
+) -> None:
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "loraserve.cli.main", "ps", "--watch", "--interval", "0.1"]
+    variables = variables_of() | {"TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
+    watching = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+        env=variables,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        while shown.count(b"running,") < 3:
+            shown += os.read(ours, 65_536)
+        watching.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # how Linux says that the other end is closed
+            while part := os.read(ours, 65_536):
+                shown += part
+        assert watching.wait(20) == 130
+        assert watching.stderr is not None
+        assert watching.stderr.read() == b""
+    finally:
+        watching.kill()
+        watching.wait()
+        os.close(ours)
+        if watching.stderr is not None:
+            watching.stderr.close()
+    # up over the last frame, and the cursor is there again at the end
+    assert shown.count(b"\x1b[1A") > 2
+    assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l")
 
 
 def test_reader_that_leaves_early_ends_the_command_quietly(start_cli: Start) -> None:

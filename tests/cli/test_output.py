@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 import pytest
 
 from loraserve.cli.output import Column, Format, Output, size
-from loraserve.cli.ps import parse_metrics, summary
-from loraserve.sdk.resources import Adapter
+from loraserve.cli.ps import _look, _print, parse_metrics, summary
+from loraserve.sdk.resources import Adapter, AdapterResidency, Memory
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -82,3 +82,90 @@ loraserve_engine_generation_tokens_total 1e+06
     assert engine["requests_running"] == 3
     assert (engine["kv_blocks_used"], engine["kv_blocks"]) == (10, 100)
     assert engine["generation_tokens"] == 1_000_000
+
+
+MEMORY = Memory(
+    budget_bytes=100 << 20,
+    kv_used_bytes=40 << 20,
+    kv_idle_bytes=30 << 20,
+    adapters_used_bytes=15 << 20,
+    adapters_idle_bytes=10 << 20,
+    free_bytes=5 << 20,
+    num_device_adapters=3,
+    host_budget_bytes=8 << 20,
+    host_adapter_bytes=1 << 20,
+    num_host_adapters=1,
+)
+METRICS = """loraserve_requests_running 3.0
+loraserve_adapter_lookups_total{tier="device"} 90.0
+loraserve_adapter_lookups_total{tier="host"} 7.0
+loraserve_adapter_lookups_total{tier="disk"} 3.0
+loraserve_adapter_evictions_total{cause="adapter",tier="device"} 1.0
+loraserve_adapter_evictions_total{cause="kv",tier="device"} 2.0
+loraserve_adapter_evictions_total{cause="adapter",tier="host"} 4.0
+loraserve_kv_block_evictions_total{cause="kv"} 9.0
+loraserve_kv_block_evictions_total{cause="adapter"} 6.0
+"""
+
+
+def make_row(name: str, tier: str, **fields: object) -> AdapterResidency:
+    values = {"device_bytes": 0, "host_bytes": 0, "num_pins": 0, "is_pinned": False, "last_used_s": None, **fields}
+    values |= {"tenant": "acme", "name": name, "version": 1, "digest": name, "size_bytes": 4096, "tier": tier}
+    return AdapterResidency.model_validate(values)
+
+
+class Server:
+    """The part of a client that ``ps`` asks."""
+
+    def __init__(self, *rows: AdapterResidency, memory: Memory | None = MEMORY) -> None:
+        self._rows, self._memory = rows, memory
+
+    def residency(self, *, resident: bool) -> list[AdapterResidency]:
+        return [row for row in self._rows if row.tier != "disk" or not resident]
+
+    def memory(self) -> Memory | None:
+        return self._memory
+
+    def metrics(self) -> str:
+        assert self._memory is not None, "a tenant's key was used to ask for metrics"
+        return METRICS
+
+
+def test_ps_has_the_nearest_tier_first_and_what_is_on_disk_alone_only_if_asked() -> None:
+    server = Server(
+        make_row("cold", "disk"),
+        make_row("evicted", "host", last_used_s=2.0),
+        make_row("older", "device", last_used_s=9.0),
+        make_row("coming", "loading", last_used_s=0.0),
+        make_row("newer", "device", last_used_s=1.0),
+    )
+    in_memory = ["newer", "older", "coming", "evicted"]
+    assert [row.name for row in _look(server, all_versions=False).rows] == in_memory  # type: ignore[arg-type]
+    assert [row.name for row in _look(server, all_versions=True).rows] == [*in_memory, "cold"]  # type: ignore[arg-type]
+
+
+def test_ps_says_in_words_what_memory_does(capsys: pytest.CaptureFixture[str]) -> None:
+    row = make_row("sql", "device", device_bytes=2048, dtype="int8", precision_loss=0.0123, uses_per_s=0.5)
+    _print(Output(Format.HUMAN), _look(Server(row), all_versions=False), is_line=False)  # type: ignore[arg-type]
+    lines = capsys.readouterr().out.splitlines()
+    said = {line.split("  ", 1)[0]: line.split("  ", 1)[1].strip() for line in lines if "  " in line}
+    assert said["device"] == (
+        "100.0 MiB: adapters 15.0 MiB in use and 10.0 MiB idle, KV 40.0 MiB in use and 30.0 MiB kept, 5.0 MiB free"
+    )
+    assert said["host"] == "1 adapter, 1.0 MiB of 8.0 MiB"
+    assert said["found"] == (
+        "90.0% on the device, 7.0% in the host's memory, 3.0% on disk, of 100 requests for an adapter"
+    )
+    assert said["evicted"] == ("1 adapter for adapters, 2 for KV, 4 from the host; 9 KV blocks for KV, 6 for adapters")
+    titles, cells = (" ".join(line.split()) for line in lines[-2:])
+    assert titles == "ADAPTER TENANT TIER DEVICE HOST DISK DTYPE LOSS RUNNING PINNED LAST USE USES"
+    assert cells == "sql@1 acme device 2.0 KiB 0 B 4.0 KiB int8 0.01 0 no - 30.0/min"
+
+
+def test_ps_of_a_tenant_asks_for_nothing_that_it_may_not_see(capsys: pytest.CaptureFixture[str]) -> None:
+    look = _look(Server(make_row("sql", "device"), memory=None), all_versions=False)  # type: ignore[arg-type]
+    _print(Output(Format.JSON), look, is_line=False)
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["memory"], shown["engine"], len(shown["adapters"])) == (None, None, 1)
+    _print(Output(Format.HUMAN), look, is_line=False)
+    assert "admin keys" in capsys.readouterr().err

@@ -246,3 +246,33 @@ def test_new_key_is_shown_by_its_field_and_by_nothing_else(server: Any, client: 
     assert key.key == "sk-lora-secret"
     assert "sk-lora-secret" not in repr(key)
     assert server.asked[0].path == "/api/v1/tenants/acme/keys"
+
+
+MEMORY = {
+    "budget_bytes": 100,
+    "kv_used_bytes": 40,
+    "kv_idle_bytes": 30,
+    "adapters_used_bytes": 15,
+    "adapters_idle_bytes": 10,
+    "free_bytes": 5,
+    "num_device_adapters": 3,
+    "host_budget_bytes": 128,
+    "host_adapter_bytes": 64,
+    "num_host_adapters": 2,
+}
+
+
+def test_memory_is_read_with_one_row_at_most(server: Any, client: Client) -> None:
+    server.answer({"data": [], "next_cursor": None, "memory": MEMORY})
+    memory = client.memory()
+    assert memory is not None
+    assert memory.model_dump() == MEMORY
+    assert (server.asked[0].path, server.asked[0].query) == ("/api/v1/residency", {"limit": "1"})
+
+
+async def test_memory_that_a_tenant_is_not_told_is_none(server: Any, client: Client, async_client: AsyncClient) -> None:
+    for body in ({"data": [], "next_cursor": None, "memory": None}, {"data": [], "next_cursor": None}):
+        server.answer(body)
+        assert client.memory() is None
+    server.answer({"data": [], "next_cursor": None, "memory": None})
+    assert await async_client.memory() is None

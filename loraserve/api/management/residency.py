@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from loraserve.api import scopes
 from loraserve.api.management.answers import answer
-from loraserve.api.management.resources import ResidencyResource, page_of
+from loraserve.api.management.resources import MemoryResource, ResidencyPageResource, ResidencyResource
 from loraserve.api.services import services_of
 from loraserve.tenancy.auth import Caller
 from loraserve.types import AdapterResidency, Digest, Tier
@@ -32,7 +32,7 @@ async def get_residency(
     resident: bool = False,
     caller: Caller = Depends(_reader),
 ) -> Response:
-    """The caller's versions, an admin's view of everyone's; with ``?resident=true`` those alone that are in some memory.
+    """The caller's versions, an admin's view of everyone's; with ``?resident=true`` those alone that are in some memory or on their way there.
 
     Weights are shared between tenants that hold the same bytes. A tenant's key is told of memory only what its own use brought
     there, so that nobody learns what others hold.
@@ -50,11 +50,14 @@ async def get_residency(
         tenant, limit=limit, cursor=cursor, digests=sorted(by_digest) if resident else None
     )
     view = _operators_view if caller.is_admin else _tenants_view
-
-    def convert(owned: OwnedVersion) -> ResidencyResource:
-        return view(owned, by_digest, registry.last_used)
-
-    return answer(request, page_of(page.items, page.next_cursor, convert))
+    return answer(
+        request,
+        ResidencyPageResource(
+            data=[view(owned, by_digest, registry.last_used) for owned in page.items],
+            next_cursor=page.next_cursor,
+            memory=MemoryResource.of(services.engine.stats) if caller.is_admin else None,
+        ),
+    )
 
 
 def _operators_view(
@@ -73,6 +76,9 @@ def _operators_view(
         num_pins=0 if one is None else one.num_pins,
         is_pinned=one is not None and one.is_pinned,
         last_used_s=None if one is None else one.last_used_s,
+        dtype=None if one is None else one.dtype or None,
+        precision_loss=None if one is None else one.precision_loss,
+        uses_per_s=None if one is None else one.uses_per_s,
     )
 
 
@@ -80,4 +86,5 @@ def _tenants_view(
     owned: OwnedVersion, by_digest: Mapping[Digest, AdapterResidency], last_used: LastUsed
 ) -> ResidencyResource:
     seconds = last_used.seconds_since(owned.tenant, owned.digest)
-    return _operators_view(owned, by_digest, last_used).model_copy(update={"num_pins": None, "last_used_s": seconds})
+    hidden = {"num_pins": None, "last_used_s": seconds, "uses_per_s": None}
+    return _operators_view(owned, by_digest, last_used).model_copy(update=hidden)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from loraserve.types import Tier
+from loraserve.types import EngineStats, Tier
 
 if TYPE_CHECKING:
     from loraserve.registry.audit import AuditEntry
@@ -98,6 +98,7 @@ class ResidencyResource(Resource):
     version: int
     digest: str
     size_bytes: int
+    """Of its files, which are on disk wherever else it is."""
     tier: Tier
     device_bytes: int
     host_bytes: int
@@ -106,6 +107,49 @@ class ResidencyResource(Resource):
     is_pinned: bool
     last_used_s: float | None
     """Seconds since its last use, a tenant's own; null: not used since the server started."""
+    dtype: str | None
+    """What its matrices are held in (fp32, bf16, fp16, int8); null: it's in no memory."""
+    precision_loss: float | None
+    """The largest relative error, over its modules, of its update as it is held against as it was uploaded; null: it's in no memory."""
+    uses_per_s: float | None
+    """Of late, older uses counting less and less; null for a tenant's key: others may hold the same bytes."""
+
+
+class MemoryResource(Resource):
+    """What there is of each tier's memory, and who has it, by the engine's last heartbeat."""
+
+    budget_bytes: int
+    """What KV blocks and adapters may take of the device together: the sum of the five below."""
+    kv_used_bytes: int
+    kv_idle_bytes: int
+    adapters_used_bytes: int
+    """Pinned, or on their way."""
+    adapters_idle_bytes: int
+    free_bytes: int
+    num_device_adapters: int
+    host_budget_bytes: int
+    host_adapter_bytes: int
+    num_host_adapters: int
+
+    @classmethod
+    def of(cls, stats: EngineStats) -> MemoryResource:
+        return cls(
+            budget_bytes=stats.device_bytes,
+            kv_used_bytes=stats.kv_bytes_used,
+            kv_idle_bytes=stats.kv_bytes_idle,
+            adapters_used_bytes=stats.adapter_bytes_used,
+            adapters_idle_bytes=stats.adapter_bytes_idle,
+            free_bytes=stats.free_bytes,
+            num_device_adapters=stats.device_adapters,
+            host_budget_bytes=stats.host_adapter_budget_bytes,
+            host_adapter_bytes=stats.host_adapter_bytes,
+            num_host_adapters=stats.host_adapters,
+        )
+
+
+class ResidencyPageResource(PageResource[ResidencyResource]):
+    memory: MemoryResource | None
+    """null for a tenant's key: it would tell what others do."""
 
 
 class TenantResource(Resource):

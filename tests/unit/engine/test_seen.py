@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from loraserve.memory.arena import Tenure
 from loraserve.memory.pager import Residency
 
 from .conftest import Harness, make_ref, make_request
@@ -111,3 +112,16 @@ def test_what_the_pager_does_between_steps_delays_the_next(simulation: Simulatio
     simulation.step()
     assert simulation.engine.stats().step_adapter_s.sum_s >= 0.01
     simulation.run()
+
+
+def test_kv_blocks_that_give_way_are_counted_by_for_whom(simulation: Simulation) -> None:
+    for number in range(12):
+        simulation.add(f"r{number}", [100 * number + i for i in range(30)], max_tokens=1)
+        simulation.run()
+    kv = simulation.engine._kv
+    before = simulation.engine.stats()
+    assert before.kv_evictions > 0
+    assert before.kv_evictions_for_adapters == 0
+    kv.num_evictions_for[Tenure.ADAPTERS] += 2
+    stats = simulation.engine.stats()
+    assert (stats.kv_evictions - before.kv_evictions, stats.kv_evictions_for_adapters) == (2, 2)
