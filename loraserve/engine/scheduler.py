@@ -39,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 _ORDER = attrgetter("order")
 
+LOOK_AHEAD = 16
+"""Of the requests that wait, so many of the first have their adapters read while they wait for a place in a step."""
+
 
 class AdapterSource(Protocol):
     """What the scheduler asks of the pager. None of the calls blocks."""
@@ -49,6 +52,7 @@ class AdapterSource(Protocol):
     def error(self, digest: Digest) -> LoraserveError | None: ...
     def pin(self, digest: Digest) -> Pin: ...
     def facts(self, digest: Digest) -> AdapterFacts: ...
+    def prefetch(self, refs: Sequence[AdapterRef]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +198,9 @@ class Scheduler:
 
         Running requests come first, those one token short before those with a longer way to go, so that a long prompt
         takes only what decoding leaves. Then waiting requests are admitted in order; one whose adapter is still loading
-        is passed over and holds up nobody.
+        is passed over and holds up nobody. Those whose adapters are there thus go first, and none of them goes before a cold one for longer than
+        its adapter takes: once that is there, the request has its place in the order again, and the next sequence to begin is its own, unless others
+        came before it or have a better priority. How long the adapter takes is bounded by the pager's turns and patience, and by the deadline.
         """
         self._fail_overdue()
         budget = self._token_budget
@@ -230,6 +236,10 @@ class Scheduler:
             )
             self._admit(waiting, scheduled, budget, max_running)
         self._keep_asking()
+        if self._waiting:
+            ahead = [r.adapter for r in self._waiting[:LOOK_AHEAD] if r.adapter is not None and r.pin is None]
+            if ahead:
+                self._adapters.prefetch(ahead)
         return scheduled
 
     def _admit(

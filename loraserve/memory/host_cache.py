@@ -52,6 +52,11 @@ class HostCache:
         return int(self._evictable.currsize) + self._held_bytes
 
     @property
+    def held_bytes(self) -> int:
+        """Of those that aren't evicted."""
+        return self._held_bytes
+
+    @property
     def num_held(self) -> int:
         return len(self._held)
 

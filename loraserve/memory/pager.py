@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -229,6 +229,35 @@ class Pager:
         if size is None or digest in self._loading or self._pool.can_admit(size.footprint, self._fresh):
             return Residency.LOADING
         return Residency.WAITING_FOR_SPACE
+
+    @timed
+    def prefetch(self, refs: Sequence[AdapterRef]) -> None:
+        """Adapters that will be asked for, soonest first, are read to the host's memory while loaders have nothing else to do.
+
+        Nothing is evicted for them that is held for who waits, nor one of them for another; no place on the device is taken. All but one loader may be busy for them
+        (a single one may, too): who asks in earnest finds a loader free, or waits for one load at most.
+        """
+        now, room = self._clock(), self._host.budget_bytes - self._host.held_bytes
+        for ref in refs:
+            digest = ref.digest
+            if digest in self._pool or digest in self._waiting or digest in self._loading:
+                continue
+            size = self._sizes.get(digest)
+            if size is not None:
+                room -= size.host_bytes
+                if room < 0:
+                    return
+            if digest in self._host:
+                # the last to be evicted for the others
+                self._host.touch(digest, now)
+                continue
+            failure = self._failures.get(digest)
+            if failure is not None and now < failure.retry_at_s:
+                continue
+            if len(self._loading) >= max(1, self._num_threads - 1):
+                return
+            self._loading[digest] = frozenset((ref.tenant,))
+            self._executor.submit(self._load, ref)
 
     @timed
     def poll(self) -> list[Digest]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -93,6 +94,8 @@ class Adapters:
     invocations: dict[Digest, tuple[int, ...]] = field(default_factory=dict)
     """Of those that don't act on every token."""
     is_line_closed: bool = False
+    ahead: list[str] = field(default_factory=list)
+    """Names, of the last look ahead."""
 
     def request(self, ref: AdapterRef) -> Residency:
         self.asked.append(ref.name)
@@ -107,6 +110,9 @@ class Adapters:
     def facts(self, digest: Digest) -> AdapterFacts:
         assert self.states[digest] is Residency.RESIDENT
         return AdapterFacts(invocation_token_ids=self.invocations.get(digest, ()))
+
+    def prefetch(self, refs: Sequence[AdapterRef]) -> None:
+        self.ahead = [ref.name for ref in refs]
 
     def set(self, name: str, state: Residency, invocation_token_ids: tuple[int, ...] = ()) -> None:
         self.states[make_ref(name).digest] = state

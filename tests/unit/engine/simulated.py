@@ -218,6 +218,9 @@ class SimulatedPager(Adapters):
     def tier(self, digest: Digest) -> Tier:
         return Tier.DEVICE if self.states.get(digest) is Residency.RESIDENT else Tier.DISK
 
+    def prefetch(self, refs: object) -> None:
+        pass
+
     def resident(self, digest: Digest) -> int:
         assert self.states[digest] is Residency.RESIDENT
         assert self.pins[digest] > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from loraserve.engine.scheduler import LOOK_AHEAD
 from loraserve.errors import AdapterNotReady, error_from_code
 from loraserve.limits import LIMITS
 from loraserve.memory.pager import Residency
@@ -71,3 +72,36 @@ def test_the_refusal_says_when_to_come_back_also_from_another_process() -> None:
     error = error_from_code("adapter_not_ready", "x")
     assert isinstance(error, AdapterNotReady)
     assert error.retry_after_s == AdapterNotReady.retry_after_s > 0
+
+
+def test_adapters_of_requests_that_wait_for_a_place_in_a_step_are_looked_for_ahead() -> None:
+    harness = Harness(max_num_seqs=1)
+    harness.adapters.set("hot", Residency.RESIDENT)
+    harness.add(make_request(adapter="hot", max_tokens=50), make_request(max_tokens=50))
+    harness.step()
+    assert harness.adapters.ahead == []
+    harness.add(*[make_request(adapter=f"cold{number}") for number in range(LOOK_AHEAD + 5)])
+    harness.adapters.asked.clear()
+    harness.step()
+    # the base's request is among the first, and needs none
+    assert harness.adapters.ahead == [f"cold{number}" for number in range(LOOK_AHEAD - 1)]
+    assert harness.adapters.asked == []
+
+
+def test_the_next_sequence_to_begin_is_the_cold_ones_once_its_adapter_is_there() -> None:
+    harness = Harness(max_num_seqs=2)
+    harness.adapters.set("hot", Residency.RESIDENT)
+    cold = make_request(adapter="cold")
+    harness.add(cold)
+    num_passed = 0
+    for step in range(40):
+        harness.add(make_request(adapter="hot", max_tokens=2))
+        if step == 20:
+            harness.adapters.set("cold", Residency.RESIDENT)
+        begun = [entry.request for entry in harness.step()[0] if entry.start == 0]
+        num_passed += len(begun) if step < 20 else 0
+        if begun and step >= 20:
+            assert cold in begun
+            break
+    assert num_passed > 10
+    assert cold.first_scheduled_s is not None
