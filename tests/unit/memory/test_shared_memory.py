@@ -1,0 +1,220 @@
+"""KV blocks and adapters take memory from each other by what it's worth, in pages that are all alike."""
+
+from __future__ import annotations
+
+import mmap
+import random
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from loraserve.errors import ConfigError
+from loraserve.limits import MIB
+from loraserve.memory.adapter_pool import AdapterPool
+from loraserve.memory.arena import Arena, Tenure
+from loraserve.memory.copies import DirectCopies
+from loraserve.memory.device import CpuDevice
+from loraserve.memory.division import divide_on_cpu, divide_on_gpu
+from loraserve.memory.gpu_device import GpuDevice
+from loraserve.memory.host_memory import HostMemory
+from loraserve.memory.kv_cache import BlockId, KVCache, RentedBlocks, prefix_root
+from loraserve.types import Digest, TenantId
+
+ROOT = prefix_root(TenantId("t"), Digest("b"), "float32")
+
+
+class Shared:
+    """Sixteen pages of 1 KiB of a CPU: a KV block takes one, an adapter of rank 7 takes four. Adapters may have twelve."""
+
+    def __init__(self, make: Any, clock: Callable[[], float], num_pages: int = 16) -> None:
+        self.make, self.clock = make, clock
+        self.given_back: list[int] = []
+        self.arena = Arena(num_pages, 1024)
+        rented = RentedBlocks(self.arena.lease(Tenure.KV), 1024, when_given_back=self.given_back.extend)
+        self.kv = KVCache(num_pages, 2, rented=rented, clock=clock)
+        lease = self.arena.lease(Tenure.ADAPTERS)
+        self.pool = AdapterPool(CpuDevice(make.base, (num_pages - 4) * 1024, lease=lease), clock)
+        self.left: list[Digest] = []
+        self.pool.when_evicted = lambda evicted: self.left.append(evicted.digest)
+        # a block costs as much as a KiB of an adapter
+        self.kv.prefill_pace.note(2000, 1.0)
+        self.pool.load_pace.note(1024 * 1000, 1.0)
+
+    def admit(self, name: str) -> list[Digest]:
+        evicted = self.pool.admit(self.make.digest(name), self.make.loaded(7), self.clock())
+        return [e.digest for e in evicted]
+
+    def cache(self, first: int, num_blocks: int) -> list[BlockId]:
+        """Idle blocks of tokens that start with this one."""
+        blocks = self.kv.allocate(num_blocks)
+        assert blocks is not None
+        parent = ROOT
+        for i, block in enumerate(blocks):
+            parent = self.kv.publish(block, parent, [first + i, 0])
+        self.kv.release(blocks)
+        return blocks
+
+
+@pytest.fixture
+def shared(make: Any, clock: Any) -> Shared:
+    return Shared(make, clock)
+
+
+def test_an_idle_adapter_that_is_worth_less_makes_way_for_kv(shared: Shared, clock: Any) -> None:
+    shared.admit("old")
+    clock.advance(100.0)
+    shared.cache(0, 10)
+    assert shared.kv.allocate(4) is not None
+    assert shared.left == [shared.make.digest("old")]
+    assert shared.pool.num_evictions_for == {Tenure.KV: 1}
+    assert shared.kv.num_idle == 10
+    assert shared.kv.check() == shared.pool.check() == []
+
+
+def test_kv_that_is_worth_less_makes_way_for_kv(shared: Shared, clock: Any) -> None:
+    shared.cache(0, 10)
+    clock.advance(100.0)
+    shared.admit("new")
+    assert shared.kv.allocate(6) is not None
+    assert shared.left == []
+    assert (shared.kv.num_idle, shared.kv.num_evictions_for) == (6, {Tenure.KV: 4})
+    assert shared.kv.check() == shared.pool.check() == []
+
+
+def test_kv_that_is_worth_less_makes_way_for_an_adapter_and_is_given_back(shared: Shared, clock: Any) -> None:
+    blocks = shared.cache(0, 14)
+    clock.advance(100.0)
+    assert shared.admit("new") == []
+    assert shared.kv.num_evictions_for == {Tenure.ADAPTERS: 2}
+    # the end of the prefix
+    assert sorted(shared.given_back) == sorted(blocks[-2:])
+    assert shared.kv.check() == shared.pool.check() == []
+
+
+def test_an_adapter_that_is_worth_less_makes_way_for_an_adapter(shared: Shared, clock: Any) -> None:
+    shared.admit("old")
+    clock.advance(100.0)
+    shared.cache(0, 12)
+    assert shared.admit("new") == [shared.make.digest("old")]
+    assert shared.pool.num_evictions_for == {Tenure.ADAPTERS: 1}
+    assert shared.kv.num_idle == 12
+
+
+def test_what_costs_more_to_have_again_is_kept(shared: Shared, clock: Any) -> None:
+    shared.cache(0, 12)
+    shared.admit("same age")
+    shared.kv.prefill_pace.note(1000, 100.0)
+    assert shared.kv.allocate(1) is not None
+    assert shared.left == [shared.make.digest("same age")]
+
+
+def test_free_blocks_are_given_back_before_anything_is_evicted(shared: Shared) -> None:
+    shared.admit("a")
+    blocks = shared.kv.allocate(12)
+    assert blocks is not None
+    shared.kv.release(blocks[4:])
+    assert shared.admit("b") == []
+    assert len(shared.given_back) == 4
+    assert shared.pool.num_evictions == shared.kv.num_evictions_for.total() == 0
+
+
+def test_adapters_have_what_all_but_one_sequence_leaves(shared: Shared) -> None:
+    for name in "abc":
+        shared.admit(name)
+        shared.pool.set_operator_pin(shared.make.digest(name), True)
+    footprint = shared.pool.device.footprint_of(shared.make.packed(1))
+    assert not shared.pool.can_admit(footprint)
+    assert not shared.pool.can_ever_admit(footprint)
+    assert shared.kv.num_available == 4
+    assert len(shared.kv.allocate(4) or []) == 4
+    assert shared.kv.allocate(1) is None
+
+
+def test_whoever_is_awaited_is_not_given_up_for_kv(shared: Shared) -> None:
+    shared.admit("a")
+    shared.pool.fresh = {shared.make.digest("a")}
+    assert shared.kv.num_available == 12
+    assert shared.kv.allocate(13) is None
+    shared.pool.fresh = frozenset()
+    assert len(shared.kv.allocate(13) or []) == 13
+
+
+def test_thousands_of_adapters_of_all_sizes_come_and_go_and_no_page_is_lost_between_them(make: Any) -> None:
+    pool, rng = make.pool(num_pages=96, max_tiles=400, max_slots=97), random.Random(0)
+    arena = Arena(96, make.page_bytes, has_places=True)
+    kv = KVCache(96, 2, rented=RentedBlocks(arena.lease(Tenure.KV), make.page_bytes))
+    device = GpuDevice(make.base, pool, DirectCopies(), lease=arena.lease(Tenure.ADAPTERS), max_pages=88)
+    adapters = AdapterPool(device)
+    packed = [device.pack(make.modules(rank), make.modules(1)[0].lora_a.dtype) for rank in range(1, 33)]
+    held: list[list[BlockId]] = []
+    num_evicted = 0
+    for i in range(5000):
+        if i % 3 == 0:
+            held.append(kv.allocate(rng.randint(1, 4)) or [])
+        while sum(map(len, held)) > 32:
+            kv.release(held.pop(rng.randrange(len(held))))
+        host = packed[rng.randrange(len(packed))]
+        count, num_free = host.pages.num_pages, arena.num_free
+        assert adapters.can_admit(device.footprint_of(host))
+        evicted = adapters.admit(make.digest(i), make.loaded(host), float(i))
+        # pages that are free anywhere are a place for anybody
+        assert not evicted or num_free + kv.num_idle_pages < count or adapters.used.num_bytes + count > 88
+        num_evicted += len(evicted)
+        if i % 100 == 0:
+            assert adapters.check() == kv.check() == []
+    assert num_evicted > 3000
+    assert adapters.check() == kv.check() == []
+
+
+def test_memory_is_given_back_with_the_blocks(make: Any, clock: Any) -> None:
+    num_blocks, block = 64, MIB
+    assert block % mmap.PAGESIZE == 0
+    memory = HostMemory(num_blocks * block)
+    arena = Arena(num_blocks, block)
+
+    def give_back(blocks: Any) -> None:
+        for b in blocks:
+            memory.give_back(b * block, block)
+
+    kv = KVCache(num_blocks, 2, rented=RentedBlocks(arena.lease(Tenure.KV), block, when_given_back=give_back))
+    process = psutil.Process()
+    before = process.memory_info().rss
+    blocks = kv.allocate(num_blocks)
+    assert blocks is not None
+    memory.data.fill_(1)
+    full = process.memory_info().rss
+    # other allocations of this process meanwhile are far below a sixteenth of it
+    assert full - before > 60 * MIB
+    kv.release(blocks)
+    assert process.memory_info().rss - before > 60 * MIB
+    assert arena.lease(Tenure.ADAPTERS).make_room(48)
+    left = process.memory_info().rss
+    assert full - left > 44 * MIB
+    # what is there still has its bytes
+    kept = kv.allocate(16)
+    assert kept is not None
+    assert all(int(memory.data[b * block]) == 1 for b in kept)
+
+
+def test_a_budget_is_divided_into_pages_that_are_counted() -> None:
+    division = divide_on_cpu(100 * 4096 + 5, 3 * 4096 - 7, num_needed_blocks=10, page_num_bytes=4096)
+    assert (division.num_pages, division.pages_per_block, division.block_num_bytes) == (100, 3, 3 * 4096)
+    assert (division.num_blocks, division.max_adapter_pages) == (33, 70)
+    with pytest.raises(ConfigError, match=r"holds 33 KV blocks.*takes 34"):
+        divide_on_cpu(100 * 4096, 3 * 4096, num_needed_blocks=34, page_num_bytes=4096)
+
+
+def test_a_budget_is_divided_into_pages_of_whole_blocks_and_rows() -> None:
+    small = divide_on_gpu(1000 * 512, 500, 10, widest_row_bytes=1200, max_pool_bytes=1 << 30)
+    assert (small.block_num_bytes, small.blocks_per_page, small.page_num_bytes) == (512, 3, 1536)
+    assert (small.num_pages, small.num_blocks, small.max_adapter_pages) == (333, 999, 329)
+    # the kernels of adapters reach the first pages alone
+    large = divide_on_gpu(1000 * 512, 512, 10, widest_row_bytes=100, max_pool_bytes=600 * 512 + 1)
+    assert (large.num_pages, large.num_own_pages, large.num_blocks) == (600, 400, 1000)
+    assert large.max_adapter_pages == 600
+    some = divide_on_gpu(1000 * 512, 512, 500, widest_row_bytes=100, max_pool_bytes=600 * 512)
+    assert some.max_adapter_pages == 500
+    with pytest.raises(ConfigError, match=r"holds 999 KV blocks.*takes 1000"):
+        divide_on_gpu(1000 * 512, 500, 1000, widest_row_bytes=1200, max_pool_bytes=1 << 30)
