@@ -278,8 +278,8 @@ def _of_thrashing(plan: Plan) -> Iterator[Notice]:
         cost = ""
         if plan.loads is not None:
             cost = (
-                f" If all are used alike, {missed:.0%} of the uses wait for a load: {plan.loads.disk_s * 1e3:.1f} ms from disk, "
-                f"{plan.loads.max_loads_per_s:,.0f} a second at most."
+                f" If all are used alike, {missed:.0%} of the uses wait for one: {plan.loads.host_s * 1e3:.1f} ms from host memory, "
+                f"{plan.loads.disk_s * 1e3:.1f} ms from disk, whence {plan.loads.max_loads_per_s:,.0f} a second come at most."
             )
         yield Notice(
             Level.WARNING,
