@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from paged_pools import ODD, random_modules, random_rows
 from safetensors.numpy import save_file
 
+from loraserve.adapters.ir import AdapterIR, ModuleIR, NormIR, TensorView
 from loraserve.errors import ConfigError
 from loraserve.memory.device import CpuDevice, cpu_adapter_dtype
-from loraserve.planning.adapters import Shape, find_adapters, held_dtype, plan_directory, plan_ranks, plan_shape
+from loraserve.memory.lowering import lower
+from loraserve.planning.adapters import (
+    Shape,
+    find_adapters,
+    held_dtype,
+    plan_directory,
+    plan_ranks,
+    plan_shape,
+    shape_of,
+)
 from loraserve.types import BaseSpec
 from loraserve_kernels.layout import ReplacedNorm
 from loraserve_kernels.modules import LoraModule, size_of
@@ -172,3 +184,48 @@ def test_a_gpu_holds_adapters_in_its_activations_dtype_or_int8(make: Any) -> Non
     with pytest.raises(ConfigError, match="can't be held in fp16 where activations are bf16"):
         held_dtype("fp16", make.base("cuda", modules=ODD), "F32")
     assert held_dtype("auto", make.base(modules=ODD), "F16") == "fp16"
+
+
+class Weights:
+    """A base of zeros, with biases on q_proj."""
+
+    device = torch.device("cpu")
+
+    def weight_rows(self, layer: int, module: str) -> Iterator[torch.Tensor]:
+        yield torch.zeros(ODD[module])
+
+    def bias(self, layer: int, module: str) -> torch.Tensor | None:
+        return torch.zeros(ODD[module][0]) if module == "q_proj" else None
+
+
+def view(*shape: int) -> TensorView:
+    return TensorView("F32", shape, np.ones(shape, dtype=np.float32))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"module": "q_proj", "rank": 3, "lora_a": view(3, 200), "lora_b": view(72, 3)},
+        {"module": "q_proj", "rank": 3, "lora_a": view(3, 200), "lora_b": view(72, 3), "magnitude": view(72)},
+        {"module": "v_proj", "rank": 3, "lora_a": view(3, 200), "lora_b": view(23, 3), "lora_bias": view(23)},
+        {"module": "q_proj", "bias": view(72)},
+        {"module": "q_proj", "output_scale": view(72)},
+        {"module": "v_proj", "output_scale": view(23)},
+        {"module": "q_proj", "weight": view(72, 200)},
+        {"module": "embed_tokens", "token_ids": (1, 5), "token_rows": view(2, 200)},
+    ],
+    ids=lambda fields: " ".join(fields),
+)
+def test_what_a_module_has_is_planned_as_it_is_lowered(make: Any, fields: dict[str, Any]) -> None:
+    base = structs.replace(make.base(modules=ODD).spec, biased_modules=("q_proj",))
+    ir = AdapterIR((ModuleIR(0, **fields),), "F32", norms=(NormIR(1, "mlp_norm", view(200)),))
+    lowered = lower(ir, base, Weights())
+    shape = shape_of(ir, base)
+    assert shape.sizes == tuple(map(size_of, lowered.modules))
+    assert shape.num_norm_weights == 200
+    assert shape.is_upper_bound is ("weight" in fields)
+
+
+def test_a_module_that_changes_nothing_takes_nothing(make: Any) -> None:
+    ir = AdapterIR((ModuleIR(0, "v_proj", rank=0, lora_a=view(0, 200), lora_b=view(23, 0)),), "F32")
+    assert shape_of(ir, make.base(modules=ODD).spec).sizes == ()
