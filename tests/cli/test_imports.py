@@ -26,7 +26,16 @@ HEAVY = (
 
 @pytest.mark.parametrize(
     "module",
-    ["loraserve", "loraserve.errors", "loraserve.sdk", "loraserve.cli.main", "loraserve.cli.serve", "loraserve.cli.db"],
+    [
+        "loraserve",
+        "loraserve.errors",
+        "loraserve.sdk",
+        "loraserve.cli.main",
+        "loraserve.cli.serve",
+        "loraserve.cli.db",
+        "loraserve.cli.plan",
+        "loraserve.cli.doctor",
+    ],
 )
 def test_import_loads_nothing_heavy(module: str) -> None:
     code = f"import sys, {module}; print([name for name in {HEAVY!r} if name in sys.modules])"
