@@ -130,6 +130,18 @@ def test_an_adapter_larger_than_all_but_one_sequence_can_never_fit(make: Any) ->
     assert refusal is not None and "beside the KV of one sequence" in refusal  # noqa: PT018
 
 
+def test_an_adapter_that_a_gpus_tables_cannot_hold_can_never_fit(make: Any) -> None:
+    def refusal(max_tiles: int) -> str | None:
+        arena = make.arena(10**6, page_bytes=8192, max_tiles=max_tiles)
+        config, base = make.config(), make.base("cuda", modules=ODD)
+        found: str | None = plan_ranks([17], ["q_proj"], 1, "F32", base, config, arena)[0].refusal
+        return found
+
+    # 17 ranks take two tiles
+    assert refusal(2) is None
+    assert "2 rank tiles; the tables for adapters have 1" in (refusal(1) or "")
+
+
 def save_peft(folder: Path, rank: int = 4, **config: Any) -> Path:
     folder.mkdir(parents=True)
     rng, tensors = np.random.default_rng(0), {}
