@@ -1,0 +1,44 @@
+"""Loaders come after the steps, and don't stand still."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from loraserve.memory.pager import Pager
+from loraserve.memory.priority import NICENESS, stand_back
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux alone")
+
+
+def niceness() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+@linux
+def test_loaders_are_nicer_than_the_steps_thread(make_pager: Callable[..., Pager]) -> None:
+    pager, before = make_pager(num_threads=1), niceness()
+    assert pager._executor.submit(niceness).result() == min(before + NICENESS, 19)
+    assert niceness() == before
+
+
+@linux
+def test_who_is_as_nice_as_can_be_stays_so() -> None:
+    def run() -> int:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 18)
+        stand_back()
+        return niceness()
+
+    with ThreadPoolExecutor(1) as executor:
+        assert executor.submit(run).result() == 19
+
+
+def test_elsewhere_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with ThreadPoolExecutor(1, initializer=stand_back) as executor:
+        assert executor.submit(niceness).result() == niceness()
