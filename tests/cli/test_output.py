@@ -61,6 +61,30 @@ def test_text_cannot_command_a_terminal(capsys: pytest.CaptureFixture[str], monk
     assert capsys.readouterr().out == "\N{REPLACEMENT CHARACTER}]0;owned\N{REPLACEMENT CHARACTER}é\n"
 
 
+def test_text_cannot_command_a_terminal_that_is_drawn_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = Output(Format.HUMAN)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    with output.frames() as show:
+        show(lambda: output.line("\x1b]0;owned\x07é"))
+        show(lambda: output.note("a word"))
+    out, err = capsys.readouterr()
+    assert "\x1b]0" not in out
+    assert "\N{REPLACEMENT CHARACTER}]0;owned\N{REPLACEMENT CHARACTER}é" in out
+    # words are in the frame too: beside it they would tear it
+    assert "a word" in out
+    assert err == ""
+
+
+def test_in_a_pipe_each_look_is_below_the_last(capsys: pytest.CaptureFixture[str]) -> None:
+    output = Output(Format.HUMAN)
+    with output.frames() as show:
+        for look in ("one", "two"):
+            show(lambda look=look: output.line(look))
+    assert capsys.readouterr().out == "one\ntwo\n"
+
+
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
     [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 << 29, "1.5 GiB"), (1 << 52, "4096.0 TiB")],

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from loraserve.engine.probe import Probe
 from loraserve.memory.arena import Tenure
 from loraserve.memory.pager import Residency
 
@@ -67,6 +68,35 @@ def test_a_wait_that_ends_without_the_adapter_is_counted(harness: Harness, endin
     else:
         harness.scheduler.abort(request.request_id)
     assert waits(harness) == (1, 7.0)
+
+
+def test_a_wait_that_ended_before_a_place_came_free_is_counted() -> None:
+    harness = Harness(max_num_seqs=1)
+    harness.add(make_request(max_tokens=50))
+    harness.schedule()
+    request = make_request(adapter="slow", priority=-1)
+    harness.scheduler._has_adapter(request)
+    harness.add(request)
+    harness.now = 2.0
+    harness.adapters.set("slow", Residency.RESIDENT)
+    harness.scheduler._end_adapter_wait(request)
+    harness.now = 9.0
+    harness.scheduler.abort(request.request_id)
+    assert waits(harness) == (1, 2.0)
+
+
+def test_probes_are_nobodys_wait(harness: Harness) -> None:
+    harness.adapters.set("here", Residency.RESIDENT)
+    probe = make_request(adapter="here")
+    probe.probe = Probe(probe.request_id, probe.token_ids)
+    gone = make_request(adapter="never")
+    gone.probe = probe.probe
+    harness.add(probe, gone)
+    harness.schedule()
+    harness.now = 4.0
+    for request in (probe, gone):
+        harness.scheduler.abort(request.request_id)
+    assert waits(harness) == (0, 0.0)
 
 
 def test_a_preempted_request_waited_once() -> None:

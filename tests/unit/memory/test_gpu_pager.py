@@ -24,7 +24,7 @@ from simulated_gpu import SimulatedCopies, read_module
 
 from adapters_store import LocalStore
 from loraserve import faults
-from loraserve.errors import AdapterTooLarge, AdapterUnavailable, InvariantViolation
+from loraserve.errors import AdapterTooLarge, AdapterUnservable, InvariantViolation
 from loraserve.memory.adapter_pool import AdapterPool, Pin
 from loraserve.memory.copies import DirectCopies
 from loraserve.memory.gpu_device import GpuDevice
@@ -79,9 +79,11 @@ def test_an_adapter_is_resident_once_its_copy_has_landed(make: Any, store: Local
     with pytest.raises(InvariantViolation, match="isn't resident"):
         gpu.pager.pin(ref.digest)
     assert gpu.pager.poll() == []
+    assert (gpu.pager.tier(ref.digest), gpu.pager.stats()["device_load_s"].num) == (Tier.HOST, 0)
     gpu.copies.run_all()
     assert gpu.pager.poll() == [ref.digest]
     assert gpu.pager.request(ref) is Residency.RESIDENT
+    assert (gpu.pager.tier(ref.digest), gpu.pager.stats()["device_load_s"].num) == (Tier.DEVICE, 1)
     assert gpu.pager.residency()[0].tier is Tier.DEVICE
     slot = gpu.pager.slot(ref.digest)
     assert gpu.pager.resident(ref.digest) == slot
@@ -292,7 +294,7 @@ def test_an_adapter_out_of_the_dtypes_range_fails_by_name(make: Any, store: Loca
     pager.request(bad)
     make.settle(pager)
     error = pager.error(bad.digest)
-    assert type(error) is AdapterUnavailable
+    assert type(error) is AdapterUnservable
     assert "q_proj.lora_" in str(error)
     assert "fp16" in str(error)
 

@@ -9,7 +9,7 @@ import torch
 
 from adapters_store import LocalStore
 from loraserve.memory.arena import Arena, Tenure
-from loraserve.memory.pager import Pager, Residency
+from loraserve.memory.pager import PATIENCE_S, Pager, Residency
 from loraserve.memory.precision import Precision
 from loraserve.memory.usage import memory_usage
 from loraserve.types import Tier
@@ -45,6 +45,24 @@ def test_a_request_finds_an_adapter_where_it_is_when_it_comes(
     make.settle(pager)
     pager.poll()
     assert (pager.tier(a.digest), pager.tier(b.digest)) == (Tier.HOST, Tier.DEVICE)
+
+
+def test_an_adapter_that_has_to_give_its_place_up_is_found_in_the_hosts_memory(
+    make: Any, store: LocalStore, make_pager: MakePager, clock: Any
+) -> None:
+    pager = make_pager(device_ranks=4)
+    a, b = (make.publish(store, seed=seed) for seed in range(2))
+    pager.request(a)
+    make.settle(pager)
+    assert pager.request(a) is Residency.RESIDENT
+    pin = pager.pin(a.digest)
+    pager.request(b)
+    make.settle(pager)
+    clock.advance(PATIENCE_S + 1)
+    pager.request(b)
+    pager.poll()
+    assert pager.tier(a.digest) is Tier.HOST
+    pin.release()
 
 
 def test_loads_are_timed_by_the_tier_that_they_lead_to(make: Any, store: LocalStore, make_pager: MakePager) -> None:
