@@ -120,6 +120,27 @@ def test_free_blocks_are_given_back_before_anything_is_evicted(shared: Shared) -
     assert shared.pool.num_evictions == shared.kv.num_evictions_for.total() == 0
 
 
+def test_a_page_of_several_blocks_is_given_back_once_none_of_them_is_held() -> None:
+    arena = Arena(2, 1024, has_places=True)
+    kv = KVCache(4, 2, rented=RentedBlocks(arena.lease(Tenure.KV), 512, blocks_per_group=2))
+    adapters = arena.lease(Tenure.ADAPTERS)
+    first, second = kv.allocate(1) or [], kv.allocate(1) or []
+    assert first[0] // 2 == second[0] // 2
+    kv.publish(first[0], ROOT, [1, 2])
+    kv.release(first)
+    assert not adapters.make_room(2)
+    kv.release(second)
+    # one is cached, the other free
+    assert (kv.num_idle, kv.num_available) == (1, 4)
+    assert adapters.make_room(2)
+    assert (kv.num_idle, kv.num_evictions_for) == (0, {Tenure.ADAPTERS: 1})
+    assert kv.check() == arena.check() == []
+    adapters.take(1)
+    assert kv.num_available == 2
+    assert len(set(kv.allocate(2) or [])) == 2
+    assert kv.check() == arena.check() == []
+
+
 def test_adapters_have_what_all_but_one_sequence_leaves(shared: Shared) -> None:
     for name in "abc":
         shared.admit(name)

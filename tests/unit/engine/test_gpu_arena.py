@@ -1,0 +1,53 @@
+"""A GPU's engine whose KV blocks and adapters are pages of one small tensor, its kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+from loraserve.engine.assembly import build_engine
+from loraserve.memory.arena import Tenure
+from loraserve.memory.gpu_device import GpuDevice, divide
+
+from .conftest import World
+from .test_engine import add, prompts, run
+
+pytestmark = pytest.mark.interpreted
+
+BLOCK_BYTES = 16 * 3 * 2 * 2 * 16 * 2
+
+
+def test_pages_that_were_an_adapters_hold_kv_and_the_other_way_round(world: World) -> None:
+    budget = 18 * BLOCK_BYTES
+    engine, ready = build_engine(
+        world.config(
+            device="cuda",
+            dtype="float16",
+            max_num_seqs=2,
+            max_num_batched_tokens=24,
+            max_model_len=48,
+            memory_budget_bytes=budget,
+        )
+    )
+    kv, pool, division = engine._kv, engine.pager._pool, divide(engine.base, budget, BLOCK_BYTES, 3)
+    assert isinstance(pool.device, GpuDevice)
+    assert ready.num_kv_blocks == kv.num_blocks == division.num_blocks
+    assert ready.adapter_budget_bytes == division.max_adapter_bytes
+    assert pool.device.num_bytes <= budget
+    prompt = prompts(1, seed=5, low=17, high=17)[0]
+    first = add(engine, world, prompt, "r8", max_tokens=2)
+    before = run(engine)[first]
+    pages = set(pool.device.lease.pages)
+    # a sequence that takes whatever anybody can give up
+    blocks = kv.allocate(kv.num_available)
+    assert blocks is not None
+    assert pool.num_evictions_for == {Tenure.KV: 1}
+    assert pages <= set(blocks)
+    pool.device.pool.data.fill_(0xFF)
+    kv.release(blocks)
+    again = add(engine, world, prompt, "r8", max_tokens=2)
+    assert run(engine)[again] == before
+    assert len(pool.device.lease.pages) == len(pages)
+    engine.pager.close()
+    assert engine.check() == []
