@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 from loraserve.engine.assembly import build_engine
 from loraserve.memory.arena import Tenure
 from loraserve.memory.gpu_device import GpuDevice, divide
+from loraserve.types import TokenOutput
 
 from .conftest import World
 from .test_engine import add, prompts, run
@@ -36,8 +37,9 @@ def test_pages_that_were_an_adapters_hold_kv_and_the_other_way_round(world: Worl
     assert ready.adapter_budget_bytes == division.max_adapter_bytes
     assert pool.device.num_bytes <= budget
     prompt = prompts(1, seed=5, low=17, high=17)[0]
-    first = add(engine, world, prompt, "r8", max_tokens=2)
-    before = run(engine)[first]
+    before: list[TokenOutput] = []
+    add(engine, world, prompt, "r8", max_tokens=1, logprobs=320)
+    run(engine, before)
     pages = set(pool.device.lease.pages)
     # a sequence that takes whatever anybody can give up
     blocks = kv.allocate(kv.num_available)
@@ -46,8 +48,11 @@ def test_pages_that_were_an_adapters_hold_kv_and_the_other_way_round(world: Worl
     assert pages <= set(blocks)
     pool.device.pool.data.fill_(0xFF)
     kv.release(blocks)
-    again = add(engine, world, prompt, "r8", max_tokens=2)
-    assert run(engine)[again] == before
+    after: list[TokenOutput] = []
+    add(engine, world, prompt, "r8", max_tokens=1, logprobs=320)
+    run(engine, after)
+    assert after[-1].token_ids == before[-1].token_ids
+    assert after[-1].logprobs == before[-1].logprobs
     assert len(pool.device.lease.pages) == len(pages)
     engine.pager.close()
     assert engine.check() == []
