@@ -53,7 +53,7 @@ class Version(Result):
     digest: str
     """SHA-256 over the canonical config and tensors: the version's identity."""
     state: str
-    """ready; quarantined: its certificate failed and it isn't served; checked: a dry run's."""
+    """ready; quarantined: its certificate failed, or its stored bytes were found damaged, and it isn't served; checked: a dry run's."""
     size_bytes: int
     rank: int
     """The highest of its modules."""
