@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 
 PARTS = ("registered", "churn", "trace")
 
 
 def main(arguments: list[str]) -> None:
+    # a run that is told to end still stops its servers and removes their data
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     is_named = bool(arguments) and arguments[0] in PARTS
     part, rest = (arguments[0], arguments[1:]) if is_named else ("run", arguments)
     importlib.import_module(f"benchmarks.{part}").main(rest)

@@ -40,6 +40,10 @@ def test_exponent_0_is_uniform_and_the_last_item_is_reached() -> None:
     assert [zipf.pick(u) for u in (0.0, 0.34, 0.67, 0.999999)] == [0, 1, 2, 2]
 
 
+def test_number_on_the_border_of_two_items_is_the_seconds() -> None:
+    assert Zipf(2, 0.0).pick(0.5) == 1
+
+
 def test_fewer_adapters_than_ranks_are_refused() -> None:
     with pytest.raises(ValueError, match="3 adapters can't have 4 ranks"):
         zipf_stream(1, 3, 4, 0, exponent=1.0, **LENGTHS)
