@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import sqlite3
+import stat
 from collections import namedtuple
 from pathlib import Path
 
@@ -31,9 +32,14 @@ def test_a_data_directory_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_does_not_sync_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(_: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+@pytest.mark.parametrize("which", ["file", "folder"])
+def test_a_disk_that_does_not_sync_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str) -> None:
+    sync = os.fsync
+
+    def broken(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode) == (which == "folder"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(fd)
 
     monkeypatch.setattr(os, "fsync", broken)
     check = one(check_data_dir(tmp_path))
