@@ -68,12 +68,12 @@ def test_text_cannot_command_a_terminal_that_is_drawn_again(
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     with output.frames() as show:
         show(lambda: output.line("\x1b]0;owned\x07é"))
-        show(lambda: output.note("a word"))
+        show(lambda: (output.line("above"), output.note("a word"), output.line("below")))
     out, err = capsys.readouterr()
     assert "\x1b]0" not in out
     assert "\N{REPLACEMENT CHARACTER}]0;owned\N{REPLACEMENT CHARACTER}é" in out
     # words are in the frame too: beside it they would tear it
-    assert "a word" in out
+    assert out.index("above") < out.index("a word") < out.index("below")
     assert err == ""
 
 
@@ -159,11 +159,12 @@ def test_ps_has_the_nearest_tier_first_and_what_is_on_disk_alone_only_if_asked()
     server = Server(
         make_row("cold", "disk"),
         make_row("evicted", "host", last_used_s=2.0),
+        make_row("unused", "device"),
         make_row("older", "device", last_used_s=9.0),
         make_row("coming", "loading", last_used_s=0.0),
         make_row("newer", "device", last_used_s=1.0),
     )
-    in_memory = ["newer", "older", "coming", "evicted"]
+    in_memory = ["newer", "older", "unused", "coming", "evicted"]
     assert [row.name for row in _look(server, all_versions=False).rows] == in_memory  # type: ignore[arg-type]
     assert [row.name for row in _look(server, all_versions=True).rows] == [*in_memory, "cold"]  # type: ignore[arg-type]
 
