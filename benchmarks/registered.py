@@ -33,6 +33,8 @@ from benchmarks.watching import Seen, Watch, engine_process
 
 BUDGETS = {"tiny": ("64MiB", "4MiB"), "S": ("512MiB", "512MiB"), "M": ("1536MiB", "1GiB")}
 """The device's and the host cache's, so that thousands of adapters don't fit."""
+QUICK_HOST_CACHE = "32MiB"
+"""So that hundreds don't."""
 TARGETS = "q_proj"
 CONCURRENCY = 32
 EXPONENT = 1.0
@@ -155,12 +157,18 @@ class Bench:
         return float(last_line(module("registering", *arguments))["wall_s"])
 
 
+def budget_flags(options: argparse.Namespace) -> tuple[str, ...]:
+    """What the server is told of its memory: what was asked for, or too little for all adapters."""
+    device, host = BUDGETS[options.size]
+    host = QUICK_HOST_CACHE if options.quick else host
+    return ("--memory-budget", options.memory_budget or device, "--host-cache", options.host_cache or host)
+
+
 def run(options: argparse.Namespace) -> tuple[list[Point], Pushed, float]:
     """The points by number of adapters, what uploads over the API took, and the seconds that registering the others took."""
     size = SIZES[options.size]
     bench = Bench(options, make_base(options.size), Adapters(size, targets=(TARGETS,)), size.vocab)
-    device, host = BUDGETS[options.size]
-    flags = ("--memory-budget", options.memory_budget or device, "--host-cache", options.host_cache or host)
+    flags = budget_flags(options)
     counts = [int(count) for count in options.counts.split(",")]
     points, register_s, seed = [], 0.0, 100
     with ExitStack() as stack:

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks import figures, reporting
 from benchmarks.asking import Asker, Summary
 from benchmarks.make_model import SIZES
-from benchmarks.registered import BUDGETS, TARGETS
+from benchmarks.registered import BUDGETS, TARGETS, budget_flags
 from benchmarks.serving import Server, last_line, make_base, module, say, serve
 from benchmarks.synthetic import Adapters
 from benchmarks.traffic import slora_trace
@@ -31,6 +31,10 @@ ALPHAS = (1.0, 0.6, 0.3, 0.1)
 QUICK_ALPHAS = (1.0, 0.1)
 LENGTHS = {"tiny": (8, 32), "S": (8, 128), "M": (8, 64)}
 """The paper's are from 8 to 512."""
+MIN_REQUESTS = 30
+"""Of a point, which takes longer for them where the rate is low."""
+FIRST_SEED, WARMING_SEEDS = 100, 1000
+"""No point has the seed of what ran before it: its prompts would be in the prefix cache, and its adapters in memory."""
 CALIBRATION = {False: (128, 32), True: (48, 32)}
 """Requests and how many at a time, in full and quick."""
 
@@ -106,9 +110,9 @@ class Bench:
         return summary.num_complete / summary.wall_s
 
     async def point(self, cv: float, alpha: float, rate: float, seed: int) -> Point:
-        duration_s = self.options.duration
+        duration_s = max(self.options.duration, MIN_REQUESTS / rate)
         async with Asker(self.server.url, self.server.key, self.vocab) as asker:
-            await asker.open_loop(self.trace(alpha, rate, 1.0, duration_s / 4, 1000 + seed))
+            await asker.open_loop(self.trace(alpha, rate, 1.0, duration_s / 4, WARMING_SEEDS + seed))
             with Watch(self.server) as watch:
                 answers = await asker.open_loop(self.trace(alpha, rate, cv, duration_s, seed))
         return Point(cv, alpha, Summary.of(answers), watch.seen, watch.hits())
@@ -117,8 +121,7 @@ class Bench:
 def run(options: argparse.Namespace) -> tuple[float, list[Point]]:
     """The machine's requests a second, and the points."""
     size, model = SIZES[options.size], make_base(options.size)
-    device, host = BUDGETS[options.size]
-    flags = ("--memory-budget", options.memory_budget or device, "--host-cache", options.host_cache or host)
+    flags = budget_flags(options)
     points: list[Point] = []
     with ExitStack() as stack:
         say("starting the server …")
@@ -132,7 +135,7 @@ def run(options: argparse.Namespace) -> tuple[float, list[Point]]:
         say(f"the machine does {capacity:.2f} requests/s; {rate:.2f} are offered")
         for cv in CVS:
             for alpha in QUICK_ALPHAS if options.quick else ALPHAS:
-                points.append(asyncio.run(bench.point(cv, alpha, rate, seed=len(points) + 1)))
+                points.append(asyncio.run(bench.point(cv, alpha, rate, seed=FIRST_SEED + len(points))))
                 one = points[-1].summary
                 say(f"  cv {cv:g}, alpha {alpha:g}: {one.tokens_per_s:.1f} tokens/s, {one.errors or 'no errors'}")
     return capacity, points
@@ -145,7 +148,7 @@ def text(options: argparse.Namespace, capacity: float, points: list[Point], plot
     low, high = LENGTHS[options.size]
     return f"""Size {options.size}, base {options.quantize}; {options.adapters:,} adapters of ranks {", ".join(map(str, adapters.ranks))} on {TARGETS}, {figures.mib(held)} MiB in all; the device may hold \
 {figures.mib(seen.device_budget)} MiB of them and of KV, and the host {figures.mib(seen.host_budget)} MiB (over budget: {seen.over_words()}). Prompts and answers of {low} to {high - 1} tokens, greedy, streamed; \
-{options.duration:g} s a point. With 32 at a time the machine did {capacity:.2f} requests/s of these lengths.
+{options.duration:g} s a point or more, for {MIN_REQUESTS} requests at least. With 32 at a time the machine did {capacity:.2f} requests/s of these lengths.
 
 {figures.table(HEADER, [point.row() for point in points])}
 
@@ -169,7 +172,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--memory-budget", help="the device's")
     parser.add_argument("--host-cache")
     options = parser.parse_args(arguments)
-    options.adapters = options.adapters or (300 if options.quick else 1000)
+    options.adapters = options.adapters or (400 if options.quick else 1000)
     options.duration = options.duration or (12.0 if options.quick else 60.0)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from benchmarks.plotting import plot_trace
