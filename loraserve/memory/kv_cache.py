@@ -22,6 +22,8 @@ from loraserve.types import Digest, TenantId
 
 NUM_OFFERED = 8
 """Of the idle blocks, the least recently released ones among which the least valuable is looked for."""
+REMEMBERED_BLOCKS = 4096
+"""Of the last cached blocks, at least, by which it is judged how likely a new one is to be hit."""
 ASSUMED_PREFILL_S = 1e-3
 """A token, until some are measured."""
 
@@ -172,6 +174,8 @@ class KVCache:
         self._by_key: dict[PrefixKey, BlockId] = {}
         self._cached: dict[BlockId, _CachedBlock] = {}
         self._uses: dict[BlockId, Uses] = {}
+        # cached blocks that were released for the first time, and again; one of ten is assumed to be
+        self._num_first, self._num_reused = 10.0, 1.0
         # Least recently released first: where what is evicted next is looked for.
         self._idle: OrderedDict[BlockId, None] = OrderedDict()
         if rented is not None:
@@ -314,14 +318,15 @@ class KVCache:
         Args:
             is_use: whether having held them counts as a use of each: not if they were to be used and weren't yet.
         """
-        now_s = self._clock()
+        # One time for all blocks of a prefix, and one likelihood: none is worth less than one behind it.
+        # Most of what is cached is never hit: the next ones will be as often as those before them.
+        now_s, expected = self._clock(), min(1.0, self._num_reused / self._num_first)
         for block in reversed(blocks):
             if self._holders[block] <= 0:
                 raise RuntimeError(f"block {block} was released more often than it was held")
             self._holders[block] -= 1
-            if is_use and block in self._cached:
-                # the blocks of one prefix at one time: none is worth less than one behind it
-                self._uses[block] = self._uses.get(block, NEVER).used(now_s)
+            if block in self._cached and (is_use or block not in self._uses):
+                self._note_use(block, now_s, expected)
             if self._holders[block] == 0:
                 self._unhold(block)
 
@@ -426,6 +431,17 @@ class KVCache:
         for other in self._blocks(group):
             self._free.pop(other, None)
         (self._empty if group < self._num_rentable else self._own)[group] = None
+
+    def _note_use(self, block: BlockId, now_s: float, expected: float) -> None:
+        """A block that was held once more was used again; one that was held for the first time is expected to be."""
+        if block in self._uses:
+            self._num_reused += 1
+            self._uses[block] = self._uses[block].used(now_s)
+            return
+        self._num_first += 1
+        self._uses[block] = NEVER.used(now_s, expected)
+        if self._num_first > 2 * REMEMBERED_BLOCKS:
+            self._num_first, self._num_reused = self._num_first / 2, self._num_reused / 2
 
     def _value(self, block: BlockId, now_s: float) -> float:
         """Seconds to compute the block anew × uses per second."""

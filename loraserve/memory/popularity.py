@@ -29,9 +29,9 @@ class Uses:
     count: float = 0.0
     at_s: float = 0.0
 
-    def used(self, now_s: float) -> Uses:
-        """One use more."""
-        return Uses(self._decayed(now_s) + 1.0, now_s)
+    def used(self, now_s: float, count: float = 1.0) -> Uses:
+        """One use more, or so many as are expected."""
+        return Uses(self._decayed(now_s) + count, now_s)
 
     def per_second(self, now_s: float) -> float:
         return self._decayed(now_s) / MEMORY_S

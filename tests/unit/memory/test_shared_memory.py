@@ -46,14 +46,17 @@ class Shared:
         evicted = self.pool.admit(self.make.digest(name), self.make.loaded(7), self.clock())
         return [e.digest for e in evicted]
 
-    def cache(self, first: int, num_blocks: int) -> list[BlockId]:
-        """Idle blocks of tokens that start with this one."""
+    def cache(self, first: int, num_blocks: int, *, is_hit: bool = True) -> list[BlockId]:
+        """Idle blocks of tokens that start with this one, hit once or never."""
         blocks = self.kv.allocate(num_blocks)
         assert blocks is not None
         parent = ROOT
         for i, block in enumerate(blocks):
             parent = self.kv.publish(block, parent, [first + i, 0])
         self.kv.release(blocks)
+        if is_hit:
+            tokens = [token for i in range(num_blocks) for token in (first + i, 0)]
+            self.kv.release(self.kv.match_prefix(ROOT, tokens, len(tokens))[0])
         return blocks
 
 
@@ -100,6 +103,25 @@ def test_an_adapter_that_is_worth_less_makes_way_for_an_adapter(shared: Shared, 
     assert shared.admit("new") == [shared.make.digest("old")]
     assert shared.pool.num_evictions_for == {Tenure.ADAPTERS: 1}
     assert shared.kv.num_idle == 12
+
+
+def test_what_was_cached_and_never_hit_is_worth_little_where_little_is_hit(shared: Shared, clock: Any) -> None:
+    shared.admit("old")
+    clock.advance(100.0)
+    shared.cache(0, 12, is_hit=False)
+    assert shared.kv.allocate(4) is not None
+    assert (shared.left, shared.kv.num_evictions_for) == ([], {Tenure.KV: 4})
+
+
+def test_what_was_cached_is_expected_to_be_hit_where_much_is(shared: Shared, clock: Any) -> None:
+    shared.cache(0, 4)
+    for _ in range(50):
+        shared.kv.release(shared.kv.match_prefix(ROOT, [0, 0, 1, 0, 2, 0, 3, 0], 8)[0])
+    shared.admit("old")
+    clock.advance(100.0)
+    shared.cache(50, 8, is_hit=False)
+    assert shared.kv.allocate(1) is not None
+    assert (shared.left, shared.kv.num_evictions_for) == ([shared.make.digest("old")], {})
 
 
 def test_what_costs_more_to_have_again_is_kept(shared: Shared, clock: Any) -> None:
