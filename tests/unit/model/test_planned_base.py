@@ -124,3 +124,9 @@ def test_experts_are_refused_on_a_gpu_and_codes_are_not_rounded_again(tmp_path: 
     save_compressed(build_model(**WIDE), tmp_path / "int8", [group(8, "channel")], format="int-quantized")
     with pytest.raises(ConfigError, match="quantized to int8 already"):
         plan(tmp_path / "int8", quantize="int4")
+
+
+def test_a_router_is_planned_in_float32_whatever_the_dtype(tmp_path: Path) -> None:
+    model = build_model("mixtral", num_local_experts=4, num_experts_per_tok=2)
+    planned = assert_planned(save_model(model, tmp_path), dtype="bfloat16")
+    assert {part.format for part in planned.parts if part.name == "routers"} == {"float32"}
