@@ -163,6 +163,56 @@ def test_a_page_of_several_blocks_is_given_back_once_none_of_them_is_held() -> N
     assert kv.check() == arena.check() == []
 
 
+def test_pages_that_are_kvs_alone_are_not_given_up() -> None:
+    arena = Arena(1, 1024, has_places=True)
+    kv = KVCache(3, 2, rented=RentedBlocks(arena.lease(Tenure.KV), 1024))
+    blocks = kv.allocate(3)
+    assert blocks == [1, 2, 0]
+    parent = ROOT
+    for i, block in enumerate(blocks):
+        parent = kv.publish(block, parent, [i, i])
+    # the arena's is the last to have been used
+    kv.release([blocks[2], blocks[0], blocks[1]])
+    assert kv.num_idle_pages == 1
+    assert not arena.lease(Tenure.ADAPTERS).make_room(2)
+    assert arena.lease(Tenure.ADAPTERS).make_room(1)
+    assert kv.num_idle == 2
+    assert kv.check() == arena.check() == []
+
+
+def test_a_page_with_a_held_block_is_not_offered_before_one_without() -> None:
+    arena = Arena(2, 1024, has_places=True)
+    kv = KVCache(4, 2, rented=RentedBlocks(arena.lease(Tenure.KV), 512, blocks_per_group=2))
+    blocks = kv.allocate(3) or []
+    for i in (0, 2):
+        kv.publish(blocks[i], ROOT, [i, i])
+        kv.release([blocks[i]])
+    assert arena.lease(Tenure.ADAPTERS).make_room(1)
+    assert arena.lease(Tenure.KV).pages == {blocks[1] // 2}
+    assert kv.num_held == kv.num_idle == 1
+    assert kv.check() == arena.check() == []
+
+
+def test_what_was_held_and_not_used_is_worth_no_more(shared: Shared) -> None:
+    shared.cache(0, 2)
+    before = shared.kv.least_value()
+    shared.kv.release(shared.kv.match_prefix(ROOT, [0, 0, 1, 0], 4)[0], is_use=False)
+    assert shared.kv.least_value() == before
+    shared.kv.release(shared.kv.match_prefix(ROOT, [0, 0, 1, 0], 4)[0])
+    assert (shared.kv.least_value() or 0.0) > (before or 0.0)
+
+
+def test_an_adapters_use_is_its_pin(shared: Shared, clock: Any) -> None:
+    shared.admit("a")
+    before = shared.pool.least_value()
+    for _ in range(3):
+        shared.pool.touch(shared.make.digest("a"), clock())
+    assert shared.pool.least_value() == before
+    for _ in range(3):
+        shared.pool.pin(shared.make.digest("a"), clock()).release()
+    assert shared.pool.least_value() == pytest.approx(3 * (before or 0.0))
+
+
 def test_adapters_have_what_all_but_one_sequence_leaves(shared: Shared) -> None:
     for name in "abc":
         shared.admit(name)
