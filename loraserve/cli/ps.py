@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,7 +32,6 @@ COLUMNS = (
     Column("USES", lambda row: None if row.uses_per_s is None else f"{row.uses_per_s * 60:.1f}/min"),
 )
 _TIERS = ("device", "loading", "host", "disk")
-_SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(\{[^}]*\})? ([0-9.eE+-]+|NaN|[+-]Inf)")
 
 
 def ps(
@@ -77,20 +75,12 @@ def _hotness(row: AdapterResidency) -> tuple[int, float]:
 
 def _stats(client: Client) -> dict[str, float] | None:
     """The engine's counters; None for a key that may not see them."""
+    from loraserve.sdk.samples import parse_metrics
+
     try:
         return parse_metrics(client.metrics())
     except errors.PermissionDenied:
         return None
-
-
-def parse_metrics(text: str) -> dict[str, float]:
-    """Samples of Prometheus' text format, keyed by name and labels as they are written there."""
-    samples = {}
-    for line in text.splitlines():
-        match = _SAMPLE.match(line)
-        if match is not None:
-            samples[match[1] + (match[2] or "")] = float(match[3])
-    return samples
 
 
 def _print(output: Output, look: _Look, *, is_line: bool) -> None:

@@ -84,6 +84,8 @@ def _check(client: Client, api_key: str, expected: Expected | None) -> Iterator[
     yield from _check_base(client, expected)
     yield from _check_limits(client)
     try:
+        from loraserve.sdk.samples import parse_metrics
+
         samples = parse_metrics(client.metrics())
     except LoraserveError as error:
         if isinstance(error, ClientError):
@@ -94,19 +96,6 @@ def _check(client: Client, api_key: str, expected: Expected | None) -> Iterator[
     if expected is not None and expected.arena is not None and _is_same_base(client, expected):
         yield from check_budget(samples, expected.arena)
         yield from _check_adapters(client, api_key, expected, expected.arena)
-
-
-def parse_metrics(text: str) -> dict[str, float]:
-    """Samples of Prometheus' text format, keyed by name and labels as they are written there."""
-    samples = {}
-    for line in text.splitlines():
-        name, _, value = line.rpartition(" ")
-        if name and not line.startswith("#"):
-            try:
-                samples[name] = float(value)
-            except ValueError:
-                continue
-    return samples
 
 
 def _is_same_base(client: Client, expected: Expected) -> bool:

@@ -6,8 +6,9 @@ from datetime import UTC, datetime
 import pytest
 
 from loraserve.cli.output import Column, Format, Output, size
-from loraserve.cli.ps import _look, _print, parse_metrics, summary
+from loraserve.cli.ps import _look, _print, summary
 from loraserve.sdk.resources import Adapter, AdapterResidency, Memory
+from loraserve.sdk.samples import parse_metrics
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 

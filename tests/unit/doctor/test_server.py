@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from loraserve.doctor.server import check_budget, check_counters, is_there, parse_metrics
+from loraserve.doctor.server import check_budget, check_counters, is_there
 from loraserve.memory.division import Division
 from loraserve.planning.memory import Arena
+from loraserve.sdk.samples import parse_metrics
 
 TEXT = """\
 # HELP loraserve_kv_blocks KV blocks by state.
