@@ -96,6 +96,8 @@ class Settings(BaseSettings):
     """Each module of an adapter keeps the fewest ranks whose product is within this relative (Frobenius) error of the uploaded one; None: all of them."""
     max_adapter_loss: float | None = Field(default=None, ge=0, le=1)
     """An adapter is refused if what is held of any of its modules is off by more than this, relative to the module's size; None: none is."""
+    certify: Literal["at-upload", "on-request"] = "at-upload"
+    """Whether each upload waits for its certificate, which costs a pass over the base's weights; otherwise `adapter verify` makes it."""
     cuda_graphs: bool = True
     host_cache: Size = 4 * GIB
     max_model_len: int | None = Field(default=None, ge=1)

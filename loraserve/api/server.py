@@ -109,7 +109,13 @@ async def _make_services(settings: Settings) -> tuple[Services, Database]:
         _show_admin_key(made)
     # the two know of each other: the registry asks the engine for certificates, and is told by it of damaged bytes
     engine = EngineClient(config, tokenizer, on_damage=lambda digest, blob: registry.damages.report(digest, blob))
-    registry = Registry(database, store, lambda: engine.base, certify=engine.verify)
+    registry = Registry(
+        database,
+        store,
+        lambda: engine.base,
+        certify=engine.verify,
+        is_certified_at_upload=settings.certify == "at-upload",
+    )
     services = Services(
         settings=settings,
         engine=engine,

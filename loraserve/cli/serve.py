@@ -49,6 +49,12 @@ def serve(
         Text,
         typer.Option(help="Refuse adapters of which holding them loses more, such as 0.02.", rich_help_panel=ENGINE),
     ] = None,
+    certify: Annotated[
+        Text,
+        typer.Option(
+            help="at-upload, or on-request: uploads don't wait for their certificates.", rich_help_panel=ENGINE
+        ),
+    ] = None,
     host_cache: Annotated[
         Text, typer.Option(help="For adapters that wait in host memory.", rich_help_panel=ENGINE)
     ] = None,

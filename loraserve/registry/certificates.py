@@ -28,6 +28,7 @@ class Certificates:
 
     Args:
         certify: the engine's verification; None: nothing is verified.
+        is_at_upload: whether uploads are verified; otherwise versions are when somebody asks.
         on_change: told whose name it was after a new state is durable.
     """
 
@@ -37,12 +38,14 @@ class Certificates:
         certify: Certify | None,
         on_change: Callable[[TenantId, str], None],
         *,
+        is_at_upload: bool,
         clock: Clock,
     ) -> None:
         self.num_by_verdict: Counter[str] = Counter()
         """Since the start."""
         self._database = database
         self._certify = certify
+        self._is_at_upload = is_at_upload
         self._on_change = on_change
         self._clock = clock
         self._num_running: Counter[TenantId] = Counter()
@@ -61,6 +64,9 @@ class Certificates:
         """
         if self._certify is None:
             return None
+        if not self._is_at_upload:
+            self.num_by_verdict[SKIPPED] += 1
+            return Parity(SKIPPED, "this server verifies versions when it is asked to")
         try:
             return await self._ask(ref)
         except AdapterRejected:

@@ -52,6 +52,7 @@ class Registry:
     Args:
         base: the resident base model; may raise `EngineUnavailable` while there is none.
         certify: the engine's verification; None: versions have no certificates.
+        is_certified_at_upload: whether uploads wait for it; otherwise versions are verified when somebody asks.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Registry:
         base: Callable[[], BaseSpec],
         *,
         certify: Certify | None = None,
+        is_certified_at_upload: bool = True,
         clock: Clock = utc_now,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -69,7 +71,9 @@ class Registry:
         self._resolved: LookupCache[tuple[TenantId, ParsedModel], AdapterRef] = LookupCache(
             ttl_s=LIMITS.resolve_cache_s, clock=monotonic
         )
-        self.certificates = Certificates(database, certify, self._forget, clock=clock)
+        self.certificates = Certificates(
+            database, certify, self._forget, is_at_upload=is_certified_at_upload, clock=clock
+        )
         self.uploads = Uploads(database, store, base, self.certificates, self._forget, clock=clock)
         self.damages = Damages(database, self._forget, clock=clock)
         self.num_quarantined_refused = 0

@@ -72,6 +72,18 @@ async def test_a_version_is_certified_from_its_stored_bytes_before_it_is_there(
     assert certified.certificates.num_by_verdict == {"passed": 1}
 
 
+async def test_a_server_may_leave_certificates_to_those_who_ask(
+    publish: Any, database: Any, store: LocalStore, small_base: Any, certifying: Any, acme: TenantId
+) -> None:
+    registry = Registry(database, store, lambda: small_base, certify=certifying, is_certified_at_upload=False)
+    version = (await publish(via=registry)).version
+    assert (version.state, version.aliases, certifying.asked) == ("ready", ("live",), [])
+    assert parity_of(version)["status"] == "skipped"
+    assert "when it is asked to" in parity_of(version)["detail"]
+    verified = await registry.certificates.verify(acme, "sql", 1, actor="test")
+    assert parity_of(verified)["status"] == "passed"
+
+
 async def test_a_failed_certificate_is_a_quarantine_that_live_is_not_moved_to(
     publish: Any, certified: Registry, certifying: Any, acme: TenantId, failed: Certificate
 ) -> None:
