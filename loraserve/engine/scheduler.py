@@ -311,12 +311,13 @@ class Scheduler:
         if request.pin is not None:
             return True
         if self._adapters.is_line_closed and request.adapter_wait_started_s is None:
-            # An adapter waits for what those that run hold. Who has a pin holds some of it, and goes on.
+            # An adapter waits for what those that run hold. Who has a pin holds some of it, and goes on; and so does whose adapter has just
+            # got its place: it would lose it again to the one that waits now, and so on in turn.
             return False
         if request.adapter is None:
             return True
         match self._adapters.request(request.adapter):
-            case Residency.RESIDENT if not self._adapters.is_line_closed:
+            case Residency.RESIDENT:
                 # Pinned before any KV block is taken, and kept across preemption: a request that holds KV can always run.
                 digest = request.adapter.digest
                 request.pin = self._adapters.pin(digest)

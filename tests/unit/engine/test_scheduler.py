@@ -231,6 +231,18 @@ def test_who_waits_for_the_adapter_that_closed_the_line_asks_on():
     assert outputs[0].error_code == "adapter_corrupt"
 
 
+def test_who_waited_for_an_adapter_begins_once_it_is_there_though_the_line_has_closed_for_another():
+    harness = Harness()
+    waited, late = make_request(4, adapter="b"), make_request(4, adapter="b")
+    harness.add(waited)
+    harness.step()
+    harness.adapters.set("b", Residency.RESIDENT)
+    harness.adapters.is_line_closed = True
+    harness.add(late)
+    harness.step()
+    assert (waited.status, late.status) == (Status.RUNNING, Status.WAITING)
+
+
 def test_random_traffic_always_ends_with_nothing_held():
     rng = random.Random(0)
     for _ in range(30):
