@@ -13,6 +13,17 @@ import typer
 from loraserve import errors
 from loraserve.cli.options import FormatOption, UrlOption, reporting
 from loraserve.cli.output import Format, Output
+from loraserve.cli.serve_flags import (
+    SERVE,
+    AdapterDtypeFlag,
+    ConfigFlag,
+    DtypeFlag,
+    MaxModelLenFlag,
+    MemoryBudgetFlag,
+    ModelFlag,
+    QuantizeFlag,
+    Text,
+)
 
 if TYPE_CHECKING:
     from loraserve.doctor.checks import Check
@@ -20,8 +31,6 @@ if TYPE_CHECKING:
     from loraserve.doctor.server import Expected
     from loraserve.settings import Settings
 
-Text = str | None
-SERVE = "As for serve"
 _SERVE_FLAGS = (
     "model",
     "device",
@@ -42,24 +51,18 @@ NO_MODEL = "/"
 
 def doctor(
     url: UrlOption = None,
-    model: Annotated[Text, typer.Option(help="The base's directory.", rich_help_panel=SERVE)] = None,
+    model: ModelFlag = None,
     device: Annotated[Text, typer.Option(help="auto, cpu or cuda.", rich_help_panel=SERVE)] = None,
-    dtype: Annotated[Text, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=SERVE)] = None,
-    quantize: Annotated[Text, typer.Option(help="none, int8, int4, nf4 or fp8.", rich_help_panel=SERVE)] = None,
-    memory_budget: Annotated[
-        Text, typer.Option(help="For KV blocks and adapters together, such as 8GiB.", rich_help_panel=SERVE)
-    ] = None,
-    adapter_dtype: Annotated[Text, typer.Option(help="auto, fp32, bf16, fp16 or int8.", rich_help_panel=SERVE)] = None,
-    max_model_len: Annotated[
-        Text, typer.Option(help="The longest prompt and answer together, in tokens.", rich_help_panel=SERVE)
-    ] = None,
+    dtype: DtypeFlag = None,
+    quantize: QuantizeFlag = None,
+    memory_budget: MemoryBudgetFlag = None,
+    adapter_dtype: AdapterDtypeFlag = None,
+    max_model_len: MaxModelLenFlag = None,
     data_dir: Annotated[
         Text, typer.Option(help="The SQLite registry and the adapters' bytes.", rich_help_panel=SERVE)
     ] = None,
     database_url: Annotated[Text, typer.Option(help="sqlite:///… or postgresql://…", rich_help_panel=SERVE)] = None,
-    config: Annotated[
-        Text, typer.Option(help="The TOML file (default: loraserve.toml, if there is one)", rich_help_panel=SERVE)
-    ] = None,
+    config: ConfigFlag = None,
     format: FormatOption = None,
 ) -> None:
     """Check this installation, and the server where one answers (LORASERVE_API_KEY: an admin key sees most). Changes nothing.

@@ -9,12 +9,22 @@ import typer
 
 from loraserve.cli.options import FormatOption, reporting
 from loraserve.cli.output import Format, Output, size
+from loraserve.cli.serve_flags import (
+    SERVE,
+    AdapterDtypeFlag,
+    ConfigFlag,
+    DtypeFlag,
+    MaxModelLenFlag,
+    MemoryBudgetFlag,
+    ModelFlag,
+    QuantizeFlag,
+    Text,
+)
 
 if TYPE_CHECKING:
     from loraserve.planning.plan import Plan
 
-Text = str | None
-SERVE, LOAD = "As for serve", "What it shall carry"
+LOAD = "What it shall carry"
 _SERVE_FLAGS = (
     "model",
     "device",
@@ -37,25 +47,21 @@ _SHOWN = 20
 
 
 def plan(
-    model: Annotated[Text, typer.Option(help="The base's directory.", rich_help_panel=SERVE)] = None,
+    model: ModelFlag = None,
     device: Annotated[
         Text, typer.Option(help="cpu or cuda (default: cuda where nvidia-smi finds a GPU)", rich_help_panel=SERVE)
     ] = None,
-    dtype: Annotated[Text, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=SERVE)] = None,
-    quantize: Annotated[Text, typer.Option(help="none, int8, int4, nf4 or fp8.", rich_help_panel=SERVE)] = None,
-    memory_budget: Annotated[
-        Text, typer.Option(help="For KV blocks and adapters together, such as 8GiB.", rich_help_panel=SERVE)
-    ] = None,
+    dtype: DtypeFlag = None,
+    quantize: QuantizeFlag = None,
+    memory_budget: MemoryBudgetFlag = None,
     memory_utilization: Annotated[
         Text, typer.Option(help="Without it: the part of a GPU's memory to take.", rich_help_panel=SERVE)
     ] = None,
     host_cache: Annotated[
         Text, typer.Option(help="For adapters that wait in host memory.", rich_help_panel=SERVE)
     ] = None,
-    adapter_dtype: Annotated[Text, typer.Option(help="auto, fp32, bf16, fp16 or int8.", rich_help_panel=SERVE)] = None,
-    max_model_len: Annotated[
-        Text, typer.Option(help="The longest prompt and answer together, in tokens.", rich_help_panel=SERVE)
-    ] = None,
+    adapter_dtype: AdapterDtypeFlag = None,
+    max_model_len: MaxModelLenFlag = None,
     max_num_seqs: Annotated[Text, typer.Option(help="The most sequences in one step.", rich_help_panel=SERVE)] = None,
     max_num_batched_tokens: Annotated[
         Text, typer.Option(help="The most tokens in one step.", rich_help_panel=SERVE)
@@ -64,9 +70,7 @@ def plan(
     data_dir: Annotated[
         Text, typer.Option(help="Whose disk is measured: where the blobs would lie.", rich_help_panel=SERVE)
     ] = None,
-    config: Annotated[
-        Text, typer.Option(help="The TOML file (default: loraserve.toml, if there is one)", rich_help_panel=SERVE)
-    ] = None,
+    config: ConfigFlag = None,
     device_memory: Annotated[
         Text,
         typer.Option(help="The GPU's memory, such as 24GiB (default: as nvidia-smi says)", rich_help_panel=LOAD),
