@@ -99,8 +99,8 @@ def judge(answers: Answers, reference: Evaluation, *, dtype: str, precision_loss
     int8            all          missing, half a scale of two                        missing
     =============== ============ =================================================== ============================
 
-    (int4 rounds as NF4 does; only what is served right was measured on it.) All: the adapter missing, its scale halved or a fifth too large, one layer of four, one of seven modules or the last of eight ranks left out. (int8 rounds
-    activations too.)
+    All: the adapter missing, its scale halved or a fifth too large, one layer of four, one of seven modules or the last of eight ranks left out. int8 rounds
+    activations too. int4 rounds as NF4 does; only what is served right was measured on it.
 
     Raises:
         EngineError: the base alone is too far from its plain evaluation for anything to be said.

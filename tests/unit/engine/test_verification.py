@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import msgspec
 import peft
@@ -19,6 +20,7 @@ from safetensors.torch import load, save
 from adapters_store import open_store
 from loraserve.engine import runner as runner_module
 from loraserve.engine import scheduler as scheduler_module
+from loraserve.engine import verification
 from loraserve.engine.activation import find_activation
 from loraserve.engine.assembly import build_engine
 from loraserve.engine.batch import Batch
@@ -28,6 +30,7 @@ from loraserve.engine.verification import Verifications
 from loraserve.limits import LIMITS
 from loraserve.memory.device import CpuDevice
 from loraserve.memory.kv_cache import Activation
+from loraserve.model.plain import Evaluation
 from loraserve.types import AdapterRef, Certificate, Digest, TokenOutput
 from loraserve_kernels.layout import LoraModule
 from loraserve_kernels.plan import make_plan
@@ -145,6 +148,23 @@ def test_adapter_that_is_served_right_passes(name: str, world: World, engine: En
 def test_rounding_is_no_failure(changes: dict[str, object], world: World, make_engine: Callable[..., Engine]) -> None:
     found = certificate(make_engine(**changes), world.refs["r8"])
     assert found.verdict == "passed", found.reason
+
+
+def test_a_base_in_float32_that_answers_otherwise_than_its_plain_evaluation_is_told_of(
+    world: World, engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate(engine, world.refs["r8"])
+    assert "the base alone" not in caplog.text
+    evaluate = verification.evaluate
+
+    def other(*arguments: Any, **options: Any) -> Evaluation:
+        found = evaluate(*arguments, **options)
+        return Evaluation(tuple(rows + 2e-3 for rows in found.base), tuple(rows + 2e-3 for rows in found.adapted))
+
+    monkeypatch.setattr(verification, "evaluate", other)
+    found = certificate(engine, world.refs["r8"])
+    assert found.base_difference == pytest.approx(2e-3, rel=0.1)
+    assert "the base alone answers otherwise than its plain evaluation: logits are off by up to 0.002" in caplog.text
 
 
 def test_adapter_that_changes_nothing_passes(world: World, engine: Engine) -> None:
