@@ -8,16 +8,9 @@ from loraserve.adapters.ir import OUTSIDE_LAYERS
 from loraserve.adapters.peft_config import LoraSettings
 from loraserve.adapters.problems import Problems
 from loraserve.adapters.regexes import Regex
-from loraserve.adapters.tensor_names import BaseNames, Contents, module_name
+from loraserve.adapters.tensor_names import BaseNames, Contents
 from loraserve.errors import AdapterFormatError
 from loraserve.types import BaseSpec
-
-
-def is_targeted(settings: LoraSettings, base: BaseSpec, layer: int, module: str) -> bool:
-    """Whether PEFT's check_target_module_exists takes the module. Its "all-linear" leaves the head out."""
-    return is_name_targeted(
-        settings, base, module_name(base, layer, module), None if module in OUTSIDE_LAYERS else layer
-    )
 
 
 def is_name_targeted(settings: LoraSettings, base: BaseSpec, name: str, layer: int | None) -> bool:

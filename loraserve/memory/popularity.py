@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Container
 from dataclasses import dataclass
-from heapq import nlargest
-from itertools import islice
 
 from loraserve.types import Digest
 
 MEMORY_S = 300.0
 """A use counts 1/e after so long."""
 MAX_NAMES = 65_536
-MAX_LOOKED_AT = 256
-"""Of the last used, in one search for the most used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +60,3 @@ class Popularity:
     def per_second(self, digest: Digest, now_s: float) -> float:
         """How often the adapter has been used of late; 0 if it never was, or is forgotten."""
         return self._uses.get(digest, NEVER).per_second(now_s)
-
-    def most_used(self, count: int, now_s: float, besides: Container[Digest] = ()) -> list[Digest]:
-        """The most used first, at most `count` of them, among the `MAX_LOOKED_AT` that were used last."""
-        last = (d for d in islice(reversed(self._uses), MAX_LOOKED_AT) if d not in besides)
-        return nlargest(count, last, key=lambda digest: self._uses[digest].per_second(now_s))

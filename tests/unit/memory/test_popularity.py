@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from loraserve.memory.popularity import MAX_LOOKED_AT, MEMORY_S, Popularity
+from loraserve.memory.popularity import MEMORY_S, Popularity
 
 
 def test_a_use_counts_less_with_its_age(make: Any) -> None:
@@ -36,16 +36,3 @@ def test_the_longest_unused_name_is_forgotten(make: Any) -> None:
     assert len(popularity) == 2
     assert popularity.per_second(make.digest("b"), 0.0) == 0.0
     assert popularity.per_second(make.digest("a"), 0.0) > popularity.per_second(make.digest("c"), 0.0) > 0.0
-
-
-def test_the_most_used_come_first_and_few_are_looked_at(make: Any) -> None:
-    popularity = Popularity()
-    for _ in range(5):
-        popularity.use(make.digest("long ago"), 0.0)
-    for i in range(MAX_LOOKED_AT - 2):
-        popularity.use(make.digest(i), 1.0)
-    for name in "aab":
-        popularity.use(make.digest(name), 2.0)
-    assert popularity.most_used(1, 2.0) == [make.digest("a")]
-    assert popularity.most_used(2, 2.0, besides={make.digest("a")})[0] == make.digest("b")
-    assert len(popularity.most_used(1000, 2.0)) == MAX_LOOKED_AT

@@ -27,7 +27,7 @@ class Idle:
         return 0.0
 
     def evict_least(self, cause: Tenure, num_wanted: int) -> None:
-        raise NotImplementedError
+        raise AssertionError("nobody takes what it offers")
 
 
 def test_a_request_finds_an_adapter_where_it_is_when_it_comes(
