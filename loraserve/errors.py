@@ -21,9 +21,13 @@ An error knows what went wrong, never how HTTP says it: `loraserve.api.errors` m
     │   ├── VersionNotFound
     │   ├── AliasNotFound
     │   ├── TenantNotFound
-    │   └── KeyNotFound
+    │   ├── KeyNotFound
+    │   ├── GrantNotFound
+    │   ├── UploadNotFound
+    │   └── OperationNotFound
     ├── Conflict                    the thing exists, or changed meanwhile
     │   ├── AlreadyExists
+    │   ├── UploadOffsetMismatch    a piece of a resumable upload doesn't begin where the last one ended
     │   ├── PreconditionFailed      If-Match named another version
     │   └── IdempotencyKeyReused    the same Idempotency-Key came with another request
     ├── AdapterRejected             an upload that can't be served; `problems` lists every reason
@@ -167,12 +171,34 @@ class KeyNotFound(NotFound):
     code = "key_not_found"
 
 
+class GrantNotFound(NotFound):
+    code = "grant_not_found"
+
+
+class UploadNotFound(NotFound):
+    code = "upload_not_found"
+
+
+class OperationNotFound(NotFound):
+    code = "operation_not_found"
+
+
 class Conflict(LoraserveError):
     code = "conflict"
 
 
 class AlreadyExists(Conflict):
     code = "already_exists"
+
+
+class UploadOffsetMismatch(Conflict):
+    """`received` is how many bytes are durable: where the next piece should begin; None where the error came from afar."""
+
+    code = "upload_offset_mismatch"
+
+    def __init__(self, message: str, *, received: int | None = None, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.received = received
 
 
 class PreconditionFailed(Conflict):

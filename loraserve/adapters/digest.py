@@ -50,8 +50,9 @@ def adapter_digest(config: Mapping[str, Any], tensors: Mapping[str, TensorView])
 
 def _canonical_config(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     kind = config.get("peft_type")
+    tokens = [(name, json.dumps(config[name], sort_keys=True)) for name in _TOKENS if config.get(name)]
     if isinstance(kind, str) and kind in CANONICAL:
-        return [("peft_type", kind), *CANONICAL[kind](config)]
+        return [("peft_type", kind), *CANONICAL[kind](config), *tokens]
     fields = [(name, _number(config[name])) for name in _NUMBERS]
     fields += [(name, str(bool(config.get(name))).lower()) for name in _FLAGS]
     for name in _PATTERNS:
@@ -59,8 +60,7 @@ def _canonical_config(config: Mapping[str, Any]) -> list[tuple[str, str]]:
         fields.append((name, str(len(pattern))))
         for key, value in pattern.items():
             fields += [("key", key), ("value", _number(value))]
-    fields += [(name, json.dumps(config[name], sort_keys=True)) for name in _TOKENS if config.get(name)]
-    return fields
+    return fields + tokens
 
 
 def _number(value: int | float) -> str:

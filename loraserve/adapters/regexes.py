@@ -14,7 +14,7 @@ from loraserve.limits import LIMITS, Limits
 
 # One engine's literal is the other's syntax: RE2 takes {,3} for text, Python a POSIX class for a set (and warns), \1 is an octal number to RE2
 # where a digit follows.
-_AMBIGUOUS = re.compile(r"\{,|\[\^?\[|--|&&|~~|\|\||\\[0-9]")
+_AMBIGUOUS = re.compile(r"\{,|\[\^?\[|\[[:.=]|--|&&|~~|\|\||\\[0-9]")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

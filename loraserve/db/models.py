@@ -1,8 +1,9 @@
 """The registry's tables. The migrations in `loraserve_migrations` make them; a test holds the two equal.
 
 Rows of `adapter_versions` never change but for their state, their certificate and their damage (among `checks`), the blobs of a damaged one that was pushed
-again, and their tombstone; names are
-pointers (`aliases`) moved under the adapter's row lock. Nothing is deleted but aliases and expired idempotency rows: a delete sets `deleted_at`.
+again, their notes and tags, and their tombstone; names are
+pointers (`aliases`) moved under the adapter's row lock. Of what tenants made nothing is deleted but aliases, grants and pins: a delete sets `deleted_at`, and what
+is collected after the retention is the bytes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from sqlalchemy import (
     CheckConstraint,
     DateTime,
     Dialect,
+    Float,
     ForeignKey,
     ForeignKeyConstraint,
     Index,
@@ -23,6 +25,7 @@ from sqlalchemy import (
     LargeBinary,
     MetaData,
     String,
+    Text,
     TypeDecorator,
     UniqueConstraint,
     text,
@@ -76,6 +79,10 @@ class Tenant(Base):
     id: Mapped[str] = mapped_column(String(ULID_LENGTH), primary_key=True)
     name: Mapped[str] = mapped_column(String(NAME_LENGTH))
     limits: Mapped[dict[str, Any]] = mapped_column(JSON)
+    weight: Mapped[float] = mapped_column(Float, server_default="1")
+    """Its share of the engine against other tenants' weights, when there isn't enough for all."""
+    prices: Mapped[dict[str, Any]] = mapped_column(JSON, server_default="{}")
+    """Its price table; empty: answers carry no cost."""
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
     deleted_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
 
@@ -119,6 +126,10 @@ class Adapter(Base):
     """The highest number ever given: a number is never given twice, not even after a delete."""
     revision: Mapped[int] = mapped_column(Integer)
     """Grows with every change of the adapter, its versions or its aliases."""
+    notes: Mapped[str] = mapped_column(Text, server_default=text("''"))
+    tags: Mapped[dict[str, str]] = mapped_column(JSON, server_default="{}")
+    fallback: Mapped[str | None] = mapped_column(String(NAME_LENGTH))
+    """What answers when the version asked for can't: a version's number, an alias, or ``base``. NULL: nothing does."""
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
     updated_at: Mapped[datetime] = mapped_column(UtcDateTime)
     deleted_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
@@ -154,6 +165,8 @@ class AdapterVersion(Base):
     dtype: Mapped[str] = mapped_column(String(16))
     state: Mapped[str] = mapped_column(String(16))
     checks: Mapped[list[dict[str, Any]]] = mapped_column(JSON)
+    notes: Mapped[str] = mapped_column(Text, server_default=text("''"))
+    tags: Mapped[dict[str, str]] = mapped_column(JSON, server_default="{}")
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
     created_by: Mapped[str] = mapped_column(String(KEY_NAME_LENGTH))
     deleted_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
@@ -169,6 +182,13 @@ class Alias(Base):
     adapter_id: Mapped[str] = mapped_column(ForeignKey("adapters.id"), primary_key=True)
     name: Mapped[str] = mapped_column(String(NAME_LENGTH), primary_key=True)
     version: Mapped[int] = mapped_column(Integer)
+    """Of a split, the version with the largest weight."""
+    split: Mapped[list[dict[str, Any]] | None] = mapped_column(JSON(none_as_null=True))
+    """``[{version, weight}, …]``; NULL: all traffic goes to `version`."""
+    shadow: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    """``{version, share}``: a copy of this share of the requests runs on that version, and its answers are dropped."""
+    previous: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    """``{version, split}`` before the last move: what a rollback goes back to."""
     revision: Mapped[int] = mapped_column(Integer)
     """The adapter's revision when the alias last moved: it never comes back, so an ETag can't match a later state by chance."""
     updated_at: Mapped[datetime] = mapped_column(UtcDateTime)
@@ -202,3 +222,146 @@ class IdempotencyRow(Base):
     body: Mapped[bytes] = mapped_column(LargeBinary)
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
     expires_at: Mapped[datetime] = mapped_column(UtcDateTime)
+
+
+class OperatorPin(Base):
+    """A version that an operator keeps on the device, on every replica and after every start."""
+
+    __tablename__ = "operator_pins"
+    __table_args__ = (
+        ForeignKeyConstraint(["adapter_id", "version"], ["adapter_versions.adapter_id", "adapter_versions.number"]),
+    )
+
+    adapter_id: Mapped[str] = mapped_column(ForeignKey("adapters.id"), primary_key=True)
+    version: Mapped[int] = mapped_column(Integer, primary_key=True)
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    created_by: Mapped[str] = mapped_column(String(KEY_NAME_LENGTH))
+
+
+class Grant(Base):
+    """Another tenant may use (not see the files of, nor change) an adapter, as ``OWNER/NAME``."""
+
+    __tablename__ = "grants"
+    __table_args__ = (Index(None, "tenant_id"),)
+
+    adapter_id: Mapped[str] = mapped_column(ForeignKey("adapters.id"), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    created_by: Mapped[str] = mapped_column(String(KEY_NAME_LENGTH))
+
+
+class Upload(Base):
+    """A resumable upload: which bytes of a blob have come, and where they lie."""
+
+    __tablename__ = "uploads"
+    __table_args__ = (Index(None, "tenant_id", "id"), Index(None, "expires_at"))
+
+    id: Mapped[str] = mapped_column(String(ULID_LENGTH), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    sha256: Mapped[str] = mapped_column(String(DIGEST_LENGTH))
+    size: Mapped[int] = mapped_column(BigInteger)
+    received: Mapped[int] = mapped_column(BigInteger)
+    """Bytes from the first on that are durable."""
+    is_complete: Mapped[bool]
+    """Whether the whole blob is in the store, and hashes to `sha256`."""
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    expires_at: Mapped[datetime] = mapped_column(UtcDateTime)
+
+
+class UploadChunk(Base):
+    """A run of an upload's bytes, a blob of its own until the upload is complete: any replica can take the next one."""
+
+    __tablename__ = "upload_chunks"
+    __table_args__ = (Index(None, "digest"),)
+
+    upload_id: Mapped[str] = mapped_column(ForeignKey("uploads.id"), primary_key=True)
+    start: Mapped[int] = mapped_column(BigInteger, primary_key=True)
+    size: Mapped[int] = mapped_column(BigInteger)
+    digest: Mapped[str] = mapped_column(String(DIGEST_LENGTH))
+
+
+class DoomedBlob(Base):
+    """A blob that nothing refers to any more. It is deleted a while later, unless it is referred to again."""
+
+    __tablename__ = "doomed_blobs"
+
+    digest: Mapped[str] = mapped_column(String(DIGEST_LENGTH), primary_key=True)
+    doomed_at: Mapped[datetime] = mapped_column(UtcDateTime)
+
+
+class OperationRow(Base):
+    """Something that takes longer than a request, and goes on without one."""
+
+    __tablename__ = "operations"
+    __table_args__ = (Index(None, "tenant_id", "id"),)
+
+    id: Mapped[str] = mapped_column(String(ULID_LENGTH), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    kind: Mapped[str] = mapped_column(String(NAME_LENGTH))
+    target: Mapped[str] = mapped_column(String(255))
+    state: Mapped[str] = mapped_column(String(16))
+    """running, done, failed, cancelled."""
+    is_cancelling: Mapped[bool]
+    progress: Mapped[dict[str, Any]] = mapped_column(JSON)
+    result: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    error: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    actor: Mapped[str] = mapped_column(String(KEY_NAME_LENGTH))
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    updated_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    """Renewed while it runs: one that isn't lost its server."""
+
+
+class UsageHour(Base):
+    """What a tenant used of one adapter version in one hour, on all replicas. Grows only."""
+
+    __tablename__ = "usage_hours"
+    __table_args__ = (Index(None, "hour"),)
+
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
+    hour: Mapped[datetime] = mapped_column(UtcDateTime, primary_key=True)
+    owner: Mapped[str] = mapped_column(String(ULID_LENGTH), primary_key=True, server_default=text("''"))
+    """The id of the tenant whose adapter it was, where that is another."""
+    adapter: Mapped[str] = mapped_column(String(255), primary_key=True)
+    """Its name; the base: empty; a composition: its label."""
+    version: Mapped[int] = mapped_column(Integer, primary_key=True)
+    """0: the base, or a composition."""
+    num_requests: Mapped[int] = mapped_column(BigInteger)
+    prompt_tokens: Mapped[int] = mapped_column(BigInteger)
+    cached_tokens: Mapped[int] = mapped_column(BigInteger)
+    """Of the prompt tokens, those that weren't computed again."""
+    completion_tokens: Mapped[int] = mapped_column(BigInteger)
+
+
+class UsageJournal(Base):
+    """How far a server's journal of usage is in `UsageHour`: what comes again is known by its number."""
+
+    __tablename__ = "usage_journals"
+
+    id: Mapped[str] = mapped_column(String(ULID_LENGTH), primary_key=True)
+    """The journal's, made with its file."""
+    sequence: Mapped[int] = mapped_column(BigInteger)
+    """The last entry that is counted."""
+    updated_at: Mapped[datetime] = mapped_column(UtcDateTime)
+
+
+class ShadowHour(Base):
+    """How a shadow version did against the one that answered, in one hour."""
+
+    __tablename__ = "shadow_hours"
+
+    adapter_id: Mapped[str] = mapped_column(ForeignKey("adapters.id"), primary_key=True)
+    hour: Mapped[datetime] = mapped_column(UtcDateTime, primary_key=True)
+    version: Mapped[int] = mapped_column(Integer, primary_key=True)
+    shadow_version: Mapped[int] = mapped_column(Integer, primary_key=True)
+    num_requests: Mapped[int] = mapped_column(BigInteger)
+    num_failed: Mapped[int] = mapped_column(BigInteger)
+    """Of those, the ones to which the shadow had no answer."""
+    num_equal: Mapped[int] = mapped_column(BigInteger)
+    """Those where both made the same tokens."""
+    num_tokens: Mapped[int] = mapped_column(BigInteger)
+    """The answers' tokens, of those that the shadow answered too."""
+    num_agreed_tokens: Mapped[int] = mapped_column(BigInteger)
+    """Of those, the ones before the first that differs."""
+    live_ms: Mapped[int] = mapped_column(BigInteger)
+    shadow_ms: Mapped[int] = mapped_column(BigInteger)
+    """From the request to the last token, summed over the requests that both answered."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from datetime import UTC, datetime
@@ -96,7 +97,7 @@ def make_engine(url: str, *, busy_timeout_s: float = 5.0, enforce_foreign_keys: 
         connection.isolation_level = None
         cursor = connection.cursor()
         cursor.execute(f"PRAGMA busy_timeout = {int(busy_timeout_s * 1000)}")
-        cursor.execute("PRAGMA journal_mode = WAL")
+        _use_wal(cursor, busy_timeout_s)
         cursor.execute("PRAGMA synchronous = FULL")
         cursor.execute(f"PRAGMA foreign_keys = {'ON' if enforce_foreign_keys else 'OFF'}")
         cursor.close()
@@ -108,6 +109,21 @@ def make_engine(url: str, *, busy_timeout_s: float = 5.0, enforce_foreign_keys: 
         connection.exec_driver_sql("BEGIN IMMEDIATE" if is_write else "BEGIN")
 
     return engine
+
+
+def _use_wal(cursor: Any, patience_s: float) -> None:
+    """The database is in WAL mode, as it stays once it is. SQLite's own busy timeout doesn't cover the change: who makes it beside another is refused at once."""
+    deadline_s = time.monotonic() + patience_s
+    while True:
+        try:
+            cursor.execute("PRAGMA journal_mode = WAL")
+        except sqlite3.OperationalError as error:
+            is_busy = getattr(error, "sqlite_errorcode", None) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+            if not is_busy or time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.005)
+        else:
+            return
 
 
 def _make_private_file(path: Path) -> None:

@@ -289,6 +289,12 @@ class Scheduler:
             elif state is Residency.RESIDENT:
                 # it is there, and the request waits for a place in a step: that has its own bound
                 self._end_adapter_wait(request)
+            else:
+                self._fail_load(request, request.adapter)
+
+    def _fail_load(self, request: Request, adapter: AdapterRef) -> None:
+        error = self._adapters.error(adapter.digest)
+        self._failed.append(self.fail(request, error or LoraserveError("the adapter could not be loaded")))
 
     def _end_adapter_wait(self, request: Request) -> None:
         if request.adapter_wait_started_s is not None:
@@ -329,8 +335,7 @@ class Scheduler:
                     self.adapter_wait_s.add(request.adapter_wait_s)
                 return True
             case Residency.FAILED:
-                error = self._adapters.error(request.adapter.digest)
-                self._failed.append(self.fail(request, error or LoraserveError("the adapter could not be loaded")))
+                self._fail_load(request, request.adapter)
                 return False
             case _:
                 if request.adapter_wait_started_s is None:

@@ -26,6 +26,7 @@ from loraserve.model.rotary import RotaryEmbedding
 from loraserve.model.site import MakeLinear, Site, SiteModule, return_free_memory
 from loraserve.types import Digest
 from loraserve_kernels.quantized import QuantizedWeight
+from loraserve_kernels.vector_math import choose_functions
 
 
 def load_model(
@@ -45,6 +46,7 @@ def load_model(
         ConfigError: this machine can't do what is asked, max_model_len is more than the model has, or the checkpoint is quantized to something else than `quantize`.
         UnknownArchitecture, MissingTensor, UnexpectedTensor, ShapeMismatch, ModelError: what is wrong with the directory, and where.
     """
+    choose_functions()
     backend = make_backend(device, dtype, quantize)
     config = read_config(model_dir)
     if device != "cpu":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,15 +12,19 @@ from loraserve.model.config import RopeConfig, RopeType
 
 
 class RotaryEmbedding:
-    """Cosines and sines of every position below `max_model_len`, computed once, as transformers computes them in float32.
+    """Cosines and sines of every position below `max_model_len`, computed once, of the float32 angles that transformers takes.
 
     Half of the head's angles are kept: the other half are the same. Where only a part of the head turns, they are that part's.
+
+    They are numpy's of float64, rounded: torch's come from MKL, which may serve a process's first calls at its lowest accuracy, and this table is as long-lived as the
+    process (pytorch issue 188792).
     """
 
     def __init__(self, config: RopeConfig, head_dim: int, max_model_len: int) -> None:
         angles = torch.arange(max_model_len).float()[:, None] * rope_frequencies(config, head_dim)
-        self._cos = angles.cos().mul_(config.attention_factor)
-        self._sin = angles.sin_().mul_(config.attention_factor)
+        exact = angles.numpy().astype(np.float64)
+        self._cos = torch.from_numpy(np.cos(exact).astype(np.float32)).mul_(config.attention_factor)
+        self._sin = torch.from_numpy(np.sin(exact).astype(np.float32)).mul_(config.attention_factor)
         self.num_bytes = self._cos.nbytes + self._sin.nbytes
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:

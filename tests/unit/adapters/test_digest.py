@@ -101,3 +101,9 @@ def test_it_depends_on_names_dtypes_shapes_and_bytes_but_not_on_their_order(
     ):
         assert digest(changed) not in seen
         seen.add(digest(changed))
+
+
+def test_the_tokens_that_an_adapter_trains_are_part_of_every_kind(digest: Callable[..., str]) -> None:
+    kind = {"peft_type": "ADALORA", "init_r": 4, "target_r": 4}
+    digests = {digest(**kind, trainable_token_indices=indices) for indices in (None, [1], [3])}
+    assert len(digests) == 3

@@ -142,6 +142,8 @@ def test_any_regex_that_is_taken_matches_what_pefts_matches(keys: list[str]) -> 
         (r"(q)\1", r'"\1" means one thing to PEFT'),
         ("q{,2}_proj", '"{,"'),
         ("[[:alpha:]]_proj", '"[["'),
+        ("[a[:alpha:]]_proj", '"[:"'),
+        ("(q|[k[:alpha:]])_proj", '"[:"'),
         ("[a-z--b]", '"--"'),
         ("q" * 4095 + ".*", "4,097 characters; at most 4,096"),
     ],

@@ -68,6 +68,16 @@ def test_who_waits_for_a_place_in_a_step_with_its_adapter_there_is_not_overdue()
     assert cold.num_output_tokens == 3
 
 
+def test_a_request_whose_adapter_failed_while_no_place_was_free_is_told_at_its_deadline() -> None:
+    harness = Harness(max_num_seqs=1)
+    cold, running = make_request(adapter="cold"), make_request(max_tokens=50)
+    harness.add(cold, running)
+    harness.step()
+    harness.adapters.set("cold", Residency.FAILED)
+    harness.now = DEADLINE_S
+    assert list(errors(harness.step()[1])) == [cold.request_id]
+
+
 def test_the_refusal_says_when_to_come_back_also_from_another_process() -> None:
     error = error_from_code("adapter_not_ready", "x")
     assert isinstance(error, AdapterNotReady)
