@@ -325,11 +325,16 @@ class UsageHour(Base):
     """Its name; the base: empty; a composition: its label."""
     version: Mapped[int] = mapped_column(Integer, primary_key=True)
     """0: the base, or a composition."""
+    price: Mapped[str] = mapped_column(String(64), primary_key=True, server_default=text("''"))
+    """What a million tokens cost when they were used: ``EUR 0.5 0.05 1.5`` (prompt, cached, completion). A new price table changes no old cost. Empty: nothing."""
     num_requests: Mapped[int] = mapped_column(BigInteger)
     prompt_tokens: Mapped[int] = mapped_column(BigInteger)
     cached_tokens: Mapped[int] = mapped_column(BigInteger)
     """Of the prompt tokens, those that weren't computed again."""
     completion_tokens: Mapped[int] = mapped_column(BigInteger)
+    """Those that were handed to a client."""
+    undelivered_tokens: Mapped[int] = mapped_column(BigInteger)
+    """Those that were made for a client that had left, or for an answer that failed. They cost nothing."""
 
 
 class UsageJournal(Base):

@@ -74,12 +74,16 @@ def upgrade() -> None:
         sa.Column("owner", sa.String(length=26), server_default=sa.text("''"), nullable=False),
         sa.Column("adapter", sa.String(length=255), nullable=False),
         sa.Column("version", sa.Integer(), nullable=False),
+        sa.Column("price", sa.String(length=64), server_default=sa.text("''"), nullable=False),
         sa.Column("num_requests", sa.BigInteger(), nullable=False),
         sa.Column("prompt_tokens", sa.BigInteger(), nullable=False),
         sa.Column("cached_tokens", sa.BigInteger(), nullable=False),
         sa.Column("completion_tokens", sa.BigInteger(), nullable=False),
+        sa.Column("undelivered_tokens", sa.BigInteger(), nullable=False),
         sa.ForeignKeyConstraint(["tenant_id"], ["tenants.id"], name=op.f("fk_usage_hours_tenant_id")),
-        sa.PrimaryKeyConstraint("tenant_id", "hour", "owner", "adapter", "version", name=op.f("pk_usage_hours")),
+        sa.PrimaryKeyConstraint(
+            "tenant_id", "hour", "owner", "adapter", "version", "price", name=op.f("pk_usage_hours")
+        ),
     )
     with op.batch_alter_table("usage_hours", schema=None) as batch_op:
         batch_op.create_index(batch_op.f("ix_usage_hours_hour"), ["hour"], unique=False)
