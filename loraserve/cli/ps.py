@@ -15,7 +15,7 @@ from loraserve.cli.output import Column, Format, Output, size
 
 if TYPE_CHECKING:
     from loraserve.sdk import Client
-    from loraserve.sdk.resources import AdapterResidency, Memory
+    from loraserve.sdk.residency import AdapterResidency, Memory
 
 COLUMNS = (
     Column("ADAPTER", "model"),

@@ -16,7 +16,7 @@ from loraserve.planning.memory import Arena
 
 if TYPE_CHECKING:
     from loraserve.sdk import Client
-    from loraserve.sdk.resources import AdapterResidency
+    from loraserve.sdk.residency import AdapterResidency
 
 TIMEOUT_S = 10.0
 MAX_COMPARED = 5

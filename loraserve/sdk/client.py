@@ -17,7 +17,8 @@ from loraserve.sdk.config import DEFAULT_TIMEOUT_S, ClientConfig
 from loraserve.sdk.keys import AsyncKeys, Keys
 from loraserve.sdk.models import AsyncModels, Models
 from loraserve.sdk.paging import all_rows, all_rows_async
-from loraserve.sdk.resources import AdapterResidency, AuditEntry, Base, Limits, Memory, ResidencyPage
+from loraserve.sdk.residency import AdapterResidency, Memory, ResidencyPage
+from loraserve.sdk.server import AuditEntry, Base, Limits
 from loraserve.sdk.tenants import AsyncTenants, Tenants
 from loraserve.sdk.transport import AsyncTransport, Transport
 

@@ -5,10 +5,30 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator, Sequence
 from datetime import datetime
 
-from loraserve.sdk.call import Call, encode, idempotency_key, read_into, read_nothing, segment
+from pydantic import Field
+
+from loraserve.sdk.call import Call, Result, encode, idempotency_key, read_into, read_nothing, segment
 from loraserve.sdk.paging import all_rows, all_rows_async
-from loraserve.sdk.resources import Key, NewKey
 from loraserve.sdk.transport import AsyncTransport, Transport
+
+
+class Key(Result):
+    """An API key without its secret."""
+
+    id: str
+    name: str
+    scopes: list[str]
+    prefix: str
+    """The secret's first characters, to tell keys apart."""
+    created_at: datetime
+    expires_at: datetime | None = None
+    revoked_at: datetime | None = None
+
+
+class NewKey(Key):
+    """The only answer that ever holds the secret."""
+
+    key: str = Field(repr=False)
 
 
 def _root(tenant: str) -> str:

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping
+from datetime import datetime
 
-from loraserve.sdk.call import Call, encode, idempotency_key, read_into, read_nothing, segment
+from pydantic import Field
+
+from loraserve.sdk.call import Call, Result, encode, idempotency_key, read_into, read_nothing, segment
 from loraserve.sdk.paging import all_rows, all_rows_async
-from loraserve.sdk.resources import Tenant
 from loraserve.sdk.transport import AsyncTransport, Transport
 
 ROOT = "/api/v1/tenants"
+
+
+class Tenant(Result):
+    id: str
+    """Never given twice, unlike the name."""
+    name: str
+    limits: dict[str, int | None] = Field(default_factory=dict)
+    """What it may hold; None: only the server's own bounds."""
+    created_at: datetime
 
 
 def _create(name: str, limits: Mapping[str, int] | None) -> Call[Tenant]:

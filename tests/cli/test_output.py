@@ -7,7 +7,8 @@ import pytest
 
 from loraserve.cli.output import Column, Format, Output, size
 from loraserve.cli.ps import _look, _print, summary
-from loraserve.sdk.resources import Adapter, AdapterResidency, Memory
+from loraserve.sdk.residency import AdapterResidency, Memory
+from loraserve.sdk.resources import Adapter
 from loraserve.sdk.samples import parse_metrics
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

@@ -1,0 +1,45 @@
+"""What the server says of itself: its base, its bounds, and what was done on it."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from pydantic import Field
+
+from loraserve.sdk.call import Result
+
+
+class Base(Result):
+    """The resident base model, with the shapes that an adapter must have."""
+
+    id: str
+    digest: str
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_model_len: int
+    modules: dict[str, tuple[int, int]]
+    """Linear → (out_features, in_features)."""
+    dtype: str
+    quantization: str
+    num_parameters: int
+    size_bytes: int
+
+
+class Limits(Result):
+    """Every bound of the server, by name: read them as attributes, or all with `model_dump`."""
+
+
+class AuditEntry(Result):
+    """Something that was done."""
+
+    id: int
+    at: datetime
+    tenant: str | None
+    actor: str
+    """The key's id, or the server's own doing."""
+    action: str
+    target: str
+    detail: dict[str, Any] = Field(default_factory=dict)
