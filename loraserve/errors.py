@@ -53,6 +53,7 @@ An error knows what went wrong, never how HTTP says it: `loraserve.api.errors` m
     │   └── QuotaExceeded           the tenant's share of adapters, bytes or keys is used up
     ├── EngineError
     │   ├── EngineUnavailable       the engine isn't up (yet, or again)
+    │   ├── DeadlineExceeded        no token was made within the timeout that the request named
     │   └── EngineCrashed           the engine died twice under this request
     ├── StorageError
     │   ├── StorageFull
@@ -324,6 +325,10 @@ class EngineError(LoraserveError):
 
 class EngineUnavailable(EngineError):
     code = "engine_unavailable"
+
+
+class DeadlineExceeded(EngineError):
+    code = "deadline_exceeded"
 
 
 class EngineCrashed(EngineError):

@@ -31,6 +31,8 @@ class Limits:
     max_messages: int = 1024
     max_queued_requests: int = 1024
     max_queue_wait_s: float = 600.0
+    max_request_timeout_s: float = 3600.0
+    """What a request may name as its own timeout."""
     stalled_reader_s: float = 30.0
     min_body_bytes_per_s: int = 16 * KIB
     """Of a request's body on the whole, after its first stalled_reader_s: a byte now and then holds no place."""
@@ -64,6 +66,10 @@ class Limits:
     max_adapters_per_tenant: int = 100_000
     max_keys_per_tenant: int = 1000
     max_tenants: int = 100_000
+    min_tenant_weight: float = 0.001
+    max_tenant_weight: float = 1000.0
+    max_priced_adapters: int = 256
+    """In one tenant's price table."""
     max_name_length: int = 63
     max_aliases_per_adapter: int = 100
     max_listed_models: int = 10_000

@@ -40,6 +40,7 @@ _STATUS: dict[type[LoraserveError], int] = {
     errors.Overloaded: 503,
     errors.RateLimited: 429,
     errors.EngineUnavailable: 503,
+    errors.DeadlineExceeded: 504,
     errors.StorageFull: 507,
     errors.StorageError: 503,
     LoraserveError: 500,
@@ -48,13 +49,14 @@ _STATUS: dict[type[LoraserveError], int] = {
 # OpenAI's `type` for a status.
 _OPENAI_TYPE = {403: "permission_error", 429: "requests", 503: "server_error"}
 
-# A second try gives the same answer: the OpenAI client would otherwise repeat every 409 and 5xx.
+# A second try gives the same answer, or the time for one is over: the OpenAI client would otherwise repeat every 409 and 5xx.
 _NOT_WORTH_RETRYING = (
     errors.AdapterUnservable,
     errors.AdapterNumerics,
     errors.AdapterCorrupt,
     errors.AdapterQuarantined,
     errors.EngineCrashed,
+    errors.DeadlineExceeded,
 )
 
 _DEFAULT_RETRY_AFTER_S = 1.0

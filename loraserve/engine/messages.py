@@ -31,7 +31,15 @@ class GenerateRequest(Struct, frozen=True):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     priority: int = 0
-    """Lower runs first."""
+    """Lower runs first, among its tenant's; below 0 it comes before every tenant's."""
+    weight: float = 1.0
+    """Of its tenant: one of twice the weight gets twice the service while both have something waiting."""
+    kv_share: float = 1.0
+    """The part of the KV blocks that its tenant's requests may hold together."""
+    max_queued: int = 0
+    """How many of its tenant's requests may wait for their first token while every place is taken; 0: no bound of its own."""
+    timeout_s: float | None = None
+    """From its arrival; then it ends with what there is."""
 
 
 class AddRequest(Struct, frozen=True, tag="add"):
@@ -44,7 +52,10 @@ class AddRequest(Struct, frozen=True, tag="add"):
     params: SamplingParams
     output_token_ids: tuple[int, ...] = ()
     priority: int = 0
-    """Lower runs first."""
+    weight: float = 1.0
+    kv_share: float = 1.0
+    timeout_s: float | None = None
+    """What is left of it."""
 
 
 class AbortRequest(Struct, frozen=True, tag="abort"):
