@@ -79,6 +79,15 @@ class Limits:
     max_idempotency_key_bytes: int = 255
     max_idempotency_keys_per_key: int = 10_000
     idempotency_ttl_s: float = 86_400.0
+    # metering
+    usage_journal_s: float = 0.25
+    """After so long at most, what a client was given is in the server's journal, which a kill leaves whole; at the end of an answer, before its last piece."""
+    usage_flush_s: float = 1.0
+    """And after so long in the database."""
+    max_usage_journal_bytes: int = 4 * MIB
+    """Beyond it the journal is summed up. It grows only while the database is away."""
+    max_usage_rows: int = 100_000
+    """In one answer as CSV."""
     # how long an answer of the database may be used again
     auth_cache_s: float = 5.0
     resolve_cache_s: float = 2.0
