@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -19,12 +20,12 @@ from loraserve.db.lookup import LookupCache
 from loraserve.db.models import ApiKey, ServerSecret, Tenant
 from loraserve.db.names import is_name
 from loraserve.db.session import Clock, Database, utc_now
-from loraserve.errors import AuthenticationError, ConfigError, TenantNotFound
+from loraserve.errors import AuthenticationError, ConfigError, DatabaseUnavailable, TenantNotFound
 from loraserve.limits import LIMITS
 from loraserve.tenancy.keys import ADMIN_SCOPES, Keys, hash_secret, insert_key, is_usable, is_well_formed
+from loraserve.tenancy.policy import NO_POLICY, TenantPolicy, policy_of_row
 from loraserve.tenancy.tenants import (
     DEFAULT_TENANT,
-    TenantLimits,
     Tenants,
     find_tenant,
     insert_tenant,
@@ -52,6 +53,8 @@ class Caller:
     is_admin: bool = False
     has_named_tenant: bool = False
     """An admin that acts for a tenant it named."""
+    policy: TenantPolicy = NO_POLICY
+    """The tenant's, at most `LIMITS.auth_cache_s` old; older only while the database is away."""
 
     @property
     def sees_all(self) -> bool:
@@ -65,6 +68,14 @@ class _Known:
     caller: Caller
     secret_hash: str
     expires_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Tenant:
+    """What the database says of one name."""
+
+    id: TenantId
+    policy: TenantPolicy
 
 
 class Authenticator:
@@ -101,7 +112,11 @@ class Authenticator:
         self._pepper: bytes | None = None
         self._default: TenantId | None = None
         self._callers: LookupCache[str, _Known] = LookupCache(ttl_s=LIMITS.auth_cache_s, clock=monotonic)
-        self._tenants: LookupCache[str, TenantId] = LookupCache(ttl_s=LIMITS.auth_cache_s, clock=monotonic)
+        self._tenants: LookupCache[str, _Tenant] = LookupCache(ttl_s=LIMITS.auth_cache_s, clock=monotonic)
+        # An admin works however long the database is away: what was known of the default tenant is good enough for it.
+        self._admins: LookupCache[str, _Tenant] = LookupCache(
+            ttl_s=LIMITS.auth_cache_s, grace_s=math.inf, clock=monotonic
+        )
         self.keys = Keys(database, self._get_pepper, self._forget_key, clock=clock)
         self.tenants = Tenants(database, self._forget_tenant, clock=clock)
 
@@ -118,7 +133,7 @@ class Authenticator:
             try:
                 self._default = TenantId((await find_tenant(session, DEFAULT_TENANT)).id)
             except TenantNotFound:
-                made = await insert_tenant(session, DEFAULT_TENANT, TenantLimits(), actor=audit.SERVER, now=now)
+                made = await insert_tenant(session, DEFAULT_TENANT, NO_POLICY, actor=audit.SERVER, now=now)
                 self._default = made.id
             if self._admin_key is not None:
                 return None
@@ -141,7 +156,7 @@ class Authenticator:
         # Both sides as bytes: text outside ASCII can't be compared in constant time.
         given = secret.encode("utf-8", "surrogatepass")
         if self._admin_key is not None and hmac.compare_digest(given, self._admin_key):
-            return self._admin(ADMIN_KEY_ID)
+            return await self._as_default(ADMIN_KEY_ID)
         if not is_well_formed(secret):
             raise _bad_key()
         secret_hash = hash_secret(secret, self._get_pepper())
@@ -150,7 +165,7 @@ class Authenticator:
             raise _bad_key()
         if known.expires_at is not None and known.expires_at <= self._clock():
             raise _bad_key()
-        return known.caller
+        return await self._as_default(known.caller.key_id) if known.caller.is_admin else known.caller
 
     async def act_for(self, caller: Caller, tenant_name: str) -> Caller:
         """The caller as it acts for the tenant that the header ``X-Tenant`` or the path ``/t/{tenant}`` names.
@@ -165,7 +180,17 @@ class Authenticator:
         if not is_name(tenant_name):
             raise tenant_not_found()
         tenant = await self._tenants.get(tenant_name, lambda: self._find_tenant(tenant_name))
-        return replace(caller, tenant=tenant, tenant_name=tenant_name, has_named_tenant=True)
+        return replace(caller, tenant=tenant.id, tenant_name=tenant_name, has_named_tenant=True, policy=tenant.policy)
+
+    async def _as_default(self, key_id: str) -> Caller:
+        """An admin that named no tenant."""
+        caller = self._admin(key_id)
+        try:
+            known = await self._admins.get(DEFAULT_TENANT, lambda: self._find_tenant(DEFAULT_TENANT))
+        except DatabaseUnavailable:
+            # nothing is known of the tenant yet: its admin works all the same
+            return caller
+        return replace(caller, policy=known.policy)
 
     def _admin(self, key_id: str) -> Caller:
         if self._default is None:
@@ -176,7 +201,7 @@ class Authenticator:
 
     async def _find(self, secret_hash: str) -> _Known:
         query = (
-            select(ApiKey, Tenant.name)
+            select(ApiKey, Tenant)
             .outerjoin(Tenant, Tenant.id == ApiKey.tenant_id)
             .where(ApiKey.secret_hash == secret_hash, Tenant.deleted_at.is_(None), *is_usable(self._clock()))
         )
@@ -184,16 +209,18 @@ class Authenticator:
             found = (await session.execute(query)).one_or_none()
         if found is None:
             raise _bad_key()
-        key, tenant_name = found
-        if key.tenant_id is None:
+        key, tenant = found
+        if tenant is None:
             caller = self._admin(key.id)
         else:
-            caller = Caller(TenantId(key.tenant_id), tenant_name, key.id, frozenset(key.scopes))
+            policy = policy_of_row(tenant.limits, tenant.weight, tenant.prices)
+            caller = Caller(TenantId(tenant.id), tenant.name, key.id, frozenset(key.scopes), policy=policy)
         return _Known(caller, key.secret_hash, key.expires_at)
 
-    async def _find_tenant(self, name: str) -> TenantId:
+    async def _find_tenant(self, name: str) -> _Tenant:
         async with self._database.read() as session:
-            return TenantId((await find_tenant(session, name)).id)
+            row = await find_tenant(session, name)
+        return _Tenant(TenantId(row.id), policy_of_row(row.limits, row.weight, row.prices))
 
     def _get_pepper(self) -> bytes:
         if self._pepper is None:
@@ -204,9 +231,10 @@ class Authenticator:
         self._callers.forget(lambda key: key == secret_hash)
 
     def _forget_tenant(self, _tenant: TenantId) -> None:
-        # Which hashes are the tenant's isn't kept; a tenant is deleted rarely enough to ask for all of them again.
+        # Which hashes are the tenant's isn't kept; a tenant is changed rarely enough to ask for all of them again.
         self._callers.forget(lambda _: True)
         self._tenants.forget(lambda _: True)
+        self._admins.forget(lambda _: True)
 
 
 def _bad_key() -> AuthenticationError:

@@ -1,10 +1,11 @@
-"""Tenants: made, listed, deleted. A tenant is its id; its name is free again after a delete."""
+"""Tenants: made, listed, changed, deleted. A tenant is its id; its name is free again after a delete."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
+from typing import Any
 
 from sqlalchemy import func, select
 from sqlalchemy.exc import IntegrityError
@@ -19,6 +20,8 @@ from loraserve.db.paging import Page, check_limit, decode_cursor, make_page
 from loraserve.db.session import Clock, Database, utc_now
 from loraserve.errors import AlreadyExists, Conflict, InvalidRequest, QuotaExceeded, TenantNotFound
 from loraserve.limits import LIMITS, NAME_PATTERN
+from loraserve.tenancy.policy import TenantLimits, TenantPolicy, policy_of_row, read_weight
+from loraserve.tenancy.prices import read_prices
 from loraserve.types import TenantId
 
 DEFAULT_TENANT = "default"
@@ -26,25 +29,38 @@ DEFAULT_TENANT = "default"
 
 
 @dataclass(frozen=True, slots=True)
-class TenantLimits:
-    """What a tenant may hold. None: only the server's own bounds."""
-
-    max_adapters: int | None = None
-    max_stored_bytes: int | None = None
-    """Sum over its versions, charged in full also when another tenant has the same bytes."""
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if value is not None and not 0 <= value < 1 << 62:
-                raise InvalidRequest(f"limits.{name} should be a number from 0 on.", param=f"limits.{name}")
-
-
-@dataclass(frozen=True, slots=True)
 class TenantRecord:
     id: TenantId
     name: str
-    limits: TenantLimits
+    policy: TenantPolicy
     created_at: datetime
+
+    @property
+    def limits(self) -> TenantLimits:
+        return self.policy.limits
+
+
+@dataclass(frozen=True, slots=True)
+class TenantChange:
+    """What of a tenant becomes what. What isn't given stays."""
+
+    limits: Mapping[str, int | float | None] = field(default_factory=dict)
+    """Names of `TenantLimits`; None: no limit any more."""
+    weight: float | None = None
+    prices: Mapping[str, Any] | None = None
+    """The whole table (`read_prices`); an empty one: no prices any more."""
+
+    def apply(self, policy: TenantPolicy) -> TenantPolicy:
+        """`policy` after the change.
+
+        Raises:
+            InvalidRequest: a value can't be; `param` names it.
+        """
+        return TenantPolicy(
+            limits=replace(policy.limits, **dict(self.limits)),  # type: ignore[arg-type]
+            weight=policy.weight if self.weight is None else read_weight(self.weight),
+            prices=policy.prices if self.prices is None else read_prices(self.prices),
+        )
 
 
 def tenant_not_found() -> TenantNotFound:
@@ -53,15 +69,20 @@ def tenant_not_found() -> TenantNotFound:
 
 
 async def insert_tenant(
-    session: AsyncSession, name: str, limits: TenantLimits, *, actor: str, now: datetime
+    session: AsyncSession, name: str, policy: TenantPolicy, *, actor: str, now: datetime
 ) -> TenantRecord:
     """A new tenant in the session's transaction."""
-    row = Tenant(id=str(ULID.from_datetime(now)), name=name, limits=asdict(limits), created_at=now, deleted_at=None)
+    row = Tenant(id=str(ULID.from_datetime(now)), name=name, created_at=now, deleted_at=None, **_columns(policy))
     session.add(row)
     # The audit row refers to the tenant's: that one goes first.
     await session.flush()
-    audit.record(session, "tenant.create", name, actor=actor, tenant=row.id, at=now, detail={"limits": row.limits})
+    audit.record(session, "tenant.create", name, actor=actor, tenant=row.id, at=now, detail=_columns(policy))
     return _to_record(row)
+
+
+def _columns(policy: TenantPolicy) -> dict[str, Any]:
+    prices = {} if policy.prices is None else policy.prices.as_json()
+    return {"limits": asdict(policy.limits), "weight": policy.weight, "prices": prices}
 
 
 async def find_tenant(session: AsyncSession, name: str, *, is_locking: bool = False) -> Tenant:
@@ -83,18 +104,27 @@ class Tenants:
     """Every tenant of this server; for admins.
 
     Args:
-        on_delete: told the id after the delete is durable, so that this process forgets the tenant's keys at once.
+        on_change: told the id after a change or a delete is durable, so that this process forgets what it knew at once.
     """
 
-    def __init__(self, database: Database, on_delete: Callable[[TenantId], None], *, clock: Clock = utc_now) -> None:
+    def __init__(self, database: Database, on_change: Callable[[TenantId], None], *, clock: Clock = utc_now) -> None:
         self._database = database
-        self._on_delete = on_delete
+        self._on_change = on_change
         self._clock = clock
 
     async def create(
-        self, name: str, *, actor: str, limits: TenantLimits | None = None, once: Once[TenantRecord] | None = None
+        self,
+        name: str,
+        *,
+        actor: str,
+        limits: TenantLimits | None = None,
+        policy: TenantPolicy | None = None,
+        once: Once[TenantRecord] | None = None,
     ) -> TenantRecord:
         """A new tenant without keys or adapters.
+
+        Args:
+            limits: those of a policy with nothing else, for who has no `policy`.
 
         Raises:
             InvalidRequest: the name doesn't match.
@@ -103,6 +133,7 @@ class Tenants:
         """
         if not is_name(name):
             raise InvalidRequest(f"name should match {NAME_PATTERN}.", param="name")
+        policy = policy or TenantPolicy(limits=limits or TenantLimits())
         taken = AlreadyExists(f'A tenant "{name}" exists.', hint=f"See: loraserve tenant show {name}")
         try:
             async with self._database.write() as session:
@@ -115,7 +146,7 @@ class Tenants:
                     await session.scalar(select(func.count()).select_from(Tenant).where(live)) or 0
                 ) >= LIMITS.max_tenants:
                     raise QuotaExceeded(f"There are {LIMITS.max_tenants} tenants, the most this server takes.")
-                made = await insert_tenant(session, name, limits or TenantLimits(), actor=actor, now=self._clock())
+                made = await insert_tenant(session, name, policy, actor=actor, now=self._clock())
                 await session.flush()
                 if once is not None:
                     await once.finish(session, made)
@@ -149,6 +180,39 @@ class Tenants:
             rows = (await session.execute(select(Tenant.id, Tenant.name).where(Tenant.id.in_(ids)))).all()
         return {TenantId(ident): name for ident, name in rows}
 
+    async def update(
+        self,
+        name: str,
+        change: TenantChange,
+        *,
+        actor: str,
+        check: Callable[[TenantRecord], None] = lambda _: None,
+    ) -> TenantRecord:
+        """The tenant as `change` says: for requests here at once, in other processes within `LIMITS.auth_cache_s`.
+
+        Args:
+            check: is shown the tenant as it was, under its lock; what it raises ends the call, and nothing is changed.
+
+        Raises:
+            TenantNotFound: there is none.
+            InvalidRequest: a value can't be; `param` names it.
+        """
+        now = self._clock()
+        async with self._database.write() as session:
+            row = await find_tenant(session, name, is_locking=True)
+            before = _to_record(row)
+            check(before)
+            policy = change.apply(before.policy)
+            old, new = _columns(before.policy), _columns(policy)
+            changed = {column: value for column, value in new.items() if value != old[column]}
+            for column, value in changed.items():
+                setattr(row, column, value)
+            if changed:
+                audit.record(session, "tenant.update", name, actor=actor, tenant=row.id, at=now, detail=changed)
+            record = _to_record(row)
+        self._on_change(record.id)
+        return record
+
     async def delete(self, name: str, *, actor: str) -> None:
         """The tenant's keys and model names work no more: at once here, within seconds in other processes. Its rows stay.
 
@@ -163,8 +227,9 @@ class Tenants:
             row = await find_tenant(session, name, is_locking=True)
             row.deleted_at = now
             audit.record(session, "tenant.delete", name, actor=actor, tenant=row.id, at=now)
-        self._on_delete(TenantId(row.id))
+        self._on_change(TenantId(row.id))
 
 
 def _to_record(row: Tenant) -> TenantRecord:
-    return TenantRecord(TenantId(row.id), row.name, TenantLimits(**row.limits), row.created_at)
+    policy = policy_of_row(row.limits, row.weight, row.prices)
+    return TenantRecord(TenantId(row.id), row.name, policy, row.created_at)

@@ -12,7 +12,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from loraserve.api.management.resources import Resource
-from loraserve.errors import InvalidRequest
+from loraserve.errors import InvalidRequest, PreconditionFailed
 from loraserve.registry.records import Precondition
 from loraserve.tenancy.auth import Caller
 from loraserve.tenancy.idempotency import Once, Replay, StoredResponse
@@ -44,6 +44,19 @@ def encode(resource: Resource) -> bytes:
 
 def content_etag(body: bytes) -> str:
     return f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+
+
+def check_content_match(request: Request, resource: Resource) -> None:
+    """Return if ``If-Match`` is absent, ``*``, or names the state that `resource` has, by its `content_etag`.
+
+    Raises:
+        PreconditionFailed: it changed since the client read it.
+    """
+    match = request.headers.get("if-match")
+    # Strong comparison: a weak tag names no state of ours.
+    if match is None or match.strip() == "*" or content_etag(encode(resource)) in map(str.strip, match.split(",")):
+        return
+    raise PreconditionFailed("It changed since it was read; nothing was changed.", hint="Read it again.")
 
 
 def revision_etag(revision: int) -> str:

@@ -22,16 +22,6 @@ class AliasChange(Body):
     version: int
 
 
-class LimitsBody(Body):
-    max_adapters: int | None = None
-    max_stored_bytes: int | None = None
-
-
-class TenantCreate(Body):
-    name: str
-    limits: LimitsBody = LimitsBody()
-
-
 class KeyCreate(Body):
     name: str = "key"
     scopes: list[str] | None = Field(default=None, max_length=16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -155,16 +156,24 @@ class ResidencyPageResource(PageResource[ResidencyResource]):
 class TenantResource(Resource):
     id: str
     name: str
-    limits: dict[str, int | None]
+    limits: dict[str, int | float | None]
+    """null: only the server's own bounds."""
+    weight: float
+    prices: dict[str, Any] | None
+    """Per million tokens, as decimal text; null: its tokens have no price."""
     created_at: datetime
 
     @classmethod
     def of(cls, record: TenantRecord) -> TenantResource:
-        limits = {
-            "max_adapters": record.limits.max_adapters,
-            "max_stored_bytes": record.limits.max_stored_bytes,
-        }
-        return cls(id=record.id, name=record.name, limits=limits, created_at=record.created_at)
+        policy = record.policy
+        return cls(
+            id=record.id,
+            name=record.name,
+            limits=asdict(policy.limits),
+            weight=policy.weight,
+            prices=None if policy.prices is None else policy.prices.as_json(),
+            created_at=record.created_at,
+        )
 
 
 class KeyResource(Resource):

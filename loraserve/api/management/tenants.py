@@ -3,22 +3,85 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Depends, Request
+from pydantic import Field
 from starlette.responses import Response
 
 from loraserve.api import scopes
-from loraserve.api.management.answers import ROOT, answer, answer_once, content_etag, created, encode
-from loraserve.api.management.bodies import KeyCreate, TenantCreate, read_body
+from loraserve.api.management.answers import (
+    ROOT,
+    answer,
+    answer_once,
+    check_content_match,
+    content_etag,
+    created,
+    encode,
+)
+from loraserve.api.management.bodies import Body, KeyCreate, read_body
 from loraserve.api.management.resources import KeyResource, TenantResource, page_of
 from loraserve.api.services import services_of
 from loraserve.errors import Conflict
 from loraserve.tenancy.auth import Caller
 from loraserve.tenancy.idempotency import Once, StoredResponse
 from loraserve.tenancy.keys import TENANT_SCOPES, NewKey
-from loraserve.tenancy.tenants import TenantLimits, TenantRecord
+from loraserve.tenancy.policy import LIMIT_NAMES, NO_POLICY
+from loraserve.tenancy.tenants import TenantChange, TenantRecord
 
 router = APIRouter(prefix="/tenants")
 
 _admin = scopes.require(scopes.ADMIN)
+
+
+class LimitsBody(Body):
+    """What isn't given stays as it is; null: no limit."""
+
+    max_adapters: int | None = None
+    max_stored_bytes: int | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_concurrent_requests: int | None = None
+    max_queued_requests: int | None = None
+    max_kv_share: float | None = None
+
+
+class PriceBody(Body):
+    """Per million tokens, as decimal text."""
+
+    prompt: str | None = None
+    cached: str | None = None
+    completion: str | None = None
+
+
+class PricesBody(Body):
+    currency: str
+    prompt: str
+    cached: str | None = None
+    completion: str
+    adapters: dict[str, PriceBody] = Field(default_factory=dict)
+
+
+class TenantPatch(Body):
+    """What isn't given stays as it is; null: as if nobody had ever set it."""
+
+    limits: LimitsBody | None = None
+    weight: float | None = None
+    prices: PricesBody | None = None
+
+    def as_change(self) -> TenantChange:
+        given = self.model_fields_set
+        limits: dict[str, int | float | None] = {}
+        if self.limits is not None:
+            limits = self.limits.model_dump(exclude_unset=True)
+        elif "limits" in given:
+            limits = dict.fromkeys(LIMIT_NAMES)
+        prices = None
+        if "prices" in given:
+            prices = {} if self.prices is None else self.prices.model_dump(exclude_none=True)
+        weight = self.weight if "weight" in given else None
+        return TenantChange(limits, NO_POLICY.weight if "weight" in given and weight is None else weight, prices)
+
+
+class TenantCreate(TenantPatch):
+    name: str
 
 
 class NewKeyResource(KeyResource):
@@ -29,11 +92,11 @@ class NewKeyResource(KeyResource):
 @router.post("", status_code=201, response_model=TenantResource)
 async def create_tenant(request: Request, caller: Caller = Depends(_admin)) -> Response:
     body = await read_body(request, TenantCreate)
-    limits = TenantLimits(body.limits.max_adapters, body.limits.max_stored_bytes)
+    policy = body.as_change().apply(NO_POLICY)
     tenants = services_of(request).authenticator.tenants
 
     async def work(once: Once[TenantRecord] | None) -> TenantRecord:
-        return await tenants.create(body.name, actor=caller.key_id, limits=limits, once=once)
+        return await tenants.create(body.name, actor=caller.key_id, policy=policy, once=once)
 
     def render(record: TenantRecord) -> StoredResponse:
         return created(TenantResource.of(record), f"{ROOT}/tenants/{record.name}")
@@ -53,6 +116,23 @@ async def list_tenants(
 @router.get("/{tenant}", response_model=TenantResource)
 async def get_tenant(tenant: str, request: Request, caller: Caller = Depends(_admin)) -> Response:
     return answer(request, TenantResource.of(await services_of(request).authenticator.tenants.get(tenant)))
+
+
+@router.patch("/{tenant}", response_model=TenantResource)
+async def update_tenant(tenant: str, request: Request, caller: Caller = Depends(_admin)) -> Response:
+    """The tenant's limits, weight and prices are what the body says, for its requests from now on; within seconds on every replica.
+
+    412 if the tenant isn't what ``If-Match`` says.
+    """
+    body = await read_body(request, TenantPatch)
+    record = await services_of(request).authenticator.tenants.update(
+        tenant,
+        body.as_change(),
+        actor=caller.key_id,
+        check=lambda before: check_content_match(request, TenantResource.of(before)),
+    )
+    content = encode(TenantResource.of(record))
+    return Response(content, headers={"ETag": content_etag(content)}, media_type="application/json")
 
 
 @router.delete("/{tenant}", status_code=204)

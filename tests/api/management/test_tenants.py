@@ -17,7 +17,9 @@ async def test_a_tenant_is_made_read_listed_and_deleted(admin: httpx2.AsyncClien
     made = await admin.post("/tenants", json={"name": "acme", "limits": {"max_adapters": 3}})
     assert made.status_code == 201
     assert made.headers["location"] == "/api/v1/tenants/acme"
-    assert made.json()["limits"] == {"max_adapters": 3, "max_stored_bytes": None}
+    limits = made.json()["limits"]
+    assert limits.pop("max_adapters") == 3
+    assert set(limits.values()) == {None}
     assert (await admin.get("/tenants/acme")).json() == made.json()
     assert [one["name"] for one in (await admin.get("/tenants")).json()["data"]] == ["acme", "default"]
     assert (await admin.post("/tenants", json={"name": "acme"})).status_code == 409
@@ -35,6 +37,12 @@ async def test_a_tenant_is_made_read_listed_and_deleted(admin: httpx2.AsyncClien
         ({"name": "a", "limits": {"max_adapters": -1}}, "limits.max_adapters"),
         ({"name": "a", "limits": {"max_adapters": "3"}}, "limits.max_adapters"),
         ({"name": "a", "limits": {"max_adpaters": 3}}, None),
+        ({"name": "a", "limits": {"max_kv_share": 0}}, "limits.max_kv_share"),
+        ({"name": "a", "limits": {"tokens_per_minute": 1.5}}, "limits.tokens_per_minute"),
+        ({"name": "a", "weight": 0}, "weight"),
+        ({"name": "a", "prices": {"currency": "EUR", "prompt": "1"}}, "prices.completion"),
+        ({"name": "a", "prices": {"currency": "EUR", "prompt": 1.0, "completion": "1"}}, "prices.prompt"),
+        ({"name": "a", "prices": {"currency": "euro", "prompt": "1", "completion": "1"}}, "prices.currency"),
     ],
 )
 async def test_a_bad_tenant_is_a_400_that_names_the_field(
@@ -42,6 +50,56 @@ async def test_a_bad_tenant_is_a_400_that_names_the_field(
 ) -> None:
     response = await admin.post("/tenants", json=body)
     assert (response.status_code, response.json()["errors"][0]["field"]) == (400, field)
+
+
+PRICES = {"currency": "EUR", "prompt": "0.50", "completion": "1.50", "adapters": {"sql": {"completion": "2"}}}
+
+
+async def test_a_change_leaves_what_it_doesnt_name(admin: httpx2.AsyncClient) -> None:
+    await admin.post("/tenants", json={"name": "acme", "limits": {"max_adapters": 3}, "weight": 2, "prices": PRICES})
+    limits = {"requests_per_minute": 60, "max_kv_share": 0.5}
+    changed = await admin.patch("/tenants/acme", json={"limits": limits})
+    assert changed.status_code == 200
+    body = changed.json()
+    assert {name: value for name, value in body["limits"].items() if value is not None} == {"max_adapters": 3, **limits}
+    assert body["weight"] == 2
+    assert body["prices"] == {
+        "currency": "EUR",
+        "prompt": "0.50",
+        "cached": "0.50",
+        "completion": "1.50",
+        "adapters": {"sql": {"prompt": "0.50", "cached": "0.50", "completion": "2"}},
+    }
+    assert (await admin.get("/tenants/acme")).json() == body
+
+
+async def test_null_takes_a_limit_a_weight_and_prices_away(admin: httpx2.AsyncClient) -> None:
+    await admin.post("/tenants", json={"name": "acme", "limits": {"max_adapters": 3}, "weight": 2, "prices": PRICES})
+    one = await admin.patch("/tenants/acme", json={"limits": {"max_adapters": None}})
+    assert set(one.json()["limits"].values()) == {None}
+    body = (await admin.patch("/tenants/acme", json={"weight": None, "prices": None, "limits": None})).json()
+    assert (body["weight"], body["prices"], set(body["limits"].values())) == (1, None, {None})
+
+
+async def test_a_change_of_what_changed_since_it_was_read_is_refused(admin: httpx2.AsyncClient) -> None:
+    read = (await admin.post("/tenants", json={"name": "acme"})).headers["etag"]
+    first = await admin.patch("/tenants/acme", json={"weight": 2}, headers={"If-Match": read})
+    assert (first.status_code, first.headers["etag"] != read) == (200, True)
+    second = await admin.patch("/tenants/acme", json={"weight": 3}, headers={"If-Match": read})
+    assert (second.status_code, second.json()["code"]) == (412, "precondition_failed")
+    assert (await admin.get("/tenants/acme")).json()["weight"] == 2
+
+
+async def test_a_change_is_audited_with_what_changed(admin: httpx2.AsyncClient) -> None:
+    await admin.post("/tenants", json={"name": "acme"})
+    await admin.patch("/tenants/acme", json={"weight": 2})
+    await admin.patch("/tenants/acme", json={"weight": 2})
+    rows = [row for row in (await admin.get("/audit")).json()["data"] if row["action"] == "tenant.update"]
+    assert [(row["target"], row["detail"]) for row in rows] == [("acme", {"weight": 2})]
+
+
+async def test_an_absent_tenant_isnt_changed(admin: httpx2.AsyncClient) -> None:
+    assert (await admin.patch("/tenants/acme", json={"weight": 2})).status_code == 404
 
 
 async def test_a_keys_secret_is_shown_once(admin: httpx2.AsyncClient, connect: Connect) -> None:

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from loraserve.db.session import Database
-from loraserve.errors import AlreadyExists, AuthenticationError, ConfigError, Conflict, InvalidRequest, TenantNotFound
+from loraserve.errors import (
+    AlreadyExists,
+    AuthenticationError,
+    ConfigError,
+    Conflict,
+    DatabaseUnavailable,
+    InvalidRequest,
+    TenantNotFound,
+)
+from loraserve.limits import LIMITS
 from loraserve.tenancy.auth import Authenticator
 from loraserve.tenancy.keys import make_secret
-from loraserve.tenancy.tenants import TenantLimits
+from loraserve.tenancy.policy import NO_POLICY, TenantLimits
+from loraserve.tenancy.tenants import TenantChange
+
+ADMIN_KEY = "an admin key of enough characters"
 
 
 async def test_a_key_is_its_tenants(authenticator: Authenticator) -> None:
@@ -182,6 +194,49 @@ async def test_a_name_used_again_is_another_tenant(authenticator: Authenticator)
         await authenticator.authenticate(key.secret)
 
 
+async def test_a_changed_policy_goes_with_callers_at_once(authenticator: Authenticator) -> None:
+    acme = await authenticator.tenants.create("acme", actor="test")
+    key = await authenticator.keys.create(acme.id, name="x", actor="test")
+    admin = await authenticator.authenticate(ADMIN_KEY)
+    assert (await authenticator.authenticate(key.secret)).policy == NO_POLICY
+    assert (await authenticator.act_for(admin, "acme")).policy == NO_POLICY
+    change = TenantChange({"requests_per_minute": 60}, weight=2.0)
+    await authenticator.tenants.update("acme", change, actor="test")
+    for caller in (await authenticator.authenticate(key.secret), await authenticator.act_for(admin, "acme")):
+        assert (caller.policy.limits.requests_per_minute, caller.policy.weight) == (60, 2.0)
+
+
+async def test_an_admin_that_names_no_tenant_has_the_default_ones_policy(authenticator: Authenticator) -> None:
+    await authenticator.authenticate(ADMIN_KEY)
+    await authenticator.tenants.update("default", TenantChange(weight=2.0), actor="test")
+    assert (await authenticator.authenticate(ADMIN_KEY)).policy.weight == 2.0
+
+
+async def test_the_admin_key_works_while_the_database_never_answers(
+    authenticator: Authenticator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away() -> NoReturn:
+        raise DatabaseUnavailable("away")
+
+    monkeypatch.setattr(authenticator._database, "read", away)
+    caller = await authenticator.authenticate(ADMIN_KEY)
+    assert (caller.is_admin, caller.policy) == (True, NO_POLICY)
+
+
+async def test_a_policy_that_another_server_changed_is_known_within_the_caches_age(
+    database: Database, authenticator: Authenticator
+) -> None:
+    now = [0.0]
+    here = Authenticator(database, admin_key=ADMIN_KEY, monotonic=lambda: now[0])
+    await here.open()
+    acme = await authenticator.tenants.create("acme", actor="test")
+    key = await authenticator.keys.create(acme.id, name="x", actor="test")
+    await here.authenticate(key.secret)
+    await authenticator.tenants.update("acme", TenantChange(weight=2.0), actor="test")
+    now[0] = LIMITS.auth_cache_s + 0.1
+    assert (await here.authenticate(key.secret)).policy.weight == 2.0
+
+
 async def test_the_default_tenant_stays(authenticator: Authenticator) -> None:
     with pytest.raises(Conflict):
         await authenticator.tenants.delete("default", actor="test")
@@ -195,7 +250,9 @@ async def test_tenants_are_listed_by_name_over_pages(authenticator: Authenticato
     assert [tenant.name for tenant in first.items + second.items] == ["a", "b", "default"]
 
 
-@pytest.mark.parametrize("limits", [{"max_adapters": -1}, {"max_stored_bytes": 1 << 62}])
-def test_impossible_limits_are_refused(limits: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "limits", [{"max_adapters": -1}, {"max_stored_bytes": 1 << 62}, {"max_kv_share": 1.1}, {"max_kv_share": 0}]
+)
+def test_impossible_limits_are_refused(limits: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match="limits"):
         TenantLimits(**limits)

@@ -1,0 +1,82 @@
+"""Price tables: what tokens cost, to the last decimal."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Any
+
+import pytest
+
+from loraserve.errors import InvalidRequest
+from loraserve.limits import LIMITS
+from loraserve.tenancy.prices import PriceTable, read_prices
+
+TABLE = {
+    "currency": "EUR",
+    "prompt": "0.50",
+    "cached": "0.05",
+    "completion": "1.50",
+    "adapters": {"sql": {"completion": "2.5"}, "acme/shared": {"prompt": "1"}},
+}
+
+
+def table(**changed: Any) -> PriceTable:
+    read = read_prices({**TABLE, **changed})
+    assert read is not None
+    return read
+
+
+def test_tokens_cost_their_kinds_price_exactly() -> None:
+    cost = table().price_of("").cost(prompt_tokens=10, cached_tokens=4, completion_tokens=3)
+    assert cost == Decimal("0.0000077")
+
+
+def test_a_great_many_tokens_cost_no_rounding() -> None:
+    price = table(prompt="999999999.999999999").price
+    cost = price.cost(prompt_tokens=10**15 + 1, cached_tokens=0, completion_tokens=0)
+    assert cost == Decimal("1000000000000000998.999999999999999")
+
+
+def test_an_adapters_own_price_fills_in_the_tables() -> None:
+    price = table().price_of("sql")
+    assert (price.prompt, price.cached, price.completion) == (Decimal("0.50"), Decimal("0.05"), Decimal("2.5"))
+
+
+def test_an_adapter_with_its_own_prompt_price_has_its_cached_tokens_cost_as_much() -> None:
+    assert table().price_of("acme/shared").cached == 1
+
+
+def test_cached_tokens_cost_what_others_do_where_nothing_is_said() -> None:
+    given = {name: value for name, value in TABLE.items() if name != "cached"}
+    read = read_prices(given)
+    assert read is not None
+    assert read.price.cached == read.price.prompt
+
+
+def test_an_empty_table_is_none() -> None:
+    assert read_prices({}) is None
+
+
+def test_a_table_survives_its_json() -> None:
+    assert read_prices(table().as_json()) == table()
+
+
+@pytest.mark.parametrize(
+    ("changed", "param"),
+    [
+        ({"currency": "EURO"}, "prices.currency"),
+        ({"prompt": "-1"}, "prices.prompt"),
+        ({"prompt": "1e9"}, "prices.prompt"),
+        ({"completion": "1٫5"}, "prices.completion"),
+        ({"cached": 1}, "prices.cached"),
+        ({"tax": "1"}, "prices"),
+        ({"adapters": {"no name!": {}}}, "prices.adapters"),
+        ({"adapters": {"sql": {"prompt": "x"}}}, "prices.adapters.sql.prompt"),
+        ({"adapters": {"sql": {"currency": "USD"}}}, "prices.adapters.sql"),
+        ({"adapters": {f"a{i}": {} for i in range(LIMITS.max_priced_adapters + 1)}}, "prices.adapters"),
+    ],
+)
+def test_what_cant_be_a_price_is_refused_by_name(changed: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        read_prices({**TABLE, **changed})
+    assert caught.value.param == param
