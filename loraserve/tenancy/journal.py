@@ -1,0 +1,263 @@
+"""A server's own record of what was used and isn't in the database yet: a file that a killed process leaves whole.
+
+One file per server process, in a folder that may be shared, locked while its process lives. Each entry is one line, written by one ``write``:
+the CRC-32 of the rest, a sequence number, and sums. What a kill cut short is no entry; nothing was acknowledged on it. A power cut may take what
+wasn't synced: as long as the database answers that is a second or so, since what is counted there is durable.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from ulid import ULID
+
+from loraserve import faults
+from loraserve.errors import ConfigError
+
+SUFFIX = ".journal"
+REFUSED_SUFFIX = ".refused"
+_NEW_SUFFIX = ".new"
+_APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class UsageKey(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """What usage is summed by: a row of the table of hours."""
+
+    tenant: str
+    hour: int
+    """Hours since 1970, in UTC."""
+    owner: str
+    adapter: str
+    version: int
+    price: str
+
+
+class Amounts(msgspec.Struct, frozen=True, array_like=True):
+    """How much was used."""
+
+    num_requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    undelivered_tokens: int = 0
+
+    def __add__(self, other: Amounts) -> Amounts:
+        return Amounts(
+            self.num_requests + other.num_requests,
+            self.prompt_tokens + other.prompt_tokens,
+            self.cached_tokens + other.cached_tokens,
+            self.completion_tokens + other.completion_tokens,
+            self.undelivered_tokens + other.undelivered_tokens,
+        )
+
+
+Totals = dict[UsageKey, Amounts]
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """What was recorded since the entry before."""
+
+    sequence: int
+    amounts: tuple[tuple[UsageKey, Amounts], ...]
+
+
+def add_to(totals: Totals, amounts: Iterable[tuple[UsageKey, Amounts]]) -> None:
+    for key, amount in amounts:
+        known = totals.get(key)
+        totals[key] = amount if known is None else known + amount
+
+
+@dataclass(frozen=True, slots=True)
+class LeftBehind:
+    """A journal whose process is gone. Held until `close`: nobody else counts it meanwhile."""
+
+    id: str
+    path: Path
+    fd: int
+
+    def entries(self) -> list[Entry]:
+        """The whole ones, in order."""
+        return list(_read_entries(self.fd))
+
+    def remove(self) -> None:
+        """The file is gone, for good."""
+        with suppress(FileNotFoundError):
+            self.path.with_suffix(_NEW_SUFFIX).unlink()
+        _unlink(self.path)
+
+    def set_aside(self) -> Path:
+        """Nobody tries to count it again; its new name, for people."""
+        refused = self.path.with_suffix(REFUSED_SUFFIX)
+        self.path.rename(refused)
+        return refused
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+class Journal:
+    """This process's journal. Entries are numbered from 1; a number is never given twice.
+
+    Everything here is a few system calls on a file of kilobytes, none of which waits for the disk but `sync`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """A new and empty journal.
+
+        Raises:
+            ConfigError: the folder can't be made or written to.
+        """
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            while True:
+                self.id = str(ULID())
+                self._path = folder / f"{self.id}{SUFFIX}"
+                self._fd = _open_locked(self._path)
+                # Whoever looks for journals left behind may have taken it before it was locked.
+                if os.fstat(self._fd).st_nlink:
+                    break
+                os.close(self._fd)
+        except OSError as error:
+            raise ConfigError(
+                f"The journal of usage can't be written in {folder} ({error.strerror}).",
+                hint="Give a writable --data-dir.",
+            ) from error
+        self.sequence = 0
+        """Of the last entry that was given a number."""
+        self.num_bytes = 0
+
+    def append(self, amounts: Mapping[UsageKey, Amounts]) -> None:
+        """The amounts survive this process, however it ends.
+
+        Raises:
+            OSError: they weren't written, or not wholly; the file is as it was before, and they have a number all the same.
+        """
+        self.sequence += 1
+        line = _encode(Entry(self.sequence, tuple(amounts.items())))
+        try:
+            faults.hit("usage.before_write")
+            _write_all(self._fd, line)
+            faults.hit("usage.after_write")
+        except OSError:
+            # Half a line would hide what is written behind it.
+            with suppress(OSError):
+                os.ftruncate(self._fd, self.num_bytes)
+            raise
+        self.num_bytes += len(line)
+
+    def clear(self) -> None:
+        """Nothing is in it: all of it is counted."""
+        with suppress(OSError):
+            os.ftruncate(self._fd, 0)
+            self.num_bytes = 0
+
+    def compact(self, units: Iterable[tuple[int, Mapping[UsageKey, Amounts]]]) -> None:
+        """The journal is these entries, which have the sums of all that isn't counted.
+
+        Args:
+            units: ascending numbers, none above `sequence`, and what comes under each.
+
+        Raises:
+            OSError: it is as it was before.
+        """
+        data = b"".join(_encode(Entry(number, tuple(amounts.items()))) for number, amounts in units)
+        path = self._path.with_suffix(_NEW_SUFFIX)
+        with suppress(FileNotFoundError):
+            path.unlink()
+        fd = _open_locked(path)
+        try:
+            _write_all(fd, data)
+            path.rename(self._path)
+        except OSError:
+            os.close(fd)
+            raise
+        os.close(self._fd)
+        self._fd, self.num_bytes = fd, len(data)
+
+    def sync(self) -> None:
+        """What was written survives a power cut. Waits for the disk.
+
+        Raises:
+            OSError: it may not.
+        """
+        os.fsync(self._fd)
+
+    def remove(self) -> None:
+        """The file is gone, for good."""
+        _unlink(self._path)
+
+    def close(self) -> None:
+        """The file stays, for the next start to count."""
+        os.close(self._fd)
+
+
+def left_behind(folder: Path) -> Iterator[LeftBehind]:
+    """Journals in the folder whose processes are gone, each locked; the caller closes them."""
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(fd)
+            continue
+        if not os.fstat(fd).st_nlink:
+            # Somebody else has counted it meanwhile.
+            os.close(fd)
+            continue
+        yield LeftBehind(path.stem, path, fd)
+
+
+def _open_locked(path: Path) -> int:
+    fd = os.open(path, _APPEND, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        # A reader was quicker, and finds it empty.
+        fcntl.flock(fd, fcntl.LOCK_EX)
+    return fd
+
+
+def _unlink(path: Path) -> None:
+    with suppress(FileNotFoundError):
+        path.unlink()
+    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _encode(entry: Entry) -> bytes:
+    # msgspec escapes line ends.
+    body = msgspec.json.encode(entry)
+    return b"%08x %b\n" % (zlib.crc32(body), body)
+
+
+def _read_entries(fd: int) -> Iterator[Entry]:
+    """The whole entries, up to the first that isn't."""
+    with open(os.dup(fd), "rb") as file:
+        file.seek(0)
+        for line in file:
+            crc, _, body = line.rstrip(b"\n").partition(b" ")
+            if not line.endswith(b"\n") or crc != b"%08x" % zlib.crc32(body):
+                return
+            try:
+                yield msgspec.json.decode(body, type=Entry)
+            except msgspec.DecodeError:
+                return

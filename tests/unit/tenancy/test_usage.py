@@ -1,0 +1,244 @@
+"""Metering: each event is counted once, whatever happens to the server or its database."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from loraserve import faults
+from loraserve.db.models import UsageHour, UsageJournal
+from loraserve.db.session import Database
+from loraserve.errors import DatabaseUnavailable
+from loraserve.limits import Limits
+from loraserve.tenancy import usage
+from loraserve.tenancy.auth import Authenticator
+from loraserve.tenancy.journal import Amounts
+from loraserve.tenancy.usage import UsageEvent, UsageMeter
+from loraserve.types import TenantId
+
+NOON = 1_800_014_400.0
+
+
+@pytest.fixture
+async def acme(authenticator: Authenticator) -> TenantId:
+    return (await authenticator.tenants.create("acme", actor="test")).id
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "usage"
+
+
+@pytest.fixture
+async def meter(database: Database, folder: Path) -> AsyncIterator[UsageMeter]:
+    meter = UsageMeter(database, folder)
+    yield meter
+    await meter.close()
+
+
+def event(tenant: TenantId, completion_tokens: int = 1, **fields: Any) -> UsageEvent:
+    whole = {"owner": "", "adapter": "sql", "version": 1, "num_requests": 0, "prompt_tokens": 0, "cached_tokens": 0}
+    return UsageEvent(tenant, completion_tokens=completion_tokens, **{**whole, "at": NOON, **fields})
+
+
+async def counted(database: Database) -> list[tuple[Any, ...]]:
+    columns = (UsageHour.adapter, UsageHour.version, UsageHour.num_requests, UsageHour.completion_tokens)
+    async with database.read() as session:
+        rows = (await session.execute(select(*columns, UsageHour.hour).order_by(*columns))).all()
+    return [(*row[:4], row[4].hour) for row in rows]
+
+
+async def journals(database: Database) -> list[str]:
+    async with database.read() as session:
+        return list((await session.scalars(select(UsageJournal.id))).all())
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+def die(meter: UsageMeter) -> None:
+    """The process is killed: nothing is flushed, and its lock is gone."""
+    meter._journal.close()
+
+
+async def test_events_add_up_by_adapter_version_and_hour(database: Database, meter: UsageMeter, acme: TenantId) -> None:
+    meter.record(event(acme, 5, num_requests=1))
+    meter.record(event(acme, 7, at=NOON + 3599))
+    meter.record(event(acme, 11, at=NOON + 3600))
+    meter.record(event(acme, 13, version=2))
+    await meter.flush()
+    meter.record(event(acme, 17, num_requests=1))
+    await meter.flush()
+    assert await counted(database) == [("sql", 1, 0, 11, 13), ("sql", 1, 2, 29, 12), ("sql", 2, 0, 13, 12)]
+
+
+async def test_what_was_sealed_outlives_a_kill_and_is_counted_once(
+    database: Database, meter: UsageMeter, folder: Path, acme: TenantId
+) -> None:
+    killed = UsageMeter(database, folder)
+    killed.record(event(acme, 5))
+    await killed.flush()
+    killed.record(event(acme, 7))
+    killed.seal()
+    killed.record(event(acme, 1000))
+    die(killed)
+    assert await meter.recover() == 1
+    assert await meter.recover() == 0
+    assert await counted(database) == [("sql", 1, 0, 12, 12)]
+    assert killed._journal.id not in await journals(database)
+    assert not [name for name in names(folder) if killed._journal.id in name]
+
+
+async def test_a_kill_between_the_commit_and_the_end_of_the_file_counts_nothing_twice(
+    database: Database, meter: UsageMeter, folder: Path, acme: TenantId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = UsageMeter(database, folder)
+    monkeypatch.setattr(killed._journal, "clear", lambda: None)
+    killed.record(event(acme, 5))
+    await killed.flush()
+    die(killed)
+    await meter.recover()
+    assert await counted(database) == [("sql", 1, 0, 5, 12)]
+
+
+@pytest.mark.parametrize("has_committed", [True, False])
+async def test_a_commit_of_unknown_fate_counts_once(
+    database: Database, meter: UsageMeter, acme: TenantId, has_committed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, failures = database.write, 1
+
+    @asynccontextmanager
+    async def write() -> AsyncIterator[Any]:
+        nonlocal failures
+        async with real() as session:
+            yield session
+            if failures and not has_committed:
+                failures -= 1
+                raise DatabaseUnavailable("The connection broke.")
+        if failures:
+            failures -= 1
+            raise DatabaseUnavailable("The connection broke.")
+
+    monkeypatch.setattr(database, "write", write)
+    meter.record(event(acme, 5))
+    with pytest.raises(DatabaseUnavailable):
+        await meter.flush()
+    meter.record(event(acme, 7))
+    await meter.flush()
+    assert await counted(database) == [("sql", 1, 0, 12, 12)]
+
+
+@pytest.fixture
+def away(database: Database, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """The database is away until the patch is undone."""
+
+    @asynccontextmanager
+    async def write() -> AsyncIterator[Any]:
+        raise DatabaseUnavailable("The registry's database can't be reached now.")
+        yield
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(database, "write", write)
+        yield patch
+
+
+async def test_usage_waits_for_a_database_that_is_away(
+    database: Database, meter: UsageMeter, acme: TenantId, away: pytest.MonkeyPatch
+) -> None:
+    for _ in range(3):
+        meter.record(event(acme, 5))
+        with pytest.raises(DatabaseUnavailable):
+            await meter.flush()
+    assert meter.lag_s > 0
+    away.undo()
+    await meter.flush()
+    assert meter.lag_s == 0
+    assert await counted(database) == [("sql", 1, 0, 15, 12)]
+
+
+async def test_a_journal_that_grows_while_the_database_is_away_is_summed_up_and_stays_exact(
+    database: Database, folder: Path, acme: TenantId, away: pytest.MonkeyPatch, meter: UsageMeter
+) -> None:
+    killed = UsageMeter(database, folder)
+    for number in range(50):
+        killed.record(event(acme, 1))
+        killed.seal()
+        if number == 20:
+            with pytest.raises(DatabaseUnavailable):
+                await killed.flush()
+    before = killed.journal_bytes
+    away.setattr(usage, "LIMITS", Limits(max_usage_journal_bytes=100))
+    await killed._keep()
+    assert killed.journal_bytes < before / 10
+    die(killed)
+    away.undo()
+    await meter.recover()
+    assert await counted(database) == [("sql", 1, 0, 50, 12)]
+
+
+async def test_a_full_disk_refuses_nothing_and_loses_nothing(
+    database: Database, meter: UsageMeter, acme: TenantId
+) -> None:
+    with faults.arm("usage.before_write", "ENOSPC"):
+        meter.record(event(acme, 5))
+        meter.seal()
+        assert meter.num_failed_writes == 1
+        await meter.flush()
+    assert await counted(database) == [("sql", 1, 0, 5, 12)]
+
+
+async def test_a_journal_of_another_database_is_set_aside_and_kept(
+    database: Database, meter: UsageMeter, folder: Path, acme: TenantId
+) -> None:
+    stranger = UsageMeter(database, folder)
+    stranger.record(event(TenantId("0" * 26), 5))
+    stranger.seal()
+    die(stranger)
+    assert await meter.recover() == 0
+    assert f"{stranger._journal.id}.refused" in names(folder)
+    meter.record(event(acme, 1))
+    await meter.flush()
+    assert await counted(database) == [("sql", 1, 0, 1, 12)]
+
+
+async def test_a_closed_meter_leaves_neither_a_file_nor_a_row(database: Database, folder: Path, acme: TenantId) -> None:
+    meter = UsageMeter(database, folder)
+    meter.start()
+    meter.record(event(acme, 5))
+    await meter.close()
+    assert names(folder) == []
+    assert await journals(database) == []
+    assert await counted(database) == [("sql", 1, 0, 5, 12)]
+
+
+async def test_two_servers_add_to_the_same_hours(
+    database: Database, meter: UsageMeter, folder: Path, acme: TenantId
+) -> None:
+    other = UsageMeter(database, folder / "other")
+    for one in (meter, other, meter):
+        one.record(event(acme, 5))
+        await one.flush()
+    await other.close()
+    assert await counted(database) == [("sql", 1, 0, 15, 12)]
+
+
+async def test_recorded_events_go_to_the_database_by_themselves(
+    database: Database, meter: UsageMeter, acme: TenantId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(usage, "LIMITS", Limits(usage_journal_s=0.01, usage_flush_s=0.02))
+    meter.start()
+    meter.record(event(acme, 5))
+    for _ in range(200):
+        if await counted(database):
+            break
+        await asyncio.sleep(0.01)
+    assert await counted(database) == [("sql", 1, 0, 5, 12)]
+    assert meter.recorded == Amounts(0, 0, 0, 5)
