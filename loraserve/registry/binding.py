@@ -1,15 +1,24 @@
-"""What a request is bound to when it is admitted: one version, what answers if that can't, and who runs a copy of it."""
+"""What one request is bound to when it is admitted: a version, what answers if that can't, and what shadows it."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
 
+from loraserve.errors import AdapterQuarantined
+from loraserve.registry.parity import quarantined
+from loraserve.registry.records import QUARANTINED
 from loraserve.types import AdapterRef
+
+_TAG = b"loraserve split v1"
 
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """What answers in place of a version that can't."""
+    """What answers where the bound version can't."""
 
     adapter: AdapterRef | None
     """None: the base."""
@@ -17,25 +26,132 @@ class Fallback:
 
 @dataclass(frozen=True, slots=True)
 class Shadow:
-    """A version on which a copy of some of the requests runs, and whose answers nobody sees."""
+    """A version on which a copy of some requests runs; its answers are dropped."""
 
     adapter: AdapterRef
     adapter_id: str
-    """The row of both versions' adapter."""
+    """The row of the adapter whose alias says so."""
     share: float
     """Of the requests, in (0, 1]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What answers one request, from its admission to its end."""
+    """A request keeps it to its end, whatever becomes of the names meanwhile."""
 
     adapter: AdapterRef | None
     """None: the base."""
     fallback: Fallback | None = None
-    """What answers if `adapter` turns out not to be usable before its first token."""
+    """For a load that fails before the first token. None: there is none, or it is bound already."""
     shadow: Shadow | None = None
     fell_back_from: AdapterRef | None = None
-    """The version that was asked for, where `adapter` is its fallback already."""
+    """What was asked for, where `adapter` is its fallback."""
     fell_back_for: str = ""
-    """The code of the error that `fell_back_from` would have given."""
+    """The code of the error that `fell_back_from` would have been refused with."""
+
+
+BASE = Binding(None)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A version that a route may lead to."""
+
+    ref: AdapterRef
+    created_at: datetime
+    state: str
+    checks: tuple[Mapping[str, Any], ...]
+
+    @property
+    def is_servable(self) -> bool:
+        return self.state != QUARANTINED
+
+    def refusal(self) -> AdapterQuarantined:
+        """Why a version in quarantine isn't served."""
+        return quarantined(self.ref.name, self.ref.version, self.checks)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One of a split's versions."""
+
+    target: Target
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where a name leads, as long as nobody changes it: all that binding a request takes, without a look into the database."""
+
+    adapter_id: str
+    alias: str
+    """Empty: the name says the version itself."""
+    main: Target
+    """Of a split, the version with the largest weight."""
+    ways: tuple[Way, ...] = ()
+    """Of a split, in the order of the versions."""
+    fallback: Target | None = None
+    is_base_fallback: bool = False
+    """Whether the base answers where the version can't; `fallback` is None then."""
+    shadow: Target | None = None
+    shadow_share: float = 0.0
+
+    @property
+    def has_fallback(self) -> bool:
+        """Whether something answers for the main version while it is in quarantine."""
+        return self._fallback_of(self.main) is not None
+
+    def choose(self, sticky: str | None, draw: Callable[[], float]) -> Target:
+        """The version for one request; who says the same `sticky` gets the same one on every server, as long as the split stands.
+
+        Args:
+            draw: uniform in [0, 1); asked where nothing is sticky.
+        """
+        if not self.ways:
+            return self.main
+        position = draw() if sticky is None else _position(self.adapter_id, self.alias, sticky)
+        position *= sum(way.weight for way in self.ways)
+        for way in self.ways:
+            position -= way.weight
+            if position < 0:
+                return way.target
+        # what rounding left over
+        return self.ways[-1].target
+
+    def bind(self, sticky: str | None, draw: Callable[[], float]) -> Binding:
+        """What one request is bound to.
+
+        Raises:
+            AdapterQuarantined: its version isn't served, nor is a fallback.
+        """
+        target = self.choose(sticky, draw)
+        fallback = self._fallback_of(target)
+        if target.is_servable:
+            return Binding(target.ref, fallback, self._shadow_of(target))
+        if fallback is None:
+            raise target.refusal()
+        return Binding(fallback.adapter, fell_back_from=target.ref, fell_back_for=AdapterQuarantined.code)
+
+    def _fallback_of(self, target: Target) -> Fallback | None:
+        if self.is_base_fallback:
+            return Fallback(None)
+        other = self.fallback
+        if other is None or not other.is_servable or other.ref.digest == target.ref.digest:
+            return None
+        return Fallback(other.ref)
+
+    def _shadow_of(self, target: Target) -> Shadow | None:
+        other = self.shadow
+        if other is None or not other.is_servable or other.ref.digest == target.ref.digest:
+            return None
+        return Shadow(other.ref, self.adapter_id, self.shadow_share)
+
+
+def _position(adapter_id: str, alias: str, sticky: str) -> float:
+    """In [0, 1): of these three alone."""
+    sha = hashlib.sha256()
+    # a lone surrogate, which no client can send as JSON, would have no other bytes
+    for frame in (_TAG, adapter_id.encode(), alias.encode(), sticky.encode("utf-8", "surrogatepass")):
+        sha.update(len(frame).to_bytes(8, "big"))
+        sha.update(frame)
+    return (int.from_bytes(sha.digest()[:8], "big") >> 11) / (1 << 53)

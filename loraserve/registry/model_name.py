@@ -1,8 +1,8 @@
 """What a client writes as ``model``: ``NAME``, ``NAME@ALIAS``, ``NAME@VERSION``, the base's id, or ``BASE:NAME…``.
 
-And a sum of adapters::
+``OWNER/NAME…`` is an adapter that another tenant has granted. And a sum of adapters::
 
-    TERM ("+" TERM)*        TERM = [WEIGHT "*"] NAME ["@" (ALIAS | VERSION)]        a+0.5*b@3
+    TERM ("+" TERM)*        TERM = [WEIGHT "*"] [OWNER "/"] NAME ["@" (ALIAS | VERSION)]        a+0.5*b@3
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from loraserve.limits import LIMITS, NAME_PATTERN
 
 LIVE = "live"
 """The alias that a bare name means."""
-RESERVED_ALIASES = frozenset({"base", "latest", "none", "null"})
+BASE_FALLBACK = "base"
+"""As an adapter's fallback: the base."""
+RESERVED_ALIASES = frozenset({BASE_FALLBACK, "latest", "none", "null"})
 """Words that would read as something else than a pointer that people move."""
 MAX_VERSION = (1 << 31) - 1
 """What the registry's column holds."""
@@ -26,7 +28,7 @@ MAX_WEIGHT_LENGTH = 24
 """Characters: what it takes to write any float exactly."""
 
 _WEIGHT = re.compile(r"-?([0-9]+(\.[0-9]*)?|\.[0-9]+)(e-?[0-9]{1,3})?")
-_TERM = "[WEIGHT*]NAME[@ALIAS or @VERSION]"
+_TERM = "[WEIGHT*][OWNER/]NAME[@ALIAS or @VERSION]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,8 @@ class ParsedModel:
     name: str | None = None
     version: int | None = None
     alias: str | None = None
+    owner: str | None = None
+    """The name of the tenant whose it is; None: the caller's own."""
 
     @property
     def is_base(self) -> bool:
@@ -44,7 +48,12 @@ class ParsedModel:
     def __str__(self) -> str:
         if self.name is None:
             return "(base)"
-        return f"{self.name}@{self.alias if self.version is None else self.version}"
+        return f"{self.path}@{self.alias if self.version is None else self.version}"
+
+    @property
+    def path(self) -> str:
+        """``NAME``, or ``OWNER/NAME``."""
+        return f"{self.name}" if self.owner is None else f"{self.owner}/{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +76,23 @@ def parse_model(model: str, base_id: str) -> ParsedModel:
 
 
 def _parse_adapter(text: str) -> ParsedModel:
-    name, at, selector = text.partition("@")
-    if not is_name(name) or (at and not is_name(selector)):
+    owner, name, selector = _split(text)
+    if not all(is_name(part) for part in (owner, name, selector) if part is not None):
         raise ModelNotFound("The model does not exist or you do not have access to it.", hint=_HINT)
-    if not at:
-        return ParsedModel(name, alias=LIVE)
+    if selector is None:
+        return ParsedModel(name, alias=LIVE, owner=owner)
     if not selector.isdigit():
-        return ParsedModel(name, alias=selector)
+        return ParsedModel(name, alias=selector, owner=owner)
     if selector.startswith("0") or len(selector) > 10 or int(selector) > MAX_VERSION:
-        raise ModelNotFound(
-            f'The model "{name}@{selector}" does not exist or you do not have access to it.', hint=_HINT
-        )
-    return ParsedModel(name, version=int(selector))
+        raise ModelNotFound(f'The model "{text}" does not exist or you do not have access to it.', hint=_HINT)
+    return ParsedModel(name, version=int(selector), owner=owner)
+
+
+def _split(text: str) -> tuple[str | None, str, str | None]:
+    """(owner, name, alias or version) of ``[OWNER/]NAME[@SELECTOR]``, whatever they are made of."""
+    owner, slash, rest = text.rpartition("/")
+    name, at, selector = rest.partition("@")
+    return owner if slash else None, name, selector if at else None
 
 
 def parse_terms(model: str, base_id: str) -> tuple[Term, ...]:
@@ -103,8 +117,7 @@ def parse_terms(model: str, base_id: str) -> tuple[Term, ...]:
 
 def _parse_term(text: str, number: int) -> Term:
     weight, star, adapter = text.rpartition("*")
-    name, at, selector = adapter.partition("@")
-    if not is_name(name) or (at and not is_name(selector)):
+    if not all(is_name(part) for part in _split(adapter) if part is not None):
         raise InvalidRequest(f"Term {number} of model isn't {_TERM}.", param="model", hint="Such as: a+0.5*b@3.")
     if not star:
         return Term(_parse_adapter(adapter))
@@ -149,7 +162,7 @@ _HINT = "GET /v1/models lists those that this key may use."
 
 def model_not_found(model: ParsedModel) -> ModelNotFound:
     """One text for absent, deleted and somebody else's; it depends on the question alone."""
-    shown = model.name if model.alias == LIVE else str(model)
+    shown = model.path if model.alias == LIVE else str(model)
     return ModelNotFound(f'The model "{shown}" does not exist or you do not have access to it.', hint=_HINT)
 
 

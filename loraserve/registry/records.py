@@ -91,9 +91,19 @@ class ServableAdapter:
     """An adapter that a bare name reaches."""
 
     name: str
+    owner: str | None
+    """The name of the tenant who granted it; None: it's the tenant's own."""
+    owned_by: str
+    """The name of the tenant whose it is."""
     created_at: datetime
     version: int
+    """Of a split, the one with the largest weight."""
     digest: Digest
+
+    @property
+    def model(self) -> str:
+        """What the tenant writes as ``model``."""
+        return self.name if self.owner is None else f"{self.owner}/{self.name}"
 
 
 @dataclass(frozen=True, slots=True)

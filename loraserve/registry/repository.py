@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from datetime import datetime
-from typing import Any, TypeVarTuple
+from typing import Any
 
-from sqlalchemy import ColumnElement, Select, delete, func, select, update
+from sqlalchemy import ColumnElement, delete, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 from ulid import ULID
@@ -14,12 +14,9 @@ from ulid import ULID
 from loraserve.db.models import Adapter, AdapterVersion, Alias, Tenant
 from loraserve.db.names import is_name
 from loraserve.errors import AdapterNotFound, AliasNotFound, TenantNotFound, VersionNotFound
-from loraserve.registry.model_name import LIVE, MAX_VERSION, ParsedModel
-from loraserve.registry.parity import quarantined
-from loraserve.registry.records import QUARANTINED, AdapterRecord, AliasRecord, ServableAdapter, VersionRecord
-from loraserve.types import AdapterRef, Digest, TenantId
-
-Columns = TypeVarTuple("Columns")
+from loraserve.registry.model_name import MAX_VERSION
+from loraserve.registry.records import AdapterRecord, AliasRecord, VersionRecord
+from loraserve.types import Digest, TenantId
 
 
 class AdapterRepository:
@@ -222,46 +219,6 @@ class AdapterRepository:
         query = query if before is None else query.where(AdapterVersion.number < before)
         return (await self._session.scalars(query)).all()
 
-    async def servable(self, limit: int) -> list[ServableAdapter]:
-        """The adapters that have the alias `LIVE`, by name; not those where it names a version in quarantine."""
-        query = _joined(
-            select(Adapter.name, Adapter.created_at, AdapterVersion.number, AdapterVersion.digest), LIVE
-        ).where(self._mine(), AdapterVersion.state != QUARANTINED)
-        rows = (await self._session.execute(query.order_by(Adapter.name).limit(limit))).all()
-        return [ServableAdapter(name, created_at, number, Digest(digest)) for name, created_at, number, digest in rows]
-
-    async def resolve(self, model: ParsedModel) -> AdapterRef | None:
-        """The version that `model` means now.
-
-        Raises:
-            AdapterQuarantined: it isn't served.
-        """
-        columns = select(
-            AdapterVersion.number,
-            AdapterVersion.digest,
-            AdapterVersion.config_blob,
-            AdapterVersion.weights_blob,
-            AdapterVersion.state,
-            AdapterVersion.checks,
-        )
-        query = _joined(columns, model.alias).where(self._mine(), Adapter.name == model.name)
-        if model.version is not None:
-            query = query.where(AdapterVersion.number == model.version)
-        row = (await self._session.execute(query)).one_or_none()
-        if row is None or model.name is None:
-            return None
-        number, digest, config_blob, weights_blob, state, checks = row
-        if state == QUARANTINED:
-            raise quarantined(model.name, number, checks)
-        return AdapterRef(
-            tenant=self.tenant,
-            name=model.name,
-            version=number,
-            digest=Digest(digest),
-            config_blob=Digest(config_blob),
-            weights_blob=Digest(weights_blob),
-        )
-
     # --- records ---
 
     async def version_records(self, adapter: Adapter, rows: Iterable[AdapterVersion]) -> list[VersionRecord]:
@@ -347,14 +304,3 @@ class AdapterRepository:
 def _shown(name: str) -> str:
     """A name in quotes; what can't be a name isn't repeated."""
     return f'"{name}"' if is_name(name) else "of that name"
-
-
-def _joined(query: Select[*Columns], alias: str | None) -> Select[*Columns]:
-    """`query` over live adapters and their live versions; with `alias`, over the one that it names."""
-    query = query.select_from(Adapter).join(AdapterVersion, AdapterVersion.adapter_id == Adapter.id)
-    query = query.where(Adapter.deleted_at.is_(None), AdapterVersion.deleted_at.is_(None))
-    if alias is None:
-        return query
-    return query.join(Alias, (Alias.adapter_id == Adapter.id) & (Alias.version == AdapterVersion.number)).where(
-        Alias.name == alias
-    )

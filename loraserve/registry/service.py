@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
@@ -17,6 +18,7 @@ from loraserve.db.session import Clock, Database, utc_now
 from loraserve.errors import AdapterQuarantined, Conflict, InvalidRequest, PreconditionFailed
 from loraserve.limits import LIMITS
 from loraserve.registry.audit import AuditEntry, list_audit
+from loraserve.registry.binding import BASE, Binding, Route, Target
 from loraserve.registry.certificates import Certificates, Certify
 from loraserve.registry.changes import point_alias, record_change
 from loraserve.registry.composition import compose
@@ -35,6 +37,7 @@ from loraserve.registry.records import (
 )
 from loraserve.registry.repository import AdapterRepository
 from loraserve.registry.residency import OwnedVersion, list_owned
+from loraserve.registry.routes import RouteRepository
 from loraserve.registry.uploads import Uploads
 from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
 
@@ -53,6 +56,7 @@ class Registry:
         base: the resident base model; may raise `EngineUnavailable` while there is none.
         certify: the engine's verification; None: versions have no certificates.
         is_certified_at_upload: whether uploads wait for it; otherwise versions are verified when somebody asks.
+        draw: uniform in [0, 1): which of a split's versions a request gets that says no user.
     """
 
     def __init__(
@@ -65,41 +69,67 @@ class Registry:
         is_certified_at_upload: bool = True,
         clock: Clock = utc_now,
         monotonic: Callable[[], float] = time.monotonic,
+        draw: Callable[[], float] = random.random,
     ) -> None:
         self._database = database
         self._clock = clock
-        self._resolved: LookupCache[tuple[TenantId, ParsedModel], AdapterRef] = LookupCache(
+        self._draw = draw
+        self._routes: LookupCache[tuple[TenantId, ParsedModel], Route] = LookupCache(
             ttl_s=LIMITS.resolve_cache_s, clock=monotonic
         )
         self.certificates = Certificates(
-            database, certify, self._forget, is_at_upload=is_certified_at_upload, clock=clock
+            database, certify, self.forget, is_at_upload=is_certified_at_upload, clock=clock
         )
-        self.uploads = Uploads(database, store, base, self.certificates, self._forget, clock=clock)
-        self.damages = Damages(database, self._forget, clock=clock)
+        self.uploads = Uploads(database, store, base, self.certificates, self.forget, clock=clock)
+        self.damages = Damages(database, self.forget, clock=clock)
         self.num_quarantined_refused = 0
         """Uses of versions in quarantine, since the start."""
         self.last_used = LastUsed(clock=monotonic)
 
     # --- the token path ---
 
-    async def resolve(self, tenant: TenantId, model: ParsedModel) -> AdapterRef:
-        """The version that `model`, which isn't the base, means now.
+    async def bind(self, tenant: TenantId, terms: Sequence[Term], *, sticky: str | None) -> Binding:
+        """What one request is bound to, for its whole life; no terms are the base.
 
-        From a cache at most `LIMITS.resolve_cache_s` old; while the database is away, names that were in use go on for
-        `LIMITS.outage_grace_s`.
+        Names are found in a cache at most `LIMITS.resolve_cache_s` old; while the database is away, those that were in use go on for
+        `LIMITS.outage_grace_s`. A sum of adapters has neither a fallback nor a shadow.
+
+        Args:
+            sticky: who asks, in the caller's own words: of a split's versions, the same one gets the same. None: drawn for each request.
 
         Raises:
-            ModelNotFound: absent, deleted, or another tenant's: one text.
-            AdapterQuarantined: it isn't served; the message has its certificate's numbers, or says that its bytes are damaged.
-            DatabaseUnavailable: the name isn't known here and can't be looked up.
+            ModelNotFound: a name is absent, deleted, or another tenant's who didn't grant it: one text.
+            AdapterQuarantined: a version isn't served, nor a fallback of it; the message has its certificate's numbers, or says that its bytes are damaged.
+            InvalidRequest: the weights of a version add up to too much.
+            DatabaseUnavailable: a name isn't known here and can't be looked up.
         """
+        if not terms:
+            return BASE
+        if len(terms) > 1 or terms[0].weight != 1:
+            resolved = [(await self.resolve(tenant, term.adapter, sticky=sticky), term.weight) for term in terms]
+            return Binding(compose(tenant, resolved))
+        route = await self._route(tenant, terms[0].adapter)
         try:
-            ref = await self._resolved.get((tenant, model), lambda: self._look_up(tenant, model))
+            binding = route.bind(sticky, self._draw)
         except AdapterQuarantined:
             self.num_quarantined_refused += 1
             raise
-        self.last_used.touch(tenant, ref.digest)
-        return ref
+        if binding.adapter is not None:
+            self.last_used.touch(tenant, binding.adapter.digest)
+        return binding
+
+    async def resolve(self, tenant: TenantId, model: ParsedModel, *, sticky: str | None = None) -> AdapterRef:
+        """The version that `model`, which isn't the base, means for one request; never its fallback.
+
+        Raises:
+            ModelNotFound, AdapterQuarantined, DatabaseUnavailable: as `bind`.
+        """
+        target = (await self._route(tenant, model)).choose(sticky, self._draw)
+        if not target.is_servable:
+            self.num_quarantined_refused += 1
+            raise target.refusal()
+        self.last_used.touch(tenant, target.ref.digest)
+        return target.ref
 
     async def compose(self, tenant: TenantId, terms: Iterable[Term]) -> AdapterRef | None:
         """The weighted sum of what the terms mean now, each found as `resolve` finds it; None is the base: nothing is left of them.
@@ -110,20 +140,38 @@ class Registry:
         """
         return compose(tenant, [(await self.resolve(tenant, term.adapter), term.weight) for term in terms])
 
+    async def describe(self, tenant: TenantId, model: ParsedModel) -> Target:
+        """The version that `model`, which isn't the base, mostly means; it counts as no use of it.
+
+        Raises:
+            ModelNotFound, DatabaseUnavailable: as `bind`.
+            AdapterQuarantined: it isn't served, nor a fallback of it.
+        """
+        route = await self._route(tenant, model)
+        if not route.main.is_servable and not route.has_fallback:
+            raise route.main.refusal()
+        return route.main
+
     async def list_servable(self, tenant: TenantId) -> list[ServableAdapter]:
-        """The adapters that a bare name reaches, by name; at most `LIMITS.max_listed_models`."""
+        """The adapters that a bare name reaches, by name, and those granted to the tenant; at most `LIMITS.max_listed_models`."""
         async with self._database.read() as session:
-            return await AdapterRepository(session, tenant).servable(LIMITS.max_listed_models)
+            return await RouteRepository(session, tenant).servable(LIMITS.max_listed_models)
 
-    async def _look_up(self, tenant: TenantId, model: ParsedModel) -> AdapterRef:
+    async def _route(self, tenant: TenantId, model: ParsedModel) -> Route:
+        return await self._routes.get((tenant, model), lambda: self._look_up(tenant, model))
+
+    async def _look_up(self, tenant: TenantId, model: ParsedModel) -> Route:
         async with self._database.read() as session:
-            ref = await AdapterRepository(session, tenant).resolve(model)
-        if ref is None:
+            route = await RouteRepository(session, tenant).route(model)
+        if route is None:
             raise model_not_found(model)
-        return ref
+        return route
 
-    def _forget(self, tenant: TenantId, name: str) -> None:
-        self._resolved.forget(lambda key: key[0] == tenant and key[1].name == name)
+    def forget(self, tenant: TenantId, name: str) -> None:
+        """The next request for this adapter of `tenant`, whoever's it is, finds it as it is in the database then."""
+        self._routes.forget(
+            lambda key: key[1].name == name and (key[0] == tenant or key[1].owner is not None),
+        )
 
     # --- reading ---
 
@@ -255,7 +303,7 @@ class Registry:
             moved = await point_alias(session, repository, adapter, alias, version, actor=actor, now=now)
             record = repository.alias_record(adapter, moved, alias)
         faults.hit("registry.after_alias_commit")
-        self._forget(tenant, name)
+        self.forget(tenant, name)
         return record, is_new
 
     async def delete_alias(
@@ -278,7 +326,7 @@ class Registry:
             record_change(
                 session, repository, "alias.delete", f"{name}@{alias}", actor=actor, now=now, version=record.version
             )
-        self._forget(tenant, name)
+        self.forget(tenant, name)
 
     async def delete(self, tenant: TenantId, name: str, *, actor: str) -> None:
         """The name resolves no more, nor does any version of it; requests that run go on. The rows stay as tombstones.
@@ -292,7 +340,7 @@ class Registry:
             adapter = await repository.adapter(name, is_locking=True)
             await repository.delete_adapter(adapter, now)
             record_change(session, repository, "adapter.delete", name, actor=actor, now=now)
-        self._forget(tenant, name)
+        self.forget(tenant, name)
 
     async def delete_version(self, tenant: TenantId, name: str, number: int, *, actor: str) -> None:
         """The version resolves no more; requests that run go on. Its number is never given again.
@@ -317,7 +365,7 @@ class Registry:
             record_change(
                 session, repository, "version.delete", f"{name}@{number}", actor=actor, now=now, digest=row.digest
             )
-        self._forget(tenant, name)
+        self.forget(tenant, name)
 
 
 def _check_condition(condition: Precondition, found: Alias | None, shown: str) -> None:

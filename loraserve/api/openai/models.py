@@ -19,11 +19,16 @@ _require_inference = scopes.require(scopes.INFERENCE)
 
 @router.get("/models")
 async def list_models(request: Request, caller: Caller = Depends(_require_inference)) -> dict[str, Any]:
-    """The base first, then the tenant's adapters that a bare name reaches."""
+    """The base first, then the tenant's adapters that a bare name reaches, then those that others granted to it, as ``OWNER/NAME``."""
     services = services_of(request)
     base = _base(services)
     adapters = await services.registry.list_servable(caller.tenant)
-    data = [_adapter(services, caller, item.name, item.created_at, item.digest) for item in adapters]
+    data = [
+        _adapter(services, item.owned_by, item.model, item.created_at, item.digest)
+        for item in adapters
+        # the base's id wins over a tenant and an adapter of its
+        if item.model != base["id"]
+    ]
     return {"object": "list", "data": [base, *data]}
 
 
@@ -39,9 +44,8 @@ async def get_model(model: str, request: Request, caller: Caller = Depends(_requ
     parsed = parse_model(model, services.engine.base.id)
     if parsed.is_base:
         return _base(services)
-    ref = await services.registry.resolve(caller.tenant, parsed)
-    version = await services.registry.get_version(caller.tenant, ref.name, ref.version)
-    return _adapter(services, caller, model, version.created_at, ref.digest)
+    target = await services.registry.describe(caller.tenant, parsed)
+    return _adapter(services, parsed.owner or caller.tenant_name, model, target.created_at, target.ref.digest)
 
 
 def _base(services: Services) -> dict[str, Any]:
@@ -50,11 +54,10 @@ def _base(services: Services) -> dict[str, Any]:
     return _entry(services, base.id, 0, owned_by="loraserve", root=base.id, parent=None)
 
 
-def _adapter(services: Services, caller: Caller, model: str, created_at: datetime, digest: str) -> dict[str, Any]:
+def _adapter(services: Services, owned_by: str, model: str, created_at: datetime, digest: str) -> dict[str, Any]:
     created = int(created_at.timestamp())
-    return _entry(
-        services, model, created, owned_by=caller.tenant_name, root=f"sha256:{digest}", parent=services.engine.base.id
-    )
+    parent = services.engine.base.id
+    return _entry(services, model, created, owned_by=owned_by, root=f"sha256:{digest}", parent=parent)
 
 
 def _entry(

@@ -35,13 +35,29 @@ BASE = "org/base:7b@main"
         (f"{BASE}:sql", ParsedModel("sql", alias="live")),
         (f"{BASE}:sql@3", ParsedModel("sql", version=3)),
         ("7", ParsedModel("7", alias="live")),
+        ("acme/sql", ParsedModel("sql", alias="live", owner="acme")),
+        (f"{BASE}:acme/sql@3", ParsedModel("sql", version=3, owner="acme")),
     ],
 )
 def test_every_form_is_understood(model: str, meaning: ParsedModel) -> None:
     assert parse_model(model, BASE) == meaning
 
 
-BAD = ["", "SQL", "sql@", "@3", "sql@0", "sql@007", "sql@99999999999", "sql@2147483648", "sql@a@b", "org/base", "sql@٣"]
+BAD = [
+    "",
+    "SQL",
+    "sql@",
+    "@3",
+    "sql@0",
+    "sql@007",
+    "sql@99999999999",
+    "sql@2147483648",
+    "sql@a@b",
+    "a/b/c",
+    "/sql",
+    "org/",
+    "sql@٣",
+]
 BAD += [f"{BASE}:", f"{BASE}@3", f"{BASE}:{BASE}:sql", "a" * 64, "sql@" + "9" * 5000, "../x", "sql\n", "x" * 1_000_000]
 
 
@@ -95,6 +111,7 @@ A, B = ParsedModel("a", alias="live"), ParsedModel("b", version=3)
         ("5e-3*a", (Term(A, Decimal("0.005")),)),
         (f"{BASE}:a+b@3", (Term(A), Term(B))),
         ("0.5*0.5", (Term(ParsedModel("0.5", alias="live"), Decimal("0.5")),)),
+        ("a+0.5*acme/b@3", (Term(A), Term(ParsedModel("b", version=3, owner="acme"), Decimal("0.5")))),
         ("a+a@canary", (Term(A), Term(ParsedModel("a", alias="canary")))),
     ],
 )
@@ -105,7 +122,7 @@ def test_a_sum_is_understood(model: str, meaning: tuple[Term, ...]) -> None:
 SUMS = ["a+", "+a", "a++b", "a + b", "a*0.5", "0.5*", "*a", "a-0.5*b", "A+b", "a+b@", "a+b@c@d", "a+../x", "a+b\n"]
 SUMS += ["nan*a", "inf*a", "1e400*a", "0x1*a", "1_0*a", "٣*a", "--1*a", "1*2*a", "0." + "1" * 40 + "*a", "a+b*", "+"]
 SUMS += [f"{LIMITS.max_composition_weight + 1:g}*a", "-11*a+b", "+".join(["a"] * (LIMITS.max_composition_terms + 1))]
-SUMS += [f"a+{BASE}:b", "a+org/base"]
+SUMS += [f"a+{BASE}:b", "a+org/base/c", "a+/b", "a+org/"]
 
 
 @pytest.mark.parametrize("model", SUMS)

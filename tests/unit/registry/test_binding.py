@@ -1,0 +1,102 @@
+"""What a request is bound to: a split's version by who asks, a fallback where the version is in quarantine, a shadow beside it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from datetime import UTC, datetime
+from itertools import pairwise
+
+import pytest
+
+from loraserve.errors import AdapterQuarantined
+from loraserve.registry.binding import Fallback, Route, Shadow, Target, Way
+from loraserve.registry.records import QUARANTINED, READY
+from loraserve.types import AdapterRef, Digest, TenantId
+
+
+def make_target(version: int, state: str = READY) -> Target:
+    digest = Digest(f"{version:064x}")
+    ref = AdapterRef(
+        tenant=TenantId("t"), name="sql", version=version, digest=digest, config_blob=digest, weights_blob=digest
+    )
+    return Target(ref, datetime(2026, 1, 1, tzinfo=UTC), state, ())
+
+
+def make_split(**weights: float) -> Route:
+    ways = tuple(Way(make_target(int(name[1:])), weight) for name, weight in weights.items())
+    return Route("an adapter", "live", max(ways, key=lambda way: way.weight).target, ways)
+
+
+def never() -> float:
+    raise AssertionError("nothing is drawn for who is known")
+
+
+def test_a_user_stays_on_one_version_while_the_split_stands() -> None:
+    route = make_split(v3=90, v4=10)
+    chosen = {user: route.choose(user, never).ref.version for user in map(str, range(200))}
+    assert {user: route.choose(user, never).ref.version for user in chosen} == chosen
+    assert set(chosen.values()) == {3, 4}
+
+
+def test_users_are_spread_by_the_weights() -> None:
+    route = make_split(v1=5, v2=3, v3=2)
+    counts = Counter(route.choose(f"user-{number}", never).ref.version for number in range(10_000))
+    # four standard deviations of a binomial of 10,000
+    assert [abs(counts[version] - 10_000 * share) < 200 for version, share in ((1, 0.5), (2, 0.3), (3, 0.2))] == [
+        True
+    ] * 3
+
+
+def test_a_growing_canary_takes_users_and_gives_none_back() -> None:
+    users = list(map(str, range(500)))
+    on_canary = [
+        {user for user in users if make_split(v3=100 - share, v4=share).choose(user, never).ref.version == 4}
+        for share in (10, 25, 60)
+    ]
+    assert all(before < after for before, after in pairwise(on_canary))
+
+
+def test_of_two_aliases_and_of_two_adapters_a_user_is_placed_apart() -> None:
+    route = make_split(v1=50, v2=50)
+
+    def placed(route: Route) -> list[int]:
+        return [route.choose(str(user), never).ref.version for user in range(64)]
+
+    assert len({tuple(placed(one)) for one in (route, replace(route, alias="b"), replace(route, adapter_id="c"))}) == 3
+
+
+def test_without_a_user_each_request_is_drawn() -> None:
+    route = make_split(v3=90, v4=10)
+    assert [route.choose(None, lambda x=x: x).ref.version for x in (0.0, 0.89, 0.91, 0.999_999)] == [3, 3, 4, 4]
+
+
+def test_a_version_in_quarantine_gives_way_to_the_fallback_which_says_from_what() -> None:
+    route = Route("a", "", make_target(2, QUARANTINED), fallback=make_target(1), shadow=make_target(3))
+    binding = route.bind(None, never)
+    assert (binding.adapter, binding.fell_back_from) == (make_target(1).ref, make_target(2).ref)
+    assert (binding.fell_back_for, binding.fallback, binding.shadow) == ("adapter_quarantined", None, None)
+    to_base = replace(route, fallback=None, is_base_fallback=True).bind(None, never)
+    assert (to_base.adapter, to_base.fell_back_from) == (None, make_target(2).ref)
+
+
+@pytest.mark.parametrize("fallback", [None, make_target(1, QUARANTINED), make_target(2, QUARANTINED)])
+def test_a_quarantine_without_a_usable_fallback_is_refused(fallback: Target | None) -> None:
+    route = Route("a", "", make_target(2, QUARANTINED), fallback=fallback)
+    with pytest.raises(AdapterQuarantined, match="sql@2"):
+        route.bind(None, never)
+    assert not route.has_fallback
+
+
+def test_a_servable_version_keeps_its_fallback_for_a_load_that_fails() -> None:
+    route = Route("a", "", make_target(2), fallback=make_target(1))
+    assert route.bind(None, never).fallback == Fallback(make_target(1).ref)
+    assert replace(route, fallback=make_target(2)).bind(None, never).fallback is None
+    assert replace(route, is_base_fallback=True).bind(None, never).fallback == Fallback(None)
+
+
+def test_a_shadow_is_another_version_and_not_in_quarantine() -> None:
+    route = Route("a", "live", make_target(2), shadow=make_target(3), shadow_share=0.25)
+    assert route.bind(None, never).shadow == Shadow(make_target(3).ref, "a", 0.25)
+    assert replace(route, shadow=make_target(3, QUARANTINED)).bind(None, never).shadow is None
+    assert replace(route, shadow=make_target(2)).bind(None, never).shadow is None
