@@ -10,7 +10,7 @@ It stands alone: of loraserve it imports nothing but `loraserve.errors`, and nei
 from __future__ import annotations
 
 from loraserve.sdk.client import AsyncClient, Client
+from loraserve.sdk.file_piece import Progress
 from loraserve.sdk.streaming import AsyncStream, Stream
-from loraserve.sdk.upload import Progress
 
 __all__ = ["AsyncClient", "AsyncStream", "Client", "Progress", "Stream"]

@@ -1,75 +1,17 @@
-"""`client.adapters`: push a PEFT directory, see what is there, move names, keep or drop weights in memory."""
+"""`client.adapters`: push and pull PEFT directories, see what is there, move names, keep or drop weights in memory."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import anyio.to_thread
-
-from loraserve.sdk.call import Call, encode, idempotency_key, read_into, read_nothing, segment
-from loraserve.sdk.paging import all_rows, all_rows_async
-from loraserve.sdk.resources import Action, Adapter, Alias, Version
-from loraserve.sdk.transport import AsyncTransport, Transport
-from loraserve.sdk.upload import Progress, Upload
-
-OnProgress = Callable[[Progress], object]
-ROOT = "/api/v1/adapters"
-
-
-def _path(name: str, version: int | None = None) -> str:
-    path = f"{ROOT}/{segment(name, 'name')}"
-    return path if version is None else f"{path}/versions/{version}"
-
-
-def _alias_path(name: str, alias: str) -> str:
-    return f"{_path(name)}/aliases/{segment(alias, 'alias')}"
-
-
-def _condition(if_match: str | None) -> dict[str, str]:
-    return {} if if_match is None else {"If-Match": if_match}
-
-
-def _push(name: str, upload: Upload, promote: bool, dry_run: bool) -> Call[Version]:
-    params = {} if promote else {"promote": "false"}
-    if dry_run:
-        params["dry_run"] = "true"
-    path = f"{_path(name)}/versions"
-    return Call("POST", path, read_into(Version), params=params, headers=idempotency_key(), upload=upload)
-
-
-def _set_alias(name: str, alias: str, version: int, if_match: str | None) -> Call[Alias]:
-    body = encode({"version": version})
-    return Call("PUT", _alias_path(name, alias), read_into(Alias), headers=_condition(if_match), body=body)
-
-
-def _alias(name: str, alias: str) -> Call[Alias]:
-    return Call("GET", _alias_path(name, alias), read_into(Alias))
-
-
-def _delete_alias(name: str, alias: str, if_match: str | None) -> Call[None]:
-    return Call("DELETE", _alias_path(name, alias), read_nothing, headers=_condition(if_match))
-
-
-def _get(name: str) -> Call[Adapter]:
-    return Call("GET", _path(name), read_into(Adapter))
-
-
-def _version(name: str, version: int) -> Call[Version]:
-    return Call("GET", _path(name, version), read_into(Version))
-
-
-def _delete(name: str, version: int | None) -> Call[None]:
-    return Call("DELETE", _path(name, version), read_nothing)
-
-
-def _verify(name: str, version: int) -> Call[Version]:
-    return Call("POST", f"{_path(name, version)}/verify", read_into(Version), headers=idempotency_key())
-
-
-def _act(name: str, version: int, action: str) -> Call[Action]:
-    return Call("POST", f"{_path(name, version)}/{action}", read_into(Action), headers=idempotency_key())
+from loraserve.sdk import adapter_calls as calls
+from loraserve.sdk.adapter_calls import LIVE, ROOT, OnProgress
+from loraserve.sdk.operations import Operation
+from loraserve.sdk.paging import all_rows
+from loraserve.sdk.resources import Action, Adapter, Alias, ShadowHour, Version
+from loraserve.sdk.steps import run
+from loraserve.sdk.transport import Transport
 
 
 class Adapters:
@@ -84,6 +26,8 @@ class Adapters:
         alias: str | None = None,
         promote: bool = True,
         dry_run: bool = False,
+        notes: str | None = None,
+        tags: Mapping[str, str] | None = None,
         on_progress: OnProgress | None = None,
     ) -> Version:
         """Send a PEFT directory and return the version that the server made of it, checked and durable.
@@ -94,17 +38,61 @@ class Adapters:
         Args:
             alias: point this alias at the new version too.
             promote: let `live`, which the bare name means, point to the new version.
+            notes, tags: the version's own.
             on_progress: told how much has been sent, from nothing to all; again from nothing if the upload is tried again.
 
         Raises:
             AdapterFormatError: the directory isn't a PEFT adapter (before anything is sent), or its files are broken.
             AdapterRejected: it can't be served on this base; `problems` lists every reason.
         """
-        version = self._transport.send(_push(name, Upload(directory, on_progress), promote, dry_run))
-        if alias is None or version.version is None or version.is_quarantined or dry_run:
-            return version
-        self.set_alias(name, alias, version.version)
-        return self.version(name, version.version)
+        return run(
+            self._transport,
+            calls.push(
+                name,
+                Path(directory),
+                alias_=alias,
+                promote=promote,
+                dry_run=dry_run,
+                notes=notes,
+                tags=tags,
+                on_progress=on_progress,
+            ),
+        )
+
+    def pull(
+        self,
+        name: str,
+        directory: str | Path,
+        *,
+        version: int | None = None,
+        overwrite: bool = False,
+        on_progress: OnProgress | None = None,
+    ) -> Version:
+        """Bring a version's two files, as they were pushed, into `directory`, and return the version. Each is checked against its digest.
+
+        Args:
+            version: None: the one that `live` points to.
+            overwrite: replace files that are there.
+
+        Raises:
+            AlreadyExists: a file is there, and `overwrite` is False.
+        """
+        policy = self._transport.config.retry
+        return run(
+            self._transport,
+            calls.pull(name, version, Path(directory), policy, overwrite=overwrite, on_progress=on_progress),
+        )
+
+    def pull_from(self, name: str, source: str) -> Operation:
+        """Let the server fetch a version of the adapter by itself. Takes an admin key.
+
+        Args:
+            source: ``hf://ORG/NAME[@REVISION]`` or ``s3://BUCKET/PREFIX``, on the operator's list.
+
+        Returns:
+            What `client.operations` waits for or cancels; its `result` is the version.
+        """
+        return self._transport.send(calls.pull_from(name, source))
 
     def list(self) -> Iterator[Adapter]:
         """Every adapter by name; pages are asked for as they're needed."""
@@ -112,38 +100,89 @@ class Adapters:
 
     def get(self, name: str) -> Adapter:
         """Raises AdapterNotFound where there is none, or it is another tenant's."""
-        return self._transport.send(_get(name))
+        return self._transport.send(calls.get(name))
+
+    def update(self, name: str, *, notes: str | None = None, tags: Mapping[str, str] | None = None) -> Adapter:
+        """Replace the adapter's notes, its tags, or both; what is None stays."""
+        return self._transport.send(calls.update(name, calls.about(notes, tags)))
+
+    def set_fallback(self, name: str, fallback: int | str | None) -> Adapter:
+        """Say what answers when the version asked for can't: a version, an alias, ``"base"``, or None: nothing does."""
+        wanted = None if fallback is None else str(fallback)
+        return self._transport.send(calls.update(name, {"fallback": wanted}))
 
     def versions(self, name: str) -> Iterator[Version]:
         """Every version of the adapter; pages are asked for as they're needed."""
-        return all_rows(self._transport, f"{_path(name)}/versions", Version)
+        return all_rows(self._transport, f"{calls.path_of(name)}/versions", Version)
 
     def version(self, name: str, version: int) -> Version:
         """Raises VersionNotFound where there is none."""
-        return self._transport.send(_version(name, version))
+        return self._transport.send(calls.version(name, version))
+
+    def update_version(
+        self, name: str, version: int, *, notes: str | None = None, tags: Mapping[str, str] | None = None
+    ) -> Version:
+        """Replace the version's notes, its tags, or both; what is None stays."""
+        return self._transport.send(calls.update_version(name, version, calls.about(notes, tags)))
 
     def delete(self, name: str, version: int | None = None) -> None:
         """Delete the adapter, or one version of it. Requests that run finish on what they started with."""
-        self._transport.send(_delete(name, version))
+        self._transport.send(calls.delete(name, version))
 
-    def set_alias(self, name: str, alias: str, version: int, *, if_match: str | None = None) -> Alias:
-        """Point `alias` at `version`.
+    def restore(self, name: str) -> Adapter:
+        """A deleted adapter is there again, with its versions and aliases as they were, while the server keeps what was deleted."""
+        return self._transport.send(calls.restore(name))
+
+    def restore_version(self, name: str, version: int) -> Version:
+        """A deleted version is there again, while the server keeps what was deleted."""
+        return self._transport.send(calls.restore_version(name, version))
+
+    def aliases(self, name: str) -> Iterator[Alias]:
+        """Every alias of the adapter; pages are asked for as they're needed."""
+        return all_rows(self._transport, f"{calls.path_of(name)}/aliases", Alias)
+
+    def set_alias(
+        self,
+        name: str,
+        alias: str,
+        version: int | None = None,
+        *,
+        split: Mapping[int, float] | None = None,
+        shadow: tuple[int, float] | None = None,
+        if_match: str | None = None,
+    ) -> Alias:
+        """Point `alias` at `version`, or split its traffic.
 
         Args:
+            split: version → weight; a request goes to one of them, and a `user` stays on one.
+            shadow: (version, share): a copy of that share of the requests runs on that version and is compared; None: no copy.
             if_match: the ETag that the alias was read with (`Alias.etag`): move it only if nobody else did meanwhile.
 
         Raises:
             PreconditionFailed: somebody did.
         """
-        return self._transport.send(_set_alias(name, alias, version, if_match))
+        return self._transport.send(calls.set_alias(name, alias, version, split, shadow, if_match))
 
     def alias(self, name: str, alias: str) -> Alias:
         """The alias, with its `etag`. Raises AliasNotFound where there is none."""
-        return self._transport.send(_alias(name, alias))
+        return self._transport.send(calls.alias(name, alias))
 
     def delete_alias(self, name: str, alias: str, *, if_match: str | None = None) -> None:
         """The alias is gone; the version that it named stays. `if_match` as for `set_alias`."""
-        self._transport.send(_delete_alias(name, alias, if_match))
+        self._transport.send(calls.delete_alias(name, alias, if_match))
+
+    def rollback(self, name: str, alias: str = LIVE, *, if_match: str | None = None) -> Alias:
+        """Point the alias where it pointed before its last move; again, and it's back.
+
+        Raises:
+            Conflict: it never moved.
+            PreconditionFailed: it moved since it was read; `if_match` as for `set_alias`.
+        """
+        return self._transport.send(calls.rollback(name, alias, if_match))
+
+    def shadow(self, name: str, alias: str = LIVE) -> Iterator[ShadowHour]:
+        """How the alias's shadow version did, hour by hour; pages are asked for as they're needed."""
+        return all_rows(self._transport, f"{calls.alias_path(name, alias)}/shadow", ShadowHour)
 
     def verify(self, name: str, version: int) -> Version:
         """Compare the version's answers with the reference's anew, and return it as it is then: `Version.certificate` has the numbers.
@@ -153,78 +192,16 @@ class Adapters:
         Raises:
             EngineUnavailable: there is no certificate now; nothing was changed.
         """
-        return self._transport.send(_verify(name, version))
+        return self._transport.send(calls.verify(name, version))
 
     def warm(self, name: str, version: int) -> Action:
         """Bring the version's weights into memory, so that its first request needn't wait."""
-        return self._transport.send(_act(name, version, "warm"))
+        return self._transport.send(calls.act(name, version, "warm"))
 
     def pin(self, name: str, version: int) -> Action:
         """Keep the version's weights in memory until `unpin`. Takes an admin key: it's memory that others lack."""
-        return self._transport.send(_act(name, version, "pin"))
+        return self._transport.send(calls.act(name, version, "pin"))
 
     def unpin(self, name: str, version: int) -> Action:
         """Let the version's weights go when their room is needed."""
-        return self._transport.send(_act(name, version, "unpin"))
-
-
-class AsyncAdapters:
-    """As `Adapters`, awaiting."""
-
-    def __init__(self, transport: AsyncTransport) -> None:
-        self._transport = transport
-
-    async def push(
-        self,
-        directory: str | Path,
-        *,
-        name: str,
-        alias: str | None = None,
-        promote: bool = True,
-        dry_run: bool = False,
-        on_progress: OnProgress | None = None,
-    ) -> Version:
-        """As `Adapters.push`; the directory is read on a thread."""
-        upload = await anyio.to_thread.run_sync(partial(Upload, directory, on_progress))
-        version = await self._transport.send(_push(name, upload, promote, dry_run))
-        if alias is None or version.version is None or version.is_quarantined or dry_run:
-            return version
-        await self.set_alias(name, alias, version.version)
-        return await self.version(name, version.version)
-
-    def list(self) -> AsyncIterator[Adapter]:
-        return all_rows_async(self._transport, ROOT, Adapter)
-
-    async def get(self, name: str) -> Adapter:
-        return await self._transport.send(_get(name))
-
-    def versions(self, name: str) -> AsyncIterator[Version]:
-        return all_rows_async(self._transport, f"{_path(name)}/versions", Version)
-
-    async def version(self, name: str, version: int) -> Version:
-        return await self._transport.send(_version(name, version))
-
-    async def delete(self, name: str, version: int | None = None) -> None:
-        await self._transport.send(_delete(name, version))
-
-    async def set_alias(self, name: str, alias: str, version: int, *, if_match: str | None = None) -> Alias:
-        return await self._transport.send(_set_alias(name, alias, version, if_match))
-
-    async def alias(self, name: str, alias: str) -> Alias:
-        return await self._transport.send(_alias(name, alias))
-
-    async def delete_alias(self, name: str, alias: str, *, if_match: str | None = None) -> None:
-        await self._transport.send(_delete_alias(name, alias, if_match))
-
-    async def verify(self, name: str, version: int) -> Version:
-        """As `Adapters.verify`."""
-        return await self._transport.send(_verify(name, version))
-
-    async def warm(self, name: str, version: int) -> Action:
-        return await self._transport.send(_act(name, version, "warm"))
-
-    async def pin(self, name: str, version: int) -> Action:
-        return await self._transport.send(_act(name, version, "pin"))
-
-    async def unpin(self, name: str, version: int) -> Action:
-        return await self._transport.send(_act(name, version, "unpin"))
+        return self._transport.send(calls.act(name, version, "unpin"))

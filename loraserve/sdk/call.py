@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 
 from loraserve import errors
 from loraserve.sdk.answers import Answer
+from loraserve.sdk.file_piece import FilePiece
 from loraserve.sdk.upload import Upload
 
 T = TypeVar("T")
@@ -48,7 +49,7 @@ class Call(Generic[T]):
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes | None = None
     """JSON, encoded."""
-    upload: Upload | None = None
+    upload: Upload | FilePiece | None = None
     timeout_s: float | None = None
     """None: the client's own."""
 

@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 
 from loraserve import errors
-from loraserve.sdk.adapters import Adapters, AsyncAdapters
+from loraserve.sdk.adapters import Adapters
+from loraserve.sdk.async_adapters import AsyncAdapters
 from loraserve.sdk.call import Call, read_into
 from loraserve.sdk.chat import AsyncChat, Chat
 from loraserve.sdk.completions import AsyncCompletions, Completions
 from loraserve.sdk.config import DEFAULT_TIMEOUT_S, ClientConfig
+from loraserve.sdk.grants import AsyncGrants, Grants
 from loraserve.sdk.keys import AsyncKeys, Keys
 from loraserve.sdk.models import AsyncModels, Models
+from loraserve.sdk.operations import AsyncOperations, Operations
 from loraserve.sdk.paging import all_rows, all_rows_async
 from loraserve.sdk.residency import AdapterResidency, Memory, ResidencyPage
 from loraserve.sdk.server import AuditEntry, Base, Limits
@@ -66,6 +69,8 @@ class Client:
         self.models = Models(self._transport)
         self.tenants = Tenants(self._transport)
         self.keys = Keys(self._transport)
+        self.grants = Grants(self._transport)
+        self.operations = Operations(self._transport)
 
     @property
     def url(self) -> str:
@@ -140,6 +145,8 @@ class AsyncClient:
         self.models = AsyncModels(self._transport)
         self.tenants = AsyncTenants(self._transport)
         self.keys = AsyncKeys(self._transport)
+        self.grants = AsyncGrants(self._transport)
+        self.operations = AsyncOperations(self._transport)
 
     @property
     def url(self) -> str:

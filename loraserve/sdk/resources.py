@@ -61,6 +61,8 @@ class Version(Result):
     dtype: str | None = None
     aliases: list[str]
     created_at: datetime
+    notes: str = ""
+    tags: dict[str, str] = Field(default_factory=dict)
     checks: list[dict[str, Any]] = Field(default_factory=list)
     """What was checked before it was taken, and what was found."""
 
@@ -88,6 +90,20 @@ class Version(Result):
         return next((str(one[field]) for one in self.checks if one.get("name") == check and field in one), None)
 
 
+class Share(Result):
+    """A version of a split, and how much of the traffic it gets against the others' weights."""
+
+    version: int
+    weight: float
+
+
+class Shadow(Result):
+    """A copy of `share` (0 to 1) of the requests runs on `version`; its answers are dropped."""
+
+    version: int
+    share: float
+
+
 class Alias(Result):
     """A name that points to a version: `live` is what the adapter's bare name means."""
 
@@ -95,7 +111,34 @@ class Alias(Result):
     """The adapter's."""
     alias: str
     version: int
+    """Of a split, the one with the largest weight."""
+    split: list[Share] | None = None
+    """None: all its traffic goes to `version`."""
+    shadow: Shadow | None = None
     updated_at: datetime
+
+
+class ShadowHour(Result):
+    """How a shadow version did against the one that answered, in one hour."""
+
+    hour: datetime
+    version: int
+    shadow_version: int
+    num_requests: int
+    num_failed: int
+    """Of those, the ones to which the shadow had no answer."""
+    num_equal: int
+    """Those where both made the same tokens."""
+    num_tokens: int
+    num_agreed_tokens: int
+    """Of the answers' tokens, those before the first that differs."""
+    live_ms: int
+    shadow_ms: int
+    """From the request to the last token, summed over the requests that both answered."""
+
+    @property
+    def num_compared(self) -> int:
+        return self.num_requests - self.num_failed
 
 
 class Adapter(Result):
@@ -104,6 +147,10 @@ class Adapter(Result):
     """Alias → version."""
     num_versions: int
     latest_version: int | None
+    notes: str = ""
+    tags: dict[str, str] = Field(default_factory=dict)
+    fallback: str | None = None
+    """What answers when the version asked for can't: a version's number, an alias, or ``base``; None: nothing does."""
     created_at: datetime
     updated_at: datetime
 

@@ -117,6 +117,10 @@ class Transport:
                 delay = attempt.after_failure(failure)
             self._sleep(delay)
 
+    def pause(self, seconds: float) -> None:
+        """Return after so long; as between two tries."""
+        self._sleep(seconds)
+
     def close(self) -> None:
         if self._is_ours:
             self._http.close()
@@ -158,6 +162,10 @@ class AsyncTransport:
             except httpx2.TransportError as failure:
                 delay = attempt.after_failure(failure)
             await self._sleep(delay)
+
+    async def pause(self, seconds: float) -> None:
+        """As `Transport.pause`."""
+        await self._sleep(seconds)
 
     async def close(self) -> None:
         if self._is_ours:

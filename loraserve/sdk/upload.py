@@ -4,28 +4,15 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import anyio.to_thread
 
 from loraserve import errors
+from loraserve.sdk.file_piece import CHUNK_BYTES, Progress
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-CHUNK_BYTES = 256 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How much of an upload has been handed to the network."""
-
-    sent_bytes: int
-    total_bytes: int
-
-    def __str__(self) -> str:
-        share = 100 * self.sent_bytes // self.total_bytes if self.total_bytes else 100
-        return f"{self.sent_bytes:,} of {self.total_bytes:,} bytes ({share} %)"
 
 
 class Upload:

@@ -1,0 +1,166 @@
+"""The calls about adapters, and what takes several of them: shared by `Adapters` and `AsyncAdapters`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from loraserve import errors
+from loraserve.sdk.call import Call, encode, idempotency_key, read_into, read_nothing, segment
+from loraserve.sdk.download import download
+from loraserve.sdk.file_piece import Progress
+from loraserve.sdk.operations import Operation
+from loraserve.sdk.resources import Action, Adapter, Alias, Version
+from loraserve.sdk.retry import RetryPolicy
+from loraserve.sdk.steps import Steps, Work
+from loraserve.sdk.upload import Upload
+
+OnProgress = Callable[[Progress], object]
+ROOT = "/api/v1/adapters"
+LIVE = "live"
+
+
+def path_of(name: str, version: int | None = None) -> str:
+    path = f"{ROOT}/{segment(name, 'name')}"
+    return path if version is None else f"{path}/versions/{version}"
+
+
+def alias_path(name: str, alias: str) -> str:
+    return f"{path_of(name)}/aliases/{segment(alias, 'alias')}"
+
+
+def _condition(if_match: str | None) -> dict[str, str]:
+    return {} if if_match is None else {"If-Match": if_match}
+
+
+def get(name: str) -> Call[Adapter]:
+    return Call("GET", path_of(name), read_into(Adapter))
+
+
+def version(name: str, number: int) -> Call[Version]:
+    return Call("GET", path_of(name, number), read_into(Version))
+
+
+def update(name: str, changes: Mapping[str, object]) -> Call[Adapter]:
+    return Call("PATCH", path_of(name), read_into(Adapter), body=encode(changes))
+
+
+def update_version(name: str, number: int, changes: Mapping[str, object]) -> Call[Version]:
+    return Call("PATCH", path_of(name, number), read_into(Version), body=encode(changes))
+
+
+def about(notes: str | None, tags: Mapping[str, str] | None) -> dict[str, object]:
+    """The fields that are given."""
+    given: dict[str, object] = {} if notes is None else {"notes": notes}
+    return given if tags is None else {**given, "tags": dict(tags)}
+
+
+def delete(name: str, number: int | None) -> Call[None]:
+    return Call("DELETE", path_of(name, number), read_nothing)
+
+
+def restore(name: str) -> Call[Adapter]:
+    return Call("POST", f"{path_of(name)}/restore", read_into(Adapter), headers=idempotency_key())
+
+
+def restore_version(name: str, number: int) -> Call[Version]:
+    return Call("POST", f"{path_of(name, number)}/restore", read_into(Version), headers=idempotency_key())
+
+
+def set_alias(
+    name: str,
+    alias: str,
+    number: int | None,
+    split: Mapping[int, float] | None,
+    shadow: tuple[int, float] | None,
+    if_match: str | None,
+) -> Call[Alias]:
+    """
+    Raises:
+        InvalidRequest: neither a version nor a split is given, or both are.
+    """
+    if (number is None) == (split is None):
+        raise errors.InvalidRequest("An alias points to a version, or splits its traffic: give one of the two.")
+    body: dict[str, object] = {} if number is None else {"version": number}
+    if split is not None:
+        body["split"] = [{"version": one, "weight": weight} for one, weight in split.items()]
+    if shadow is not None:
+        body["shadow"] = {"version": shadow[0], "share": shadow[1]}
+    headers = _condition(if_match)
+    return Call("PUT", alias_path(name, alias), read_into(Alias), headers=headers, body=encode(body))
+
+
+def alias(name: str, alias: str) -> Call[Alias]:
+    return Call("GET", alias_path(name, alias), read_into(Alias))
+
+
+def delete_alias(name: str, alias: str, if_match: str | None) -> Call[None]:
+    return Call("DELETE", alias_path(name, alias), read_nothing, headers=_condition(if_match))
+
+
+def rollback(name: str, alias: str, if_match: str | None) -> Call[Alias]:
+    headers = idempotency_key() | _condition(if_match)
+    return Call("POST", f"{alias_path(name, alias)}/rollback", read_into(Alias), headers=headers)
+
+
+def verify(name: str, number: int) -> Call[Version]:
+    return Call("POST", f"{path_of(name, number)}/verify", read_into(Version), headers=idempotency_key())
+
+
+def act(name: str, number: int, action: str) -> Call[Action]:
+    return Call("POST", f"{path_of(name, number)}/{action}", read_into(Action), headers=idempotency_key())
+
+
+def pull_from(name: str, source: str) -> Call[Operation]:
+    body = encode({"source": source})
+    return Call("POST", f"{path_of(name)}/pulls", read_into(Operation), headers=idempotency_key(), body=body)
+
+
+def push(
+    name: str,
+    directory: Path,
+    *,
+    alias_: str | None,
+    promote: bool,
+    dry_run: bool,
+    notes: str | None,
+    tags: Mapping[str, str] | None,
+    on_progress: OnProgress | None,
+) -> Steps[Version]:
+    """Send the directory, publish it, and say of the version what is to be said of it."""
+    upload = yield Work(lambda: Upload(directory, on_progress))
+    params = {} if promote else {"promote": "false"}
+    if dry_run:
+        params["dry_run"] = "true"
+    where = f"{path_of(name)}/versions"
+    made: Version = yield Call(
+        "POST", where, read_into(Version), params=params, headers=idempotency_key(), upload=upload
+    )
+    if made.version is None or dry_run:
+        return made
+    said = about(notes, tags)
+    if said:
+        made = yield update_version(name, made.version, said)
+    if alias_ is None or made.is_quarantined:
+        return made
+    yield set_alias(name, alias_, made.version, None, None, None)
+    return (yield version(name, made.version))  # type: ignore[no-any-return]
+
+
+def pull(
+    name: str,
+    number: int | None,
+    directory: Path,
+    policy: RetryPolicy,
+    *,
+    overwrite: bool,
+    on_progress: OnProgress | None,
+) -> Steps[Version]:
+    """The version's files, or the live one's where none is named, are in `directory`."""
+    if number is None:
+        live: Alias = yield alias(name, LIVE)
+    which = live.version if number is None else number
+    found: Version = yield version(name, which)
+    where = path_of(name, which)
+    yield from download(where, found.size_bytes, directory, policy, overwrite=overwrite, on_progress=on_progress)
+    return found
