@@ -63,6 +63,12 @@ class Metrics:
             ["reason"],
             registry=self.registry,
         )
+        self.fallbacks = Counter(
+            "loraserve_fallbacks",
+            "Requests that another version or the base answered, by the code of what the one asked for failed with.",
+            ["reason"],
+            registry=self.registry,
+        )
         self.live_requests = Gauge(
             "loraserve_http_requests_live", "HTTP requests being answered.", registry=self.registry
         )

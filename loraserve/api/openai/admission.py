@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ulid import ULID
 
+from loraserve.api.openai.fallback import Answerer
 from loraserve.api.openai.fields import ignored_header
 from loraserve.api.openai.prompts import Prompt
 from loraserve.api.openai.sampling import Sampling, choose_seeds
@@ -16,7 +17,7 @@ from loraserve.api.services import Services
 from loraserve.engine.messages import GenerateRequest
 from loraserve.errors import InvalidRequest, PermissionDenied
 from loraserve.limits import LIMITS
-from loraserve.registry.composition import label
+from loraserve.registry.binding import Binding
 from loraserve.registry.model_name import parse_terms, terms_of
 from loraserve.types import AdapterRef, RequestId
 
@@ -26,12 +27,18 @@ if TYPE_CHECKING:
 
 
 async def resolve_model(
-    services: Services, caller: Caller, model: str, adapters: Sequence[WeightedAdapter] | None = None
-) -> AdapterRef | None:
-    """What answers for `model`, bound for the whole request: an adapter version, or the sum of several; None is the base.
+    services: Services,
+    caller: Caller,
+    model: str,
+    adapters: Sequence[WeightedAdapter] | None = None,
+    *,
+    user: str | None = None,
+) -> Binding:
+    """What answers for `model`, bound for the whole request: an adapter version, the sum of several, or the base.
 
     Args:
         adapters: the sum, where `model` is the base alone.
+        user: who stays on one version of a split; None: each request is drawn by itself.
 
     Raises:
         ModelNotFound: the caller's tenant has no such model, or none such as one of the sum's.
@@ -49,7 +56,7 @@ async def resolve_model(
             param="adapters",
             hint="Send adapters with the base's id as model, or write the sum as model: a+0.5*b.",
         )
-    return await services.registry.compose(caller.tenant, terms)
+    return Binding(await services.registry.compose(caller.tenant, terms))
 
 
 def check_priority(body: InferenceBody, caller: Caller) -> None:
@@ -79,9 +86,14 @@ class Answering:
     created: int
     services: Services
     body: InferenceBody
-    adapter: AdapterRef | None
+    answerer: Answerer
     prompts: Sequence[Prompt]
     ignored: tuple[str, ...]
+
+    @property
+    def adapter(self) -> AdapterRef | None:
+        """What answers now; None is the base. It may change once before the first token."""
+        return self.answerer.adapter
 
     @classmethod
     def begin(
@@ -89,11 +101,12 @@ class Answering:
         prefix: str,
         services: Services,
         body: InferenceBody,
-        adapter: AdapterRef | None,
+        binding: Binding,
         prompts: Sequence[Prompt],
         ignored: tuple[str, ...],
     ) -> Answering:
-        return cls(f"{prefix}-{ULID()}", int(services.clock()), services, body, adapter, prompts, ignored)
+        answerer = Answerer(binding, services.engine.base.id)
+        return cls(f"{prefix}-{ULID()}", int(services.clock()), services, body, answerer, prompts, ignored)
 
     def requests(self, caller: Caller, sampling: Sampling, max_tokens: Sequence[int]) -> list[GenerateRequest]:
         """The engine's requests in the order of the choices: the first prompt's n, then the second's."""
@@ -123,9 +136,7 @@ class Answering:
         """What the answer says beside its body; `first` is its first chunk."""
         timing = (("queue", first.queue_s), ("adapter", first.adapter_s), ("prefill", first.prefill_s))
         headers = {"server-timing": ", ".join(f"{name};dur={seconds * 1000:.1f}" for name, seconds in timing)}
-        if self.adapter is not None:
-            headers["x-loraserve-adapter"] = label(self.adapter)
-        return {**headers, **ignored_header(self.ignored)}
+        return {**headers, **self.answerer.headers(), **ignored_header(self.ignored)}
 
 
 class Usage:

@@ -50,7 +50,7 @@ async def create_chat_completion(
     asked = _asked_tokens(body)
     check_priority(body, caller)
     base = services.engine.base
-    adapter = await resolve_model(services, caller, body.model, body.adapters)
+    binding = await resolve_model(services, caller, body.model, body.adapters, user=body.user)
     sampling = read_sampling(body, base, logprobs=body.top_logprobs if body.logprobs else None)
     prompt = await read_chat(
         body.messages,
@@ -61,8 +61,8 @@ async def create_chat_completion(
     )
     max_tokens = choose_max_tokens(asked, None, len(prompt.token_ids), base, "messages")
 
-    answering = Answering.begin("chatcmpl", services, body, adapter, [prompt], ignored)
-    generation = Generation(services, answering.requests(caller, sampling, [max_tokens]))
+    answering = Answering.begin("chatcmpl", services, body, binding, [prompt], ignored)
+    generation = Generation(services, answering.requests(caller, sampling, [max_tokens]), answerer=answering.answerer)
     choices = [_Choice(answering, body, index) for index in range(body.n)]
     usage = Usage(answering)
 

@@ -53,15 +53,17 @@ async def create_completion(
     _check_combination(body)
     check_priority(body, caller)
     base = services.engine.base
-    adapter = await resolve_model(services, caller, body.model, body.adapters)
+    binding = await resolve_model(services, caller, body.model, body.adapters, user=body.user)
     prompts = await read_prompts(body.prompt, services, add_special_tokens=body.add_special_tokens)
     check_num_choices(len(prompts), body.n)
     is_scoring = body.max_tokens == 0
     sampling = read_sampling(body, base, logprobs=body.logprobs, prompt_logprobs=body.logprobs if body.echo else None)
     max_tokens = [_max_tokens(body, len(prompt.token_ids), services) for prompt in prompts]
 
-    answering = Answering.begin("cmpl", services, body, adapter, prompts, ignored)
-    generation = Generation(services, answering.requests(caller, sampling, max_tokens), is_scoring=is_scoring)
+    answering = Answering.begin("cmpl", services, body, binding, prompts, ignored)
+    generation = Generation(
+        services, answering.requests(caller, sampling, max_tokens), answerer=answering.answerer, is_scoring=is_scoring
+    )
     choices = [_Choice(answering, body, index) for index in range(len(prompts) * body.n)]
     usage = Usage(answering)
 

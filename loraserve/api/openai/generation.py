@@ -14,11 +14,19 @@ import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from loraserve.api.openai.fallback import Answerer
 from loraserve.api.openai.stream import EventStream
 from loraserve.api.services import Services
-from loraserve.errors import AdapterRejected, AdapterUnservable, EngineUnavailable, InvalidRequest, LoraserveError
+from loraserve.errors import (
+    AdapterRejected,
+    AdapterUnavailable,
+    AdapterUnservable,
+    EngineUnavailable,
+    InvalidRequest,
+    LoraserveError,
+)
 from loraserve.registry.composition import adapter_names, label
-from loraserve.types import FinishReason
+from loraserve.types import AdapterRef, FinishReason, RequestId
 
 if TYPE_CHECKING:
     from loraserve.engine.client import Chunk, GenerateRequest
@@ -35,12 +43,21 @@ class Generation:
     `start` first, then iterate; `close` always (in a ``finally``): it aborts what still runs, and returns once the engine was told.
 
     Args:
+        answerer: told when the adapter can't answer; where it has a fallback, that answers in the adapter's place.
         is_scoring: only the prompts' log probabilities are wanted: the one token that the engine makes is left out.
     """
 
-    def __init__(self, services: Services, requests: Sequence[GenerateRequest], *, is_scoring: bool = False) -> None:
+    def __init__(
+        self,
+        services: Services,
+        requests: Sequence[GenerateRequest],
+        *,
+        answerer: Answerer | None = None,
+        is_scoring: bool = False,
+    ) -> None:
         self._services = services
         self._requests = requests
+        self._answerer = answerer
         self._is_scoring = is_scoring
         self._queue: asyncio.Queue[tuple[int, Chunk | Exception | None]] = asyncio.Queue(_QUEUE_SIZE)
         self._tasks: list[asyncio.Task[None]] = []
@@ -53,6 +70,32 @@ class Generation:
         Raises:
             LoraserveError: why there is no chunk.
         """
+        try:
+            first = await self._begin()
+        except AdapterUnavailable as error:
+            if self._answerer is None or not self._answerer.fall_back(error):
+                raise
+            await self._restart(self._answerer.adapter)
+            try:
+                first = await self._begin()
+            except AdapterUnavailable as second:
+                # what was asked for is what its owner can do something about
+                raise error from second
+        if self._answerer is not None and self._answerer.has_fallen_back:
+            self._services.metrics.fallbacks.labels(self._answerer.reason).inc()
+        return first
+
+    async def _restart(self, adapter: AdapterRef | None) -> None:
+        """Nothing of the requests is left, and they are another adapter's; under new names, since the engine may still speak of the old ones."""
+        await self.close()
+        self._requests = [
+            msgspec.structs.replace(request, request_id=RequestId(f"{request.request_id}-fallback"), adapter=adapter)
+            for request in self._requests
+        ]
+        self._queue = asyncio.Queue(_QUEUE_SIZE)
+        self._num_open = len(self._requests)
+
+    async def _begin(self) -> Chunk:
         self._tasks = [asyncio.create_task(self._pump(index)) for index in range(len(self._requests))]
         self._first = await self._next()
         if self._first is None:

@@ -41,6 +41,8 @@ class InferenceBody(_Body):
         default=None, max_length=LIMITS.max_composition_terms
     )
     """A sum of adapters, in place of the one that `model` would name."""
+    user: str | None = None
+    """Whom it is for: while a split stands, the same one stays on the same version. It is hashed, and not kept."""
     n: int = Field(default=1, ge=1, le=LIMITS.max_n)
     stream: bool = False
     stream_options: Annotated[StreamOptions, BeforeValidator(_drop_nulls)] = StreamOptions()

@@ -241,9 +241,9 @@ async def test_explicit_nulls_are_absent_fields(client: httpx2.AsyncClient) -> N
 
 
 async def test_harmless_unknown_fields_are_named(client: httpx2.AsyncClient) -> None:
-    response = await complete(client, user="u", metadata={"a": "b"}, **{"é\n": 1})
+    response = await complete(client, user="u", store=True, metadata={"a": "b"}, **{"é\n": 1})
     assert response.status_code == 200
-    assert response.headers["x-loraserve-ignored"] == "user, metadata, (1 more)"
+    assert response.headers["x-loraserve-ignored"] == "store, metadata, (1 more)"
 
 
 async def test_fields_that_say_what_happens_anyway_are_fine(client: httpx2.AsyncClient) -> None:
