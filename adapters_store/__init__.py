@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from importlib.util import find_spec
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from adapters_store.base import BlobStore, StagedBlob
 from adapters_store.local import LocalStore
@@ -11,18 +13,32 @@ from loraserve.errors import ConfigError
 
 __all__ = ["BlobStore", "LocalStore", "StagedBlob", "open_store"]
 
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_PREFIX = re.compile(r"[A-Za-z0-9!_.*'()=-]+(/[A-Za-z0-9!_.*'()=-]+)*")
 
-def open_store(url: str) -> BlobStore:
-    """The store that `url` names, ready to use: ``file:///var/lib/loraserve/blobs``.
+
+def open_store(url: str, *, spool: Path | None = None) -> BlobStore:
+    """The store that `url` names, ready to use: ``file:///var/lib/loraserve/blobs``, ``s3://bucket/prefix``.
+
+    Args:
+        spool: where uploads to a bucket wait for their end; None: the system's folder for temporary files.
 
     Raises:
-        ConfigError: a scheme that isn't implemented, or a folder that can't be used.
+        ConfigError: a scheme that isn't implemented, a folder or a bucket that can't be used, or a package that is missing.
     """
-    parts = urlsplit(url)
+    parts = _split(url)
+    if parts.scheme == "s3":
+        bucket, prefix = bucket_of(url)
+        if find_spec("obstore") is None:
+            raise ConfigError("A store in a bucket needs obstore.", hint='Run: pip install "loraserve[s3]"')
+        # an optional package, and not wanted by who keeps files
+        from adapters_store.objects import ObjectStore, open_bucket
+
+        return ObjectStore(open_bucket(bucket, prefix), url, spool=spool)
     if parts.scheme != "file":
         raise ConfigError(
-            f'The store "{parts.scheme or url}" isn\'t implemented.',
-            hint="Use file:///absolute/path; object stores aren't served yet.",
+            f'The store "{parts.scheme or "?"}" isn\'t implemented.',
+            hint="Use file:///absolute/path or s3://bucket/prefix.",
         )
     path = unquote(parts.path)
     if (
@@ -34,3 +50,31 @@ def open_store(url: str) -> BlobStore:
     ):
         raise ConfigError(f"The store's URL {url!r} isn't file:///absolute/path.")
     return LocalStore(Path(path))
+
+
+def bucket_of(url: str) -> tuple[str, str]:
+    """The bucket and the prefix (empty: none) of ``s3://bucket/prefix``.
+
+    Raises:
+        ConfigError: it isn't that. What was given is not repeated: people put credentials there.
+    """
+    parts = _split(url)
+    prefix = parts.path.strip("/")
+    is_plain = not (parts.query or parts.fragment) and ".." not in prefix.split("/")
+    if parts.scheme != "s3" or not is_plain or not _BUCKET.fullmatch(parts.netloc):
+        raise ConfigError(
+            "The URL isn't s3://bucket/prefix, with nothing else in it.",
+            hint="Credentials, region and endpoint come from the AWS_* variables.",
+        )
+    if prefix and not _PREFIX.fullmatch(prefix):
+        raise ConfigError("The prefix of an s3:// URL should be plain words with slashes between them.")
+    return parts.netloc, prefix
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        return urlsplit(url)
+    except ValueError as error:
+        raise ConfigError(
+            "The store's URL can't be read.", hint="Use file:///absolute/path or s3://bucket/prefix."
+        ) from error

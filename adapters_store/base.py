@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Protocol, Self
 
-from loraserve.errors import BlobNotFound
+from loraserve.errors import BlobCorrupt, BlobNotFound
 from loraserve.types import Digest
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -22,6 +23,35 @@ def check_digest(digest: str) -> Digest:
     if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
         raise BlobNotFound("That isn't a SHA-256 in lower-case hex; no blob has it.")
     return Digest(digest)
+
+
+def corrupt(digest: Digest, num_bytes: int, found: str) -> BlobCorrupt:
+    """The error for a blob whose bytes hash to something else."""
+    return BlobCorrupt(
+        f"The blob {digest} is corrupt: its {num_bytes:,} bytes hash to {found}.",
+        hint="Upload the adapter again, or restore the blob from a backup.",
+    )
+
+
+def verified(digest: Digest, pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """`pieces`, each a piece late: the last one comes only once all of them are known to hash to `digest`.
+
+    Raises:
+        BlobCorrupt: they don't. What was given until then is never the whole.
+    """
+    sha = hashlib.sha256()
+    num_bytes = 0
+    held: bytes | None = None
+    for piece in pieces:
+        sha.update(piece)
+        num_bytes += len(piece)
+        if held is not None:
+            yield held
+        held = piece
+    if sha.hexdigest() != digest:
+        raise corrupt(digest, num_bytes, sha.hexdigest())
+    if held is not None:
+        yield held
 
 
 class StagedBlob(Protocol):
@@ -88,6 +118,16 @@ class BlobStore(Protocol):
             BlobNotFound: no such blob.
             BlobCorrupt: its bytes no longer hash to `digest`.
             StorageError: it can't be read.
+        """
+        ...
+
+    def read_pieces(self, digest: str) -> Iterator[bytes]:
+        """The blob's bytes in pieces of some MiB: for what needn't have them all at once. The last one comes only once all are verified.
+
+        Raises:
+            BlobNotFound: no such blob; before the first piece.
+            BlobCorrupt: in place of the last piece.
+            StorageError: it can't be read (on).
         """
         ...
 

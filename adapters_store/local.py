@@ -9,30 +9,27 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
-import mmap
 import os
 import secrets
 import stat
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from adapters_store.base import check_digest
+from adapters_store.base import check_digest, corrupt, verified
+from adapters_store.files import CHUNK_BYTES, read_and_hash, storage_errors, write_all
 from loraserve import faults
-from loraserve.errors import BlobCorrupt, BlobNotFound, ConfigError, StorageError, StorageFull
+from loraserve.errors import BlobCorrupt, BlobNotFound, ConfigError, StorageError
 from loraserve.types import Digest
 
 _STAGING = "staging"
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: opening a pipe that somebody left there must not wait for its writer
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _CREATE_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-# hashed while it is still in the processor's cache
-_CHUNK_BYTES = 1 << 20
 
 
 class LocalStore:
@@ -65,7 +62,7 @@ class LocalStore:
     def stage(self) -> LocalStagedBlob:
         while True:
             name = secrets.token_hex(16)
-            with _storage_errors("A staged file can't be created"):
+            with storage_errors("A staged file can't be created"):
                 fd = os.open(name, _CREATE_FLAGS, 0o600, dir_fd=self._staging_fd)
                 # The lock says that its writer lives; a sweep that came first has unlinked the file.
                 fcntl.flock(fd, fcntl.LOCK_EX)
@@ -80,17 +77,23 @@ class LocalStore:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
                 raise BlobCorrupt(f"The blob {digest} isn't a regular file.")
-            with _storage_errors(f"The blob {digest} can't be read"):
+            with storage_errors(f"The blob {digest} can't be read"):
                 faults.hit("blob.read")
-                data, found = _read_and_hash(fd, status.st_size)
+                data, found = read_and_hash(fd, status.st_size)
         finally:
             os.close(fd)
         if found != digest:
-            raise BlobCorrupt(
-                f"The blob {digest} is corrupt: its {status.st_size:,} bytes hash to {found}.",
-                hint="Upload the adapter again, or restore the blob from a backup.",
-            )
+            raise corrupt(digest, status.st_size, found)
         return data
+
+    def read_pieces(self, digest: str) -> Iterator[bytes]:
+        digest = check_digest(digest)
+        fd = self._open(digest)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise BlobCorrupt(f"The blob {digest} isn't a regular file.")
+        # closed with the generator, which may never be started
+        return verified(digest, _FilePieces(fd, digest))
 
     def num_bytes(self, digest: str) -> int:
         fd = self._open(check_digest(digest))
@@ -111,7 +114,7 @@ class LocalStore:
 
     def delete(self, digest: str) -> bool:
         digest = check_digest(digest)
-        with _storage_errors(f"The blob {digest} can't be removed"):
+        with storage_errors(f"The blob {digest} can't be removed"):
             try:
                 faults.hit("blob.delete")
                 os.unlink(f"{digest[:2]}/{digest[2:4]}/{digest}", dir_fd=self._root_fd)
@@ -239,11 +242,9 @@ class LocalStagedBlob:
     def write(self, data: bytes | bytearray | memoryview) -> None:
         fd, view = self._live_fd(), memoryview(data).cast("B")
         try:
-            with _storage_errors("The upload can't be written"):
+            with storage_errors("The upload can't be written"):
                 faults.hit("blob.write")
-                position = 0
-                while position < len(view):
-                    position += os.write(fd, view[position:])
+                write_all(fd, view)
         except StorageError:
             self.discard()
             raise
@@ -251,8 +252,8 @@ class LocalStagedBlob:
         self._num_bytes += len(view)
 
     def read(self) -> memoryview:
-        with _storage_errors("The upload can't be read back"):
-            data, found = _read_and_hash(self._live_fd(), self._num_bytes)
+        with storage_errors("The upload can't be read back"):
+            data, found = read_and_hash(self._live_fd(), self._num_bytes)
         if found != self.digest:
             raise StorageError("The upload reads back differently from what was written.", hint="Check the disk.")
         return data
@@ -260,7 +261,7 @@ class LocalStagedBlob:
     def commit(self) -> Digest:
         fd, digest = self._live_fd(), self.digest
         try:
-            with _storage_errors("The upload can't be made durable"):
+            with storage_errors("The upload can't be made durable"):
                 os.fchmod(fd, 0o400)
                 faults.hit("blob.fsync")
                 os.fsync(fd)
@@ -296,6 +297,36 @@ class LocalStagedBlob:
         return self._fd
 
 
+class _FilePieces:
+    """A file's bytes in pieces, once. It owns the descriptor, also if nobody ever iterates."""
+
+    def __init__(self, fd: int, digest: Digest) -> None:
+        self._fd: int | None = fd
+        self._digest = digest
+
+    def __iter__(self) -> Iterator[bytes]:
+        position = 0
+        try:
+            while self._fd is not None:
+                with storage_errors(f"The blob {self._digest} can't be read"):
+                    faults.hit("blob.read")
+                    piece = os.pread(self._fd, CHUNK_BYTES, position)
+                if not piece:
+                    return
+                position += len(piece)
+                yield piece
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self._close()
+
+
 def _make_folder(name: str, parent_fd: int) -> int:
     with suppress(FileExistsError):
         os.mkdir(name, 0o700, dir_fd=parent_fd)
@@ -309,27 +340,3 @@ def _names(folder: Path, length: int) -> list[str]:
         return [n for n in os.listdir(folder) if len(n) == length and not n.strip("0123456789abcdef")]
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-def _read_and_hash(fd: int, num_bytes: int) -> tuple[memoryview, str]:
-    """The file's first `num_bytes` (fewer if it is shorter) in memory of their own, and their SHA-256."""
-    sha = hashlib.sha256()
-    # fresh pages of the kernel: not zeroed twice, and given back at once when the last view goes
-    view = memoryview(mmap.mmap(-1, num_bytes)) if num_bytes else memoryview(bytearray())
-    position = 0
-    while position < num_bytes:
-        count = os.preadv(fd, [view[position : position + _CHUNK_BYTES]], position)
-        if count == 0:
-            break
-        sha.update(view[position : position + count])
-        position += count
-    return view[:position], sha.hexdigest()
-
-
-@contextmanager
-def _storage_errors(what: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        kind = StorageFull if error.errno in _FULL else StorageError
-        raise kind(f"{what}: {error.strerror or error}.") from error

@@ -97,7 +97,7 @@ async def _make_services(settings: Settings) -> tuple[Services, Database]:
         settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--data-dir {settings.data_dir} can't be made: {error.strerror or error}.") from error
-    store = open_store(settings.resolved_store_url)
+    store = open_store(settings.resolved_store_url, spool=settings.data_dir / "spool")
     if await migrate.upgrade_if_empty(settings.resolved_database_url):
         logger.info("registry created")
     await migrate.check(settings.resolved_database_url)

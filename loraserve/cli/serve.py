@@ -78,7 +78,7 @@ def serve(
         Text, typer.Option(help="The SQLite registry and the adapters' bytes.", rich_help_panel=STORAGE)
     ] = None,
     database_url: Annotated[Text, typer.Option(help="sqlite:///… or postgresql://…", rich_help_panel=STORAGE)] = None,
-    store_url: Annotated[Text, typer.Option(help="file:///…", rich_help_panel=STORAGE)] = None,
+    store_url: Annotated[Text, typer.Option(help="file:///… or s3://…", rich_help_panel=STORAGE)] = None,
     host: Annotated[Text, typer.Option(help="The address to listen at.", rich_help_panel=SERVER)] = None,
     port: Annotated[Text, typer.Option(help="The port to listen at; 0: any free one.", rich_help_panel=SERVER)] = None,
     grace_s: Annotated[

@@ -1,0 +1,60 @@
+"""What stores do with a file of this machine: its bytes read and hashed in one go, and the system's errors as ours."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from loraserve.errors import StorageError, StorageFull
+
+CHUNK_BYTES = 1 << 20
+"""What is hashed while it is still in the processor's cache."""
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def fresh_memory(num_bytes: int) -> memoryview:
+    """Writable memory of that size: fresh pages of the kernel, not zeroed twice, and given back at once when the last view goes."""
+    return memoryview(mmap.mmap(-1, num_bytes)) if num_bytes else memoryview(bytearray())
+
+
+def read_and_hash(fd: int, num_bytes: int) -> tuple[memoryview, str]:
+    """The file's first `num_bytes` (fewer if it is shorter) in memory of their own, and their SHA-256.
+
+    Raises:
+        OSError
+    """
+    sha = hashlib.sha256()
+    view = fresh_memory(num_bytes)
+    position = 0
+    while position < num_bytes:
+        count = os.preadv(fd, [view[position : position + CHUNK_BYTES]], position)
+        if count == 0:
+            break
+        sha.update(view[position : position + count])
+        position += count
+    return view[:position], sha.hexdigest()
+
+
+def write_all(fd: int, view: memoryview) -> None:
+    """All of `view` is written at the file's position.
+
+    Raises:
+        OSError
+    """
+    position = 0
+    while position < len(view):
+        position += os.write(fd, view[position:])
+
+
+@contextmanager
+def storage_errors(what: str) -> Iterator[None]:
+    """The system's errors as `StorageFull` or `StorageError`, each with `what` before the reason."""
+    try:
+        yield
+    except OSError as error:
+        kind = StorageFull if error.errno in _FULL else StorageError
+        raise kind(f"{what}: {error.strerror or error}.") from error

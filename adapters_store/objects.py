@@ -1,0 +1,372 @@
+"""Blobs in an S3 bucket: ``PREFIX/ab/cd/<sha256>``. A blob that was acknowledged is there for every server on the bucket at once.
+
+An object is put whole or not at all, so that nothing half-written is ever seen. What is on its way in waits in a local file without a
+name, which goes with its process: its digest, and with it its key, is only known at the end. Writing an object again replaces it by its
+equal, which mends a damaged one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import tempfile
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Self
+
+import obstore
+from obstore.exceptions import (
+    BaseError,
+    NotFoundError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
+from obstore.store import S3Store
+
+from adapters_store.base import check_digest, corrupt, verified
+from adapters_store.files import fresh_memory, read_and_hash, storage_errors, write_all
+from loraserve import faults
+from loraserve.errors import BlobNotFound, ConfigError, StorageError, StorageFull
+from loraserve.types import Digest
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, RetryConfig
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 8 << 20
+"""Of a read or a write that is larger: each piece is a request of its own, with its own time limit."""
+_PUTS_AT_ONCE, _GETS_AT_ONCE, _READ_AHEAD = 2, 8, 4
+_NUM_TRIES = 3
+"""Of a read during which the object was replaced."""
+_TIMEOUTS: ClientConfig = {"connect_timeout": timedelta(seconds=5), "timeout": timedelta(seconds=60)}
+_RETRIES: RetryConfig = {
+    "max_retries": 8,
+    "retry_timeout": timedelta(seconds=20),
+    "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=2), "base": 2},
+}
+_ABSENT = (NotFoundError, FileNotFoundError)
+"""obstore says it with the builtin one."""
+_EMPTY = hashlib.sha256(b"").hexdigest()
+_KEY = re.compile(r"([0-9a-f]{2})/([0-9a-f]{2})/(\1\2[0-9a-f]{60})")
+_HINT = "The bucket, its region and credentials come from the URL and the AWS_* variables (AWS_ENDPOINT_URL for other services)."
+
+
+def open_bucket(bucket: str, prefix: str) -> S3Store:
+    """A client of the bucket below `prefix`, with our time limits and retries; the AWS_* variables say the rest. No request is made.
+
+    Raises:
+        ConfigError: they don't make sense together.
+    """
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    client = _TIMEOUTS
+    # who writes http:// means it
+    if endpoint.startswith("http://"):
+        client = {**_TIMEOUTS, "allow_http": True}
+    try:
+        return S3Store(
+            bucket,
+            prefix=prefix or None,
+            checksum_algorithm="SHA256",
+            client_options=client,
+            retry_config=_RETRIES,
+        )
+    except (BaseError, ValueError) as error:
+        logger.warning("the bucket %s can't be used: %s", bucket, error)
+        raise ConfigError(f'The bucket "{bucket}" can\'t be used as it is configured.', hint=_HINT) from error
+
+
+class ObjectStore:
+    """A `BlobStore` in a bucket. Any number of processes and machines may share it.
+
+    Args:
+        bucket: its client; its prefix is the store's root.
+        url: how messages call the store.
+        spool: the folder in which uploads wait for their end; None: the system's for temporary files.
+    """
+
+    def __init__(self, bucket: S3Store, url: str, *, spool: Path | None = None) -> None:
+        """The bucket answers, or is away for now, which is logged.
+
+        Raises:
+            ConfigError: there is no such bucket, it isn't ours to use, or `spool` can't be made.
+        """
+        self._bucket = bucket
+        self._url = url
+        self._spool = spool
+        self._fetchers = ThreadPoolExecutor(_GETS_AT_ONCE, thread_name_prefix="blob-fetch")
+        if spool is not None:
+            try:
+                spool.mkdir(mode=0o700, parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"The folder {spool} for uploads can't be made: {error.strerror}.") from error
+        self._probe()
+
+    def stage(self) -> SpooledBlob:
+        with storage_errors("A staged file can't be created"):
+            # without a name from the start where the system can: nothing to sweep after a crash
+            return SpooledBlob(self, tempfile.TemporaryFile(dir=self._spool, buffering=0))
+
+    def read(self, digest: str) -> memoryview:
+        digest = check_digest(digest)
+        for _ in range(_NUM_TRIES - 1):
+            try:
+                return self._read(digest)
+            except _Replaced:
+                continue
+        return self._read(digest)
+
+    def _read(self, digest: Digest) -> memoryview:
+        num_bytes, pieces = self._fetch(digest)
+        view = fresh_memory(num_bytes)
+        sha = hashlib.sha256()
+        position = 0
+        for piece in pieces:
+            sha.update(piece)
+            view[position : position + len(piece)] = piece
+            position += len(piece)
+        if sha.hexdigest() != digest:
+            raise corrupt(digest, num_bytes, sha.hexdigest())
+        return view
+
+    def read_pieces(self, digest: str) -> Iterator[bytes]:
+        digest = check_digest(digest)
+        return verified(digest, self._fetch(digest)[1])
+
+    def num_bytes(self, digest: str) -> int:
+        digest = check_digest(digest)
+        with _bucket_errors(digest):
+            return int(obstore.head(self._bucket, _key(digest))["size"])
+
+    def exists(self, digest: str) -> bool:
+        try:
+            self.num_bytes(digest)
+        except BlobNotFound:
+            return False
+        return True
+
+    def delete(self, digest: str) -> bool:
+        digest = check_digest(digest)
+        if not self.exists(digest):
+            return False
+        with storage_errors(f"The blob {digest} can't be removed"):
+            faults.hit("blob.delete")
+        with _bucket_errors(digest):
+            obstore.delete(self._bucket, _key(digest))
+        return True
+
+    def iter_digests(self) -> Iterator[Digest]:
+        with _bucket_errors("list"):
+            for batch in obstore.list(self._bucket, chunk_size=1000):
+                for found in batch:
+                    if match := _KEY.fullmatch(found["path"]):
+                        yield Digest(match[3])
+
+    def sweep(self) -> int:
+        # Staged files have no name. What a dead server had begun to put in parts, the bucket's own lifecycle rule removes.
+        return 0
+
+    def close(self) -> None:
+        """No read is begun any more. Calling it again does nothing."""
+        self._fetchers.shutdown(wait=False, cancel_futures=True)
+
+    def _probe(self) -> None:
+        try:
+            next(iter(obstore.list(self._bucket, chunk_size=1)), None)
+        except (BaseError, OSError) as error:
+            is_absent = isinstance(error, _ABSENT) or "NoSuchBucket" in str(error)
+            is_refused = isinstance(error, PermissionDeniedError | UnauthenticatedError)
+            if is_absent or is_refused:
+                reason = "doesn't exist" if is_absent else "refuses these credentials"
+                raise ConfigError(f"The store {self._url} can't be opened: the bucket {reason}.", hint=_HINT) from error
+            # Away for now: the base answers without it, and adapters will when it is back.
+            logger.warning("the store %s doesn't answer yet: %s", self._url, _first_line(error))
+
+    def _put(self, digest: Digest, fd: int, num_bytes: int) -> None:
+        """The file's bytes are the object, durably. They are hashed again on the way: what isn't what was written is never put."""
+        with storage_errors("The upload can't be made durable"):
+            faults.hit("blob.before_put")
+        with _bucket_errors(digest):
+            if num_bytes <= PIECE_BYTES:
+                obstore.put(self._bucket, _key(digest), _read_back(fd, num_bytes, digest), use_multipart=False)
+            else:
+                obstore.put(
+                    self._bucket,
+                    _key(digest),
+                    _spooled_pieces(fd, num_bytes, digest),
+                    chunk_size=PIECE_BYTES,
+                    max_concurrency=_PUTS_AT_ONCE,
+                )
+        with storage_errors("The upload can't be made durable"):
+            faults.hit("blob.after_put")
+
+    def _fetch(self, digest: Digest) -> tuple[int, Iterator[bytes]]:
+        """The object's size and its bytes in pieces, all of one state of it; some pieces are fetched ahead.
+
+        Raises:
+            BlobNotFound, StorageError: at once for the first piece, later ones while they are taken.
+        """
+        if digest == _EMPTY:
+            # a range of nothing can't be asked for
+            self.num_bytes(digest)
+            return 0, iter(())
+        with storage_errors(f"The blob {digest} can't be read"):
+            faults.hit("blob.read")
+        with _bucket_errors(digest):
+            first = obstore.get(self._bucket, _key(digest), options={"range": (0, PIECE_BYTES)})
+            num_bytes, e_tag = int(first.meta["size"]), first.meta["e_tag"]
+            data = bytes(first.bytes())
+        return num_bytes, self._rest(digest, data, num_bytes, e_tag)
+
+    def _rest(self, digest: Digest, first: bytes, num_bytes: int, e_tag: str | None) -> Iterator[bytes]:
+        _check_length(first, min(PIECE_BYTES, num_bytes))
+        yield first
+        starts = iter(range(PIECE_BYTES, num_bytes, PIECE_BYTES))
+        ahead: deque[Future[bytes]] = deque()
+
+        def fetch(start: int) -> bytes:
+            end = min(start + PIECE_BYTES, num_bytes)
+            with _bucket_errors(digest):
+                # of the same object as the first piece: one that was put meanwhile may be cut into other parts
+                options = {"range": (start, end), **({"if_match": e_tag} if e_tag else {})}
+                data = bytes(obstore.get(self._bucket, _key(digest), options=options).bytes())  # type: ignore[arg-type]
+            return _check_length(data, end - start)
+
+        try:
+            while True:
+                while len(ahead) < _READ_AHEAD and (start := next(starts, None)) is not None:
+                    ahead.append(self._fetchers.submit(fetch, start))
+                if not ahead:
+                    return
+                yield ahead.popleft().result()
+        finally:
+            for future in ahead:
+                future.cancel()
+
+
+class SpooledBlob:
+    """A `StagedBlob` in a local file without a name, until it is put under its digest."""
+
+    def __init__(self, store: ObjectStore, file: IO[bytes]) -> None:
+        self._store = store
+        self._file: IO[bytes] | None = file
+        self._sha = hashlib.sha256()
+        self._num_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    @property
+    def digest(self) -> Digest:
+        return Digest(self._sha.hexdigest())
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        fd, view = self._live_fd(), memoryview(data).cast("B")
+        try:
+            with storage_errors("The upload can't be written"):
+                faults.hit("blob.write")
+                write_all(fd, view)
+        except StorageError:
+            self.discard()
+            raise
+        self._sha.update(view)
+        self._num_bytes += len(view)
+
+    def read(self) -> memoryview:
+        return _read_back(self._live_fd(), self._num_bytes, self.digest)
+
+    def commit(self) -> Digest:
+        fd, digest = self._live_fd(), self.digest
+        try:
+            self._store._put(digest, fd, self._num_bytes)
+        finally:
+            self.discard()
+        return digest
+
+    def discard(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.discard()
+
+    def _live_fd(self) -> int:
+        if self._file is None:
+            raise StorageError("The staged blob was committed, discarded or has failed; stage a new one.")
+        return self._file.fileno()
+
+
+class _Replaced(StorageError):
+    """The object is another one than when the read began; an equal one, or it wouldn't be there."""
+
+
+def _key(digest: Digest) -> str:
+    return f"{digest[:2]}/{digest[2:4]}/{digest}"
+
+
+def _check_length(data: bytes, expected: int) -> bytes:
+    if len(data) != expected:
+        # said of the answer, not of the object: that would condemn it
+        raise StorageError(f"The object store answered {len(data)} bytes where {expected} were asked for.")
+    return data
+
+
+def _read_back(fd: int, num_bytes: int, digest: Digest) -> memoryview:
+    with storage_errors("The upload can't be read back"):
+        data, found = read_and_hash(fd, num_bytes)
+    if found != digest:
+        raise _differs()
+    return data
+
+
+def _spooled_pieces(fd: int, num_bytes: int, digest: Digest) -> Iterator[bytes]:
+    sha = hashlib.sha256()
+    for start in range(0, num_bytes, PIECE_BYTES):
+        with storage_errors("The upload can't be read back"):
+            piece = os.pread(fd, PIECE_BYTES, start)
+        sha.update(piece)
+        if start + len(piece) >= num_bytes and sha.hexdigest() != digest:
+            raise _differs()
+        yield piece
+
+
+def _differs() -> StorageError:
+    return StorageError("The upload reads back differently from what was written.", hint="Check the disk.")
+
+
+def _first_line(error: Exception) -> str:
+    """What happened; the rest is how the library holds it."""
+    return str(error).partition("\n\nDebug source")[0]
+
+
+@contextmanager
+def _bucket_errors(digest: str) -> Iterator[None]:
+    """The bucket's errors as ours. Their texts, which name the bucket, go to the log alone: tenants see the messages."""
+    try:
+        yield
+    except (BaseError, OSError) as error:
+        text = _first_line(error)
+        # A bucket that is away must not look like a blob that is gone: the version would be quarantined.
+        if isinstance(error, _ABSENT) and "NoSuchBucket" not in text:
+            raise BlobNotFound(f"There is no blob {digest}.") from None
+        logger.warning("the object store failed (%s): %s", digest, text)
+        if "StorageFull" in text or "507 Insufficient Storage" in text:
+            raise StorageFull("The object store is full.") from error
+        if isinstance(error, PreconditionError):
+            raise _Replaced("The object was replaced while it was read.", hint="Try again.") from error
+        raise StorageError("The object store can't be reached, or refuses the request.", hint="Try again.") from error
