@@ -6,6 +6,7 @@ import asyncio
 import socket
 from typing import Any
 
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from loraserve.limits import KIB, LIMITS
@@ -14,6 +15,14 @@ _WRITE_BUFFER_BYTES = 64 * KIB
 _SEND_BUFFER_BYTES = 256 * KIB
 _HEAD_SLACK = 2
 """The guard answers a head over its bound with words; here it is only kept from growing without end."""
+
+_CAN_SEND = "loraserve.can_send"
+
+
+async def can_send(scope: Scope) -> bool:
+    """Wait until the connection takes what is sent at once; False: its client has left. What is sent in the same turn of the event loop is handed over."""
+    wait = scope.get(_CAN_SEND)
+    return True if wait is None else bool(await wait())
 
 
 class BoundedConnection(HttpToolsProtocol):
@@ -54,6 +63,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._num_head_bytes = 0
         self._start_head_timer()
         super().on_message_begin()
+        self.scope[_CAN_SEND] = self._can_send  # type: ignore[typeddict-unknown-key]
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
@@ -68,6 +78,10 @@ class BoundedConnection(HttpToolsProtocol):
     def resume_writing(self) -> None:
         self._stop_reader_timer()
         super().resume_writing()
+
+    async def _can_send(self) -> bool:
+        await self.flow.drain()
+        return not self.transport.is_closing()
 
     def _start_head_timer(self) -> None:
         if self._head_timer is None:

@@ -27,6 +27,7 @@ from loraserve.model.source import resolve_model_dir
 from loraserve.registry.service import Registry
 from loraserve.settings import Settings
 from loraserve.tenancy.auth import Authenticator
+from loraserve.tenancy.usage import FOLDER, UsageMeter
 from loraserve.text.chat_template import ChatTemplate
 from loraserve.text.tokenizer import Tokenizer
 
@@ -61,10 +62,15 @@ async def _serve(settings: Settings) -> int:
     listener = _listen(settings)
     with listener:
         services, database = await _make_services(settings)
+        usage = services.usage
         try:
+            if usage is not None:
+                usage.start()
             return await _Lifetime(services, listener, settings.grace_s).run()
         finally:
             await services.engine.stop()
+            if usage is not None:
+                await usage.close()
             await services.registry.damages.close()
             await database.dispose()
 
@@ -124,6 +130,7 @@ async def _make_services(settings: Settings) -> tuple[Services, Database]:
         store=store,
         tokenizer=tokenizer,
         chat_template=chat_template,
+        usage=UsageMeter(database, settings.data_dir / FOLDER),
     )
     return services, database
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from loraserve.registry.service import Registry
     from loraserve.settings import Settings
     from loraserve.tenancy.auth import Authenticator
+    from loraserve.tenancy.usage import UsageMeter
     from loraserve.text.chat_template import ChatTemplate
     from loraserve.text.tokenizer import Tokenizer
 
@@ -34,6 +35,8 @@ class Services:
     store: BlobStore
     tokenizer: Tokenizer
     chat_template: ChatTemplate
+    usage: UsageMeter | None = None
+    """None: nobody is billed."""
     metrics: Metrics = field(default_factory=Metrics)
     limits: Limits = LIMITS
     clock: Callable[[], float] = time.time

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 
 from sqlalchemy.exc import DataError, IntegrityError
@@ -16,6 +17,7 @@ from loraserve.db.session import Clock, Database, utc_now
 from loraserve.errors import LoraserveError
 from loraserve.limits import LIMITS
 from loraserve.tenancy.journal import Amounts, Journal, LeftBehind, Totals, UsageKey, add_to, left_behind
+from loraserve.tenancy.prices import Price
 from loraserve.tenancy.usage_hours import count, counted_sequence, forget_journal
 from loraserve.types import TenantId
 
@@ -27,6 +29,23 @@ _HOUR_S = 3600
 _LOOK_S = 30.0
 """Between two looks for journals that other processes left in the folder."""
 _WARN_S = 60.0
+
+
+def price_tag(currency: str, price: Price) -> str:
+    """The price in one line, equal for equal prices: what usage is kept by."""
+    return " ".join((currency, *(plain(amount) for amount in (price.prompt, price.cached, price.completion))))
+
+
+def read_price_tag(tag: str) -> tuple[str, Price]:
+    """The currency and price that `price_tag` wrote."""
+    currency, *amounts = tag.split(" ")
+    return currency, Price(*(Decimal(amount) for amount in amounts))
+
+
+def plain(amount: Decimal) -> str:
+    """The amount without needless zeros or an exponent."""
+    text = f"{amount:f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ulid import ULID
 
@@ -137,26 +137,3 @@ class Answering:
         timing = (("queue", first.queue_s), ("adapter", first.adapter_s), ("prefill", first.prefill_s))
         headers = {"server-timing": ", ".join(f"{name};dur={seconds * 1000:.1f}" for name, seconds in timing)}
         return {**headers, **self.answerer.headers(), **ignored_header(self.ignored)}
-
-
-class Usage:
-    """Counts tokens as chunks come. Prompts count once each, whatever n is."""
-
-    def __init__(self, answering: Answering) -> None:
-        self._prompt_tokens = sum(len(prompt.token_ids) for prompt in answering.prompts)
-        self._n = answering.body.n
-        self._cached: dict[int, int] = {}
-        self._completion_tokens = 0
-
-    def add(self, index: int, chunk: Chunk) -> None:
-        self._completion_tokens += len(chunk.token_ids)
-        if chunk.num_cached_tokens and index % self._n == 0:
-            self._cached[index] = max(self._cached.get(index, 0), chunk.num_cached_tokens)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": self._completion_tokens,
-            "total_tokens": self._prompt_tokens + self._completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
-        }

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from loraserve.api import scopes
 from loraserve.api.json_body import json_object
-from loraserve.api.openai.admission import Answering, Usage, check_priority, resolve_model
+from loraserve.api.openai.admission import Answering, check_priority, resolve_model
 from loraserve.api.openai.completions import finish_reason
 from loraserve.api.openai.fields import parse_body
 from loraserve.api.openai.generation import Generation, answer
@@ -20,6 +20,7 @@ from loraserve.api.openai.prompts import read_chat
 from loraserve.api.openai.sampling import choose_max_tokens, read_sampling
 from loraserve.api.openai.schemas import ChatBody
 from loraserve.api.openai.stream import event
+from loraserve.api.openai.usage import Usage
 from loraserve.api.services import services_of
 from loraserve.errors import InvalidRequest
 from loraserve.tenancy.auth import Caller
@@ -64,7 +65,7 @@ async def create_chat_completion(
     answering = Answering.begin("chatcmpl", services, body, binding, [prompt], ignored)
     generation = Generation(services, answering.requests(caller, sampling, [max_tokens]), answerer=answering.answerer)
     choices = [_Choice(answering, body, index) for index in range(body.n)]
-    usage = Usage(answering)
+    usage = Usage(answering, caller)
 
     def add(index: int, chunk: Chunk) -> None:
         choices[index].add(chunk)
@@ -78,6 +79,7 @@ async def create_chat_completion(
     return await answer(
         request,
         generation,
+        usage=usage,
         headers=answering.headers,
         events=(lambda: _stream(answering, body, generation, choices, usage)) if body.stream else None,
         add=add,

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from loraserve.api import scopes
 from loraserve.api.json_body import json_object
-from loraserve.api.openai.admission import Answering, Usage, check_num_choices, check_priority, resolve_model
+from loraserve.api.openai.admission import Answering, check_num_choices, check_priority, resolve_model
 from loraserve.api.openai.fields import parse_body
 from loraserve.api.openai.generation import Generation, answer
 from loraserve.api.openai.logprobs import CompletionLogprobs, join_logprobs
@@ -19,6 +19,7 @@ from loraserve.api.openai.prompts import read_prompts
 from loraserve.api.openai.sampling import choose_max_tokens, read_sampling
 from loraserve.api.openai.schemas import CompletionBody
 from loraserve.api.openai.stream import event
+from loraserve.api.openai.usage import Usage
 from loraserve.api.services import Services, services_of
 from loraserve.errors import InvalidRequest, UnsupportedParameter
 from loraserve.tenancy.auth import Caller
@@ -65,7 +66,7 @@ async def create_completion(
         services, answering.requests(caller, sampling, max_tokens), answerer=answering.answerer, is_scoring=is_scoring
     )
     choices = [_Choice(answering, body, index) for index in range(len(prompts) * body.n)]
-    usage = Usage(answering)
+    usage = Usage(answering, caller)
 
     def add(index: int, chunk: Chunk) -> None:
         choices[index].add(chunk)
@@ -74,6 +75,7 @@ async def create_completion(
     return await answer(
         request,
         generation,
+        usage=usage,
         headers=answering.headers,
         events=(lambda: _stream(answering, body, generation, choices, usage)) if body.stream else None,
         add=add,

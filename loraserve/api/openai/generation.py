@@ -15,7 +15,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from loraserve.api.openai.fallback import Answerer
-from loraserve.api.openai.stream import EventStream
+from loraserve.api.openai.stream import EventStream, WholeAnswer
+from loraserve.api.openai.usage import Usage
 from loraserve.api.services import Services
 from loraserve.errors import (
     AdapterRejected,
@@ -63,6 +64,8 @@ class Generation:
         self._tasks: list[asyncio.Task[None]] = []
         self._first: tuple[int, Chunk] | None = None
         self._num_open = len(requests)
+        self.num_tokens = 0
+        """Made for the answer so far."""
 
     async def start(self) -> Chunk:
         """The first chunk of any choice, which iterating gives again. What fails before it can still be answered with a status.
@@ -152,6 +155,7 @@ class Generation:
                         raise EngineUnavailable("The engine gave this request up.")
                     answer = _scored(chunk) if self._is_scoring else chunk
                     num_tokens += len(answer.token_ids)
+                    self.num_tokens += len(answer.token_ids)
                     metrics.generation_tokens.inc(len(answer.token_ids))
                     if answer.finish_reason is not None:
                         reason = answer.finish_reason.value
@@ -191,6 +195,7 @@ async def answer(
     request: Request,
     generation: Generation,
     *,
+    usage: Usage,
     headers: Callable[[Chunk], dict[str, str]],
     events: Callable[[], AsyncGenerator[bytes, None]] | None,
     add: Callable[[int, Chunk], None],
@@ -198,22 +203,31 @@ async def answer(
 ) -> Response:
     """The response of a generation: a stream of `events` when they are given, otherwise what is `whole` once every chunk was added.
 
-    However it ends, the generation is closed: at the latest when the stream is.
+    However it ends, the generation is closed, and its usage: at the latest when the stream is.
 
     Raises:
         LoraserveError: it failed before the first byte of the answer.
         ClientDisconnect: nobody waits for it any more.
     """
+    def end() -> None:
+        usage.close(generation.num_tokens)
+
+    async def close() -> None:
+        try:
+            await generation.close()
+        finally:
+            end()
+
     try:
         first = await while_connected(request, generation.start())
         if events is not None:
-            return EventStream(events(), generation.close, headers(first))
+            return EventStream(events(), close, headers(first), usage.hand_over)
         await while_connected(request, _collect(generation, add))
-    except BaseException:
         await generation.close()
+        return WholeAnswer(orjson.dumps(whole()), headers(first), usage.hand_over_all, end)
+    except BaseException:
+        await close()
         raise
-    await generation.close()
-    return Response(orjson.dumps(whole()), headers=headers(first), media_type="application/json")
 
 
 async def _collect(generation: Generation, add: Callable[[int, Chunk], None]) -> None:

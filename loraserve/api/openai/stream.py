@@ -9,9 +9,11 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
 import orjson
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from loraserve.api.connection import can_send
 from loraserve.api.errors import openai_envelope, unforeseen
 from loraserve.errors import LoraserveError
 
@@ -26,7 +28,10 @@ def event(payload: Mapping[str, Any]) -> bytes:
 
 
 class EventStream(Response):
-    """Sends `events`, then ``[DONE]``; an error on the way is an event of its own before it. `close` is called at every end."""
+    """Sends `events`, then ``[DONE]``; an error on the way is an event of its own before it. `close` is called at every end.
+
+    `hand_over` is called before each event, once it is certain that the client is there and the event goes out.
+    """
 
     media_type = "text/event-stream"
 
@@ -35,16 +40,18 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         close: Callable[[], Awaitable[None]],
         headers: Mapping[str, str],
+        hand_over: Callable[[], None],
     ) -> None:
         self.status_code = 200
         self.background = None
         self._events = events
         self._close = close
+        self._hand_over = hand_over
         # x-accel-buffering: nginx would hold the tokens back otherwise
         self.init_headers({**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer = asyncio.create_task(self._write(send))
+        writer = asyncio.create_task(self._write(scope, send))
         watcher = asyncio.create_task(self._wait_for_disconnect(receive))
         try:
             await asyncio.wait({writer, watcher}, return_when=asyncio.FIRST_COMPLETED)
@@ -60,10 +67,13 @@ class EventStream(Response):
         await self._events.aclose()
         await self._close()
 
-    async def _write(self, send: Send) -> None:
+    async def _write(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for data in self._events:
+                if not await can_send(scope):
+                    return
+                self._hand_over()
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except LoraserveError as error:
             await send({"type": "http.response.body", "body": event(openai_envelope(error)), "more_body": True})
@@ -76,3 +86,26 @@ class EventStream(Response):
     async def _wait_for_disconnect(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
+
+
+class WholeAnswer(Response):
+    """An answer in one piece. `hand_over` is called before it is sent, if the client is there; `close` in any case."""
+
+    def __init__(
+        self, content: bytes, headers: Mapping[str, str], hand_over: Callable[[], None], close: Callable[[], None]
+    ) -> None:
+        super().__init__(content, headers=headers, media_type="application/json")
+        self._hand_over = hand_over
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises:
+        ClientDisconnect: nobody waits for it any more.
+        """
+        try:
+            if not await can_send(scope):
+                raise ClientDisconnect
+            self._hand_over()
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()

@@ -28,6 +28,7 @@ from loraserve.limits import LIMITS, Limits
 from loraserve.registry.service import Registry
 from loraserve.settings import Settings
 from loraserve.tenancy.auth import Authenticator, Caller
+from loraserve.tenancy.usage import UsageMeter
 from loraserve.text.chat_template import ChatTemplate
 from loraserve.text.tokenizer import Tokenizer
 from loraserve.types import BaseSpec, EngineStats, FinishReason, TokenLogprobs, TokenOutput
@@ -159,6 +160,7 @@ async def services(
     store = LocalStore(tmp_path / "blobs")
     authenticator = Authenticator(database, admin_key=ADMIN_KEY)
     await authenticator.open()
+    usage = UsageMeter(database, tmp_path / "usage")
     yield Services(
         settings=Settings(model=str(model_dir), data_dir=tmp_path),
         engine=engine,  # type: ignore[arg-type]
@@ -168,7 +170,9 @@ async def services(
         tokenizer=engine.tokenizer,
         chat_template=ChatTemplate(model_dir, engine.tokenizer),
         limits=limits,
+        usage=usage,
     )
+    await usage.close()
     await database.dispose()
 
 

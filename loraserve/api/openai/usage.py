@@ -1,0 +1,171 @@
+"""What one HTTP request uses: what its answer says of it, and what is billed. The two are equal once the whole answer was handed over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from loraserve.registry.composition import label
+from loraserve.registry.model_name import parse_model
+from loraserve.tenancy.usage import UsageEvent, plain, price_tag
+
+if TYPE_CHECKING:
+    from loraserve.api.openai.admission import Answering
+    from loraserve.engine.client import Chunk
+    from loraserve.tenancy.auth import Caller
+    from loraserve.tenancy.prices import Price
+    from loraserve.types import AdapterRef
+
+_MAX_LABEL = 255
+"""Of a sum, as usage keeps it."""
+
+
+class Usage:
+    """Counts tokens as chunks come, and bills them as their pieces are handed to the client's connection.
+
+    Prompts count once each, whatever n is: with the first piece of an answer to them. A chunk that adds nothing that the client could see (bytes of half a
+    character, the beginning of what may be a stop string) is billed with the next piece of its choice. The adapter is the one that
+    answers when the first piece is handed over.
+    """
+
+    def __init__(self, answering: Answering, caller: Caller) -> None:
+        self._answering = answering
+        self._caller = caller
+        self._lengths = [len(prompt.token_ids) for prompt in answering.prompts]
+        self._n = answering.body.n
+        self._completion_tokens = 0
+        self._cached: dict[int, int] = {}
+        """Prompt → how many of its tokens were in the prefix cache."""
+        self._last: int | None = None
+        """The choice whose chunk came last."""
+        self._held: dict[int, int] = {}
+        """Choice → tokens of it that were added and not handed over. A choice that ended is among them with 0 at least."""
+        self._has_ended = False
+        """Whether what is held is the end of a choice."""
+        self._billed_prompts: set[int] = set()
+        self._billed_cached: set[int] = set()
+        self._num_billed = 0
+        self._is_closed = False
+
+    def add(self, index: int, chunk: Chunk) -> None:
+        """The choice's chunk is part of the answer from now on."""
+        num_tokens = len(chunk.token_ids)
+        self._completion_tokens += num_tokens
+        self._held[index] = self._held.get(index, 0) + num_tokens
+        self._last = index
+        self._has_ended |= chunk.finish_reason is not None
+        if chunk.num_cached_tokens and index % self._n == 0:
+            prompt = index // self._n
+            self._cached[prompt] = max(self._cached.get(prompt, 0), chunk.num_cached_tokens)
+
+    def hand_over(self) -> None:
+        """The piece with the chunk that was added last goes to a client that is there. The end of an answer is in the journal first."""
+        if self._last is not None:
+            self._bill((self._last,))
+
+    def hand_over_all(self) -> None:
+        """The whole answer goes to a client that is there, and is in the journal first."""
+        self._bill(range(len(self._lengths) * self._n))
+
+    def close(self, num_made: int) -> None:
+        """Nothing is handed over any more.
+
+        Args:
+            num_made: tokens that the engine made for the request. What of them nobody got is kept too, and costs nothing.
+        """
+        num_left = num_made - self._num_billed
+        if not self._is_closed and num_left > 0:
+            self._record(undelivered_tokens=num_left)
+        self._is_closed = True
+
+    def as_dict(self) -> dict[str, Any]:
+        """The answer's ``usage`` so far, with its cost where the tenant has prices."""
+        prompt_tokens, cached_tokens = sum(self._lengths), sum(self._cached.values())
+        usage: dict[str, Any] = {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": prompt_tokens + self._completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        }
+        price, table = self._price(), self._caller.policy.prices
+        if price is not None and table is not None:
+            cost = price.cost(
+                prompt_tokens=prompt_tokens, cached_tokens=cached_tokens, completion_tokens=self._completion_tokens
+            )
+            usage |= {"cost": plain(cost), "currency": table.currency}
+        return usage
+
+    def _bill(self, choices: Iterable[int]) -> None:
+        """What is held of the choices, and their prompts if they weren't billed before."""
+        prompt_tokens = cached_tokens = completion_tokens = 0
+        is_first = not self._billed_prompts
+        has_some = False
+        for index in choices:
+            held = self._held.pop(index, None)
+            if held is None:
+                continue
+            has_some = True
+            completion_tokens += held
+            prompt = index // self._n
+            if prompt not in self._billed_prompts:
+                self._billed_prompts.add(prompt)
+                prompt_tokens += self._lengths[prompt]
+            if prompt in self._cached and prompt not in self._billed_cached:
+                self._billed_cached.add(prompt)
+                cached_tokens += self._cached[prompt]
+        if not has_some:
+            return
+        self._num_billed += completion_tokens
+        self._record(int(is_first), prompt_tokens, cached_tokens, completion_tokens)
+        meter = self._answering.services.usage
+        if self._has_ended and meter is not None:
+            meter.seal()
+        self._has_ended = False
+
+    def _record(
+        self,
+        num_requests: int = 0,
+        prompt_tokens: int = 0,
+        cached_tokens: int = 0,
+        completion_tokens: int = 0,
+        undelivered_tokens: int = 0,
+    ) -> None:
+        services, caller = self._answering.services, self._caller
+        if services.usage is None:
+            return
+        adapter, price, table = self._answering.adapter, self._price(), caller.policy.prices
+        services.usage.record(
+            UsageEvent(
+                tenant=caller.tenant,
+                owner="" if adapter is None or adapter.tenant == caller.tenant else adapter.tenant,
+                adapter=_name(adapter),
+                version=0 if adapter is None else adapter.version,
+                num_requests=num_requests,
+                prompt_tokens=prompt_tokens,
+                cached_tokens=cached_tokens,
+                completion_tokens=completion_tokens,
+                undelivered_tokens=undelivered_tokens,
+                price="" if price is None or table is None else price_tag(table.currency, price),
+                at=services.clock(),
+            )
+        )
+
+    def _price(self) -> Price | None:
+        """Of the adapter that answers, as the tenant calls it."""
+        table, adapter = self._caller.policy.prices, self._answering.adapter
+        if table is None:
+            return None
+        if adapter is None or adapter.parts or not table.adapters:
+            return table.price
+        if adapter.tenant == self._caller.tenant:
+            return table.price_of(adapter.name)
+        owner = parse_model(self._answering.body.model, self._answering.services.engine.base.id).owner
+        return table.price_of(f"{owner}/{adapter.name}")
+
+
+def _name(adapter: AdapterRef | None) -> str:
+    if adapter is None:
+        return ""
+    name = label(adapter) if adapter.parts else adapter.name
+    # cut short, it is told apart from others that begin alike by what identifies it
+    return name if len(name) <= _MAX_LABEL else f"{name[: _MAX_LABEL - 17]}~{adapter.digest[:16]}"
