@@ -33,6 +33,14 @@ class Limits:
     max_queue_wait_s: float = 600.0
     max_request_timeout_s: float = 3600.0
     """What a request may name as its own timeout."""
+    max_shadow_requests: int = 16
+    """Copies of requests that run on shadow versions at once; beyond it a request has no copy."""
+    max_shadow_requests_per_tenant: int = 4
+    shadow_timeout_s: float = 300.0
+    shadow_flush_s: float = 5.0
+    """What was compared is in the database that soon."""
+    shadow_retention_s: float = 90 * 86_400.0
+    """After which an hour's comparison is forgotten."""
     stalled_reader_s: float = 30.0
     min_body_bytes_per_s: int = 16 * KIB
     """Of a request's body on the whole, after its first stalled_reader_s: a byte now and then holds no place."""

@@ -353,8 +353,11 @@ class ShadowHour(Base):
     """How a shadow version did against the one that answered, in one hour."""
 
     __tablename__ = "shadow_hours"
+    __table_args__ = (Index(None, "hour"),)
 
     adapter_id: Mapped[str] = mapped_column(ForeignKey("adapters.id"), primary_key=True)
+    alias: Mapped[str] = mapped_column(String(NAME_LENGTH), primary_key=True)
+    """By which the requests came."""
     hour: Mapped[datetime] = mapped_column(UtcDateTime, primary_key=True)
     version: Mapped[int] = mapped_column(Integer, primary_key=True)
     shadow_version: Mapped[int] = mapped_column(Integer, primary_key=True)

@@ -31,6 +31,7 @@ class Shadow:
     adapter: AdapterRef
     adapter_id: str
     """The row of the adapter whose alias says so."""
+    alias: str
     share: float
     """Of the requests, in (0, 1]."""
 
@@ -144,7 +145,7 @@ class Route:
         other = self.shadow
         if other is None or not other.is_servable or other.ref.digest == target.ref.digest:
             return None
-        return Shadow(other.ref, self.adapter_id, self.shadow_share)
+        return Shadow(other.ref, self.adapter_id, self.alias, self.shadow_share)
 
 
 def _position(adapter_id: str, alias: str, sticky: str) -> float:

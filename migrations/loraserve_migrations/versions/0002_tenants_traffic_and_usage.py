@@ -104,6 +104,7 @@ def upgrade() -> None:
     op.create_table(
         "shadow_hours",
         sa.Column("adapter_id", sa.String(length=26), nullable=False),
+        sa.Column("alias", sa.String(length=63), nullable=False),
         sa.Column("hour", sa.DateTime(timezone=True), nullable=False),
         sa.Column("version", sa.Integer(), nullable=False),
         sa.Column("shadow_version", sa.Integer(), nullable=False),
@@ -115,8 +116,13 @@ def upgrade() -> None:
         sa.Column("live_ms", sa.BigInteger(), nullable=False),
         sa.Column("shadow_ms", sa.BigInteger(), nullable=False),
         sa.ForeignKeyConstraint(["adapter_id"], ["adapters.id"], name=op.f("fk_shadow_hours_adapter_id")),
-        sa.PrimaryKeyConstraint("adapter_id", "hour", "version", "shadow_version", name=op.f("pk_shadow_hours")),
+        sa.PrimaryKeyConstraint(
+            "adapter_id", "alias", "hour", "version", "shadow_version", name=op.f("pk_shadow_hours")
+        ),
     )
+    with op.batch_alter_table("shadow_hours", schema=None) as batch_op:
+        batch_op.create_index(batch_op.f("ix_shadow_hours_hour"), ["hour"], unique=False)
+
     op.create_table(
         "upload_chunks",
         sa.Column("upload_id", sa.String(length=26), nullable=False),

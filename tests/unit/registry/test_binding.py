@@ -97,6 +97,6 @@ def test_a_servable_version_keeps_its_fallback_for_a_load_that_fails() -> None:
 
 def test_a_shadow_is_another_version_and_not_in_quarantine() -> None:
     route = Route("a", "live", make_target(2), shadow=make_target(3), shadow_share=0.25)
-    assert route.bind(None, never).shadow == Shadow(make_target(3).ref, "a", 0.25)
+    assert route.bind(None, never).shadow == Shadow(make_target(3).ref, "a", "live", 0.25)
     assert replace(route, shadow=make_target(3, QUARANTINED)).bind(None, never).shadow is None
     assert replace(route, shadow=make_target(2)).bind(None, never).shadow is None
