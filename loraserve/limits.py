@@ -76,6 +76,13 @@ class Limits:
     max_tenants: int = 100_000
     min_tenant_weight: float = 0.001
     max_tenant_weight: float = 1000.0
+    server_beat_s: float = 2.0
+    """How often a server says that it lives, to those that share its tenants' limits."""
+    server_silence_s: float = 10.0
+    """After which one counts no more."""
+    unasked_tokens_reserved: int = 1024
+    """Of a tenant's tokens per minute, for an answer whose length the request doesn't bound."""
+    max_grants_per_adapter: int = 1000
     max_priced_adapters: int = 256
     """In one tenant's price table."""
     max_name_length: int = 63

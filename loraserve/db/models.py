@@ -349,6 +349,18 @@ class UsageJournal(Base):
     updated_at: Mapped[datetime] = mapped_column(UtcDateTime)
 
 
+class ServerRow(Base):
+    """A server that works on this database now, or was killed not long ago."""
+
+    __tablename__ = "servers"
+
+    id: Mapped[str] = mapped_column(String(ULID_LENGTH), primary_key=True)
+    """Its process's, made at its start."""
+    num_beats: Mapped[int] = mapped_column(BigInteger)
+    """Grows as long as it lives. Others see by their own clocks that it does: no two machines' need to agree."""
+    started_at: Mapped[datetime] = mapped_column(UtcDateTime)
+
+
 class ShadowHour(Base):
     """How a shadow version did against the one that answered, in one hour."""
 

@@ -24,6 +24,13 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("digest", name=op.f("pk_doomed_blobs")),
     )
     op.create_table(
+        "servers",
+        sa.Column("id", sa.String(length=26), nullable=False),
+        sa.Column("num_beats", sa.BigInteger(), nullable=False),
+        sa.Column("started_at", sa.DateTime(timezone=True), nullable=False),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_servers")),
+    )
+    op.create_table(
         "usage_journals",
         sa.Column("id", sa.String(length=26), nullable=False),
         sa.Column("sequence", sa.BigInteger(), nullable=False),

@@ -1,0 +1,107 @@
+"""The servers that share this database, counted: each grants its part of the tenants' limits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+
+from sqlalchemy import delete, select, update
+from ulid import ULID
+
+from loraserve.db.models import ServerRow
+from loraserve.db.session import Clock, Database, utc_now
+from loraserve.errors import LoraserveError
+from loraserve.limits import LIMITS
+
+logger = logging.getLogger(__name__)
+
+_FORGET_S = 3600.0
+"""A row that was silent for so long, seen from here, is removed."""
+_LEAVE_S = 2.0
+
+
+class Servers:
+    """This server among those on its database. `start` it, and `close` it.
+
+    A server counts while its beats are seen to grow, by the clock of who looks: one that was killed left its row and counts no more
+    after `LIMITS.server_silence_s`, and never again for one that starts later. While the database is away, the last count stands.
+    """
+
+    def __init__(
+        self, database: Database, *, clock: Clock = utc_now, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.id = str(ULID())
+        self.num_live = 1
+        """This one among them."""
+        self._database = database
+        self._clock = clock
+        self._monotonic = monotonic
+        self._seen: dict[str, tuple[int, float, bool]] = {}
+        """Others: beats, when they were last seen to change (or first seen), and whether they ever did."""
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """This server is known to the others, and they to it, within a few seconds, from now on."""
+        self._task = asyncio.create_task(self._run(), name="server-beats")
+
+    async def close(self) -> None:
+        """The others count this one no more: at once if the database can be reached, otherwise when they miss it."""
+        if self._task is None:
+            return
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        with contextlib.suppress(LoraserveError, TimeoutError):
+            async with asyncio.timeout(_LEAVE_S), self._database.write() as session:
+                await session.execute(delete(ServerRow).where(ServerRow.id == self.id))
+
+    async def beat(self) -> None:
+        """Say that this server lives, and count those that do.
+
+        Raises:
+            DatabaseUnavailable
+        """
+        async with self._database.write() as session:
+            mine = ServerRow.id == self.id
+            beaten = await session.execute(
+                update(ServerRow).where(mine).values(num_beats=ServerRow.num_beats + 1).returning(ServerRow.id)
+            )
+            if beaten.first() is None:
+                session.add(ServerRow(id=self.id, num_beats=1, started_at=self._clock()))
+                await session.flush()
+            rows = (await session.execute(select(ServerRow.id, ServerRow.num_beats).where(~mine))).all()
+            found = {row.id: row.num_beats for row in rows}
+            now = self._monotonic()
+            silent = [ident for ident in found if ident in self._seen and now - self._seen[ident][1] > _FORGET_S]
+            if silent:
+                await session.execute(delete(ServerRow).where(ServerRow.id.in_(silent)))
+                for ident in silent:
+                    del found[ident]
+        self._look(found, now)
+
+    def _look(self, found: dict[str, int], now: float) -> None:
+        seen = {}
+        for ident, num_beats in found.items():
+            before = self._seen.get(ident)
+            if before is None:
+                # perhaps what a killed one left: it counts when it beats
+                seen[ident] = num_beats, now, False
+            elif before[0] != num_beats:
+                seen[ident] = num_beats, now, True
+            else:
+                seen[ident] = before
+        self._seen = seen
+        live = [at for _, at, has_beaten in seen.values() if has_beaten and now - at <= LIMITS.server_silence_s]
+        self.num_live = 1 + len(live)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self.beat()
+            except LoraserveError as error:
+                logger.warning("this server's beat isn't written: %s", error)
+            except Exception:
+                logger.exception("this server's beat failed")
+            await asyncio.sleep(LIMITS.server_beat_s)

@@ -1,0 +1,203 @@
+"""What a tenant may use now, by a clock that the tests turn."""
+
+from __future__ import annotations
+
+import pytest
+
+from loraserve.errors import QuotaExceeded, RateLimited
+from loraserve.tenancy.admission import Admissions, format_duration
+from loraserve.tenancy.auth import Caller
+from loraserve.tenancy.policy import TenantLimits, TenantPolicy
+from loraserve.types import TenantId
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def admissions(clock: Clock) -> Admissions:
+    return Admissions(monotonic=clock)
+
+
+def make_caller(name: str = "acme", **limits: int) -> Caller:
+    policy = TenantPolicy(limits=TenantLimits(**limits))  # type: ignore[arg-type]
+    return Caller(TenantId(name), name, "key", frozenset({"inference"}), policy=policy)
+
+
+def refused(admissions: Admissions, caller: Caller) -> RateLimited:
+    with pytest.raises(RateLimited) as caught:
+        admissions.enter(caller)
+    return caught.value
+
+
+def test_a_tenant_without_limits_is_let_in_and_told_nothing(admissions: Admissions) -> None:
+    caller = make_caller()
+    for _ in range(1000):
+        admissions.enter(caller).reserve(10**6, 10**6)
+    assert admissions.headers(caller) == {}
+
+
+def test_requests_over_the_rate_are_told_when_the_next_one_passes(admissions: Admissions, clock: Clock) -> None:
+    caller = make_caller(requests_per_minute=2)
+    for _ in range(2):
+        admissions.enter(caller).release()
+    wait_s = refused(admissions, caller).retry_after_s
+    assert wait_s == pytest.approx(30.0)
+    clock.now += wait_s
+    admissions.enter(caller)
+
+
+def test_a_refused_request_uses_nothing(admissions: Admissions, clock: Clock) -> None:
+    caller = make_caller(requests_per_minute=2)
+    for _ in range(2):
+        admissions.enter(caller)
+    waits = {refused(admissions, caller).retry_after_s for _ in range(5)}
+    assert waits == {30.0}
+    assert admissions.num_running(caller.tenant) == 2
+
+
+def test_another_tenant_isnt_held_up(admissions: Admissions) -> None:
+    acme, globex = make_caller("acme", requests_per_minute=1), make_caller("globex", requests_per_minute=1)
+    admissions.enter(acme)
+    refused(admissions, acme)
+    admissions.enter(globex)
+
+
+def test_so_many_requests_at_once_and_the_next_when_one_has_ended(admissions: Admissions) -> None:
+    caller = make_caller(max_concurrent_requests=2)
+    first, _ = admissions.enter(caller), admissions.enter(caller)
+    assert refused(admissions, caller).retry_after_s == 1.0
+    first.release()
+    first.release()
+    admissions.enter(caller)
+    refused(admissions, caller)
+
+
+def test_the_wait_for_a_place_is_by_how_long_the_tenants_requests_take(admissions: Admissions, clock: Clock) -> None:
+    caller = make_caller(max_concurrent_requests=2)
+    entered = admissions.enter(caller)
+    clock.now += 8.0
+    entered.release()
+    for _ in range(2):
+        admissions.enter(caller)
+    assert refused(admissions, caller).retry_after_s == 4.0
+
+
+def test_what_a_request_may_take_is_reserved_and_what_it_didnt_is_given_back(admissions: Admissions) -> None:
+    caller = make_caller(tokens_per_minute=100)
+    first = admissions.enter(caller)
+    first.reserve(20, 60)
+    second = admissions.enter(caller)
+    with pytest.raises(RateLimited) as caught:
+        second.reserve(10, 20)
+    assert caught.value.retry_after_s == pytest.approx(6.0)
+    first.count(1)
+    first.count(4)
+    first.release()
+    second.reserve(10, 65)
+    assert admissions.headers(caller)["x-ratelimit-remaining-tokens"] == "0"
+
+
+def test_a_request_that_nobody_answered_gives_its_prompt_back_too(admissions: Admissions) -> None:
+    caller = make_caller(tokens_per_minute=100)
+    admitted = admissions.enter(caller)
+    admitted.reserve(20, 60)
+    admitted.release()
+    assert admissions.headers(caller)["x-ratelimit-remaining-tokens"] == "100"
+
+
+def test_tokens_beyond_what_was_reserved_are_charged_as_they_come(admissions: Admissions) -> None:
+    caller = make_caller(tokens_per_minute=100)
+    admitted = admissions.enter(caller)
+    admitted.reserve(20, 10)
+    for _ in range(30):
+        admitted.count(1)
+    assert admissions.headers(caller)["x-ratelimit-remaining-tokens"] == "50"
+    admitted.release()
+    admitted.count(1)
+    assert admissions.headers(caller)["x-ratelimit-remaining-tokens"] == "50"
+
+
+def test_a_request_that_can_never_pass_is_told_so(admissions: Admissions) -> None:
+    admitted = admissions.enter(make_caller(tokens_per_minute=100))
+    with pytest.raises(QuotaExceeded, match=r"101 tokens.*100 a minute"):
+        admitted.reserve(1, 100)
+
+
+@pytest.mark.parametrize("limit", ["requests_per_minute", "max_concurrent_requests"])
+def test_a_limit_of_none_at_all_is_a_quota(admissions: Admissions, limit: str) -> None:
+    assert isinstance(refused(admissions, make_caller(**{limit: 0})), QuotaExceeded)
+
+
+def test_servers_that_share_a_tenant_grant_a_part_each(clock: Clock) -> None:
+    admissions = Admissions(num_servers=lambda: 3, monotonic=clock)
+    caller = make_caller(requests_per_minute=60, tokens_per_minute=300, max_concurrent_requests=100)
+    for _ in range(20):
+        admissions.enter(caller)
+    assert refused(admissions, caller).retry_after_s == pytest.approx(3.0)
+    assert admissions.headers(caller) == {
+        "x-ratelimit-limit-requests": "60",
+        "x-ratelimit-remaining-requests": "0",
+        "x-ratelimit-reset-requests": "1m0s",
+        "x-ratelimit-limit-tokens": "300",
+        "x-ratelimit-remaining-tokens": "100",
+        "x-ratelimit-reset-tokens": "0ms",
+    }
+
+
+def test_a_request_larger_than_one_servers_part_passes_when_that_is_unused(clock: Clock) -> None:
+    admissions = Admissions(num_servers=lambda: 3, monotonic=clock)
+    caller = make_caller(tokens_per_minute=300)
+    admissions.enter(caller).reserve(100, 150)
+    with pytest.raises(RateLimited):
+        admissions.enter(caller).reserve(1, 1)
+
+
+def test_each_of_many_servers_grants_one_request_at_once(clock: Clock) -> None:
+    admissions = Admissions(num_servers=lambda: 3, monotonic=clock)
+    caller = make_caller(max_concurrent_requests=2)
+    admissions.enter(caller)
+    refused(admissions, caller)
+
+
+def test_a_limit_that_changes_counts_from_then_on(admissions: Admissions) -> None:
+    admissions.enter(make_caller(requests_per_minute=1))
+    refused(admissions, make_caller(requests_per_minute=1))
+    admissions.enter(make_caller(requests_per_minute=10))
+
+
+def test_refusals_are_counted_by_what_for(admissions: Admissions) -> None:
+    caller = make_caller(requests_per_minute=1, tokens_per_minute=10)
+    with pytest.raises(QuotaExceeded):
+        admissions.enter(caller).reserve(1, 10)
+    refused(admissions, caller)
+    refused(admissions, make_caller("globex", max_concurrent_requests=0))
+    assert admissions.num_refused == {"requests": 1, "tokens": 1, "concurrency": 1}
+
+
+def test_tenants_that_use_nothing_any_more_are_forgotten(admissions: Admissions, clock: Clock) -> None:
+    stays = admissions.enter(make_caller("busy"))
+    admissions.enter(make_caller("spent", requests_per_minute=1)).release()
+    for number in range(3000):
+        admissions.enter(make_caller(f"t{number}", requests_per_minute=6000)).release()
+        clock.now += 0.0125
+    assert len(admissions) < 1100
+    refused(admissions, make_caller("spent", requests_per_minute=1, max_concurrent_requests=1))
+    assert admissions.num_running(stays.caller.tenant) == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0, "0ms"), (0.0201, "21ms"), (1.0, "1s"), (7.66, "7.66s"), (360.0, "6m0s"), (59.9999, "1m0s")],
+)
+def test_durations_read_as_openais(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text

@@ -1,0 +1,91 @@
+"""How many servers share a database, each by its own clock."""
+
+from __future__ import annotations
+
+import pytest
+from sqlalchemy import func, select
+
+from loraserve.db.models import ServerRow
+from loraserve.db.session import Database
+from loraserve.limits import LIMITS
+from loraserve.tenancy.servers import Servers
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+async def num_rows(database: Database) -> int:
+    async with database.read() as session:
+        return await session.scalar(select(func.count()).select_from(ServerRow)) or 0
+
+
+@pytest.mark.postgres
+async def test_servers_that_beat_are_counted_by_each(database: Database, clock: Clock) -> None:
+    servers = [Servers(database, monotonic=clock) for _ in range(3)]
+    for _ in range(3):
+        for server in servers:
+            await server.beat()
+    assert [server.num_live for server in servers] == [3, 3, 3]
+
+
+async def test_one_that_was_killed_counts_no_more_after_a_while(database: Database, clock: Clock) -> None:
+    here, killed = Servers(database, monotonic=clock), Servers(database, monotonic=clock)
+    for _ in range(2):
+        await killed.beat()
+        await here.beat()
+    assert here.num_live == 2
+    clock.now += LIMITS.server_silence_s + 1
+    await here.beat()
+    assert here.num_live == 1
+
+
+async def test_what_a_killed_one_left_never_counts_for_who_starts_later(database: Database, clock: Clock) -> None:
+    await Servers(database, monotonic=clock).beat()
+    here = Servers(database, monotonic=clock)
+    for _ in range(3):
+        await here.beat()
+    assert here.num_live == 1
+
+
+async def test_rows_of_the_dead_are_removed(database: Database, clock: Clock) -> None:
+    await Servers(database, monotonic=clock).beat()
+    here = Servers(database, monotonic=clock)
+    await here.beat()
+    clock.now += 3601
+    await here.beat()
+    assert await num_rows(database) == 1
+
+
+async def test_one_that_closes_leaves_at_once(database: Database, clock: Clock) -> None:
+    here, leaving = Servers(database, monotonic=clock), Servers(database, monotonic=clock)
+    leaving.start()
+    while not await num_rows(database):
+        pass
+    await here.beat()
+    await leaving.beat()
+    await here.beat()
+    assert here.num_live == 2
+    await leaving.close()
+    await here.beat()
+    assert (here.num_live, await num_rows(database)) == (1, 1)
+
+
+async def test_one_whose_row_was_removed_writes_it_again(database: Database, clock: Clock) -> None:
+    paused, here = Servers(database, monotonic=clock), Servers(database, monotonic=clock)
+    await paused.beat()
+    await here.beat()
+    clock.now += 3601
+    await here.beat()
+    for _ in range(2):
+        await paused.beat()
+        await here.beat()
+    assert here.num_live == 2
