@@ -87,6 +87,12 @@ class Limits:
     """In one tenant's price table."""
     max_name_length: int = 63
     max_aliases_per_adapter: int = 100
+    max_split_versions: int = 16
+    max_notes_bytes: int = 8 * KIB
+    max_tags: int = 64
+    max_tag_value_length: int = 256
+    pin_sync_s: float = 2.0
+    """How often a server compares what its engine keeps on the device with what operators have pinned, on whichever server."""
     max_listed_models: int = 10_000
     max_concurrent_uploads: int = 16
     max_concurrent_uploads_per_tenant: int = 8
