@@ -209,6 +209,7 @@ async def answer(
         LoraserveError: it failed before the first byte of the answer.
         ClientDisconnect: nobody waits for it any more.
     """
+
     def end() -> None:
         usage.close(generation.num_tokens)
 
