@@ -78,6 +78,23 @@ def migrated_postgres() -> Iterator[str]:
     run_on_postgres(f"DROP DATABASE {name} WITH (FORCE)")
 
 
+@pytest.fixture(scope="module")
+def make_postgres_url() -> Iterator[Callable[[], str]]:
+    """A function that makes a PostgreSQL database without a table, for servers that a module's tests share, and returns its URL."""
+    if POSTGRES_URL is None:
+        pytest.skip("LORASERVE_TEST_POSTGRES_URL isn't set")
+    names: list[str] = []
+
+    def make() -> str:
+        names.append(f"empty_{uuid.uuid4().hex}")
+        run_on_postgres(f"CREATE DATABASE {names[-1]}")
+        return postgres_url(names[-1])
+
+    yield make
+    for name in names:
+        run_on_postgres(f"DROP DATABASE {name} WITH (FORCE)")
+
+
 @pytest.fixture(params=BACKENDS)
 def empty_database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """The URL of a database without a table."""
