@@ -72,6 +72,8 @@ async def _serve(settings: Settings) -> int:
             if usage is not None:
                 await usage.close()
             await services.registry.damages.close()
+            await services.registry.strikes.close()
+            await services.registry.shadow_hours.close()
             await database.dispose()
 
 

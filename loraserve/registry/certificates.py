@@ -12,7 +12,7 @@ from loraserve.db.session import Clock, Database
 from loraserve.errors import AdapterRejected, EngineUnavailable, LoraserveError, Overloaded, RateLimited
 from loraserve.limits import LIMITS
 from loraserve.registry.changes import record_change
-from loraserve.registry.parity import FAILED, PARITY, PASSED, SKIPPED, STORED, Parity
+from loraserve.registry.parity import FAILED, NUMERICS, PARITY, PASSED, SKIPPED, STORED, Parity
 from loraserve.registry.records import VersionRecord
 from loraserve.registry.repository import AdapterRepository
 from loraserve.types import AdapterRef, Certificate, TenantId
@@ -105,7 +105,8 @@ class Certificates:
             row = await repository.version(adapter, number)
             before = row.state
             # A new list: a change inside the old one would go unnoticed. The engine has read the stored bytes, and found them whole.
-            row.checks = [*(check for check in row.checks if check["name"] not in (PARITY, STORED)), parity.as_check()]
+            asked_anew = (PARITY, STORED, NUMERICS)
+            row.checks = [*(check for check in row.checks if check["name"] not in asked_anew), parity.as_check()]
             row.state = parity.state
             repository.touch(adapter, now)
             record_change(

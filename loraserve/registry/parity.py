@@ -17,6 +17,8 @@ PARITY = "parity"
 """The name of the check that a certificate is."""
 STORED = "stored"
 """The name of the check that is there, failed, while the version's bytes are known to be damaged."""
+NUMERICS = "numerics"
+"""The name of the check that counts the version's answers which were not finite."""
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
 
@@ -61,8 +63,9 @@ def _numbers(one: Certificate) -> str:
 
 
 def quarantined(name: str, version: int, checks: Iterable[Mapping[str, Any]]) -> AdapterQuarantined:
-    """Why this version isn't served: its certificate's numbers, or that its bytes are damaged."""
-    failed = (check["detail"] for check in checks if check["name"] in (STORED, PARITY) and check["status"] == FAILED)
+    """Why this version isn't served: its certificate's numbers, or that its bytes are damaged, or its answers no numbers."""
+    names = (STORED, PARITY, NUMERICS)
+    failed = (check["detail"] for check in checks if check["name"] in names and check["status"] == FAILED)
     detail = next(failed, "its certificate failed")
     return AdapterQuarantined(
         f"{name}@{version} is quarantined: {detail}.", hint=f"See: loraserve adapter show {name}@{version}"

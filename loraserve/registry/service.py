@@ -38,6 +38,8 @@ from loraserve.registry.records import (
 from loraserve.registry.repository import AdapterRepository
 from loraserve.registry.residency import OwnedVersion, list_owned
 from loraserve.registry.routes import RouteRepository
+from loraserve.registry.shadow_hours import ShadowHours
+from loraserve.registry.strikes import Strikes
 from loraserve.registry.uploads import Uploads
 from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
 
@@ -50,7 +52,8 @@ class Registry:
     What a call acknowledged is durable: blobs first (`adapters_store`), then the database's commit. A change is seen by
     `resolve` at once in this process and within `LIMITS.resolve_cache_s` in others.
 
-    `uploads` is the way in; `certificates` verifies what is there again; `damages` is told of bytes that aren't what they were.
+    `uploads` is the way in; `certificates` verifies what is there again; `damages` is told of bytes that aren't what they were,
+    `strikes` of answers that are no numbers, `shadow_hours` of how shadows did.
 
     Args:
         base: the resident base model; may raise `EngineUnavailable` while there is none.
@@ -82,6 +85,8 @@ class Registry:
         )
         self.uploads = Uploads(database, store, base, self.certificates, self.forget, clock=clock)
         self.damages = Damages(database, self.forget, clock=clock)
+        self.strikes = Strikes(database, self.forget, clock=clock)
+        self.shadow_hours = ShadowHours(database, clock=clock)
         self.num_quarantined_refused = 0
         """Uses of versions in quarantine, since the start."""
         self.last_used = LastUsed(clock=monotonic)
