@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
 
+from loraserve.cli.arguments import duration
 from loraserve.cli.options import FormatOption, TenantOption, UrlOption, connected
 from loraserve.cli.output import Column
 
@@ -20,7 +22,13 @@ COLUMNS = (
     Column("EXPIRES", "expires_at"),
     Column("REVOKED", "revoked_at"),
 )
-NEW_COLUMNS = (Column("id", "id"), Column("name", "name"), Column("scopes", "scopes"), Column("key", "key"))
+NEW_COLUMNS = (
+    Column("id", "id"),
+    Column("name", "name"),
+    Column("scopes", "scopes"),
+    Column("expires", "expires_at"),
+    Column("key", "key"),
+)
 
 
 @app.command()
@@ -31,19 +39,25 @@ def create(
         list[str] | None,
         typer.Option(help="inference, adapters:read or adapters:write; may be repeated (default: all)"),
     ] = None,
+    expires_in: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Let it end by itself: 12h, 30d (default: never).")
+    ] = None,
     url: UrlOption = None,
     format: FormatOption = None,
 ) -> None:
     """A new key. Its secret is shown this once; with --format quiet it's all that is printed."""
-    with connected(format, url) as (output, client):
-        output.one(client.keys.create(tenant, name=name, scopes=scope or None), NEW_COLUMNS, name="key")
+    lasts = duration(expires_in)
+    expires_at = None if lasts is None else datetime.now(UTC) + lasts
+    with connected(format, url, named={"TENANT": tenant}) as (output, client):
+        made = client.keys.create(tenant, name=name, scopes=scope or None, expires_at=expires_at)
+        output.one(made, NEW_COLUMNS, name="key")
         output.note("The key is shown this once. Use it: export LORASERVE_API_KEY=…")
 
 
 @app.command("list")
 def list_(tenant: TenantOption, url: UrlOption = None, format: FormatOption = None) -> None:
     """The tenant's keys, without their secrets; the revoked too."""
-    with connected(format, url) as (output, client):
+    with connected(format, url, named={"TENANT": tenant}) as (output, client):
         empty = f"No keys yet. Make one: loraserve key create --tenant {tenant}"
         output.rows(client.keys.list(tenant), COLUMNS, name="id", empty=empty)
 
@@ -56,6 +70,6 @@ def revoke(
     format: FormatOption = None,
 ) -> None:
     """The key works no more."""
-    with connected(format, url) as (output, client):
+    with connected(format, url, named={"NAME": tenant, "TENANT": tenant}) as (output, client):
         client.keys.revoke(tenant, key_id)
-        output.note(f"Revoked {key_id}.")
+        output.done({"revoked": key_id}, f"Revoked {key_id}.")

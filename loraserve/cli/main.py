@@ -6,7 +6,23 @@ from typing import Annotated
 
 import typer
 
-from loraserve.cli import adapter, db, demo, doctor, key, plan, ps, run, serve, tenant
+from loraserve.cli import (
+    adapter,
+    adapter_alias,
+    adapter_memory,
+    audit,
+    db,
+    demo,
+    doctor,
+    grant,
+    key,
+    operation,
+    plan,
+    ps,
+    run,
+    serve,
+    tenant,
+)
 from loraserve.cli.options import FormatOption, choose_format
 from loraserve.cli.output import Output
 
@@ -42,9 +58,14 @@ def _root(
 
 app.command("serve")(serve.serve)
 app.add_typer(demo.app, name="demo")
+adapter_alias.register(adapter.app)
+adapter_memory.register(adapter.app)
 app.add_typer(adapter.app, name="adapter")
+app.add_typer(grant.app, name="grant")
+app.add_typer(operation.app, name="operation")
 app.add_typer(tenant.app, name="tenant")
 app.add_typer(key.app, name="key")
+app.command("audit")(audit.audit)
 app.command("ps")(ps.ps)
 app.command("run")(run.run)
 app.add_typer(db.app, name="db")

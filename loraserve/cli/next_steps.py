@@ -3,43 +3,52 @@
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Mapping
 
 from loraserve import errors
 
 _STEPS: tuple[tuple[type[errors.LoraserveError], str], ...] = (
     # The first class that an error is one of decides: the narrower stand before the wider.
     (errors.SchemaOutdated, "loraserve db upgrade"),
+    (errors.GrantNotFound, "loraserve grant list NAME"),
+    (errors.OperationNotFound, "loraserve operation list"),
     (errors.VersionNotFound, "loraserve adapter versions NAME"),
     (errors.AliasNotFound, "loraserve adapter show NAME"),
     (errors.AdapterNotFound, "loraserve adapter list"),
     (errors.ModelNotFound, "loraserve adapter list"),
     (errors.TenantNotFound, "loraserve tenant list"),
-    (errors.KeyNotFound, "loraserve key list --tenant NAME"),
+    (errors.KeyNotFound, "loraserve key list --tenant TENANT"),
     (errors.PreconditionFailed, "loraserve adapter show NAME"),
     (errors.NoChatTemplate, "loraserve run MODEL PROMPT --raw"),
     (errors.AdapterQuarantined, "loraserve adapter versions NAME"),
     (errors.AdapterRejected, "loraserve adapter push DIR --name NAME --dry-run"),
     (
         errors.AuthenticationError,
-        "export LORASERVE_API_KEY=… (an admin makes one with: loraserve key create --tenant NAME)",
+        "export LORASERVE_API_KEY=… (an admin makes one with: loraserve key create --tenant TENANT)",
     ),
     (
         errors.PermissionDenied,
-        "export LORASERVE_API_KEY=… with a key that has the scope (see: loraserve key list --tenant NAME)",
+        "export LORASERVE_API_KEY=… with a key that has the scope (see: loraserve key list --tenant TENANT)",
     ),
     (errors.Overloaded, "loraserve ps"),
     (errors.RateLimited, "loraserve ps"),
     (errors.ClientTimeout, "loraserve ps"),
-    (errors.ConnectionFailed, "loraserve serve --model DIR (or: loraserve demo)"),
+    (errors.ConnectionFailed, "loraserve serve --model BASE (or: loraserve demo)"),
 )
 
 
 _NAMED = re.compile(r"(?:See|Run|Try): (loraserve .+?)\.?$")
+_PLACES = re.compile(r"\b(NAME|DIR|MODEL|PROMPT|ALIAS|TENANT)\b")
 
 
-def next_step(error: errors.LoraserveError) -> str | None:
-    """The command to run next: the one that the error names, else the one for its class; None where no command helps."""
-    named = _NAMED.search(str(error))
-    if named is not None:
-        return named[1]
-    return next((step for kind, step in _STEPS if isinstance(error, kind)), None)
+def next_step(error: errors.LoraserveError, named: Mapping[str, str] | None = None) -> str | None:
+    """The command to run next: the one that the error names, else the one for its class; None where no command helps.
+
+    Args:
+        named: what NAME, DIR and the like are in the command that failed; others stay as they are.
+    """
+    said = _NAMED.search(str(error))
+    step = said[1] if said is not None else next((step for kind, step in _STEPS if isinstance(error, kind)), None)
+    known = named or {}
+    return None if step is None else _PLACES.sub(lambda place: shlex.quote(known.get(place[0], place[0])), step)

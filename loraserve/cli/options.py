@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from loraserve.sdk import Client
 
 FORMAT_VARIABLE = "LORASERVE_FORMAT"
+NOTHING_NAMED: Mapping[str, str] = {}
 
 FormatOption = Annotated[
     Format | None,
@@ -48,13 +49,16 @@ def choose_format(format: Format | None) -> None:
 
 
 @contextmanager
-def reporting(format: Format | None) -> Iterator[Output]:
+def reporting(format: Format | None, named: Mapping[str, str] = NOTHING_NAMED) -> Iterator[Output]:
     """An `Output` for the block. An error of ours becomes words on stderr and the exit code that fits.
+
+    Args:
+        named: what this command's NAME, DIR and the like are: the command to run next is shown with them.
 
     Raises:
         typer.Exit: 2 for a wrong configuration, 1 for every other error of ours.
     """
-    output = Output(format or Format.HUMAN)
+    output = Output(format or Format.HUMAN, named)
     try:
         yield output
     except errors.LoraserveError as error:
@@ -63,24 +67,12 @@ def reporting(format: Format | None) -> Iterator[Output]:
 
 
 @contextmanager
-def connected(format: Format | None, url: str | None, tenant: str | None = None) -> Iterator[tuple[Output, Client]]:
+def connected(
+    format: Format | None, url: str | None, tenant: str | None = None, named: Mapping[str, str] = NOTHING_NAMED
+) -> Iterator[tuple[Output, Client]]:
     """As `reporting`, with a client of the server."""
-    with reporting(format) as output:
+    with reporting(format, named) as output:
         from loraserve.sdk import Client
 
         with Client(url, tenant=tenant) as client:
             yield output, client
-
-
-def split_version(text: str) -> tuple[str, int | None]:
-    """``NAME`` or ``NAME@VERSION`` as its two parts.
-
-    Raises:
-        typer.BadParameter: what stands after the ``@`` isn't a version's number.
-    """
-    name, at, version = text.partition("@")
-    if not at:
-        return name, None
-    if not version.isdecimal():
-        raise typer.BadParameter(f"{text!r}: after the @ should be a version's number, such as {name}@3.")
-    return name, int(version)

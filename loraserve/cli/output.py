@@ -43,8 +43,9 @@ class Column:
 class Output:
     """Says things in one of the three formats: tables for people, JSON for programs, bare names for shell variables."""
 
-    def __init__(self, format: Format) -> None:
+    def __init__(self, format: Format, named: Mapping[str, str] | None = None) -> None:
         self.format = format
+        self._named = named or {}
 
     def rows(self, rows: Iterable[Result], columns: Iterable[Column], *, name: str, empty: str) -> None:
         """A list: a table, a JSON array, or one `name` (an attribute) per line. `empty` is said when there is none."""
@@ -95,6 +96,13 @@ class Output:
         """JSON on stdout; with `is_line` on one line, for things that come one after another."""
         _print(json.dumps(value, ensure_ascii=False, indent=None if is_line else 2))
 
+    def done(self, record: Mapping[str, object], words: str) -> None:
+        """Something was done that leaves nothing to show: `words`, or `record` as JSON."""
+        if self.format is Format.JSON:
+            self.json(dict(record))
+        else:
+            self.note(words)
+
     def line(self, text: str) -> None:
         """A line of data."""
         _print(_safe(text, sys.stdout))
@@ -112,7 +120,7 @@ class Output:
     def fail(self, error: errors.LoraserveError) -> None:
         """What was found, what was expected and what to do next: words, or one JSON object, on stderr."""
         problems = list(error.problems) if isinstance(error, errors.AdapterRejected) else []
-        step = next_step(error)
+        step = next_step(error, self._named)
         if self.format is Format.JSON:
             body = {
                 "code": error.code,

@@ -48,7 +48,7 @@ def run(
         raise typer.BadParameter("--system needs a chat template: leave out --raw.")
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     fields = _fields(max_tokens, temperature, top_p, seed, stop)
-    with connected(format, url, tenant) as (output, client):
+    with connected(format, url, tenant, {"MODEL": model, "PROMPT": prompt}) as (output, client):
         if is_chat is not False:
             try:
                 _answer_chat(output, client, model, text, system, fields)

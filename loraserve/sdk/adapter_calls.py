@@ -136,15 +136,16 @@ def push(
     made: Version = yield Call(
         "POST", where, read_into(Version), params=params, headers=idempotency_key(), upload=upload
     )
-    if made.version is None or dry_run:
+    number = made.version
+    if number is None or dry_run:
         return made
     said = about(notes, tags)
     if said:
-        made = yield update_version(name, made.version, said)
+        made = yield update_version(name, number, said)
     if alias_ is None or made.is_quarantined:
         return made
-    yield set_alias(name, alias_, made.version, None, None, None)
-    return (yield version(name, made.version))  # type: ignore[no-any-return]
+    yield set_alias(name, alias_, number, None, None, None)
+    return (yield version(name, number))  # type: ignore[no-any-return]
 
 
 def pull(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ import httpx2
 import pytest
 
 from loraserve import Client
+from loraserve.cli.main import app
 from loraserve.demo.pack import adapter_dirs, base_dir
 
 ADMIN_KEY = "admin-key-of-the-command-line-tests"
@@ -56,6 +58,24 @@ def run_cli(tmp_path: Path) -> Run:
             command, input=stdin, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment(**variables)
         )
         return Done(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+@pytest.fixture
+def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """As `run_cli`, in this process and where it stands: for the many small things."""
+
+    def run(*arguments: str | Path, stdin: str = "", **variables: str) -> Done:
+        for name in ("LORASERVE_URL", "LORASERVE_API_KEY", "LORASERVE_TENANT", "LORASERVE_FORMAT"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+        with pytest.raises(SystemExit) as caught:
+            app([str(argument) for argument in arguments], prog_name="loraserve")
+        out, err = capsys.readouterr()
+        return Done(int(caught.value.code or 0), out, err)
 
     return run
 
@@ -138,6 +158,16 @@ def loraserve(run_cli: Run, real_server: RealServer) -> Run:
 
     def run(*arguments: str | Path, stdin: str = "", **variables: str) -> Done:
         return run_cli(*arguments, stdin=stdin, **(real_server.variables | variables))
+
+    return run
+
+
+@pytest.fixture
+def here(run_here: Run, real_server: RealServer) -> Run:
+    """As `run_here`, for the real server with its admin key."""
+
+    def run(*arguments: str | Path, stdin: str = "", **variables: str) -> Done:
+        return run_here(*arguments, stdin=stdin, **(real_server.variables | variables))
 
     return run
 

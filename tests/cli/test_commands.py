@@ -66,7 +66,7 @@ def test_rejected_adapter_says_why_and_what_next(loraserve: Run, sql_dir: Path, 
     done = loraserve("adapter", "push", tmp_path, "--name", "rejected")
     assert done.code == 1
     assert "use_dora" in done.stderr
-    assert "next: loraserve adapter push DIR --name NAME --dry-run" in done.stderr
+    assert f"next: loraserve adapter push {tmp_path} --name rejected --dry-run" in done.stderr
     assert "request: req_" in done.stderr
 
 
@@ -187,7 +187,7 @@ def test_run_asked_for_a_chat_does_nothing_else(run_cli: Run, plain_server: Serv
     done = run_cli("run", "plain", QUESTION, *asked, **variables)
     assert (done.code, done.stdout) == (1, "")
     assert "no chat template" in done.stderr
-    assert "next: loraserve run MODEL PROMPT --raw" in done.stderr
+    assert f"next: loraserve run plain '{QUESTION}' --raw" in done.stderr
 
 
 def test_run_of_an_unknown_model_says_how_to_list_them(loraserve: Run) -> None:
@@ -285,4 +285,4 @@ def test_taken_port_is_said_and_exits_2(run_cli: Run, real_server: Any, tmp_path
 def test_revoking_an_unknown_key_names_a_command_that_works(loraserve: Run) -> None:
     done = loraserve("key", "revoke", "--tenant", "default", "nobody")
     assert done.code == 1
-    assert "loraserve key list --tenant NAME" in done.stderr
+    assert "loraserve key list --tenant default" in done.stderr

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
-from loraserve.cli.main import app
 from loraserve.cli.next_steps import next_step
 from loraserve.cli.output import Format, Output
 from loraserve.errors import AdapterBaseMismatch, LoraserveError, SchemaOutdated, VersionNotFound
@@ -18,30 +17,7 @@ from loraserve.settings import Settings
 Run = Callable[..., Any]
 
 
-class Done(NamedTuple):
-    code: int
-    stdout: str
-    stderr: str
-
-
 NOBODY = {"LORASERVE_URL": "http://127.0.0.1:9", "LORASERVE_API_KEY": "sk-lora-test"}
-
-
-@pytest.fixture
-def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """As `run_cli`, in this process: for the many small ways to be refused."""
-
-    def run(*arguments: str, **variables: str) -> Done:
-        for name in ("LORASERVE_URL", "LORASERVE_API_KEY", "LORASERVE_TENANT", "LORASERVE_FORMAT"):
-            monkeypatch.delenv(name, raising=False)
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        with pytest.raises(SystemExit) as caught:
-            app(list(arguments), prog_name="loraserve")
-        out, err = capsys.readouterr()
-        return Done(int(caught.value.code or 0), out, err)
-
-    return run
 
 
 @pytest.mark.parametrize(
@@ -55,6 +31,23 @@ def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
         ["key", "list"],
         ["run", "sql", "hello", "--raw", "--system", "x"],
         ["run", "sql", "hello", "--max-tokens", "0"],
+        ["adapter", "alias", "sql", "live", "3", "--split", "3=90,4=10"],
+        ["adapter", "alias", "sql", "live", "--split", "3=90,3=10"],
+        ["adapter", "alias", "sql", "live", "--split", "3:90"],
+        ["adapter", "alias", "sql", "live", "--split", "3=0"],
+        ["adapter", "alias", "sql", "live", "3", "--shadow", "5=1.5"],
+        ["adapter", "alias", "sql", "live", "3", "--shadow", "5=0.1,6=0.1"],
+        ["adapter", "pull", "sql"],
+        ["adapter", "pull", "sql", "DIR", "--from", "hf://a/b"],
+        ["adapter", "pull", "sql@2", "--from", "hf://a/b"],
+        ["adapter", "set", "sql"],
+        ["adapter", "set", "sql@2", "--fallback", "base"],
+        ["adapter", "set", "sql", "--tag", "team"],
+        ["tenant", "set", "acme"],
+        ["tenant", "set", "acme", "--max-adapters", "many"],
+        ["tenant", "set", "acme", "--prices", "no-such-file.json"],
+        ["key", "create", "--tenant", "acme", "--expires-in", "soon"],
+        ["audit", "--since", "yesterday"],
     ],
 )
 def test_wrong_usage_exits_2_with_words_on_stderr(run_here: Run, arguments: list[str]) -> None:
@@ -148,6 +141,12 @@ def test_db_commands_make_and_check_the_tables(run_cli: Run, tmp_path: Path) -> 
 def test_next_step_belongs_to_the_narrowest_class() -> None:
     assert next_step(VersionNotFound("no")) == "loraserve adapter versions NAME"
     assert next_step(LoraserveError("no")) is None
+
+
+def test_next_step_names_what_the_command_was_about() -> None:
+    named = {"NAME": "sql", "DIR": "./my dir"}
+    assert next_step(VersionNotFound("no"), named) == "loraserve adapter versions sql"
+    assert next_step(AdapterBaseMismatch("no"), named) == "loraserve adapter push './my dir' --name sql --dry-run"
 
 
 def test_next_step_that_an_error_names_wins() -> None:

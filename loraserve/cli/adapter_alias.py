@@ -1,0 +1,162 @@
+"""``loraserve adapter alias, aliases, unalias, rollback, shadow``: which version a name means."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from loraserve.cli.adapter import NameArgument
+from loraserve.cli.arguments import version_numbers
+from loraserve.cli.options import ActForOption, FormatOption, UrlOption, connected
+from loraserve.cli.output import Column
+
+LIVE = "live"
+AliasArgument = Annotated[str, typer.Argument(metavar="ALIAS", help="`live` is what NAME alone means.")]
+LiveArgument = Annotated[str, typer.Argument(metavar="ALIAS", help="`live` is what NAME alone means.")]
+IfMatchOption = Annotated[str | None, typer.Option(help="Only if its ETag is still this one.")]
+
+ALIAS_COLUMNS = (
+    Column("ALIAS", "alias"),
+    Column("VERSION", "version"),
+    Column("SPLIT", lambda alias: _split(alias.split)),
+    Column("SHADOW", lambda alias: _shadow(alias.shadow)),
+    Column("UPDATED", "updated_at"),
+)
+ALIAS_DETAILS = (
+    Column("alias", "alias"),
+    Column("version", "version"),
+    Column("split", lambda alias: _split(alias.split)),
+    Column("shadow", lambda alias: _shadow(alias.shadow)),
+    Column("etag", "etag"),
+)
+SHADOW_COLUMNS = (
+    Column("HOUR", "hour"),
+    Column("VERSION", "version"),
+    Column("SHADOW", "shadow_version"),
+    Column("REQUESTS", "num_requests"),
+    Column("FAILED", "num_failed"),
+    Column("SAME", lambda row: _part(row.num_equal, row.num_compared)),
+    Column("AGREED TOKENS", lambda row: _part(row.num_agreed_tokens, row.num_tokens)),
+    Column("TOOK", lambda row: _ms(row.live_ms, row.num_compared)),
+    Column("SHADOW TOOK", lambda row: _ms(row.shadow_ms, row.num_compared)),
+)
+
+
+def register(app: typer.Typer) -> None:
+    """The commands of this file are `app`'s."""
+    for command in (alias, aliases, unalias, rollback, shadow):
+        app.command()(command)
+
+
+def _split(split: object) -> str | None:
+    """``90 % of 3, 10 % of 4``."""
+    if not isinstance(split, list) or not split:
+        return None
+    total = sum(one.weight for one in split)
+    return ", ".join(f"{100 * one.weight / total:.4g} % of {one.version}" for one in split)
+
+
+def _shadow(shadow: object) -> str | None:
+    share, version = getattr(shadow, "share", None), getattr(shadow, "version", None)
+    return None if share is None else f"{100 * share:.4g} % to {version}"
+
+
+def _part(count: int, total: int) -> str | None:
+    return f"{100 * count / total:.1f} %" if total else None
+
+
+def _ms(total_ms: int, count: int) -> str | None:
+    return f"{total_ms / count:.0f} ms" if count else None
+
+
+def alias(
+    name: NameArgument,
+    alias: AliasArgument,
+    version: Annotated[
+        int | None, typer.Argument(metavar="VERSION", min=1, help="Leave it out to see where the alias points.")
+    ] = None,
+    split: Annotated[
+        str | None,
+        typer.Option(metavar="VERSION=WEIGHT,…", help="Share the traffic: 3=90,4=10. A user stays on one version."),
+    ] = None,
+    shadow: Annotated[
+        str | None,
+        typer.Option(metavar="VERSION=SHARE", help="Run a copy of this share of the requests there too, and compare."),
+    ] = None,
+    if_match: IfMatchOption = None,
+    url: UrlOption = None,
+    tenant: ActForOption = None,
+    format: FormatOption = None,
+) -> None:
+    """Point an alias at a version, or at several by weight: promote, canary. Without either, show it."""
+    if version is not None and split is not None:
+        raise typer.BadParameter("Give a VERSION or a --split, not both.")
+    weights = None if split is None else version_numbers(split, "WEIGHT")
+    copies = None if shadow is None else version_numbers(shadow, "SHARE")
+    if copies is not None and (len(copies) != 1 or max(copies.values()) > 1):
+        raise typer.BadParameter(f"--shadow is {shadow!r}; it should be one VERSION=SHARE, a share up to 1.")
+    with connected(format, url, tenant, {"NAME": name, "ALIAS": alias}) as (output, client):
+        if version is None and weights is None and copies is None:
+            output.one(client.adapters.alias(name, alias), ALIAS_DETAILS, name="version")
+            return
+        if version is None and weights is None:
+            # A shadow alone: the alias points where it pointed.
+            now = client.adapters.alias(name, alias)
+            if_match = if_match or now.etag
+            weights = {one.version: one.weight for one in now.split} if now.split else None
+            version = None if weights else now.version
+        copy = next(iter(copies.items())) if copies else None
+        moved = client.adapters.set_alias(name, alias, version, split=weights, shadow=copy, if_match=if_match)
+        output.one(moved, ALIAS_DETAILS, name="alias")
+        if copies:
+            output.note(f"See how it does: loraserve adapter shadow {name} {alias}")
+        output.note(f"Undo it: loraserve adapter rollback {name} {alias}")
+
+
+def aliases(
+    name: NameArgument, url: UrlOption = None, tenant: ActForOption = None, format: FormatOption = None
+) -> None:
+    """Every alias of an adapter."""
+    with connected(format, url, tenant, {"NAME": name}) as (output, client):
+        output.rows(client.adapters.aliases(name), ALIAS_COLUMNS, name="alias", empty=f"{name} has no aliases.")
+
+
+def unalias(
+    name: NameArgument,
+    alias: AliasArgument,
+    if_match: IfMatchOption = None,
+    url: UrlOption = None,
+    tenant: ActForOption = None,
+    format: FormatOption = None,
+) -> None:
+    """Take an alias away; the versions that it named stay."""
+    with connected(format, url, tenant, {"NAME": name, "ALIAS": alias}) as (output, client):
+        client.adapters.delete_alias(name, alias, if_match=if_match)
+        output.done({"deleted": f"{name}@{alias}"}, f"{name}@{alias} is no name any more.")
+
+
+def rollback(
+    name: NameArgument,
+    alias: LiveArgument = LIVE,
+    if_match: IfMatchOption = None,
+    url: UrlOption = None,
+    tenant: ActForOption = None,
+    format: FormatOption = None,
+) -> None:
+    """Point an alias where it pointed before its last move; again, and it's back."""
+    with connected(format, url, tenant, {"NAME": name, "ALIAS": alias}) as (output, client):
+        output.one(client.adapters.rollback(name, alias, if_match=if_match), ALIAS_DETAILS, name="version")
+
+
+def shadow(
+    name: NameArgument,
+    alias: LiveArgument = LIVE,
+    url: UrlOption = None,
+    tenant: ActForOption = None,
+    format: FormatOption = None,
+) -> None:
+    """How an alias's shadow version did against the one that answered, hour by hour."""
+    with connected(format, url, tenant, {"NAME": name, "ALIAS": alias}) as (output, client):
+        empty = f"No request had a shadow yet. Give it one: loraserve adapter alias {name} {alias} --shadow VERSION=0.1"
+        output.rows(client.adapters.shadow(name, alias), SHADOW_COLUMNS, name="hour", empty=empty)

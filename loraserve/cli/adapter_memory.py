@@ -1,0 +1,72 @@
+"""``loraserve adapter verify, warm, pin, unpin``: what a version answers, and whether its weights wait in memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from loraserve.cli.adapter import TargetArgument
+from loraserve.cli.arguments import split_version
+from loraserve.cli.options import ActForOption, FormatOption, UrlOption, connected
+from loraserve.cli.output import Column
+from loraserve.cli.version_view import check_served, show_version
+
+if TYPE_CHECKING:
+    from loraserve.sdk import Client
+
+ACTION_COLUMNS = (
+    Column("model", lambda action: f"{action.name}@{action.version}"),
+    Column("action", "action"),
+    Column("done", "is_done"),
+)
+
+
+def register(app: typer.Typer) -> None:
+    """The commands of this file are `app`'s."""
+    for command in (verify, warm, pin, unpin):
+        app.command()(command)
+
+
+def _target(client: Client, target: str) -> tuple[str, int]:
+    """The name and the version that ``NAME[@VERSION]`` means: the live one where none is named."""
+    name, version = split_version(target)
+    return name, client.adapters.alias(name, "live").version if version is None else version
+
+
+def _named(target: str) -> dict[str, str]:
+    return {"NAME": split_version(target)[0]}
+
+
+def verify(
+    target: TargetArgument, url: UrlOption = None, tenant: ActForOption = None, format: FormatOption = None
+) -> None:
+    """Compare the answers with a plain evaluation of the adapter, anew. What fails isn't served until it passes."""
+    with connected(format, url, tenant, _named(target)) as (output, client):
+        version = client.adapters.verify(*_target(client, target))
+        show_version(output, version)
+        check_served(output, version)
+
+
+def warm(
+    target: TargetArgument, url: UrlOption = None, tenant: ActForOption = None, format: FormatOption = None
+) -> None:
+    """Bring the weights into memory before the first request asks for them."""
+    with connected(format, url, tenant, _named(target)) as (output, client):
+        output.one(client.adapters.warm(*_target(client, target)), ACTION_COLUMNS, name="name")
+
+
+def pin(
+    target: TargetArgument, url: UrlOption = None, tenant: ActForOption = None, format: FormatOption = None
+) -> None:
+    """Keep the weights in memory until they're unpinned (takes an admin key)."""
+    with connected(format, url, tenant, _named(target)) as (output, client):
+        output.one(client.adapters.pin(*_target(client, target)), ACTION_COLUMNS, name="name")
+
+
+def unpin(
+    target: TargetArgument, url: UrlOption = None, tenant: ActForOption = None, format: FormatOption = None
+) -> None:
+    """Let the weights go when their room is needed (takes an admin key)."""
+    with connected(format, url, tenant, _named(target)) as (output, client):
+        output.one(client.adapters.unpin(*_target(client, target)), ACTION_COLUMNS, name="name")

@@ -1,0 +1,96 @@
+"""Arguments that are more than a word: versions, splits, tags, instants and times."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+
+import typer
+
+_EXAMPLES = {"WEIGHT": "90", "SHARE": "0.1"}
+
+
+def split_version(text: str) -> tuple[str, int | None]:
+    """``NAME`` or ``NAME@VERSION`` as its two parts.
+
+    Raises:
+        typer.BadParameter: what stands after the ``@`` isn't a version's number.
+    """
+    name, at, version = text.partition("@")
+    if not at:
+        return name, None
+    if not version.isdecimal():
+        raise typer.BadParameter(f"{text!r}: after the @ should be a version's number, such as {name}@3.")
+    return name, int(version)
+
+
+def version_numbers(text: str, what: str) -> dict[int, float]:
+    """``3=90,4=10`` as version → number.
+
+    Raises:
+        typer.BadParameter: it isn't such a list, or it names a version twice.
+    """
+    found: dict[int, float] = {}
+    for part in text.split(","):
+        version, _, number = (word.strip() for word in part.partition("="))
+        try:
+            key, value = int(version), float(number)
+        except ValueError:
+            key, value = 0, 0.0
+        if key < 1 or not 0 < value < float("inf"):
+            raise typer.BadParameter(f"{part.strip()!r} should be VERSION={what}, such as 3={_EXAMPLES[what]}.")
+        if key in found:
+            raise typer.BadParameter(f"{text!r} names version {key} twice.")
+        found[key] = value
+    return found
+
+
+def key_values(items: Sequence[str], what: str) -> dict[str, str]:
+    """``KEY=VALUE`` texts as a mapping.
+
+    Raises:
+        typer.BadParameter: one has no ``=`` or no key.
+    """
+    found = {}
+    for item in items:
+        key, equals, value = item.partition("=")
+        if not equals or not key.strip():
+            raise typer.BadParameter(f"{item!r} should be {what}.")
+        found[key.strip()] = value.strip()
+    return found
+
+
+def instant(text: str | None) -> datetime | None:
+    """A date or an instant in ISO 8601; UTC where it names no zone.
+
+    Raises:
+        typer.BadParameter: it isn't one.
+    """
+    if text is None:
+        return None
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise typer.BadParameter(
+            f"{text!r} should be a date or an instant, such as 2026-03-01 or 2026-03-01T12:00Z."
+        ) from error
+    return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
+
+
+_DURATION = re.compile(r"([0-9]{1,6})([smhdw])")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+
+
+def duration(text: str | None) -> timedelta | None:
+    """``90s``, ``15m``, ``12h``, ``30d`` or ``4w``.
+
+    Raises:
+        typer.BadParameter: it isn't one.
+    """
+    if text is None:
+        return None
+    match = _DURATION.fullmatch(text.strip())
+    if match is None:
+        raise typer.BadParameter(f"{text!r} should be a time such as 15m, 12h or 30d.")
+    return timedelta(seconds=int(match[1]) * _SECONDS[match[2]])

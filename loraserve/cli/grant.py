@@ -1,0 +1,54 @@
+"""``loraserve grant``: which other tenants may use an adapter."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from loraserve.cli.adapter import NameArgument
+from loraserve.cli.options import ActForOption, FormatOption, UrlOption, connected
+from loraserve.cli.output import Column
+
+app = typer.Typer(help="Which other tenants may use an adapter, as OWNER/NAME.", no_args_is_help=True)
+
+ToArgument = Annotated[str, typer.Argument(metavar="TENANT", help="The tenant that may use it.")]
+COLUMNS = (Column("ADAPTER", "adapter"), Column("TENANT", "tenant"), Column("CREATED", "created_at"))
+
+
+@app.command()
+def add(
+    name: NameArgument,
+    to: ToArgument,
+    url: UrlOption = None,
+    tenant: ActForOption = None,
+    format: FormatOption = None,
+) -> None:
+    """Let a tenant use an adapter. It neither sees its files nor changes it."""
+    with connected(format, url, tenant, {"NAME": name, "TENANT": to}) as (output, client):
+        output.one(client.grants.add(name, to), COLUMNS, name="tenant")
+        output.note(
+            f"There it is OWNER/{name}, with the owner's name. Take it back: loraserve grant remove {name} {to}"
+        )
+
+
+@app.command("list")
+def list_(name: NameArgument, url: UrlOption = None, tenant: ActForOption = None, format: FormatOption = None) -> None:
+    """Who may use an adapter beside its owner."""
+    with connected(format, url, tenant, {"NAME": name}) as (output, client):
+        empty = f"Nobody but its owner. Let somebody: loraserve grant add {name} TENANT"
+        output.rows(client.grants.list(name), COLUMNS, name="tenant", empty=empty)
+
+
+@app.command()
+def remove(
+    name: NameArgument,
+    to: ToArgument,
+    url: UrlOption = None,
+    tenant: ActForOption = None,
+    format: FormatOption = None,
+) -> None:
+    """A tenant may use an adapter no more, within seconds. Requests that run finish."""
+    with connected(format, url, tenant, {"NAME": name, "TENANT": to}) as (output, client):
+        client.grants.remove(name, to)
+        output.done({"removed": to, "adapter": name}, f"{to} may use {name} no more.")

@@ -1,0 +1,107 @@
+"""``loraserve operation``: what the server does beside requests, such as fetching an adapter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from loraserve.cli.options import ActForOption, FormatOption, UrlOption, connected
+from loraserve.cli.output import Column, Output, size
+
+if TYPE_CHECKING:
+    from loraserve.sdk import Client
+    from loraserve.sdk.operations import Operation
+
+app = typer.Typer(help="What the server does beside requests, such as fetching an adapter.", no_args_is_help=True)
+
+IdArgument = Annotated[str, typer.Argument(metavar="ID", help="The operation's id.")]
+COLUMNS = (
+    Column("ID", "id"),
+    Column("KIND", "kind"),
+    Column("TARGET", "target"),
+    Column("STATE", "state"),
+    Column("PROGRESS", lambda operation: _progress(operation)),
+    Column("UPDATED", "updated_at"),
+)
+DETAILS = (
+    Column("id", "id"),
+    Column("kind", "kind"),
+    Column("target", "target"),
+    Column("state", "state"),
+    Column("progress", lambda operation: _progress(operation)),
+    Column("result", lambda operation: _result(operation)),
+    Column("error", lambda operation: _error(operation)),
+    Column("created", "created_at"),
+)
+
+
+def _progress(operation: Operation) -> str | None:
+    done, total = operation.progress.get("bytes_done"), operation.progress.get("bytes_total")
+    if done is None:
+        return None
+    return size(done) if not total else f"{size(done)} of {size(total)}"
+
+
+def _result(operation: Operation) -> str | None:
+    result = operation.result or {}
+    name, version = result.get("name"), result.get("version")
+    return f"{name}@{version}" if name and version else ", ".join(f"{key}={value}" for key, value in result.items())
+
+
+def _error(operation: Operation) -> str | None:
+    failure = operation.failure() if operation.state == "failed" else None
+    return None if failure is None else f"{failure.code}: {failure.message}"
+
+
+def show_operation(output: Output, operation: Operation) -> None:
+    output.one(operation, DETAILS, name="id")
+
+
+def wait_for(output: Output, client: Client, operation: Operation, timeout_s: float | None = None) -> Operation:
+    """The operation once it's done, with a bar meanwhile. Raises: LoraserveError: it failed, or still runs after `timeout_s`."""
+    with output.progress(f"{operation.kind} {operation.target}") as on_progress:
+        return client.operations.wait(operation.id, timeout=timeout_s, on_progress=on_progress)
+
+
+@app.command("list")
+def list_(url: UrlOption = None, tenant: ActForOption = None, format: FormatOption = None) -> None:
+    """The tenant's operations, newest first."""
+    with connected(format, url, tenant) as (output, client):
+        empty = "No operations. Start one: loraserve adapter pull NAME --from hf://ORG/NAME"
+        output.rows(client.operations.list(), COLUMNS, name="id", empty=empty)
+
+
+@app.command()
+def show(
+    operation_id: IdArgument, url: UrlOption = None, tenant: ActForOption = None, format: FormatOption = None
+) -> None:
+    """One operation."""
+    with connected(format, url, tenant) as (output, client):
+        show_operation(output, client.operations.get(operation_id))
+
+
+@app.command()
+def wait(
+    operation_id: IdArgument,
+    timeout: Annotated[
+        float | None, typer.Option(min=0, help="Seconds to wait at most; it goes on after that.")
+    ] = None,
+    url: UrlOption = None,
+    tenant: ActForOption = None,
+    format: FormatOption = None,
+) -> None:
+    """Return when it's done; exit 1 if it failed or was cancelled."""
+    with connected(format, url, tenant) as (output, client):
+        operation = client.operations.get(operation_id)
+        show_operation(output, wait_for(output, client, operation, timeout))
+
+
+@app.command()
+def cancel(
+    operation_id: IdArgument, url: UrlOption = None, tenant: ActForOption = None, format: FormatOption = None
+) -> None:
+    """End it; what it did so far is undone."""
+    with connected(format, url, tenant) as (output, client):
+        client.operations.cancel(operation_id)
+        output.done({"cancelled": operation_id}, f"{operation_id} ends. See: loraserve operation show {operation_id}")

@@ -1,0 +1,93 @@
+"""A version of an adapter as people are shown it, with its certificate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import typer
+
+from loraserve.cli.output import Column, Output, size
+
+if TYPE_CHECKING:
+    from loraserve.sdk.resources import Version
+
+VERSION_COLUMNS = (
+    Column("VERSION", "version"),
+    Column("ALIASES", "aliases"),
+    Column("STATE", "state"),
+    Column("PARITY", "verdict"),
+    Column("RANK", "rank"),
+    Column("SIZE", lambda version: size(version.size_bytes)),
+    Column("MODULES", "target_modules"),
+    Column("DIGEST", lambda version: version.digest[:12]),
+    Column("CREATED", "created_at"),
+)
+VERSION_DETAILS = (
+    Column("model", "model"),
+    Column("aliases", "aliases"),
+    Column("state", "state"),
+    Column("kind", lambda version: version.detail_of("format")),
+    Column("rank", "rank"),
+    Column("size", lambda version: f"{size(version.size_bytes)} ({version.size_bytes} bytes)"),
+    Column("modules", "target_modules"),
+    Column("digest", "digest"),
+    Column("created", "created_at"),
+    Column("notes", "notes"),
+    Column("tags", "tags"),
+    Column("parity", lambda version: _parity(version)),
+)
+CERTIFICATE_DETAILS = (
+    Column("largest difference", lambda one: f"{_number(one.max_difference)} of {_number(one.tolerance)} allowed"),
+    Column("mean difference", lambda one: _number(one.mean_difference)),
+    Column("the base's own", lambda one: _number(one.base_difference)),
+    Column("largest effect", lambda one: f"{_number(one.max_effect)} on a logit of the base"),
+    Column("same token", lambda one: f"{_share(one.top1_agreement)} of {one.num_probe_tokens} positions"),
+    Column("precision loss", lambda one: _share(one.precision_loss)),
+    Column("verified in", lambda one: f"{_number(one.seconds)} s"),
+)
+
+
+def _details(version: Version) -> list[Column]:
+    """What people are shown of a version: its certificate's numbers too, where it has one."""
+    certificate = version.certificate
+    if certificate is None:
+        return list(VERSION_DETAILS)
+    return [
+        *VERSION_DETAILS,
+        *(Column(f"  {column.title}", _fixed(column.of(certificate))) for column in CERTIFICATE_DETAILS),
+    ]
+
+
+def _fixed(text: str) -> Callable[[object], str]:
+    return lambda _: text
+
+
+def _parity(version: Version) -> str | None:
+    """The verdict, and why it isn't a better one."""
+    if version.verdict in (None, "passed"):
+        return version.verdict
+    certificate = version.certificate
+    why = version.detail_of("parity") if certificate is None else certificate.reason
+    return f"{version.verdict}: {why}" if why else version.verdict
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.3g}"
+
+
+def _share(value: float | None) -> str:
+    return "not finite" if value is None else f"{100 * value:.4g} %"
+
+
+def show_version(output: Output, version: Version) -> None:
+    output.one(version, _details(version), name="model")
+
+
+def check_served(output: Output, version: Version) -> None:
+    """Raises:
+    typer.Exit: the version is in quarantine; scripts must not go on as if it were served.
+    """
+    if version.is_quarantined:
+        output.note(f"{version.model} is in quarantine: it isn't served, and no alias was moved to it.")
+        raise typer.Exit(1)

@@ -1,0 +1,37 @@
+"""What every command has in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import click
+from typer.main import get_command
+
+from loraserve.cli.main import app
+
+SERVERS = {"serve", "demo"}
+"""They print a log, and a tour for people."""
+
+
+def commands(group: click.Command, words: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Command]]:
+    inner = getattr(group, "commands", {})
+    if not inner or getattr(group, "invoke_without_command", False):
+        yield " ".join(words), group
+    for name, command in inner.items():
+        yield from commands(command, (*words, name))
+
+
+COMMANDS = dict(commands(get_command(app)))
+
+
+def test_every_command_has_the_three_formats() -> None:
+    lacking = [
+        name
+        for name, command in COMMANDS.items()
+        if "--format" not in {flag for one in command.params for flag in one.opts}
+    ]
+    assert set(lacking) == SERVERS
+
+
+def test_every_command_and_option_says_what_it_does() -> None:
+    assert [name for name, command in COMMANDS.items() if not (command.help or "").strip()] == []

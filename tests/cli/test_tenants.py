@@ -1,0 +1,78 @@
+"""Tenants, keys and the audit, against a real server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from loraserve import Client
+
+Run = Callable[..., Any]
+
+
+def test_tenant_set_changes_what_is_given_and_nothing_else(here: Run, client: Client) -> None:
+    client.tenants.create("limited", limits={"max_adapters": 3, "requests_per_minute": 60}, weight=2)
+    done = here("tenant", "set", "limited", "--max-adapters", "none", "--max-kv-share", "0.5", "--format", "json")
+    assert done.code == 0
+    limits = {name: value for name, value in done.json["limits"].items() if value is not None}
+    assert limits == {"requests_per_minute": 60, "max_kv_share": 0.5}
+    assert done.json["weight"] == 2
+    shown = here("tenant", "show", "limited").stdout
+    assert "requests_per_minute=60" in shown
+
+
+def test_tenant_set_takes_prices_from_a_file_and_takes_them_away(here: Run, client: Client, tmp_path: Path) -> None:
+    client.tenants.create("priced")
+    prices = {"currency": "EUR", "prompt": "0.50", "cached": "0.05", "completion": "1.50"}
+    (tmp_path / "prices.json").write_text(json.dumps(prices))
+    assert here("tenant", "set", "priced", "--prices", tmp_path / "prices.json").code == 0
+    assert "EUR 0.50 / 0.05 / 1.50" in here("tenant", "show", "priced").stdout
+    assert here("tenant", "set", "priced", "--prices", "none", "--format", "json").json["prices"] is None
+    again = here("tenant", "set", "priced", "--prices", "-", "--format", "json", stdin=json.dumps(prices))
+    assert again.json["prices"]["completion"] == "1.50"
+
+
+def test_limit_that_the_server_refuses_is_said_by_its_name(here: Run, client: Client) -> None:
+    client.tenants.create("refused")
+    done = here("tenant", "set", "refused", "--max-kv-share", "7")
+    assert done.code == 1
+    assert "max_kv_share" in done.stderr
+
+
+def test_unknown_tenant_names_the_command_that_lists_them(here: Run) -> None:
+    done = here("tenant", "set", "nobody", "--weight", "2")
+    assert done.code == 1
+    assert "loraserve tenant list" in done.stderr
+
+
+def test_key_that_is_to_end_has_its_instant(here: Run, client: Client) -> None:
+    client.tenants.create("lasting")
+    done = here("key", "create", "--tenant", "lasting", "--expires-in", "30d", "--format", "json")
+    assert done.code == 0
+    ends = datetime.fromisoformat(done.json["expires_at"])
+    assert abs(ends - datetime.now(UTC) - timedelta(days=30)) < timedelta(minutes=1)
+
+
+def test_audit_has_the_newest_first_and_no_more_than_asked(here: Run, client: Client) -> None:
+    for name in ("audited-1", "audited-2"):
+        client.tenants.create(name)
+    entries = here("audit", "-n", "2", "--format", "json").json
+    assert [entry["target"] for entry in entries] == ["audited-2", "audited-1"]
+    assert here("audit", "-n", "1").stdout.splitlines()[0].split() == [
+        "AT",
+        "TENANT",
+        "ACTOR",
+        "ACTION",
+        "TARGET",
+        "DETAIL",
+    ]
+    assert here("audit", "--since", "2999-01-01").stderr == "Nothing was done.\n"
+
+
+def test_deletion_is_json_where_json_was_asked_for(here: Run, client: Client) -> None:
+    client.tenants.create("leaving")
+    done = here("tenant", "delete", "leaving", "--format", "json")
+    assert (done.code, done.json, done.stderr) == (0, {"deleted": "leaving"}, "")
