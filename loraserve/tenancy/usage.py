@@ -117,7 +117,7 @@ class UsageMeter:
         Raises:
             ConfigError: it can't be written to.
         """
-        self._database = database
+        self.database = database
         self._folder = folder
         self._clock = clock
         self._monotonic = monotonic
@@ -160,7 +160,7 @@ class UsageMeter:
         else:
             with contextlib.suppress(OSError, LoraserveError):
                 await asyncio.to_thread(self._journal.remove)
-                async with self._database.write() as session:
+                async with self.database.write() as session:
                     await forget_journal(session, self._journal.id)
         self._journal.close()
 
@@ -232,7 +232,7 @@ class UsageMeter:
         now = self._clock()
         entries = await asyncio.to_thread(journal.entries)
         try:
-            async with self._database.write() as session:
+            async with self.database.write() as session:
                 counted = await counted_sequence(session, journal.id, now)
                 totals: Totals = {}
                 for entry in entries:
@@ -247,7 +247,7 @@ class UsageMeter:
             )
             return False
         await asyncio.to_thread(journal.remove)
-        async with self._database.write() as session:
+        async with self.database.write() as session:
             await forget_journal(session, journal.id)
         if totals:
             logger.info("the usage that a process had left is counted now")
@@ -259,7 +259,7 @@ class UsageMeter:
             self._unit = _Unit(self._journal.sequence, self._uncounted)
             self._uncounted = {}
         unit, now = self._unit, self._clock()
-        async with self._database.write() as session:
+        async with self.database.write() as session:
             # A commit may have gone well though its answer never came.
             if await counted_sequence(session, self._journal.id, now) < unit.sequence:
                 await count(session, self._journal.id, unit.sequence, unit.totals, now)

@@ -19,6 +19,7 @@ from loraserve.db.session import Database
 from loraserve.registry.service import Registry
 from loraserve.settings import Settings
 from loraserve.tenancy.auth import Authenticator
+from loraserve.tenancy.usage import UsageMeter
 from loraserve.types import AdapterRef, AdapterResidency, BaseSpec, Certificate, Digest, EngineStats, Tier
 
 ADMIN_KEY = "an admin key of enough characters"
@@ -84,6 +85,7 @@ async def services(engine: FakeEngine, store: LocalStore, database_url: str, tmp
     database = Database(database_url)
     authenticator = Authenticator(database, admin_key=ADMIN_KEY)
     await authenticator.open()
+    usage = UsageMeter(database, tmp_path / "usage")
     yield Services(
         settings=Settings(model="tiny", data_dir=tmp_path),
         engine=engine,  # type: ignore[arg-type]
@@ -92,7 +94,9 @@ async def services(engine: FakeEngine, store: LocalStore, database_url: str, tmp
         store=store,
         tokenizer=None,  # type: ignore[arg-type]
         chat_template=None,  # type: ignore[arg-type]
+        usage=usage,
     )
+    await usage.close()
     await database.dispose()
 
 

@@ -1,0 +1,174 @@
+"""Who used what, and what it cost."""
+
+from __future__ import annotations
+
+import csv
+import io
+from datetime import UTC, date, datetime
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Query, Request
+from starlette.responses import Response
+
+from loraserve.api import scopes
+from loraserve.api.management.answers import answer, content_etag
+from loraserve.api.management.resources import Resource
+from loraserve.api.services import Services, services_of
+from loraserve.errors import InvalidRequest, NotFound
+from loraserve.tenancy.auth import Caller
+from loraserve.tenancy.tenants import tenant_not_found
+from loraserve.tenancy.usage import plain
+from loraserve.tenancy.usage_report import UsageQuery, UsageReports, UsageSum
+from loraserve.types import TenantId
+
+router = APIRouter()
+
+_AMOUNTS = ("num_requests", "prompt_tokens", "cached_tokens", "completion_tokens", "undelivered_tokens")
+_FORMATS = ("json", "csv")
+_CSV = "text/csv"
+
+
+class UsageResource(Resource):
+    """One sum. It has the fields that it was grouped by, and no others of these six."""
+
+    tenant: str | None = None
+    tenant_id: str | None = None
+    """It stays, where a name may be given again after a delete."""
+    adapter: str | None = None
+    """``NAME``, ``OWNER/NAME``, or a sum of adapters; null: the base."""
+    version: int | None = None
+    """null: the base, or a sum."""
+    hour: str | None = None
+    """Its beginning, in UTC: ``2026-11-21T17:00:00Z``."""
+    day: str | None = None
+    num_requests: int
+    """Those of which the client was given anything."""
+    prompt_tokens: int
+    cached_tokens: int
+    """Of the prompt tokens, those that weren't computed again."""
+    completion_tokens: int
+    """Those that clients were given."""
+    undelivered_tokens: int
+    """Those that were made for clients that had left, or for answers that failed. They cost nothing."""
+    cost: str | None
+    """By the prices at the time of use, exact; null: there were none."""
+    currency: str | None
+
+
+class UsagePageResource(Resource):
+    data: list[UsageResource]
+    next_cursor: str | None
+    """Pass it as ``cursor`` for the next page; null: this is the last."""
+
+
+class _Page(Resource):
+    """A `UsagePageResource` whose sums have the fields alone that they were grouped by."""
+
+    data: list[dict[str, Any]]
+    next_cursor: str | None
+
+
+@router.get("/usage", response_model=UsagePageResource, response_model_exclude_unset=True)
+async def get_usage(
+    request: Request,
+    tenant: str | None = None,
+    adapter: str | None = None,
+    start: Annotated[str | None, Query(alias="from")] = None,
+    end: Annotated[str | None, Query(alias="to")] = None,
+    group_by: str = "",
+    format: str | None = None,
+    limit: int = 50,
+    cursor: str | None = None,
+    caller: Caller = Depends(scopes.require(scopes.ADAPTERS_READ)),
+) -> Response:
+    """What the key's tenant used, or for an admin anyone: summed by what `group_by` lists (tenant, adapter, version, hour, day).
+
+    `from` and `to` are dates or instants with an offset, taken to whole hours. ``format=csv``, or ``Accept: text/csv``, gives every sum in one file.
+    """
+    services = services_of(request)
+    reports = _reports(services)
+    query = UsageQuery(
+        tenant=await _whose(reports, caller, tenant),
+        adapter=None if adapter is None else "" if adapter == services.engine.base.id else adapter,
+        start=_read_instant(start, "from"),
+        end=_read_instant(end, "to"),
+        group_by=tuple(filter(None, group_by.split(","))),
+    )
+    if _wants_csv(request, format):
+        content = _csv(await reports.all(query), query.group_by)
+        headers = {"ETag": content_etag(content), "Content-Disposition": 'attachment; filename="usage.csv"'}
+        return Response(content, headers=headers, media_type=_CSV)
+    page = await reports.page(query, limit=limit, cursor=cursor)
+    return answer(request, _Page(data=[_fields(item) for item in page.items], next_cursor=page.next_cursor))
+
+
+def _reports(services: Services) -> UsageReports:
+    """Raises:
+    NotFound: this server meters nothing.
+    """
+    if services.usage is None:
+        raise NotFound("This server doesn't meter usage.")
+    return UsageReports(services.usage)
+
+
+async def _whose(reports: UsageReports, caller: Caller, tenant: str | None) -> TenantId | None:
+    """Whose usage is asked for; None: everyone's.
+
+    Raises:
+        TenantNotFound: there is no such tenant, or the caller isn't told of it: the two read the same.
+    """
+    if caller.sees_all:
+        return None if tenant is None else await reports.find_tenant(tenant)
+    if tenant is not None and tenant not in (caller.tenant_name, caller.tenant):
+        raise tenant_not_found()
+    return caller.tenant
+
+
+def _read_instant(text: str | None, param: str) -> datetime | None:
+    """Raises:
+    InvalidRequest: it is neither a date nor an instant that we can tell.
+    """
+    if text is None:
+        return None
+    try:
+        if len(text) == len("2026-11-21"):
+            instant = datetime.combine(date.fromisoformat(text), datetime.min.time(), UTC)
+        else:
+            instant = datetime.fromisoformat(text)
+    except ValueError:
+        instant = None
+    if instant is None or instant.tzinfo is None or not 1970 < instant.year < 9999:
+        raise InvalidRequest(
+            f"{param} should be a date, or an instant with its offset, after 1970.",
+            param=param,
+            hint="Such as 2026-11-21 or 2026-11-21T17:00:00Z.",
+        )
+    return instant.astimezone(UTC)
+
+
+def _wants_csv(request: Request, format: str | None) -> bool:
+    """Raises:
+    InvalidRequest: `format` is none of ours.
+    """
+    if format is not None and format not in _FORMATS:
+        raise InvalidRequest(f"format should be one of {', '.join(_FORMATS)}.", param="format")
+    if format is not None:
+        return format == "csv"
+    accepted = (part.partition(";")[0].strip().lower() for part in request.headers.get("accept", "").split(","))
+    return _CSV in accepted
+
+
+def _fields(item: UsageSum) -> dict[str, Any]:
+    amounts = {name: getattr(item.amounts, name) for name in _AMOUNTS}
+    cost = None if item.cost is None else plain(item.cost)
+    return {**item.group, **amounts, "cost": cost, "currency": item.currency}
+
+
+def _csv(items: list[UsageSum], group_by: tuple[str, ...]) -> bytes:
+    """Every sum as a line, below the names of the columns; what is null is empty."""
+    groups = [column for name in group_by for column in (("tenant", "tenant_id") if name == "tenant" else (name,))]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [*groups, *_AMOUNTS, "cost", "currency"], lineterminator="\r\n")
+    writer.writeheader()
+    writer.writerows(_fields(item) for item in items)
+    return text.getvalue().encode()
