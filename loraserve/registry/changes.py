@@ -8,7 +8,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraserve.db import audit
 from loraserve.db.models import Adapter, Alias
-from loraserve.registry.repository import AdapterRepository
+from loraserve.registry.records import Aim, ShadowPart
+from loraserve.registry.repository import AdapterRepository, aim_of, shadow_of
 
 
 async def point_alias(
@@ -21,15 +22,48 @@ async def point_alias(
     actor: str,
     now: datetime,
 ) -> Alias:
-    """The alias names `version`; a new revision and an audit row only if it didn't before. The adapter's row must be locked."""
+    """All of the alias's traffic goes to `version`; its shadow stays, but where that is the same version. As `move_alias`."""
     row = await repository.alias(adapter, alias)
-    if row is not None and row.version == version:
+    shadow = None if row is None else shadow_of(row)
+    return await move_alias(session, repository, adapter, alias, Aim(version), shadow, actor=actor, now=now)
+
+
+async def move_alias(
+    session: AsyncSession,
+    repository: AdapterRepository,
+    adapter: Adapter,
+    alias: str,
+    aim: Aim,
+    shadow: ShadowPart | None,
+    *,
+    actor: str,
+    now: datetime,
+    action: str = "alias.move",
+) -> Alias:
+    """The alias leads to `aim`, with that shadow; a new revision and an audit row only if it didn't before. The adapter's row must be locked.
+
+    A shadow of the only version that answers would be its copy: there is none then.
+    """
+    if shadow is not None and aim.versions == (shadow.version,):
+        shadow = None
+    row = await repository.alias(adapter, alias)
+    before = None if row is None else aim_of(row)
+    old_shadow = None if row is None else shadow_of(row)
+    if row is not None and (before, old_shadow) == (aim, shadow):
         return row
-    before = None if row is None else row.version
-    row = await repository.point(adapter, alias, version, now)
-    target = f"{adapter.name}@{alias}"
-    record_change(session, repository, "alias.move", target, actor=actor, now=now, before=before, after=version)
+    row = await repository.aim(adapter, alias, aim, shadow, now)
+    detail = {"before": _shown(before), "after": _shown(aim)}
+    if old_shadow != shadow:
+        detail["shadow"] = None if shadow is None else f"{shadow.version}={shadow.share:g}"
+    record_change(session, repository, action, f"{adapter.name}@{alias}", actor=actor, now=now, **detail)
     return row
+
+
+def _shown(aim: Aim | None) -> int | str | None:
+    """A version's number; a split as the command line writes it."""
+    if aim is None:
+        return None
+    return str(aim) if aim.split else aim.version
 
 
 def record_change(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from loraserve.errors import InvalidRequest
+from loraserve.limits import LIMITS
 from loraserve.types import AdapterRef, Digest, TenantId
 
 READY = "ready"
@@ -14,6 +16,8 @@ QUARANTINED = "quarantined"
 """Its last certificate failed, or its stored bytes were found damaged: it isn't served, and no alias is moved to it."""
 CHECKED = "checked"
 """The state of a dry run's result."""
+MIN_SPLIT_WEIGHT, MAX_SPLIT_WEIGHT = 1e-3, 1e6
+"""Weights count against each other; sums of them stay exact enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +40,13 @@ class VersionRecord:
     target_modules: tuple[str, ...]
     dtype: str
     aliases: tuple[str, ...]
+    """Those that lead there, alone or in a split."""
     created_at: datetime
     checks: tuple[Mapping[str, Any], ...]
     revision: int
     """The adapter's: it grows with everything that may change this record."""
+    notes: str = ""
+    tags: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ref(self) -> AdapterRef:
@@ -67,16 +74,98 @@ class AdapterRecord:
     created_at: datetime
     updated_at: datetime
     revision: int
+    notes: str = ""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    fallback: str | None = None
+    """What answers when the version asked for can't: a version's number, an alias, or ``base``. None: nothing does."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPart:
+    """How much of an alias's traffic a version gets: its weight against the others'."""
+
+    version: int
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowPart:
+    """A copy of `share` (in (0, 1]) of an alias's requests runs on `version`; its answers are dropped."""
+
+    version: int
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """Where an alias leads."""
+
+    version: int
+    """Of a split, the version with the largest weight."""
+    split: tuple[SplitPart, ...] = ()
+    """In the order of the versions; empty: all traffic goes to `version`."""
+
+    @classmethod
+    def at(cls, parts: Sequence[SplitPart]) -> Aim:
+        """A split; of the same weights in whatever order, the same one.
+
+        Raises:
+            InvalidRequest: too few or too many parts, a version twice, or a weight that is none.
+        """
+        if not 2 <= len(parts) <= LIMITS.max_split_versions:
+            raise InvalidRequest(
+                f"split has {len(parts)} parts; it should have 2 to {LIMITS.max_split_versions}.",
+                param="split",
+                hint="For one version alone, send version.",
+            )
+        if len({part.version for part in parts}) != len(parts):
+            raise InvalidRequest("split names a version twice.", param="split", hint="Add up its weights.")
+        for index, part in enumerate(parts):
+            if not MIN_SPLIT_WEIGHT <= part.weight <= MAX_SPLIT_WEIGHT:
+                raise InvalidRequest(
+                    f"A weight should be between {MIN_SPLIT_WEIGHT:g} and {MAX_SPLIT_WEIGHT:g}.",
+                    param=f"split.{index}.weight",
+                )
+        main = max(parts, key=lambda part: (part.weight, part.version))
+        return cls(main.version, tuple(sorted(parts, key=lambda part: part.version)))
+
+    @classmethod
+    def of(cls, stored: Mapping[str, Any]) -> Aim:
+        """Back from `as_json`."""
+        parts = tuple(SplitPart(part["version"], part["weight"]) for part in stored["split"] or ())
+        return cls(stored["version"], parts)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"version": self.version, "split": self.split_json()}
+
+    def split_json(self) -> list[dict[str, Any]] | None:
+        return [{"version": part.version, "weight": part.weight} for part in self.split] or None
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        return tuple(part.version for part in self.split) or (self.version,)
+
+    def __str__(self) -> str:
+        """As the command line writes it."""
+        if not self.split:
+            return str(self.version)
+        return ",".join(f"{part.version}={part.weight:g}" for part in self.split)
 
 
 @dataclass(frozen=True, slots=True)
 class AliasRecord:
     adapter: str
     name: str
-    version: int
+    aim: Aim
+    shadow: ShadowPart | None
     revision: int
     """Never the same for two states of the alias."""
     updated_at: datetime
+
+    @property
+    def version(self) -> int:
+        """Of a split, the one with the largest weight."""
+        return self.aim.version
 
 
 @dataclass(frozen=True, slots=True)

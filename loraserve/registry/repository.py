@@ -15,7 +15,7 @@ from loraserve.db.models import Adapter, AdapterVersion, Alias, Tenant
 from loraserve.db.names import is_name
 from loraserve.errors import AdapterNotFound, AliasNotFound, TenantNotFound, VersionNotFound
 from loraserve.registry.model_name import MAX_VERSION
-from loraserve.registry.records import AdapterRecord, AliasRecord, VersionRecord
+from loraserve.registry.records import AdapterRecord, Aim, AliasRecord, ShadowPart, VersionRecord
 from loraserve.types import Digest, TenantId
 
 
@@ -43,7 +43,7 @@ class AdapterRepository:
         return row
 
     async def adapter_to_publish(self, name: str, now: datetime) -> tuple[Adapter, bool]:
-        """The adapter's row, locked; made if absent, brought back without its old aliases and versions if deleted.
+        """The adapter's row, locked; made if absent, brought back as a new one, without its old aliases, versions, notes and fallback, if deleted.
 
         Returns:
             The row, and whether the tenant has one adapter more than before.
@@ -55,6 +55,8 @@ class AdapterRepository:
                 id=str(ULID.from_datetime(now)),
                 tenant_id=self.tenant,
                 name=name,
+                notes="",
+                tags={},
                 last_version=0,
                 revision=0,
                 created_at=now,
@@ -68,8 +70,8 @@ class AdapterRepository:
         was_deleted = row.deleted_at is not None
         if was_deleted:
             await self._session.execute(delete(Alias).where(Alias.adapter_id == row.id))
-            row.deleted_at = None
-            row.created_at = now
+            row.deleted_at, row.created_at = None, now
+            row.notes, row.tags, row.fallback = "", {}, None
         return row, made is not None or was_deleted
 
     async def version(self, adapter: Adapter, number: int) -> AdapterVersion:
@@ -117,6 +119,14 @@ class AdapterRepository:
         query = select(Adapter.last_version).where(self._mine(), Adapter.name == name)
         return (await self._session.scalar(query) or 0) + 1
 
+    async def versions_of(self, adapter: Adapter, numbers: Iterable[int]) -> list[AdapterVersion]:
+        """The rows of these versions, none of which is deleted.
+
+        Raises:
+            VersionNotFound
+        """
+        return [await self.version(adapter, number) for number in sorted(set(numbers))]
+
     async def alias(self, adapter: Adapter, name: str) -> Alias | None:
         return await self._session.get(Alias, (adapter.id, name)) if is_name(name) else None
 
@@ -150,22 +160,26 @@ class AdapterRepository:
             created_at=now,
             created_by=actor,
             deleted_at=None,
+            notes="",
+            tags={},
             **columns,
         )
         self._session.add(row)
         return row
 
-    async def point(self, adapter: Adapter, alias: str, version: int, now: datetime) -> Alias:
-        """The alias names `version` now, at a new revision; made if absent."""
+    async def aim(self, adapter: Adapter, alias: str, aim: Aim, shadow: ShadowPart | None, now: datetime) -> Alias:
+        """The alias leads to `aim` now, at a new revision; made if absent. Where it led before is what a rollback goes back to."""
         row = await self.alias(adapter, alias)
         revision = self.touch(adapter, now)
         if row is None:
-            row = Alias(adapter_id=adapter.id, name=alias, version=version, revision=revision, updated_at=now)
+            row = Alias(adapter_id=adapter.id, name=alias, previous=None)
             # The version's row, which the alias refers to, must be there first.
             await self._session.flush()
             self._session.add(row)
-        else:
-            row.version, row.revision, row.updated_at = version, revision, now
+        elif (before := aim_of(row)) != aim:
+            row.previous = before.as_json()
+        row.version, row.split, row.revision, row.updated_at = aim.version, aim.split_json(), revision, now
+        row.shadow = None if shadow is None else {"version": shadow.version, "share": shadow.share}
         return row
 
     async def remove_alias(self, adapter: Adapter, alias: Alias, now: datetime) -> None:
@@ -193,6 +207,23 @@ class AdapterRepository:
             await self._session.scalar(select(func.count()).select_from(Alias).where(Alias.adapter_id == adapter.id))
             or 0
         )
+
+    async def all_aliases(self, adapter: Adapter) -> Sequence[Alias]:
+        """By name; there are `LIMITS.max_aliases_per_adapter` at most."""
+        return (
+            await self._session.scalars(select(Alias).where(Alias.adapter_id == adapter.id).order_by(Alias.name))
+        ).all()
+
+    async def users_of(self, adapter: Adapter, number: int) -> list[str]:
+        """What leads to the version, in words; empty: it may go."""
+        aliases = await self.all_aliases(adapter)
+        naming = [alias.name for alias in aliases if number in aim_of(alias).versions]
+        shadowed = [
+            alias.name for alias in aliases if (shadow := shadow_of(alias)) is not None and shadow.version == number
+        ]
+        users = [f"the aliases {', '.join(naming)} name it"] if naming else []
+        users += [f"it is the shadow of the aliases {', '.join(shadowed)}"] if shadowed else []
+        return users + (["it is the adapter's fallback"] if adapter.fallback == str(number) else [])
 
     async def stored_bytes(self) -> int:
         """Bytes of all versions that aren't deleted, each counted in full."""
@@ -223,12 +254,10 @@ class AdapterRepository:
 
     async def version_records(self, adapter: Adapter, rows: Iterable[AdapterVersion]) -> list[VersionRecord]:
         """The rows as values, each with the aliases that name it."""
-        rows = list(rows)
-        numbers = [row.number for row in rows]
-        query = select(Alias.version, Alias.name).where(Alias.adapter_id == adapter.id, Alias.version.in_(numbers))
         names: dict[int, list[str]] = {}
-        for version, name in (await self._session.execute(query.order_by(Alias.name))).all():
-            names.setdefault(version, []).append(name)
+        for alias in await self.all_aliases(adapter):
+            for version in aim_of(alias).versions:
+                names.setdefault(version, []).append(alias.name)
         return [self._version_record(adapter, row, names.get(row.number, [])) for row in rows]
 
     async def version_record(self, adapter: Adapter, row: AdapterVersion) -> VersionRecord:
@@ -261,6 +290,9 @@ class AdapterRepository:
                 created_at=row.created_at,
                 updated_at=row.updated_at,
                 revision=row.revision,
+                notes=row.notes,
+                tags=dict(row.tags),
+                fallback=row.fallback,
             )
             for row in rows
         ]
@@ -276,7 +308,7 @@ class AdapterRepository:
                 f'The adapter "{adapter.name}" has no alias {_shown(name)}.',
                 hint=f"See: loraserve adapter show {adapter.name}",
             )
-        return AliasRecord(adapter.name, row.name, row.version, row.revision, row.updated_at)
+        return AliasRecord(adapter.name, row.name, aim_of(row), shadow_of(row), row.revision, row.updated_at)
 
     def _version_record(self, adapter: Adapter, row: AdapterVersion, aliases: Iterable[str]) -> VersionRecord:
         return VersionRecord(
@@ -295,10 +327,20 @@ class AdapterRepository:
             created_at=row.created_at,
             checks=tuple(row.checks),
             revision=adapter.revision,
+            notes=row.notes,
+            tags=dict(row.tags),
         )
 
     def _mine(self) -> ColumnElement[bool]:
         return Adapter.tenant_id == self.tenant
+
+
+def aim_of(row: Alias) -> Aim:
+    return Aim.of({"version": row.version, "split": row.split})
+
+
+def shadow_of(row: Alias) -> ShadowPart | None:
+    return None if row.shadow is None else ShadowPart(row.shadow["version"], row.shadow["share"])
 
 
 def _shown(name: str) -> str:

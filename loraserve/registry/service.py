@@ -8,30 +8,24 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from adapters_store.base import BlobStore
-from loraserve import faults
 from loraserve.db import audit
 from loraserve.db.idempotency import Once
 from loraserve.db.lookup import LookupCache
-from loraserve.db.models import Alias
 from loraserve.db.paging import Page, check_limit, decode_cursor, decode_number_cursor, make_page
 from loraserve.db.session import Clock, Database, utc_now
-from loraserve.errors import AdapterQuarantined, Conflict, InvalidRequest, PreconditionFailed
+from loraserve.errors import AdapterQuarantined, Conflict
 from loraserve.limits import LIMITS
+from loraserve.registry.aliases import Aliases
 from loraserve.registry.audit import AuditEntry, list_audit
 from loraserve.registry.binding import BASE, Binding, Route, Target
 from loraserve.registry.certificates import Certificates, Certify
-from loraserve.registry.changes import point_alias, record_change
+from loraserve.registry.changes import record_change
 from loraserve.registry.composition import compose
 from loraserve.registry.damage import Damages
 from loraserve.registry.last_used import LastUsed
-from loraserve.registry.model_name import ParsedModel, Term, check_alias_name, model_not_found
-from loraserve.registry.parity import quarantined
+from loraserve.registry.model_name import ParsedModel, Term, model_not_found
 from loraserve.registry.records import (
-    NO_CONDITION,
-    QUARANTINED,
     AdapterRecord,
-    AliasRecord,
-    Precondition,
     ServableAdapter,
     VersionRecord,
 )
@@ -52,7 +46,7 @@ class Registry:
     What a call acknowledged is durable: blobs first (`adapters_store`), then the database's commit. A change is seen by
     `resolve` at once in this process and within `LIMITS.resolve_cache_s` in others.
 
-    `uploads` is the way in; `certificates` verifies what is there again; `damages` is told of bytes that aren't what they were,
+    `uploads` is the way in; `aliases` are moved there; `certificates` verifies what is there again; `damages` is told of bytes that aren't what they were,
     `strikes` of answers that are no numbers, `shadow_hours` of how shadows did.
 
     Args:
@@ -84,6 +78,7 @@ class Registry:
             database, certify, self.forget, is_at_upload=is_certified_at_upload, clock=clock
         )
         self.uploads = Uploads(database, store, base, self.certificates, self.forget, clock=clock)
+        self.aliases = Aliases(database, self.forget, clock=clock)
         self.damages = Damages(database, self.forget, clock=clock)
         self.strikes = Strikes(database, self.forget, clock=clock)
         self.shadow_hours = ShadowHours(database, clock=clock)
@@ -223,15 +218,6 @@ class Registry:
             records = await repository.version_records(adapter, rows)
         return make_page(records, limit, lambda record: str(record.version), lambda record: record)
 
-    async def get_alias(self, tenant: TenantId, name: str, alias: str) -> AliasRecord:
-        """Raises:
-        AdapterNotFound, AliasNotFound
-        """
-        async with self._database.read() as session:
-            repository = AdapterRepository(session, tenant)
-            adapter = await repository.adapter(name)
-            return repository.alias_record(adapter, await repository.alias(adapter, alias), alias)
-
     async def list_owned(
         self, tenant: TenantId | None, *, limit: int, cursor: str | None, digests: Sequence[Digest] | None
     ) -> Page[OwnedVersion]:
@@ -273,66 +259,6 @@ class Registry:
 
     # --- changing ---
 
-    async def set_alias(
-        self,
-        tenant: TenantId,
-        name: str,
-        alias: str,
-        version: int,
-        *,
-        actor: str,
-        condition: Precondition = NO_CONDITION,
-    ) -> tuple[AliasRecord, bool]:
-        """`alias` names `version`, if `condition` holds of what it named; and whether the alias is new.
-
-        Raises:
-            InvalidRequest: the alias's name can't be one, or there are `LIMITS.max_aliases_per_adapter`.
-            AdapterNotFound, VersionNotFound
-            AdapterQuarantined: who uses the alias would be refused.
-            PreconditionFailed: the condition doesn't hold; nothing was changed.
-        """
-        check_alias_name(alias)
-        now = self._clock()
-        async with self._database.write() as session:
-            repository = AdapterRepository(session, tenant)
-            adapter = await repository.adapter(name, is_locking=True)
-            found = await repository.alias(adapter, alias)
-            _check_condition(condition, found, f"{name}@{alias}")
-            if (row := await repository.version(adapter, version)).state == QUARANTINED:
-                raise quarantined(name, version, row.checks)
-            if found is None and await repository.num_aliases(adapter) >= LIMITS.max_aliases_per_adapter:
-                raise InvalidRequest(
-                    f"The adapter has {LIMITS.max_aliases_per_adapter} aliases, the most it may have.", param="alias"
-                )
-            is_new = found is None
-            moved = await point_alias(session, repository, adapter, alias, version, actor=actor, now=now)
-            record = repository.alias_record(adapter, moved, alias)
-        faults.hit("registry.after_alias_commit")
-        self.forget(tenant, name)
-        return record, is_new
-
-    async def delete_alias(
-        self, tenant: TenantId, name: str, alias: str, *, actor: str, condition: Precondition = NO_CONDITION
-    ) -> None:
-        """The alias is gone, if `condition` holds of it.
-
-        Raises:
-            AdapterNotFound, AliasNotFound, PreconditionFailed
-        """
-        now = self._clock()
-        async with self._database.write() as session:
-            repository = AdapterRepository(session, tenant)
-            adapter = await repository.adapter(name, is_locking=True)
-            row = await repository.alias(adapter, alias)
-            record = repository.alias_record(adapter, row, alias)
-            _check_condition(condition, row, f"{name}@{alias}")
-            if row is not None:
-                await repository.remove_alias(adapter, row, now)
-            record_change(
-                session, repository, "alias.delete", f"{name}@{alias}", actor=actor, now=now, version=record.version
-            )
-        self.forget(tenant, name)
-
     async def delete(self, tenant: TenantId, name: str, *, actor: str) -> None:
         """The name resolves no more, nor does any version of it; requests that run go on. The rows stay as tombstones.
 
@@ -352,17 +278,16 @@ class Registry:
 
         Raises:
             AdapterNotFound, VersionNotFound
-            Conflict: aliases name it; the message says which.
+            Conflict: aliases name it, or it is a shadow or the fallback; the message says which.
         """
         now = self._clock()
         async with self._database.write() as session:
             repository = AdapterRepository(session, tenant)
             adapter = await repository.adapter(name, is_locking=True)
             row = await repository.version(adapter, number)
-            record = await repository.version_record(adapter, row)
-            if record.aliases:
+            if users := await repository.users_of(adapter, number):
                 raise Conflict(
-                    f"{name}@{number} can't be deleted: the aliases {', '.join(record.aliases)} name it.",
+                    f"{name}@{number} can't be deleted: {'; '.join(users)}.",
                     hint="Move them to another version first, or delete the adapter.",
                 )
             repository.touch(adapter, now)
@@ -371,19 +296,3 @@ class Registry:
                 session, repository, "version.delete", f"{name}@{number}", actor=actor, now=now, digest=row.digest
             )
         self.forget(tenant, name)
-
-
-def _check_condition(condition: Precondition, found: Alias | None, shown: str) -> None:
-    """Raises:
-    PreconditionFailed: `found` isn't what the caller said it must be.
-    """
-    if condition.is_absent and found is not None:
-        raise PreconditionFailed(f"{shown} exists; the request said that it must not (If-None-Match).")
-    if found is None:
-        if condition.is_present or condition.revisions is not None:
-            raise PreconditionFailed(f"{shown} doesn't exist; the request said that it must (If-Match).")
-        return
-    if condition.revisions is not None and found.revision not in condition.revisions:
-        raise PreconditionFailed(
-            f"{shown} has changed: it names version {found.version} now.", hint="Read it again and decide anew."
-        )

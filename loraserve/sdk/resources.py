@@ -107,15 +107,20 @@ class Shadow(Result):
 class Alias(Result):
     """A name that points to a version: `live` is what the adapter's bare name means."""
 
+    adapter: str
     name: str
-    """The adapter's."""
-    alias: str
+    """The alias's own."""
     version: int
     """Of a split, the one with the largest weight."""
     split: list[Share] | None = None
     """None: all its traffic goes to `version`."""
     shadow: Shadow | None = None
     updated_at: datetime
+
+    @property
+    def alias(self) -> str:
+        """Its name: as a column beside the adapter's."""
+        return self.name
 
 
 class ShadowHour(Result):

@@ -79,7 +79,7 @@ async def test_what_was_acknowledged_is_visible_and_what_is_visible_is_whole(
     last_moves = {name: int(rest[1]) for kind, name, *rest in acknowledged if kind == "moved"}
     for name, version in last_moves.items():
         # One more move may have been committed and not acknowledged.
-        assert (await registry.get_alias(tenant, name, "previous")).version in (version, version + 1)
+        assert (await registry.aliases.get(tenant, name, "previous")).version in (version, version + 1)
     num_published = sum(line[0] == "published" for line in acknowledged)
     assert num_published <= len(visible) <= num_published + len(rounds)
     assert list((tmp_path / "blobs" / "staging").iterdir()) == []

@@ -34,7 +34,7 @@ VERSION = {
     "created_at": "2026-01-02T03:04:05Z",
     "checks": [],
 }
-ALIAS = {"name": "sql", "alias": "live", "version": 1, "updated_at": "2026-01-02T03:04:05Z"}
+ALIAS = {"adapter": "sql", "name": "live", "version": 1, "updated_at": "2026-01-02T03:04:05Z"}
 ADAPTER = {
     "name": "sql",
     "aliases": {"live": 1},

@@ -84,7 +84,7 @@ def test_dry_run_moves_no_alias_even_to_bytes_that_are_there(server: Any, client
 
 def test_push_points_an_alias_at_the_new_version(server: Any, client: Client, peft_dir: Path) -> None:
     server.answer_with_version(version=4)
-    server.answer_with_alias(alias="canary", version=4)
+    server.answer_with_alias(name="canary", version=4)
     server.answer_with_version(version=4, aliases=["canary", "live"])
     assert client.adapters.push(peft_dir, name="sql", alias="canary").aliases == ["canary", "live"]
     assert (server.asked[1].method, server.asked[1].path) == ("PUT", "/api/v1/adapters/sql/aliases/canary")

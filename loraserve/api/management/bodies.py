@@ -9,6 +9,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 
 from loraserve.api.json_body import json_object
 from loraserve.errors import InvalidRequest
+from loraserve.limits import LIMITS
 
 
 class Body(BaseModel):
@@ -18,8 +19,22 @@ class Body(BaseModel):
 Model = TypeVar("Model", bound=Body)
 
 
-class AliasChange(Body):
+class SplitBody(Body):
     version: int
+    weight: float
+
+
+class ShadowBody(Body):
+    version: int
+    share: float
+
+
+class AliasChange(Body):
+    """The whole of it: what isn't said isn't there any more."""
+
+    version: int | None = None
+    split: list[SplitBody] | None = Field(default=None, max_length=LIMITS.max_split_versions)
+    shadow: ShadowBody | None = None
 
 
 class KeyCreate(Body):

@@ -42,6 +42,8 @@ class VersionResource(Resource):
     target_modules: list[str]
     dtype: str
     aliases: list[str]
+    notes: str
+    tags: dict[str, str]
     created_at: datetime
     checks: list[dict[str, Any]]
 
@@ -57,6 +59,8 @@ class VersionResource(Resource):
             target_modules=list(record.target_modules),
             dtype=record.dtype,
             aliases=list(record.aliases),
+            notes=record.notes,
+            tags=dict(record.tags),
             created_at=record.created_at,
             checks=[dict(check) for check in record.checks],
         )
@@ -65,8 +69,13 @@ class VersionResource(Resource):
 class AdapterResource(Resource):
     name: str
     aliases: dict[str, int]
+    """Of a split, the version with the largest weight."""
     num_versions: int
     latest_version: int | None
+    notes: str
+    tags: dict[str, str]
+    fallback: str | None
+    """What answers when the version asked for can't: a version's number, an alias, or ``base``; null: nothing does."""
     created_at: datetime
     updated_at: datetime
 
@@ -77,20 +86,48 @@ class AdapterResource(Resource):
             aliases=dict(record.aliases),
             num_versions=record.num_versions,
             latest_version=record.latest_version,
+            notes=record.notes,
+            tags=dict(record.tags),
+            fallback=record.fallback,
             created_at=record.created_at,
             updated_at=record.updated_at,
         )
 
 
-class AliasResource(Resource):
-    name: str
-    alias: str
+class SplitResource(Resource):
     version: int
+    weight: float
+
+
+class ShadowResource(Resource):
+    version: int
+    share: float
+
+
+class AliasResource(Resource):
+    adapter: str
+    name: str
+    version: int
+    """Of a split, the one with the largest weight."""
+    split: list[SplitResource] | None
+    """null: all its traffic goes to `version`."""
+    shadow: ShadowResource | None
+    revision: int
+    """What its ETag says."""
     updated_at: datetime
 
     @classmethod
     def of(cls, record: AliasRecord) -> AliasResource:
-        return cls(name=record.adapter, alias=record.name, version=record.version, updated_at=record.updated_at)
+        shadow = record.shadow
+        return cls(
+            adapter=record.adapter,
+            name=record.name,
+            version=record.version,
+            split=[SplitResource(version=part.version, weight=part.weight) for part in record.aim.split] or None,
+            shadow=None if shadow is None else ShadowResource(version=shadow.version, share=shadow.share),
+            revision=record.revision,
+            updated_at=record.updated_at,
+        )
 
 
 class ResidencyResource(Resource):

@@ -29,7 +29,7 @@ from loraserve.errors import (
 from loraserve.limits import LIMITS, Limits
 from loraserve.registry import certificates, inspection
 from loraserve.registry.model_name import parse_model
-from loraserve.registry.records import VersionRecord
+from loraserve.registry.records import Aim, VersionRecord
 from loraserve.registry.service import Registry
 from loraserve.types import Certificate, TenantId
 
@@ -107,7 +107,7 @@ async def test_no_alias_is_moved_to_a_version_in_quarantine(
     certifying.outcome = failed
     await publish(seed=2, via=certified)
     with pytest.raises(AdapterQuarantined):
-        await certified.set_alias(acme, "sql", "canary", 2, actor="x")
+        await certified.aliases.set(acme, "sql", "canary", Aim(2), actor="x")
     assert (await certified.get(acme, "sql")).aliases == {"live": 1}
 
 

@@ -1,0 +1,218 @@
+"""Aliases: names that people move between versions by compare-and-swap, split over several, shadow, and move back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from loraserve import faults
+from loraserve.db.idempotency import Once
+from loraserve.db.models import Adapter, Alias
+from loraserve.db.paging import Page, check_limit, decode_cursor, make_page
+from loraserve.db.session import Clock, Database
+from loraserve.errors import Conflict, InvalidRequest, PreconditionFailed, VersionNotFound
+from loraserve.limits import LIMITS
+from loraserve.registry.changes import move_alias, record_change
+from loraserve.registry.model_name import check_alias_name
+from loraserve.registry.parity import quarantined
+from loraserve.registry.records import NO_CONDITION, QUARANTINED, Aim, AliasRecord, Precondition, ShadowPart
+from loraserve.registry.repository import AdapterRepository, shadow_of
+from loraserve.types import TenantId
+
+
+class Aliases:
+    """The aliases of every tenant's adapters, each call for one. A change is durable, and has its audit row, when the call returns.
+
+    Args:
+        on_change: told whose name it was after a change is durable.
+    """
+
+    def __init__(self, database: Database, on_change: Callable[[TenantId, str], None], *, clock: Clock) -> None:
+        self._database = database
+        self._on_change = on_change
+        self._clock = clock
+
+    async def get(self, tenant: TenantId, name: str, alias: str) -> AliasRecord:
+        """Raises:
+        AdapterNotFound, AliasNotFound
+        """
+        async with self._database.read() as session:
+            repository = AdapterRepository(session, tenant)
+            adapter = await repository.adapter(name)
+            return repository.alias_record(adapter, await repository.alias(adapter, alias), alias)
+
+    async def list(
+        self, tenant: TenantId, name: str, *, limit: int = 50, cursor: str | None = None
+    ) -> Page[AliasRecord]:
+        """The adapter's aliases by name.
+
+        Raises:
+            AdapterNotFound
+        """
+        after = decode_cursor(cursor)
+        check_limit(limit)
+        async with self._database.read() as session:
+            repository = AdapterRepository(session, tenant)
+            adapter = await repository.adapter(name)
+            rows = [row for row in await repository.all_aliases(adapter) if after is None or row.name > after]
+            records = [repository.alias_record(adapter, row, row.name) for row in rows]
+        return make_page(records, limit, lambda record: record.name, lambda record: record)
+
+    async def set(
+        self,
+        tenant: TenantId,
+        name: str,
+        alias: str,
+        aim: Aim,
+        shadow: ShadowPart | None = None,
+        *,
+        actor: str,
+        condition: Precondition = NO_CONDITION,
+    ) -> tuple[AliasRecord, bool]:
+        """`alias` leads to `aim` with that shadow or none, if `condition` holds of what it was; and whether the alias is new.
+
+        Where the shadow is the only version that answers, there is none.
+
+        Raises:
+            InvalidRequest: the alias's name can't be one, a share isn't one, or there are `LIMITS.max_aliases_per_adapter`.
+            AdapterNotFound, VersionNotFound
+            AdapterQuarantined: who uses the alias would be refused.
+            PreconditionFailed: the condition doesn't hold; nothing was changed.
+        """
+        check_alias_name(alias)
+        if shadow is not None and not 0 < shadow.share <= 1:
+            raise InvalidRequest("A shadow's share should be over 0 and at most 1.", param="shadow.share")
+        now = self._clock()
+        async with self._database.write() as session:
+            repository = AdapterRepository(session, tenant)
+            adapter = await repository.adapter(name, is_locking=True)
+            found = await repository.alias(adapter, alias)
+            _check_condition(condition, found, f"{name}@{alias}")
+            await _check_servable(repository, adapter, aim, shadow)
+            if found is None and await repository.num_aliases(adapter) >= LIMITS.max_aliases_per_adapter:
+                raise InvalidRequest(
+                    f"The adapter has {LIMITS.max_aliases_per_adapter} aliases, the most it may have.", param="alias"
+                )
+            is_new = found is None
+            row = await move_alias(session, repository, adapter, alias, aim, shadow, actor=actor, now=now)
+            record = repository.alias_record(adapter, row, alias)
+        faults.hit("registry.after_alias_commit")
+        self._on_change(tenant, name)
+        return record, is_new
+
+    async def rollback(
+        self,
+        tenant: TenantId,
+        name: str,
+        alias: str,
+        *,
+        actor: str,
+        condition: Precondition = NO_CONDITION,
+        once: Once[AliasRecord] | None = None,
+    ) -> AliasRecord:
+        """`alias` leads to where it led before its last move, and the next rollback back to where it leads now. Its shadow stays.
+
+        Raises:
+            AdapterNotFound, AliasNotFound, PreconditionFailed
+            Conflict: it was never moved, or led to a version that is deleted.
+            AdapterQuarantined: it led to a version that isn't served.
+            Replay: `once` was used before.
+        """
+        async with self._database.write() as session:
+            if once is not None:
+                await once.begin(session)
+            repository = AdapterRepository(session, tenant)
+            adapter = await repository.adapter(name, is_locking=True)
+            row = await repository.alias(adapter, alias)
+            repository.alias_record(adapter, row, alias)
+            _check_condition(condition, row, f"{name}@{alias}")
+            record = await self._move_back(session, repository, adapter, alias, row, actor)
+            if once is not None:
+                await once.finish(session, record)
+        faults.hit("registry.after_alias_commit")
+        self._on_change(tenant, name)
+        return record
+
+    async def delete(
+        self, tenant: TenantId, name: str, alias: str, *, actor: str, condition: Precondition = NO_CONDITION
+    ) -> None:
+        """The alias is gone, if `condition` holds of it.
+
+        Raises:
+            AdapterNotFound, AliasNotFound, PreconditionFailed
+        """
+        now = self._clock()
+        async with self._database.write() as session:
+            repository = AdapterRepository(session, tenant)
+            adapter = await repository.adapter(name, is_locking=True)
+            row = await repository.alias(adapter, alias)
+            record = repository.alias_record(adapter, row, alias)
+            _check_condition(condition, row, f"{name}@{alias}")
+            if row is not None:
+                await repository.remove_alias(adapter, row, now)
+            record_change(
+                session, repository, "alias.delete", f"{name}@{alias}", actor=actor, now=now, version=record.version
+            )
+        self._on_change(tenant, name)
+
+    async def _move_back(
+        self,
+        session: AsyncSession,
+        repository: AdapterRepository,
+        adapter: Adapter,
+        alias: str,
+        row: Alias | None,
+        actor: str,
+    ) -> AliasRecord:
+        if row is None or row.previous is None:
+            raise Conflict(
+                f"{adapter.name}@{alias} can't be rolled back: it hasn't been moved since it was made.",
+                hint="Name the version that it shall lead to.",
+            )
+        aim, shadow = Aim.of(row.previous), shadow_of(row)
+        try:
+            await _check_servable(repository, adapter, aim, None)
+        except VersionNotFound:
+            raise Conflict(
+                f"{adapter.name}@{alias} can't be rolled back: it led to {aim}, which is deleted.",
+                hint="Restore that version, or name another one.",
+            ) from None
+        moved = await move_alias(
+            session,
+            repository,
+            adapter,
+            alias,
+            aim,
+            shadow,
+            actor=actor,
+            now=self._clock(),
+            action="alias.rollback",
+        )
+        return repository.alias_record(adapter, moved, alias)
+
+
+async def _check_servable(repository: AdapterRepository, adapter: Adapter, aim: Aim, shadow: ShadowPart | None) -> None:
+    """Raises:
+    VersionNotFound, AdapterQuarantined: of the first version that can't be used.
+    """
+    numbers = (*aim.versions, *(() if shadow is None else (shadow.version,)))
+    for row in await repository.versions_of(adapter, numbers):
+        if row.state == QUARANTINED:
+            raise quarantined(adapter.name, row.number, row.checks)
+
+
+def _check_condition(condition: Precondition, found: Alias | None, shown: str) -> None:
+    """Raises:
+    PreconditionFailed: `found` isn't what the caller said it must be.
+    """
+    if condition.is_absent and found is not None:
+        raise PreconditionFailed(f"{shown} exists; the request said that it must not (If-None-Match).")
+    if found is None:
+        if condition.is_present or condition.revisions is not None:
+            raise PreconditionFailed(f"{shown} doesn't exist; the request said that it must (If-Match).")
+        return
+    if condition.revisions is not None and found.revision not in condition.revisions:
+        raise PreconditionFailed(
+            f"{shown} has changed: it names version {found.version} now.", hint="Read it again and decide anew."
+        )

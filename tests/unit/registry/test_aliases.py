@@ -1,0 +1,238 @@
+"""Aliases that lead to several versions, shadow another one, and move back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from loraserve.db.models import Grant
+from loraserve.db.session import Database, utc_now
+from loraserve.errors import AdapterQuarantined, Conflict, InvalidRequest, ModelNotFound, VersionNotFound
+from loraserve.registry.model_name import parse_terms
+from loraserve.registry.records import Aim, ShadowPart, SplitPart
+from loraserve.registry.repository import AdapterRepository
+from loraserve.registry.service import Registry
+from loraserve.types import TenantId
+
+SQL = parse_terms("sql", "base")
+CANARY = Aim.at([SplitPart(3, 90), SplitPart(2, 10)])
+
+
+async def publish_three(publish: Any) -> None:
+    for seed in range(3):
+        await publish(seed=seed)
+
+
+async def quarantine(database: Database, tenant: TenantId, number: int) -> None:
+    async with database.write() as session:
+        repository = AdapterRepository(session, tenant)
+        row = await repository.version(await repository.adapter("sql"), number)
+        row.state = "quarantined"
+
+
+async def test_a_split_binds_users_to_its_versions_and_names_its_largest(
+    publish: Any, registry: Registry, acme: TenantId
+) -> None:
+    await publish_three(publish)
+    record, is_new = await registry.aliases.set(acme, "sql", "live", CANARY, actor="x")
+    assert (record.version, record.aim, is_new) == (3, CANARY, False)
+    bound = [await registry.bind(acme, SQL, sticky=str(user)) for user in range(60)]
+    assert {one.adapter.version for one in bound if one.adapter} == {2, 3}
+    assert (await registry.get(acme, "sql")).aliases == {"live": 3}
+    assert [(await registry.get_version(acme, "sql", number)).aliases for number in (1, 2, 3)] == [
+        (),
+        ("live",),
+        ("live",),
+    ]
+
+
+async def test_a_request_keeps_what_it_was_bound_to_when_the_alias_moves(
+    publish: Any, registry: Registry, acme: TenantId
+) -> None:
+    await publish_three(publish)
+    bound = await registry.bind(acme, SQL, sticky=None)
+    await registry.aliases.set(acme, "sql", "live", Aim(1), actor="x")
+    await registry.delete_version(acme, "sql", 3, actor="x")
+    assert bound.adapter is not None
+    assert bound.adapter.version == 3
+    now = await registry.bind(acme, SQL, sticky=None)
+    assert now.adapter is not None
+    assert now.adapter.version == 1
+
+
+async def test_a_sum_takes_a_users_version_of_a_split(publish: Any, registry: Registry, acme: TenantId) -> None:
+    await publish_three(publish)
+    await registry.aliases.set(acme, "sql", "live", CANARY, ShadowPart(1, 1.0), actor="x")
+    for user in map(str, range(20)):
+        alone = await registry.bind(acme, SQL, sticky=user)
+        double = await registry.bind(acme, parse_terms("2*sql", "base"), sticky=user)
+        assert alone.adapter is not None
+        assert double.adapter is not None
+        assert [part.adapter for part in double.adapter.parts] == [alone.adapter]
+        assert (alone.shadow is None, double.shadow) == (False, None)
+
+
+async def test_a_shadow_is_bound_beside_the_version_that_answers(
+    publish: Any, registry: Registry, acme: TenantId
+) -> None:
+    await publish_three(publish)
+    await registry.aliases.set(acme, "sql", "live", Aim(3), ShadowPart(1, 0.5), actor="x")
+    shadow = (await registry.bind(acme, SQL, sticky=None)).shadow
+    assert shadow is not None
+    assert (shadow.adapter.version, shadow.share) == (1, 0.5)
+
+
+async def test_where_the_shadow_is_all_that_answers_there_is_none(
+    publish: Any, registry: Registry, acme: TenantId
+) -> None:
+    await publish_three(publish)
+    await registry.aliases.set(acme, "sql", "live", Aim(3), ShadowPart(1, 0.5), actor="x")
+    await publish(seed=1)
+    assert (await registry.aliases.get(acme, "sql", "live")).shadow == ShadowPart(1, 0.5)
+    await publish(seed=0)
+    record = await registry.aliases.get(acme, "sql", "live")
+    assert (record.version, record.shadow) == (1, None)
+
+
+async def test_a_publish_ends_the_split(publish: Any, registry: Registry, acme: TenantId) -> None:
+    await publish_three(publish)
+    await registry.aliases.set(acme, "sql", "live", CANARY, actor="x")
+    await publish(seed=9)
+    assert (await registry.aliases.get(acme, "sql", "live")).aim == Aim(4)
+
+
+@pytest.mark.parametrize("number", [2, 3])
+async def test_a_version_of_a_split_is_not_deleted(
+    publish: Any, registry: Registry, acme: TenantId, number: int
+) -> None:
+    await publish_three(publish)
+    await registry.aliases.set(acme, "sql", "canary", CANARY, actor="x")
+    await registry.aliases.set(acme, "sql", "live", Aim(1), actor="x")
+    with pytest.raises(Conflict, match="aliases canary name it"):
+        await registry.delete_version(acme, "sql", number, actor="x")
+
+
+async def test_a_shadow_is_not_deleted(publish: Any, registry: Registry, acme: TenantId) -> None:
+    await publish_three(publish)
+    await registry.aliases.set(acme, "sql", "live", Aim(3), ShadowPart(1, 0.5), actor="x")
+    with pytest.raises(Conflict, match="the shadow of the aliases live"):
+        await registry.delete_version(acme, "sql", 1, actor="x")
+
+
+async def test_a_rollback_goes_back_and_the_next_one_forth(publish: Any, registry: Registry, acme: TenantId) -> None:
+    await publish_three(publish)
+    await registry.aliases.set(acme, "sql", "live", CANARY, actor="x")
+    await registry.aliases.set(acme, "sql", "live", Aim(2), ShadowPart(1, 0.5), actor="x")
+    back = await registry.aliases.rollback(acme, "sql", "live", actor="x")
+    assert (back.aim, back.shadow) == (CANARY, ShadowPart(1, 0.5))
+    bound = [await registry.bind(acme, SQL, sticky=str(user)) for user in range(60)]
+    assert {one.adapter.version for one in bound if one.adapter} == {2, 3}
+    assert (await registry.aliases.rollback(acme, "sql", "live", actor="x")).aim == Aim(2)
+    entry = (await registry.list_audit(acme, limit=2)).items[1]
+    assert (entry.action, entry.detail["after"]) == ("alias.rollback", "2=10,3=90")
+
+
+async def test_a_shadow_alone_is_no_move_to_go_back_from(publish: Any, registry: Registry, acme: TenantId) -> None:
+    await publish_three(publish)
+    await registry.aliases.set(acme, "sql", "live", Aim(2), actor="x")
+    await registry.aliases.set(acme, "sql", "live", Aim(2), ShadowPart(1, 0.5), actor="x")
+    assert (await registry.aliases.rollback(acme, "sql", "live", actor="x")).aim == Aim(3)
+
+
+async def test_an_alias_that_never_moved_or_came_from_a_deleted_version_stays(
+    publish: Any, registry: Registry, acme: TenantId
+) -> None:
+    await publish_three(publish)
+    await registry.aliases.set(acme, "sql", "new", Aim(1), actor="x")
+    with pytest.raises(Conflict, match="hasn't been moved"):
+        await registry.aliases.rollback(acme, "sql", "new", actor="x")
+    await registry.aliases.set(acme, "sql", "new", Aim(2), actor="x")
+    await registry.delete_version(acme, "sql", 1, actor="x")
+    with pytest.raises(Conflict, match="led to 1, which is deleted"):
+        await registry.aliases.rollback(acme, "sql", "new", actor="x")
+    assert (await registry.aliases.get(acme, "sql", "new")).version == 2
+
+
+async def test_no_part_of_an_alias_is_absent_or_in_quarantine(
+    publish: Any, registry: Registry, database: Database, acme: TenantId
+) -> None:
+    await publish_three(publish)
+    await registry.aliases.set(acme, "sql", "canary", Aim(1), actor="x")
+    await registry.aliases.set(acme, "sql", "canary", Aim(2), actor="x")
+    await quarantine(database, acme, 1)
+    bad = Aim.at([SplitPart(1, 1), SplitPart(3, 1)])
+    absent = Aim.at([SplitPart(3, 1), SplitPart(9, 1)])
+    for aim, shadow, error in (
+        (bad, None, AdapterQuarantined),
+        (Aim(3), ShadowPart(1, 0.5), AdapterQuarantined),
+        (absent, None, VersionNotFound),
+        (Aim(3), ShadowPart(9, 0.5), VersionNotFound),
+    ):
+        with pytest.raises(error):
+            await registry.aliases.set(acme, "sql", "live", aim, shadow, actor="x")
+    with pytest.raises(AdapterQuarantined):
+        await registry.aliases.rollback(acme, "sql", "canary", actor="x")
+    assert (await registry.aliases.get(acme, "sql", "live")).aim == Aim(3)
+
+
+@pytest.mark.parametrize(
+    ("parts", "param"),
+    [
+        ([(1, 1.0)], "split"),
+        ([(number, 1.0) for number in range(1, 18)], "split"),
+        ([(1, 1.0), (1, 2.0)], "split"),
+        ([(1, 1.0), (2, 0.0)], "split.1.weight"),
+        ([(1, -1.0), (2, 1.0)], "split.0.weight"),
+        ([(1, 1.0), (2, float("nan"))], "split.1.weight"),
+        ([(1, 1e300), (2, 1.0)], "split.0.weight"),
+    ],
+)
+def test_what_is_no_split_is_refused(parts: list[tuple[int, float]], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        Aim.at([SplitPart(version, weight) for version, weight in parts])
+    assert caught.value.param == param
+
+
+async def test_setting_what_is_there_changes_nothing(publish: Any, registry: Registry, acme: TenantId) -> None:
+    await publish_three(publish)
+    shadow = ShadowPart(1, 0.5)
+    first, _ = await registry.aliases.set(acme, "sql", "live", CANARY, shadow, actor="x")
+    same = Aim.at([SplitPart(2, 10), SplitPart(3, 90)])
+    assert await registry.aliases.set(acme, "sql", "live", same, shadow, actor="x") == (first, False)
+
+
+async def test_aliases_are_listed_by_name_over_pages(publish: Any, registry: Registry, acme: TenantId) -> None:
+    await publish()
+    for name in ("b", "a", "c"):
+        await registry.aliases.set(acme, "sql", name, Aim(1), actor="x")
+    first = await registry.aliases.list(acme, "sql", limit=3)
+    second = await registry.aliases.list(acme, "sql", limit=3, cursor=first.next_cursor)
+    assert [record.name for record in first.items + second.items] == ["a", "b", "c", "live"]
+    assert second.next_cursor is None
+
+
+async def test_a_granted_adapter_answers_to_its_owners_name_and_to_nobody_else(
+    publish: Any, registry: Registry, database: Database, acme: TenantId, globex: TenantId
+) -> None:
+    await publish()
+    theirs = parse_terms("acme/sql", "base")
+    with pytest.raises(ModelNotFound) as absent:
+        await registry.bind(globex, theirs, sticky=None)
+    async with database.write() as session:
+        adapter = await AdapterRepository(session, acme).adapter("sql")
+        session.add(Grant(adapter_id=adapter.id, tenant_id=globex, created_at=utc_now(), created_by="x"))
+    bound = await registry.bind(globex, theirs, sticky=None)
+    assert bound.adapter is not None
+    assert (bound.adapter.tenant, bound.adapter.version) == (acme, 1)
+    assert [(one.model, one.owned_by) for one in await registry.list_servable(globex)] == [("acme/sql", "acme")]
+    assert (await registry.bind(acme, theirs, sticky=None)).adapter == bound.adapter
+    with pytest.raises(ModelNotFound):
+        await registry.bind(globex, SQL, sticky=None)
+    async with database.write() as session:
+        await session.delete(await session.get(Grant, (adapter.id, globex)))
+    registry.forget(acme, "sql")
+    with pytest.raises(ModelNotFound) as gone:
+        await registry.bind(globex, theirs, sticky=None)
+    assert str(gone.value) == str(absent.value)
+    assert await registry.list_servable(globex) == []
