@@ -90,7 +90,9 @@ def problem(error: LoraserveError, request_id: str | None) -> dict[str, Any]:
         details = [{"detail": text, "field": None} for text in error.problems]
     else:
         details = [{"detail": error.message, "field": getattr(error, "param", None)}]
+    extra = {"received": error.received} if isinstance(error, errors.UploadOffsetMismatch) else {}
     return {
+        **extra,
         "type": "about:blank",
         "title": HTTPStatus(status).phrase,
         "status": status,
@@ -111,10 +113,12 @@ def headers_of(error: LoraserveError) -> dict[str, str]:
     if status not in (429, 503):
         return {}
     retry_after_s = float(getattr(error, "retry_after_s", _DEFAULT_RETRY_AFTER_S))
-    return {
+    headers = {
         "retry-after": str(max(1, math.ceil(retry_after_s))),
         "retry-after-ms": str(max(1, math.ceil(retry_after_s * 1000))),
     }
+    # time alone doesn't mend it
+    return headers | ({"x-should-retry": "false"} if isinstance(error, errors.QuotaExceeded) else {})
 
 
 def error_response(

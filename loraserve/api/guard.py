@@ -29,8 +29,8 @@ _CLIENT_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _PROBES = frozenset({"/livez", "/readyz", "/health"})
 _LINGER_S = 1.0
 _LINGER_BYTES = 16 * MIB
-_UPLOAD_PATH = re.compile(rf"{MANAGEMENT_PREFIX}/adapters/[^/]+/versions")
-"""The one route whose body is streamed to disk, and so may be large."""
+_UPLOAD_PATH = re.compile(rf"{MANAGEMENT_PREFIX}/(adapters/[^/]+/versions|uploads/[^/]+)")
+"""The routes whose body is streamed to disk, and so may be large."""
 
 
 class _Refused(Exception):
@@ -74,6 +74,9 @@ class Guard:
         finally:
             self._num_live -= 1
             self._metrics.live_requests.dec()
+            admitted = scope.get("state", {}).get("admitted")
+            if admitted is not None:
+                admitted.release()
             self._record(scope, exchange, time.monotonic() - started)
 
     def _check_room(self, scope: Scope) -> None:
@@ -174,6 +177,9 @@ class _Exchange:
             self.status = message["status"]
             headers = MutableHeaders(scope=message)
             headers["x-request-id"] = self.request_id
+            rate_headers = self._scope.get("state", {}).get("rate_headers")
+            if rate_headers is not None:
+                headers.update(rate_headers())
         elif self.status is None:
             return
         await self._send(message)

@@ -12,6 +12,7 @@ from starlette.requests import HTTPConnection
 from loraserve.api.counters import Metrics
 from loraserve.errors import Overloaded
 from loraserve.limits import LIMITS, Limits
+from loraserve.tenancy.admission import Admissions
 
 if TYPE_CHECKING:
     from adapters_store.base import BlobStore
@@ -37,6 +38,7 @@ class Services:
     chat_template: ChatTemplate
     usage: UsageMeter | None = None
     """None: nobody is billed."""
+    admissions: Admissions = field(default_factory=Admissions)
     metrics: Metrics = field(default_factory=Metrics)
     limits: Limits = LIMITS
     clock: Callable[[], float] = time.time

@@ -114,6 +114,10 @@ class Admissions:
         """This server's part of every limit."""
         return 1 / max(1, self._num_servers())
 
+    def part_of(self, limit: int | None) -> int | None:
+        """What this server grants of a limit on something that can't be divided: at least one, unless the limit is 0."""
+        return limit and max(1, math.floor(limit * self.share + 1e-9))
+
     def num_running(self, tenant: TenantId) -> int:
         """The tenant's requests that were entered and aren't released."""
         entry = self._standings.get(tenant)
@@ -124,10 +128,8 @@ class Admissions:
         return len(self._standings)
 
     def _check_concurrency(self, standing: _Standing, limit: int | None) -> None:
-        if limit is None:
-            return
-        part = max(1, math.floor(limit * self.share + 1e-9)) if limit else 0
-        if standing.num_running < part:
+        part = self.part_of(limit)
+        if limit is None or part is None or standing.num_running < part:
             return
         if not limit:
             raise self._refuse("concurrency", QuotaExceeded("The tenant may make no requests.", retry_after_s=MINUTE_S))

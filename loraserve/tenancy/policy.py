@@ -36,8 +36,11 @@ class TenantLimits:
             if name == "max_kv_share":
                 if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
                     raise InvalidRequest(f"{param} should be a number above 0, 1 at most.", param=param)
-            elif isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 62:
-                raise InvalidRequest(f"{param} should be a number from 0 on.", param=param)
+                continue
+            # a request can't be served without waiting a moment
+            least = 1 if name == "max_queued_requests" else 0
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 62:
+                raise InvalidRequest(f"{param} should be a whole number from {least} on.", param=param)
 
     @classmethod
     def of_row(cls, value: Mapping[str, Any]) -> TenantLimits:

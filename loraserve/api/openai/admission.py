@@ -110,7 +110,8 @@ class Answering:
 
     def requests(self, caller: Caller, sampling: Sampling, max_tokens: Sequence[int]) -> list[GenerateRequest]:
         """The engine's requests in the order of the choices: the first prompt's n, then the second's."""
-        requests: list[GenerateRequest] = []
+        policy, requests = caller.policy, list[GenerateRequest]()
+        max_queued = self.services.admissions.part_of(policy.limits.max_queued_requests)
         for number, prompt in enumerate(self.prompts):
             for seed in choose_seeds(self.body.seed, self.body.n):
                 requests.append(
@@ -124,6 +125,9 @@ class Answering:
                         include_stop_str_in_output=self.body.include_stop_str_in_output,
                         skip_special_tokens=self.body.skip_special_tokens,
                         priority=self.body.priority,
+                        weight=policy.weight,
+                        kv_share=1.0 if policy.limits.max_kv_share is None else policy.limits.max_kv_share,
+                        max_queued=max_queued or 0,
                     )
                 )
         return requests

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from loraserve.api import scopes
 from loraserve.api.json_body import json_object
 from loraserve.api.openai.admission import Answering, check_priority, resolve_model
 from loraserve.api.openai.completions import finish_reason
@@ -17,6 +16,7 @@ from loraserve.api.openai.fields import parse_body
 from loraserve.api.openai.generation import Generation, answer
 from loraserve.api.openai.logprobs import chat_logprobs
 from loraserve.api.openai.prompts import read_chat
+from loraserve.api.openai.quota import admitted_caller, reserve
 from loraserve.api.openai.sampling import choose_max_tokens, read_sampling
 from loraserve.api.openai.schemas import ChatBody
 from loraserve.api.openai.stream import event
@@ -34,7 +34,7 @@ router = APIRouter()
 @router.post("/chat/completions", response_model=None)
 async def create_chat_completion(
     request: Request,
-    caller: Caller = Depends(scopes.require(scopes.INFERENCE)),
+    caller: Caller = Depends(admitted_caller),
     raw: dict[str, Any] = Depends(json_object),
 ) -> Response:
     """Answer the messages n times. Everything is checked before the first byte of the answer.
@@ -44,9 +44,9 @@ async def create_chat_completion(
         ModelNotFound: the tenant has no such model.
         AdapterQuarantined: it isn't served.
         Overloaded: the queue is full.
+        RateLimited: the tenant's share is used up.
     """
     services = services_of(request)
-    services.check_open()
     body, ignored = parse_body(ChatBody, raw)
     asked = _asked_tokens(body)
     check_priority(body, caller)
@@ -61,11 +61,12 @@ async def create_chat_completion(
         variables=_template_variables(body),
     )
     max_tokens = choose_max_tokens(asked, None, len(prompt.token_ids), base, "messages")
+    admitted = reserve(request, [prompt], [max_tokens], body.n, is_bounded=asked is not None)
 
     answering = Answering.begin("chatcmpl", services, body, binding, [prompt], ignored)
     generation = Generation(services, answering.requests(caller, sampling, [max_tokens]), answerer=answering.answerer)
     choices = [_Choice(answering, body, index) for index in range(body.n)]
-    usage = Usage(answering, caller)
+    usage = Usage(answering, caller, admitted)
 
     def add(index: int, chunk: Chunk) -> None:
         choices[index].add(chunk)

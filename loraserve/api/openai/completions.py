@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from loraserve.api import scopes
 from loraserve.api.json_body import json_object
 from loraserve.api.openai.admission import Answering, check_num_choices, check_priority, resolve_model
 from loraserve.api.openai.fields import parse_body
 from loraserve.api.openai.generation import Generation, answer
 from loraserve.api.openai.logprobs import CompletionLogprobs, join_logprobs
 from loraserve.api.openai.prompts import read_prompts
+from loraserve.api.openai.quota import admitted_caller, reserve
 from loraserve.api.openai.sampling import choose_max_tokens, read_sampling
 from loraserve.api.openai.schemas import CompletionBody
 from loraserve.api.openai.stream import event
@@ -37,7 +37,7 @@ DEFAULT_MAX_TOKENS = 16
 @router.post("/completions", response_model=None)
 async def create_completion(
     request: Request,
-    caller: Caller = Depends(scopes.require(scopes.INFERENCE)),
+    caller: Caller = Depends(admitted_caller),
     raw: dict[str, Any] = Depends(json_object),
 ) -> Response:
     """Complete each prompt n times. Everything is checked before the first byte of the answer.
@@ -47,9 +47,9 @@ async def create_completion(
         ModelNotFound: the tenant has no such model.
         AdapterQuarantined: it isn't served.
         Overloaded: the queue is full.
+        RateLimited: the tenant's share is used up.
     """
     services = services_of(request)
-    services.check_open()
     body, ignored = parse_body(CompletionBody, raw)
     _check_combination(body)
     check_priority(body, caller)
@@ -60,13 +60,14 @@ async def create_completion(
     is_scoring = body.max_tokens == 0
     sampling = read_sampling(body, base, logprobs=body.logprobs, prompt_logprobs=body.logprobs if body.echo else None)
     max_tokens = [_max_tokens(body, len(prompt.token_ids), services) for prompt in prompts]
+    admitted = reserve(request, prompts, max_tokens, body.n, is_bounded=True)
 
     answering = Answering.begin("cmpl", services, body, binding, prompts, ignored)
     generation = Generation(
         services, answering.requests(caller, sampling, max_tokens), answerer=answering.answerer, is_scoring=is_scoring
     )
     choices = [_Choice(answering, body, index) for index in range(len(prompts) * body.n)]
-    usage = Usage(answering, caller)
+    usage = Usage(answering, caller, admitted)
 
     def add(index: int, chunk: Chunk) -> None:
         choices[index].add(chunk)

@@ -6,11 +6,11 @@ from typing import Any
 
 from fastapi import APIRouter, Depends, Request
 
-from loraserve.api import scopes
 from loraserve.api.json_body import json_object
 from loraserve.api.openai.admission import resolve_model
 from loraserve.api.openai.fields import parse_body
 from loraserve.api.openai.prompts import encode_text, read_chat
+from loraserve.api.openai.quota import admitted_caller
 from loraserve.api.openai.sampling import check_token_ids
 from loraserve.api.openai.schemas import DetokenizeBody, TokenizeBody
 from loraserve.api.services import services_of
@@ -23,7 +23,7 @@ router = APIRouter()
 @router.post("/tokenize")
 async def tokenize(
     request: Request,
-    caller: Caller = Depends(scopes.require(scopes.INFERENCE)),
+    caller: Caller = Depends(admitted_caller),
     raw: dict[str, Any] = Depends(json_object),
 ) -> dict[str, Any]:
     """The tokens of a prompt, or of messages under the model's chat template.
@@ -62,7 +62,7 @@ async def tokenize(
 @router.post("/detokenize")
 async def detokenize(
     request: Request,
-    caller: Caller = Depends(scopes.require(scopes.INFERENCE)),
+    caller: Caller = Depends(admitted_caller),
     raw: dict[str, Any] = Depends(json_object),
 ) -> dict[str, Any]:
     """The text of tokens, special ones included.

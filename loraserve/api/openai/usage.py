@@ -12,6 +12,7 @@ from loraserve.tenancy.usage import UsageEvent, plain, price_tag
 if TYPE_CHECKING:
     from loraserve.api.openai.admission import Answering
     from loraserve.engine.client import Chunk
+    from loraserve.tenancy.admission import Admitted
     from loraserve.tenancy.auth import Caller
     from loraserve.tenancy.prices import Price
     from loraserve.types import AdapterRef
@@ -28,9 +29,10 @@ class Usage:
     answers when the first piece is handed over.
     """
 
-    def __init__(self, answering: Answering, caller: Caller) -> None:
+    def __init__(self, answering: Answering, caller: Caller, admitted: Admitted) -> None:
         self._answering = answering
         self._caller = caller
+        self._admitted = admitted
         self._lengths = [len(prompt.token_ids) for prompt in answering.prompts]
         self._n = answering.body.n
         self._completion_tokens = 0
@@ -51,6 +53,7 @@ class Usage:
         """The choice's chunk is part of the answer from now on."""
         num_tokens = len(chunk.token_ids)
         self._completion_tokens += num_tokens
+        self._admitted.count(num_tokens)
         self._held[index] = self._held.get(index, 0) + num_tokens
         self._last = index
         self._has_ended |= chunk.finish_reason is not None
@@ -73,6 +76,9 @@ class Usage:
         Args:
             num_made: tokens that the engine made for the request. What of them nobody got is kept too, and costs nothing.
         """
+        # the tenant's rate is of what was made for it, whoever got it
+        if num_made > self._completion_tokens:
+            self._admitted.count(num_made - self._completion_tokens)
         num_left = num_made - self._num_billed
         if not self._is_closed and num_left > 0:
             self._record(undelivered_tokens=num_left)

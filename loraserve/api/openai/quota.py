@@ -1,0 +1,52 @@
+"""The tenant's quota, asked of every request that makes the server compute: before its body is read, and again when its prompt's length is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastapi import Depends, Request
+
+from loraserve.api import scopes
+from loraserve.api.openai.prompts import Prompt
+from loraserve.api.services import services_of
+from loraserve.limits import LIMITS
+from loraserve.tenancy.admission import Admitted
+from loraserve.tenancy.auth import Caller
+
+
+async def admitted_caller(request: Request, caller: Caller = Depends(scopes.require(scopes.INFERENCE))) -> Caller:
+    """The caller, once its tenant may make one more request.
+
+    The guard releases it when the answer has ended, however it ends, and says in the answer's headers how the tenant stands, in a
+    refusal's too.
+
+    Raises (beside `scopes.require`'s):
+        Overloaded: the server is shutting down and takes no new work.
+        RateLimited: more than the tenant may have at once, or more than its rate.
+    """
+    services = services_of(request)
+    services.check_open()
+    admissions = services.admissions
+    request.state.rate_headers = lambda: admissions.headers(caller)
+    request.state.admitted = admissions.enter(caller)
+    return caller
+
+
+def reserve(
+    request: Request, prompts: Sequence[Prompt], max_tokens: Sequence[int], n: int, *, is_bounded: bool
+) -> Admitted:
+    """The tenant's place, with the tokens set aside that the request may take: its prompts once, each answer at its longest.
+
+    Args:
+        max_tokens: of an answer to each of the prompts.
+        is_bounded: whether the request says how long an answer may be; otherwise a part is set aside, and what comes beyond it is
+            charged as it comes.
+
+    Raises:
+        RateLimited: they are more than the tenant's rate leaves.
+        QuotaExceeded: they are more than the tenant has in a minute.
+    """
+    admitted: Admitted = request.state.admitted
+    longest = max_tokens if is_bounded else [min(number, LIMITS.unasked_tokens_reserved) for number in max_tokens]
+    admitted.reserve(sum(len(prompt.token_ids) for prompt in prompts), n * sum(longest))
+    return admitted

@@ -1,0 +1,235 @@
+"""A tenant's share, over HTTP: refused before anything is done for it, told when it passes, and given back however a request ends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx2
+import pytest
+
+from loraserve.api.services import Services
+from loraserve.limits import LIMITS
+from loraserve.tenancy.tenants import TenantChange
+
+Limit = Callable[..., Awaitable[None]]
+PROMPT = {"model": "sql", "prompt": "0123456789", "max_tokens": 20}
+"""Ten tokens, since the tests' tokens are bytes."""
+
+
+@pytest.fixture
+def limit(services: Services) -> Limit:
+    """Sets limits of a tenant."""
+
+    async def run(tenant: str = "acme", **limits: float | None) -> None:
+        await services.authenticator.tenants.update(tenant, TenantChange(limits), actor="test")
+
+    return run
+
+
+async def complete(client: httpx2.AsyncClient, **changed: Any) -> httpx2.Response:
+    return await client.post("/v1/completions", json={**PROMPT, **changed})
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 3.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it didn't happen in time"
+        await asyncio.sleep(0.002)
+
+
+async def test_a_tenant_without_limits_gets_no_rate_headers(client: httpx2.AsyncClient) -> None:
+    response = await complete(client)
+    assert not [name for name in response.headers if name.startswith("x-ratelimit")]
+
+
+async def test_answers_say_how_the_tenant_stands(client: httpx2.AsyncClient, limit: Limit) -> None:
+    await limit(requests_per_minute=3, tokens_per_minute=1000)
+    headers = (await complete(client)).headers
+    assert headers["x-ratelimit-limit-requests"] == "3"
+    assert headers["x-ratelimit-remaining-requests"] == "2"
+    assert headers["x-ratelimit-limit-tokens"] == "1000"
+    assert 970 <= int(headers["x-ratelimit-remaining-tokens"]) <= 971
+    assert headers["x-ratelimit-reset-requests"].endswith("s")
+
+
+async def test_a_stream_says_how_the_tenant_stands(client: httpx2.AsyncClient, limit: Limit) -> None:
+    await limit(requests_per_minute=3)
+    assert (await complete(client, stream=True)).headers["x-ratelimit-remaining-requests"] == "2"
+
+
+async def test_over_the_rate_is_a_429_that_says_when_it_passes(client: httpx2.AsyncClient, limit: Limit) -> None:
+    await limit(requests_per_minute=1)
+    await complete(client)
+    response = await complete(client)
+    assert response.status_code == 429
+    error = response.json()["error"]
+    assert (error["code"], error["type"]) == ("rate_limit_exceeded", "requests")
+    assert 50 <= int(response.headers["retry-after"]) <= 60
+    assert 50_000 <= int(response.headers["retry-after-ms"]) <= 60_000
+    assert response.headers["x-ratelimit-remaining-requests"] == "0"
+
+
+async def test_the_rate_is_asked_before_the_body_is_looked_at(
+    client: httpx2.AsyncClient, limit: Limit, engine: Any
+) -> None:
+    await limit(requests_per_minute=1)
+    await complete(client)
+    response = await client.post("/v1/completions", content=b"{no json")
+    assert response.status_code == 429
+    assert len(engine.seen) == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/detokenize", "/t/acme/v1/completions"])
+async def test_every_call_that_computes_counts(client: httpx2.AsyncClient, limit: Limit, path: str) -> None:
+    await limit(requests_per_minute=1)
+    await complete(client)
+    assert (await client.post(path, json={})).status_code == 429
+
+
+async def test_listing_models_doesnt_count(client: httpx2.AsyncClient, limit: Limit) -> None:
+    await limit(requests_per_minute=1)
+    for _ in range(3):
+        assert (await client.get("/v1/models")).status_code == 200
+    assert (await complete(client)).status_code == 200
+
+
+async def test_another_tenants_requests_use_nothing_of_mine(
+    url: str, client: httpx2.AsyncClient, limit: Limit, make_tenant: Any, publish: Any
+) -> None:
+    globex = await make_tenant("globex")
+    await publish("sql", tenant=globex)
+    await limit(requests_per_minute=1)
+    await limit("globex", requests_per_minute=1)
+    assert (await complete(client)).status_code == 200
+    async with httpx2.AsyncClient(base_url=url, headers=globex.headers) as other:
+        assert (await complete(other)).status_code == 200
+        assert (await complete(other)).status_code == 429
+
+
+async def test_tokens_that_werent_used_are_given_back(client: httpx2.AsyncClient, limit: Limit, engine: Any) -> None:
+    engine.script = "four"
+    await limit(tokens_per_minute=100)
+    assert (await complete(client, max_tokens=90)).json()["usage"]["total_tokens"] == 15
+    response = await complete(client, max_tokens=70)
+    assert response.status_code == 200
+    assert (await complete(client, max_tokens=70)).status_code == 429
+
+
+async def test_tokens_are_reserved_while_a_request_runs(
+    client: httpx2.AsyncClient, limit: Limit, engine: Any, services: Services, acme: Any
+) -> None:
+    engine.step_s = 0.01
+    await limit(tokens_per_minute=100)
+    first = asyncio.create_task(complete(client, max_tokens=40))
+    await until(lambda: len(engine.live) == 1)
+    refused = await complete(client, max_tokens=60)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert (await first).status_code == 200
+    assert services.admissions.num_running(acme.caller.tenant) == 0
+
+
+async def test_every_choice_reserves_its_own_answer(client: httpx2.AsyncClient, limit: Limit) -> None:
+    await limit(tokens_per_minute=100)
+    response = await complete(client, n=5)
+    assert (response.status_code, response.json()["error"]["code"]) == (429, "insufficient_quota")
+    assert "110 tokens" in response.json()["error"]["message"]
+    assert response.headers["x-should-retry"] == "false"
+
+
+async def test_an_unbounded_chat_reserves_a_part_alone(
+    client: httpx2.AsyncClient, limit: Limit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loraserve.api.openai.quota.LIMITS", LIMITS.__class__(unasked_tokens_reserved=20))
+    await limit(tokens_per_minute=120)
+    messages = [{"role": "user", "content": "hi"}]
+    response = await client.post("/v1/chat/completions", json={"model": "sql", "messages": messages})
+    assert response.status_code == 200
+    used = response.json()["usage"]["total_tokens"]
+    assert used > 40
+    assert abs(int(response.headers["x-ratelimit-remaining-tokens"]) - (120 - used)) <= 1
+
+
+async def test_so_many_requests_at_once(client: httpx2.AsyncClient, limit: Limit, engine: Any) -> None:
+    engine.step_s = 60
+    await limit(max_concurrent_requests=2)
+    running = [asyncio.create_task(complete(client)) for _ in range(2)]
+    await until(lambda: len(engine.live) == 2)
+    refused = await complete(client)
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    for task in running:
+        task.cancel()
+    await until(lambda: not engine.live)
+    engine.step_s = 0.0
+    assert (await complete(client)).status_code == 200
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_a_client_that_leaves_frees_its_place_and_its_tokens(
+    client: httpx2.AsyncClient, limit: Limit, engine: Any, services: Services, acme: Any, is_stream: bool
+) -> None:
+    engine.step_s = 60
+    await limit(tokens_per_minute=100)
+    task = asyncio.create_task(complete(client, stream=is_stream))
+    await until(lambda: len(engine.live) == 1)
+    assert services.admissions.num_running(acme.caller.tenant) == 1
+    task.cancel()
+    await until(lambda: services.admissions.num_running(acme.caller.tenant) == 0)
+    caller = await services.authenticator.authenticate(acme.key)
+    assert services.admissions.headers(caller)["x-ratelimit-remaining-tokens"] == "100"
+
+
+async def test_tokens_that_were_made_for_a_client_that_left_are_charged(
+    client: httpx2.AsyncClient, limit: Limit, engine: Any, services: Services, acme: Any
+) -> None:
+    engine.step_s = 0.005
+    await limit(tokens_per_minute=1000)
+    task = asyncio.create_task(complete(client, stream=False))
+    await until(lambda: len(engine.live) == 1)
+    await asyncio.sleep(0.06)
+    task.cancel()
+    await until(lambda: services.admissions.num_running(acme.caller.tenant) == 0)
+    caller = await services.authenticator.authenticate(acme.key)
+    assert 970 <= int(services.admissions.headers(caller)["x-ratelimit-remaining-tokens"]) < 990
+
+
+@pytest.mark.parametrize("changed", [{"model": "nothing"}, {"prompt": 3}, {"temperature": "x"}, {"max_tokens": 10**6}])
+async def test_a_refused_request_frees_its_place(
+    client: httpx2.AsyncClient, limit: Limit, services: Services, acme: Any, changed: dict[str, Any]
+) -> None:
+    await limit(tokens_per_minute=100)
+    response = await complete(client, **changed)
+    assert response.status_code in (400, 404)
+    assert services.admissions.num_running(acme.caller.tenant) == 0
+    assert response.headers["x-ratelimit-remaining-tokens"] == "100"
+
+
+async def test_a_failure_of_the_engine_frees_its_place(
+    client: httpx2.AsyncClient, engine: Any, services: Services, acme: Any
+) -> None:
+    engine.fail_after = 0
+    assert (await complete(client)).status_code == 503
+    assert services.admissions.num_running(acme.caller.tenant) == 0
+
+
+async def test_the_engine_is_told_the_tenants_weight_and_shares(
+    client: httpx2.AsyncClient, services: Services, engine: Any, limit: Limit
+) -> None:
+    await complete(client)
+    await services.authenticator.tenants.update("acme", TenantChange(weight=2.5), actor="test")
+    await limit(max_queued_requests=7, max_kv_share=0.25)
+    await complete(client)
+    facts = [(request.weight, request.kv_share, request.max_queued) for request in engine.seen]
+    assert facts == [(1.0, 1.0, 0), (2.5, 0.25, 7)]
+
+
+async def test_an_admin_for_a_tenant_uses_that_tenants_share(
+    client: httpx2.AsyncClient, url: str, limit: Limit
+) -> None:
+    await limit(requests_per_minute=1)
+    await complete(client)
+    headers = {"authorization": "Bearer admin-key-of-the-tests-" + "x" * 20, "x-tenant": "acme"}
+    async with httpx2.AsyncClient(base_url=url, headers=headers) as admin:
+        assert (await complete(admin)).status_code == 429
