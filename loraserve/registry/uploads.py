@@ -171,7 +171,7 @@ class Uploads:
             adapter, is_new_adapter = await repository.adapter_to_publish(name, now)
             found = await repository.version_of_digest(name, inspected.digest)
             if found is None:
-                await _check_quota(repository, limits, is_new_adapter=is_new_adapter, size_bytes=size_bytes)
+                await check_quota(repository, limits, is_new_adapter=is_new_adapter, size_bytes=size_bytes)
                 version = repository.add_version(
                     adapter,
                     now,
@@ -263,7 +263,7 @@ def _inspect(config: bytes, weights: StagedBlob, base: BaseSpec) -> Inspected:
     return inspect_upload(config, weights.read(), base)
 
 
-async def _check_quota(
+async def check_quota(
     repository: AdapterRepository, limits: dict[str, int | None], *, is_new_adapter: bool, size_bytes: int
 ) -> None:
     """Return if the tenant, whose row is locked, may hold this too. The adapter's own row is counted already."""
@@ -277,7 +277,7 @@ async def _check_quota(
     max_bytes = limits.get("max_stored_bytes")
     if max_bytes is not None and (stored := await repository.stored_bytes()) + size_bytes > max_bytes:
         raise QuotaExceeded(
-            f"The tenant stores {stored} bytes and may store {max_bytes}; this version has {size_bytes}.",
+            f"The tenant stores {stored} bytes and may store {max_bytes}; this takes {size_bytes} more.",
             hint="Delete versions, or ask for more.",
         )
 
