@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from loraserve.api.memory_metrics import memory_metrics
+from loraserve.api.tenancy_metrics import tenancy_metrics
 from loraserve.registry.certificates import VERDICTS
 
 if TYPE_CHECKING:
@@ -138,6 +139,7 @@ class EngineCollector(Collector):
         )
         yield from memory_metrics(stats)
         yield counter("loraserve_invariant_violations", "Broken invariants of ours.", stats.invariant_violations)
+        yield from tenancy_metrics(self._services.admissions)
         yield from self._registry()
         yield from self._vllm()
 

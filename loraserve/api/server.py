@@ -26,7 +26,9 @@ from loraserve.errors import ConfigError
 from loraserve.model.source import resolve_model_dir
 from loraserve.registry.service import Registry
 from loraserve.settings import Settings
+from loraserve.tenancy.admission import Admissions
 from loraserve.tenancy.auth import Authenticator
+from loraserve.tenancy.servers import Servers
 from loraserve.tenancy.usage import FOLDER, UsageMeter
 from loraserve.text.chat_template import ChatTemplate
 from loraserve.text.tokenizer import Tokenizer
@@ -63,7 +65,10 @@ async def _serve(settings: Settings) -> int:
     with listener:
         services, database = await _make_services(settings)
         usage = services.usage
+        servers = Servers(database)
+        services.admissions = Admissions(num_servers=lambda: servers.num_live)
         try:
+            servers.start()
             if usage is not None:
                 usage.start()
             return await _Lifetime(services, listener, settings.grace_s).run()
@@ -71,6 +76,7 @@ async def _serve(settings: Settings) -> int:
             await services.engine.stop()
             if usage is not None:
                 await usage.close()
+            await servers.close()
             await services.registry.damages.close()
             await services.registry.strikes.close()
             await services.registry.shadow_hours.close()

@@ -54,7 +54,7 @@ class Admissions:
     def __init__(
         self, *, num_servers: Callable[[], int] = lambda: 1, monotonic: Callable[[], float] = time.monotonic
     ) -> None:
-        self._num_servers = num_servers
+        self._count_servers = num_servers
         self._clock = monotonic
         # a tenant's limits are kept to know when its standing says nothing any more
         self._standings: dict[TenantId, tuple[_Standing, TenantLimits]] = {}
@@ -112,7 +112,12 @@ class Admissions:
     @property
     def share(self) -> float:
         """This server's part of every limit."""
-        return 1 / max(1, self._num_servers())
+        return 1 / self.num_servers
+
+    @property
+    def num_servers(self) -> int:
+        """How many servers share the tenants, this one among them."""
+        return max(1, self._count_servers())
 
     def part_of(self, limit: int | None) -> int | None:
         """What this server grants of a limit on something that can't be divided: at least one, unless the limit is 0."""

@@ -1,0 +1,27 @@
+"""What tenants are refused, and how many servers share them, as metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+if TYPE_CHECKING:
+    from loraserve.tenancy.admission import Admissions
+
+
+def tenancy_metrics(admissions: Admissions) -> Iterator[Metric]:
+    refused = CounterMetricFamily(
+        "loraserve_rate_limited",
+        "Requests over their tenant's share, by what there was too much of.",
+        labels=["reason"],
+    )
+    for reason, number in admissions.num_refused.items():
+        refused.add_metric([reason], number)
+    yield refused
+    yield GaugeMetricFamily(
+        "loraserve_servers",
+        "Servers on this database, this one among them: each grants its part of the tenants' limits.",
+        value=admissions.num_servers,
+    )
