@@ -1,0 +1,298 @@
+"""What is billed is what clients were given, to the token."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from decimal import Decimal
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+import pytest
+
+from loraserve.errors import EngineCrashed
+from loraserve.tenancy.journal import Amounts
+from loraserve.tenancy.prices import Price, PriceTable
+from loraserve.tenancy.usage_report import UsageQuery, UsageReports, UsageSum
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+async def sums(services: Any, *group_by: str) -> list[UsageSum]:
+    reports = UsageReports(services.usage)
+    return await reports.all(UsageQuery(group_by=group_by))
+
+
+async def billed(services: Any) -> Amounts:
+    """Everyone's usage together."""
+    total = Amounts()
+    for item in await sums(services):
+        total += item.amounts
+    return total
+
+
+async def complete(client: httpx2.AsyncClient, path: str = "completions", **body: Any) -> dict[str, Any]:
+    """The answer's usage."""
+    prompt = {"prompt": "x" * 20} if path == "completions" else {"messages": [{"role": "user", "content": "x" * 20}]}
+    whole = {"model": "sql", "max_tokens": 8, "seed": 1, **prompt, **body}
+    if whole.get("stream"):
+        whole["stream_options"] = {"include_usage": True}
+    response = await client.post(f"/v1/{path}", json=whole)
+    assert response.status_code == 200, response.text
+    if not whole.get("stream"):
+        usage: dict[str, Any] = response.json()["usage"]
+        return usage
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: {")]
+    usage = json.loads(lines[-1])["usage"]
+    return usage
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it didn't happen in time"
+        await asyncio.sleep(0.002)
+
+
+class Leaver:
+    """A client that stops asking and reads what is on its way: so it knows what it was given."""
+
+    def __init__(self, url: str, key: str, body: dict[str, Any], *, path: str = "/v1/completions") -> None:
+        self._url, self._path = url, path
+        data = json.dumps({"model": "sql", "prompt": "x" * 20, "max_tokens": 200, "seed": 1, **body}).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: {urlsplit(url).netloc}\r\nAuthorization: Bearer {key}\r\n"
+        self._request = f"{head}Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+        self.received = b""
+        self.text = ""
+
+    async def run(self, leave_s: float) -> int:
+        """How many tokens it was given before it left after so long."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(self._url).port)
+        writer.write(self._request)
+        reading = asyncio.create_task(self._read(reader))
+        await asyncio.wait({reading}, timeout=leave_s)
+        writer.write_eof()
+        await reading
+        writer.close()
+        events = [line[6:] for line in self.received.split(b"\n") if line.startswith(b"data: {")]
+        choices = [choice for event in events for choice in json.loads(event)["choices"]]
+        self.text = "".join(choice.get("text", "") for choice in choices)
+        return sum(len(choice.get("token_ids", ())) for choice in choices)
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        while data := await reader.read(65536):
+            self.received += data
+            if b"[DONE]" in data or b'"usage"' in data:
+                return
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_whole_answer_is_billed_as_it_says(
+    client: httpx2.AsyncClient, services: Any, path: str, is_stream: bool
+) -> None:
+    usage = await complete(client, path, n=2, stream=is_stream)
+    assert usage["completion_tokens"] == 16
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert cached == 16
+    assert await billed(services) == Amounts(1, usage["prompt_tokens"], cached, 16)
+
+
+async def test_each_prompt_is_billed_once(client: httpx2.AsyncClient, services: Any) -> None:
+    usage = await complete(client, prompt=["x" * 20, "y" * 30], n=3, max_tokens=2)
+    assert usage["prompt_tokens"] == 50
+    assert await billed(services) == Amounts(1, 50, 32, 12)
+
+
+async def test_a_scored_prompt_is_billed_without_an_answer(client: httpx2.AsyncClient, services: Any) -> None:
+    await complete(client, max_tokens=0, echo=True, logprobs=0)
+    assert await billed(services) == Amounts(1, 20, 16, 0)
+
+
+async def test_a_stream_that_is_left_is_billed_for_what_its_client_was_given(
+    client: httpx2.AsyncClient, url: str, acme: Any, services: Any, engine: Any
+) -> None:
+    engine.step_s = 0.002
+    rng = random.Random(1)
+    bodies = [{"stream": True, "return_token_ids": True, "n": rng.choice([1, 1, 3])} for _ in range(20)]
+    leavers = [Leaver(url, acme.key, body) for body in bodies]
+    received = sum(await asyncio.gather(*(leaver.run(rng.uniform(0.02, 0.12)) for leaver in leavers)))
+    await until(lambda: not engine.live)
+    found = await billed(services)
+    assert received > 50
+    assert found.completion_tokens == received
+    assert engine.num_aborted > 0
+
+
+async def test_a_reader_that_stops_reading_is_billed_for_what_its_connection_took(
+    client: httpx2.AsyncClient, url: str, acme: Any, services: Any, engine: Any
+) -> None:
+    engine.script = "word " * 45
+    leaver = Leaver(url, acme.key, {})
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", urlsplit(url).port))
+    body = {
+        "n": 16,
+        "stream": True,
+        "logprobs": 20,
+        "return_token_ids": True,
+        "stream_options": {"include_usage": True},
+    }
+    await asyncio.get_running_loop().sock_sendall(sock, Leaver(url, acme.key, body)._request)
+    # its buffers are full, and the engine's answers wait
+    await until(lambda: len(engine.live) > 0)
+    await asyncio.sleep(0.3)
+    sock.shutdown(socket.SHUT_WR)
+    while data := await asyncio.get_running_loop().sock_recv(sock, 65536):
+        leaver.received += data
+    sock.close()
+    await until(lambda: not engine.live)
+    events = [line[6:] for line in leaver.received.split(b"\n") if line.startswith(b"data: {")]
+    choices = [choice for event in events for choice in json.loads(event)["choices"]]
+    received = sum(len(choice["token_ids"]) for choice in choices)
+    found = await billed(services)
+    assert 0 < received < 16 * 200
+    assert found.completion_tokens == received
+    assert found.undelivered_tokens > 0
+
+
+async def test_who_leaves_before_a_whole_answer_is_billed_for_nothing_and_what_was_made_is_kept(
+    client: httpx2.AsyncClient, url: str, acme: Any, services: Any, engine: Any
+) -> None:
+    engine.step_s = 0.01
+    await Leaver(url, acme.key, {}).run(0.1)
+    await until(lambda: not engine.live)
+    found = await billed(services)
+    assert found.undelivered_tokens > 0
+    assert replace_undelivered(found) == Amounts()
+
+
+def replace_undelivered(amounts: Amounts) -> Amounts:
+    return Amounts(amounts.num_requests, amounts.prompt_tokens, amounts.cached_tokens, amounts.completion_tokens)
+
+
+async def test_text_that_was_held_back_is_billed_once_it_is_given(
+    client: httpx2.AsyncClient, url: str, acme: Any, services: Any, engine: Any
+) -> None:
+    engine.script, engine.step_s = "ab" + "c" * 60, 0.002
+    # every c may be the beginning of the stop string
+    stop = "c" * 100
+    leaver = Leaver(url, acme.key, {"stream": True, "stop": [stop]})
+    await leaver.run(0.1)
+    await until(lambda: not engine.live)
+    found = await billed(services)
+    assert leaver.text == "ab"
+    assert found.completion_tokens == 2
+    assert found.undelivered_tokens > 2
+
+
+@pytest.mark.parametrize(("is_stream", "given", "lost"), [(True, 5, 0), (False, 0, 5)])
+async def test_an_answer_that_fails_is_billed_for_what_was_given_of_it(
+    client: httpx2.AsyncClient, services: Any, engine: Any, is_stream: bool, given: int, lost: int
+) -> None:
+    engine.fail_after, engine.failure = 5, EngineCrashed("The engine died twice under this request.")
+    body = {"model": "sql", "prompt": "x" * 20, "max_tokens": 8, "stream": is_stream}
+    await client.post("/v1/completions", json=body)
+    found = await billed(services)
+    assert (found.completion_tokens, found.undelivered_tokens, found.prompt_tokens) == (given, lost, 4 * given)
+
+
+async def test_a_request_that_is_refused_is_not_billed(client: httpx2.AsyncClient, services: Any) -> None:
+    for body in ({"model": "nobody"}, {"max_tokens": -1}):
+        whole = {"model": "sql", "prompt": "x", **body}
+        assert (await client.post("/v1/completions", json=whole)).status_code >= 400
+    assert await billed(services) == Amounts()
+
+
+async def test_usage_is_kept_by_adapter_and_version(
+    client: httpx2.AsyncClient, services: Any, publish: Callable[..., Any], engine: Any
+) -> None:
+    await publish("sql", 1)
+    await publish("law", 5)
+    for model in ("sql", "sql@1", "law", "sql@1+0.5*law@1", engine.base.id):
+        await complete(client, model=model)
+    found = {(item.group["adapter"], item.group["version"]) for item in await sums(services, "adapter", "version")}
+    assert found == {("sql", 2), ("sql", 1), ("law", 1), ("0.5*law@1+sql@1", None), (None, None)}
+
+
+async def test_a_sum_with_a_long_name_is_kept_apart_from_others_that_begin_alike(
+    client: httpx2.AsyncClient, services: Any, publish: Callable[..., Any]
+) -> None:
+    names = [f"{letter}{'x' * 60}" for letter in "abcdef"]
+    for seed, name in enumerate(names):
+        await publish(name, seed)
+    for weights in ([0.5] * 6, [0.5] * 5 + [0.25]):
+        model = "+".join(f"{weight}*{name}" for weight, name in zip(weights, names, strict=True))
+        await complete(client, model=model)
+    labels = [str(item.group["adapter"]) for item in await sums(services, "adapter")]
+    assert len(labels) == 2
+    assert {len(one) for one in labels} == {255}
+
+
+PRICES = PriceTable(
+    "EUR",
+    Price(Decimal("0.5"), Decimal("0.05"), Decimal("1.5")),
+    {"law": Price(Decimal(1), Decimal(1), Decimal(1)), "globex/sql": Price(Decimal(2), Decimal(2), Decimal(2))},
+)
+
+
+@pytest.fixture
+def prices(services: Any, acme: Any, monkeypatch: pytest.MonkeyPatch) -> PriceTable:
+    """What acme pays."""
+    authenticate = services.authenticator.authenticate
+
+    async def with_prices(secret: str) -> Any:
+        caller = await authenticate(secret)
+        return replace(caller, policy=replace(caller.policy, prices=PRICES))
+
+    monkeypatch.setattr(services.authenticator, "authenticate", with_prices)
+    return PRICES
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_an_answer_says_what_it_cost_and_the_sum_is_the_same(
+    client: httpx2.AsyncClient, services: Any, prices: PriceTable, is_stream: bool
+) -> None:
+    usage = await complete(client, stream=is_stream)
+    # 4 prompt tokens computed, 16 cached, 8 made
+    assert (usage["cost"], usage["currency"]) == ("0.0000148", "EUR")
+    (whole,) = await sums(services)
+    assert (whole.cost, whole.currency) == (Decimal("0.0000148"), "EUR")
+
+
+async def test_an_adapter_has_a_price_of_its_own(
+    client: httpx2.AsyncClient, services: Any, publish: Callable[..., Any], prices: PriceTable
+) -> None:
+    await publish("law")
+    assert (await complete(client, model="law"))["cost"] == "0.000028"
+
+
+async def test_without_prices_an_answer_says_no_cost(client: httpx2.AsyncClient) -> None:
+    assert "cost" not in await complete(client)
+
+
+async def test_the_end_of_an_answer_is_in_the_journal_before_it_goes_out(
+    client: httpx2.AsyncClient, services: Any
+) -> None:
+    def written() -> int:
+        number: int = services.usage.journal_bytes
+        return number
+
+    before = written()
+    body = {"model": "sql", "prompt": "x", "stream": True}
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        async for line in response.aiter_lines():
+            if '"finish_reason":"length"' in line:
+                break
+        assert written() > before
+    before = written()
+    await complete(client)
+    assert written() > before
