@@ -11,7 +11,7 @@ from loraserve.cli.arguments import version_numbers
 from loraserve.cli.options import ActForOption, FormatOption, UrlOption, connected
 from loraserve.cli.output import Column
 
-LIVE = "live"
+LIVE, NONE = "live", "none"
 AliasArgument = Annotated[str, typer.Argument(metavar="ALIAS", help="`live` is what NAME alone means.")]
 LiveArgument = Annotated[str, typer.Argument(metavar="ALIAS", help="`live` is what NAME alone means.")]
 IfMatchOption = Annotated[str | None, typer.Option(help="Only if its ETag is still this one.")]
@@ -82,7 +82,10 @@ def alias(
     ] = None,
     shadow: Annotated[
         str | None,
-        typer.Option(metavar="VERSION=SHARE", help="Run a copy of this share of the requests there too, and compare."),
+        typer.Option(
+            metavar=f"VERSION=SHARE|{NONE}",
+            help="Run a copy of this share of the requests there too, and compare. Said alone, the alias stays where it is.",
+        ),
     ] = None,
     if_match: IfMatchOption = None,
     url: UrlOption = None,
@@ -93,11 +96,11 @@ def alias(
     if version is not None and split is not None:
         raise typer.BadParameter("Give a VERSION or a --split, not both.")
     weights = None if split is None else version_numbers(split, "WEIGHT")
-    copies = None if shadow is None else version_numbers(shadow, "SHARE")
+    copies = None if shadow in (None, NONE) else version_numbers(shadow or "", "SHARE")
     if copies is not None and (len(copies) != 1 or max(copies.values()) > 1):
         raise typer.BadParameter(f"--shadow is {shadow!r}; it should be one VERSION=SHARE, a share up to 1.")
     with connected(format, url, tenant, {"NAME": name, "ALIAS": alias}) as (output, client):
-        if version is None and weights is None and copies is None:
+        if version is None and weights is None and shadow is None:
             output.one(client.adapters.alias(name, alias), ALIAS_DETAILS, name="version")
             return
         if version is None and weights is None:

@@ -22,6 +22,7 @@ from loraserve.cli import (
     run,
     serve,
     tenant,
+    usage,
 )
 from loraserve.cli.options import FormatOption, choose_format
 from loraserve.cli.output import Output
@@ -65,6 +66,7 @@ app.add_typer(grant.app, name="grant")
 app.add_typer(operation.app, name="operation")
 app.add_typer(tenant.app, name="tenant")
 app.add_typer(key.app, name="key")
+app.command("usage")(usage.usage)
 app.command("audit")(audit.audit)
 app.command("ps")(ps.ps)
 app.command("run")(run.run)

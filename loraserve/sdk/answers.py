@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx2
@@ -30,6 +30,8 @@ _BY_STATUS: Mapping[int, type[errors.LoraserveError]] = {
 }
 """For answers whose `code` is missing or newer than this client."""
 
+_RATE = "x-ratelimit-"
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -39,23 +41,34 @@ class Answer:
     request_id: str | None = None
     adapter: str | None = None
     """`NAME@VERSION`, or the sum of such, that answered an inference request; None for the base."""
+    fell_back_from: str | None = None
+    """`NAME@VERSION` that was asked for and couldn't answer; `adapter`, or the base's id there, answered in its place."""
+    fell_back_for: str | None = None
+    """The code of the error that it would have been."""
     etag: str | None = None
     """For `if_match`."""
     ignored: tuple[str, ...] = ()
     """Fields of the request that the server doesn't know and that don't change the answer."""
     server_timing: str | None = None
+    rate_limits: Mapping[str, str] = field(default_factory=dict)
+    """What the server says of the tenant's rates: ``x-ratelimit-limit-requests`` stands here as ``limit-requests``."""
 
     @classmethod
     def of(cls, response: httpx2.Response) -> Answer:
         headers = response.headers
         ignored = headers.get("x-loraserve-ignored", "")
+        adapter, *said = (part.strip() for part in headers.get("x-loraserve-adapter", "").split(";"))
+        fallback = dict(part.partition("=")[::2] for part in said)
         return cls(
             status_code=response.status_code,
             request_id=headers.get("x-request-id"),
-            adapter=headers.get("x-loraserve-adapter"),
+            adapter=adapter or None,
+            fell_back_from=fallback.get("fallback-from"),
+            fell_back_for=fallback.get("reason"),
             etag=headers.get("etag"),
             ignored=tuple(name.strip() for name in ignored.split(",") if name.strip()),
             server_timing=headers.get("server-timing"),
+            rate_limits={name.removeprefix(_RATE): value for name, value in headers.items() if name.startswith(_RATE)},
         )
 
 

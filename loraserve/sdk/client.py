@@ -24,6 +24,7 @@ from loraserve.sdk.residency import AdapterResidency, Memory, ResidencyPage
 from loraserve.sdk.server import AuditEntry, Base, Limits
 from loraserve.sdk.tenants import AsyncTenants, Tenants
 from loraserve.sdk.transport import AsyncTransport, Transport
+from loraserve.sdk.usage import AsyncUsage, Usage
 
 if TYPE_CHECKING:
     import openai
@@ -71,6 +72,7 @@ class Client:
         self.keys = Keys(self._transport)
         self.grants = Grants(self._transport)
         self.operations = Operations(self._transport)
+        self.usage = Usage(self._transport)
 
     @property
     def url(self) -> str:
@@ -147,6 +149,7 @@ class AsyncClient:
         self.keys = AsyncKeys(self._transport)
         self.grants = AsyncGrants(self._transport)
         self.operations = AsyncOperations(self._transport)
+        self.usage = AsyncUsage(self._transport)
 
     @property
     def url(self) -> str:

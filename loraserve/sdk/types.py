@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+
 from pydantic import Field
 
 from loraserve.sdk.call import Result
@@ -16,6 +18,9 @@ class Usage(Result):
     completion_tokens: int = 0
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+    cost: Decimal | None = None
+    """By the tenant's prices, exact; None: it has none."""
+    currency: str | None = None
 
 
 class CompletionLogprobs(Result):

@@ -48,6 +48,8 @@ NOBODY = {"LORASERVE_URL": "http://127.0.0.1:9", "LORASERVE_API_KEY": "sk-lora-t
         ["tenant", "set", "acme", "--prices", "no-such-file.json"],
         ["key", "create", "--tenant", "acme", "--expires-in", "soon"],
         ["audit", "--since", "yesterday"],
+        ["usage", "--group-by", "adapter,model"],
+        ["usage", "--from", "March"],
     ],
 )
 def test_wrong_usage_exits_2_with_words_on_stderr(run_here: Run, arguments: list[str]) -> None:
