@@ -64,8 +64,43 @@ async def test_while_away_the_database_is_asked_once_a_second() -> None:
         assert await cache.get("k", source.fetch) == "a"
     assert source.num_asked == 2
     now = 11.5
-    await cache.get("k", source.fetch)
+    for _ in range(5):
+        await cache.get("k", source.fetch)
+        await asyncio.sleep(0)
     assert source.num_asked == 3
+
+
+async def test_while_away_nobody_waits_for_what_is_known() -> None:
+    now = 0.0
+    cache, source = LookupCache[str, str](ttl_s=2, clock=lambda: now), Source()
+    await cache.get("k", source.fetch)
+    source.is_away = True
+    now = 10.0
+    await cache.get("k", source.fetch)
+    source.gate.clear()
+    now = 11.5
+    # nobody opens the gate: an answer comes at once or never
+    async with asyncio.timeout(1):
+        for _ in range(5):
+            assert await cache.get("k", source.fetch) == "a"
+            await asyncio.sleep(0)
+    source.value, source.is_away = "b", False
+    source.gate.set()
+    await asyncio.sleep(0.01)
+    now = 14.0
+    assert await cache.get("k", source.fetch) == "b"
+
+
+async def test_an_outage_that_nobody_asked_about_of_late_may_be_over() -> None:
+    now = 0.0
+    cache, source = LookupCache[str, str](ttl_s=2, clock=lambda: now), Source()
+    await cache.get("k", source.fetch)
+    source.is_away = True
+    now = 3.0
+    await cache.get("k", source.fetch)
+    source.value, source.is_away = "b", False
+    now = 30.0
+    assert await cache.get("k", source.fetch) == "b"
 
 
 async def test_a_silent_database_counts_as_away() -> None:
