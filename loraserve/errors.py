@@ -28,6 +28,7 @@ An error knows what went wrong, never how HTTP says it: `loraserve.api.errors` m
     ├── Conflict                    the thing exists, or changed meanwhile
     │   ├── AlreadyExists
     │   ├── UploadOffsetMismatch    a piece of a resumable upload doesn't begin where the last one ended
+    │   ├── UploadDigestMismatch    an upload's bytes aren't those it was announced with
     │   ├── PreconditionFailed      If-Match named another version
     │   └── IdempotencyKeyReused    the same Idempotency-Key came with another request
     ├── AdapterRejected             an upload that can't be served; `problems` lists every reason
@@ -200,6 +201,10 @@ class UploadOffsetMismatch(Conflict):
     def __init__(self, message: str, *, received: int | None = None, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.received = received
+
+
+class UploadDigestMismatch(Conflict):
+    code = "upload_digest_mismatch"
 
 
 class PreconditionFailed(Conflict):

@@ -97,6 +97,16 @@ class Limits:
     max_concurrent_uploads: int = 16
     max_concurrent_uploads_per_tenant: int = 8
     max_concurrent_verifications_per_tenant: int = 2
+    max_open_uploads_per_tenant: int = 64
+    """Resumable ones that have neither expired nor been deleted."""
+    upload_chunk_bytes: int = 16 * MIB
+    """After so many bytes of a resumable upload they are durable: what a broken connection can lose."""
+    max_upload_chunks: int = 4096
+    """Of one resumable upload: it isn't made of crumbs."""
+    upload_ttl_s: float = 86_400.0
+    """How long a resumable upload is kept after its last piece."""
+    max_concurrent_downloads: int = 16
+    max_concurrent_downloads_per_tenant: int = 4
     max_idempotency_key_bytes: int = 255
     max_idempotency_keys_per_key: int = 10_000
     idempotency_ttl_s: float = 86_400.0

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from adapters_store.base import BlobStore, StagedBlob
 from loraserve import faults
 from loraserve.db.idempotency import Once
 from loraserve.db.session import Clock, Database
-from loraserve.errors import Overloaded, QuotaExceeded, RateLimited
+from loraserve.errors import QuotaExceeded
 from loraserve.limits import LIMITS
 from loraserve.registry.certificates import Certificates
 from loraserve.registry.changes import point_alias, record_change
@@ -20,16 +19,35 @@ from loraserve.registry.damage import is_damaged, mend
 from loraserve.registry.inspection import Inspected, inspect_upload
 from loraserve.registry.model_name import LIVE, check_adapter_name
 from loraserve.registry.parity import Parity
+from loraserve.registry.places import Places
 from loraserve.registry.records import CHECKED, QUARANTINED, READY, Published, VersionRecord
+from loraserve.registry.references import keep, keep_stored
 from loraserve.registry.repository import AdapterRepository
+from loraserve.registry.resumable import ResumableUploads
 from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
 
 MAX_INSPECTIONS = 2
 """Uploads that are checked at the same time: each holds a thread, and its bytes in memory."""
 
 
+class Weights(Protocol):
+    """The bytes of a version's weights: staged, or in the store already."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def digest(self) -> Digest: ...
+
+    def read(self) -> memoryview: ...
+
+    def commit(self) -> Digest: ...
+
+
 class Uploads:
     """Publishes versions: blobs first (bytes, fsync, rename, fsync of the folder), then the certificate, the database's commit, and the answer.
+
+    `resumable` are the uploads that come in pieces; complete, their blobs are published as staged ones are.
 
     Args:
         base: the resident base model; may raise `EngineUnavailable` while there is none.
@@ -54,7 +72,18 @@ class Uploads:
         self._on_change = on_change
         self._clock = clock
         self._inspections = asyncio.Semaphore(MAX_INSPECTIONS)
-        self._num_uploads: Counter[TenantId] = Counter()
+        self._places = Places(
+            "uploads",
+            max_in_all=LIMITS.max_concurrent_uploads,
+            max_per_tenant=LIMITS.max_concurrent_uploads_per_tenant,
+        )
+        self.downloads = Places(
+            "downloads",
+            max_in_all=LIMITS.max_concurrent_downloads,
+            max_per_tenant=LIMITS.max_concurrent_downloads_per_tenant,
+        )
+        """Files on their way out."""
+        self.resumable = ResumableUploads(database, store, self._places, clock=clock)
 
     def check_name(self, name: str) -> str:
         """`name` if an adapter may be called so; before a byte of its upload is read.
@@ -72,37 +101,24 @@ class Uploads:
             Overloaded: `LIMITS.max_concurrent_uploads` are under way.
             StorageFull: no room.
         """
-        if self._num_uploads[tenant] >= LIMITS.max_concurrent_uploads_per_tenant:
-            raise RateLimited(
-                f"{self._num_uploads[tenant]} uploads of this tenant are under way, the most at a time.",
-                retry_after_s=5,
-            )
-        if self._num_uploads.total() >= LIMITS.max_concurrent_uploads:
-            raise Overloaded(f"{self._num_uploads.total()} uploads are under way, the most at a time.", retry_after_s=5)
-        self._num_uploads[tenant] += 1
+        self._places.take(tenant)
         try:
             return await asyncio.to_thread(self._store.stage)
         except BaseException:
-            self._end_upload(tenant)
+            self._places.give_back(tenant)
             raise
 
     async def release(self, tenant: TenantId, staged: StagedBlob) -> None:
         """Ends what `stage` began: what isn't committed is removed."""
-        self._end_upload(tenant)
+        self._places.give_back(tenant)
         await asyncio.to_thread(staged.discard)
-
-    def _end_upload(self, tenant: TenantId) -> None:
-        self._num_uploads[tenant] -= 1
-        if not self._num_uploads[tenant]:
-            # one entry per uploading tenant, not per tenant ever seen
-            del self._num_uploads[tenant]
 
     async def publish(
         self,
         tenant: TenantId,
         name: str,
         config: bytes,
-        weights: StagedBlob,
+        weights: Weights,
         *,
         actor: str,
         is_promoting: bool = True,
@@ -114,13 +130,15 @@ class Uploads:
         A version whose certificate failed is quarantined: no alias is moved to it. The same bytes again give the version that has
         them, with the certificate that it has (and `LIVE` moves to it); they are written again, and a version whose stored bytes were
         damaged has whole ones, and a new certificate: that ends its quarantine. A dry run checks the same things but for the certificate,
-        which takes stored bytes, and leaves nothing behind. `weights` stays the caller's to `release`.
+        which takes stored bytes, and leaves nothing behind. `weights` that were staged stay the caller's to `release`.
 
         Raises:
             AdapterRejected: the files can't be served, by their own look or by the engine's word; it lists every reason.
             InvalidRequest: the name can't be an adapter's.
             QuotaExceeded: the tenant may not hold another adapter or as many bytes.
             StorageFull, StorageError: the bytes can't be kept.
+            Conflict: those that are in the store already are damaged: they must be uploaded again.
+            Overloaded: they were collected meanwhile; the same request works again.
             Replay: `once` was used before.
         """
         self.check_name(name)
@@ -147,6 +165,7 @@ class Uploads:
             known is None or had_damage or (config_blob, weights_blob) == (known[1].config_blob, known[1].weights_blob)
         )
         if is_kept:
+            await keep(self._database, (config_blob, weights_blob))
             await asyncio.to_thread(self._commit, config, weights)
         elif known is not None:
             config_blob, weights_blob = Digest(known[1].config_blob), Digest(known[1].weights_blob)
@@ -162,6 +181,8 @@ class Uploads:
                 weights_blob=weights_blob,
             )
             parity = await self._certificates.check_upload(ref)
+        if is_kept:
+            await keep_stored(self._database, self._store, (config_blob, weights_blob))
         now = self._clock()
         async with self._database.write() as session:
             if once is not None:
@@ -225,7 +246,7 @@ class Uploads:
         self._on_change(tenant, name)
         return published
 
-    def _commit(self, config: bytes, weights: StagedBlob) -> None:
+    def _commit(self, config: bytes, weights: Weights) -> None:
         staged_config = self._store.stage()
         try:
             staged_config.write(config)
@@ -259,7 +280,7 @@ def _checks(inspected: Inspected, parity: Parity | None) -> tuple[Mapping[str, A
     return inspected.checks if parity is None else (*inspected.checks, parity.as_check())
 
 
-def _inspect(config: bytes, weights: StagedBlob, base: BaseSpec) -> Inspected:
+def _inspect(config: bytes, weights: Weights, base: BaseSpec) -> Inspected:
     return inspect_upload(config, weights.read(), base)
 
 

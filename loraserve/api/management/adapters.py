@@ -13,6 +13,7 @@ from loraserve.api import scopes
 from loraserve.api.management.answers import ROOT, answer, answer_once, content_etag, created, encode
 from loraserve.api.management.multipart import multipart_boundary, read_upload
 from loraserve.api.management.resources import AdapterResource, Resource, VersionResource, page_of
+from loraserve.api.management.uploads import is_json, publish_stored
 from loraserve.api.services import services_of
 from loraserve.errors import InvalidRequest
 from loraserve.registry.parity import quarantined
@@ -45,7 +46,7 @@ class ActionResource(Resource):
 async def publish_version(
     name: str, request: Request, dry_run: bool = False, promote: bool = True, caller: Caller = Depends(_writer)
 ) -> Response:
-    """Publish the uploaded files. 201 with a new version, 200 with the one that has these bytes or with a dry run's findings.
+    """Publish the uploaded files: multipart, or as JSON a config and the digest of a complete upload. 201 with a new version, 200 with the one that has these bytes or with a dry run's findings.
 
     A version whose certificate failed is there in the state ``quarantined``, and no alias was moved to it.
     """
@@ -59,6 +60,8 @@ async def publish_version(
         )
     uploads = services.registry.uploads
     uploads.check_name(name)
+    if is_json(request):
+        return await publish_stored(request, caller, name, _published, is_promoting=promote, is_dry_run=dry_run)
     boundary = multipart_boundary(request)
     staged = await uploads.stage(caller.tenant)
     try:

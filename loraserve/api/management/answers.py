@@ -28,12 +28,12 @@ def answer(request: Request, resource: Resource, *, etag: str | None = None) -> 
     body = encode(resource)
     etag = etag or content_etag(body)
     known = request.headers.get("if-none-match")
-    if known is not None and _names(known, etag):
+    if known is not None and names_etag(known, etag):
         return Response(status_code=304, headers={"ETag": etag})
     return Response(body, headers={"ETag": etag}, media_type="application/json")
 
 
-def _names(header: str, etag: str) -> bool:
+def names_etag(header: str, etag: str) -> bool:
     """Whether an ``If-None-Match`` is ``*`` or lists `etag`, weak or strong. Time grows with the header's length, no faster."""
     return header.strip() == "*" or etag in (tag.strip().removeprefix("W/") for tag in header.split(","))
 

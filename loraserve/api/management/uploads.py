@@ -1,0 +1,202 @@
+"""Resumable uploads: announced, sent in pieces with ``Content-Range``, and published by their digest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import AsyncIterator, Callable
+from datetime import datetime
+from typing import Any
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from loraserve.api import scopes
+from loraserve.api.json_body import parse_json
+from loraserve.api.management.answers import ROOT, answer, answer_once, content_etag, created, encode
+from loraserve.api.management.bodies import Body, read_body
+from loraserve.api.management.resources import Resource
+from loraserve.api.services import services_of
+from loraserve.errors import Conflict, InvalidRequest, PayloadTooLarge
+from loraserve.limits import LIMITS
+from loraserve.registry.records import Published
+from loraserve.registry.resumable import UploadRecord
+from loraserve.tenancy.auth import Caller
+from loraserve.tenancy.idempotency import Once, StoredResponse
+from loraserve.types import Digest
+
+router = APIRouter(prefix="/uploads")
+
+_reader = scopes.require(scopes.ADAPTERS_READ)
+_writer = scopes.require(scopes.ADAPTERS_WRITE)
+
+_RANGE = re.compile(r"bytes ([0-9]{1,15})-([0-9]{1,15})/([0-9]{1,15})")
+
+
+class UploadCreate(Body):
+    sha256: str
+    size: int
+
+
+class UploadResource(Resource):
+    id: str
+    sha256: str
+    size: int
+    received: int
+    """Bytes from the first on that are durable: where the next piece begins."""
+    is_complete: bool
+    """The whole blob is there, and hashes to its digest."""
+    expires_at: datetime
+
+    @classmethod
+    def of(cls, record: UploadRecord) -> UploadResource:
+        return cls(
+            id=record.id,
+            sha256=record.sha256,
+            size=record.size,
+            received=record.received,
+            is_complete=record.is_complete,
+            expires_at=record.expires_at,
+        )
+
+
+@router.post("", status_code=201, response_model=UploadResource)
+async def create_upload(request: Request, caller: Caller = Depends(_writer)) -> Response:
+    """Announce a blob. 201 with a new upload, 200 with the one of these bytes that was begun: it goes on where it stopped."""
+    services = services_of(request)
+    services.check_open()
+    body = await read_body(request, UploadCreate)
+    content = f"{body.sha256}:{body.size}".encode()
+
+    async def work(once: Once[tuple[UploadRecord, bool]] | None) -> tuple[UploadRecord, bool]:
+        return await services.registry.uploads.resumable.create(
+            caller.tenant, body.sha256, body.size, actor=caller.key_id, once=once
+        )
+
+    return await answer_once(request, caller, content, work, _created)
+
+
+def _created(result: tuple[UploadRecord, bool]) -> StoredResponse:
+    record, is_new = result
+    return created(UploadResource.of(record), f"{ROOT}/uploads/{record.id}", status=201 if is_new else 200)
+
+
+@router.get("/{upload_id}", response_model=UploadResource)
+async def get_upload(upload_id: str, request: Request, caller: Caller = Depends(_reader)) -> Response:
+    """How much has come. One whose last byte came just before its server ended is completed."""
+    record = await services_of(request).registry.uploads.resumable.settle(caller.tenant, upload_id)
+    return answer(request, UploadResource.of(record))
+
+
+@router.patch("/{upload_id}", response_model=UploadResource)
+async def send_piece(upload_id: str, request: Request, caller: Caller = Depends(_writer)) -> Response:
+    """The next piece, of any length: ``Content-Range: bytes FIRST-LAST/SIZE``. What came of a piece that broke off is kept.
+
+    409 ``upload_offset_mismatch`` says in ``received`` where the next piece begins. With the last one the whole is checked.
+    """
+    services = services_of(request)
+    services.check_open()
+    start, end, size = _read_range(request)
+    record = await services.registry.uploads.resumable.receive(
+        caller.tenant, upload_id, start, end, size, request.stream()
+    )
+    body = encode(UploadResource.of(record))
+    return Response(body, headers={"ETag": content_etag(body)}, media_type="application/json")
+
+
+@router.delete("/{upload_id}", status_code=204)
+async def delete_upload(upload_id: str, request: Request, caller: Caller = Depends(_writer)) -> Response:
+    """Give it up. A version that was published from it stays."""
+    await services_of(request).registry.uploads.resumable.delete(caller.tenant, upload_id, actor=caller.key_id)
+    return Response(status_code=204)
+
+
+def _read_range(request: Request) -> tuple[int, int, int]:
+    """[start, end) and the whole size of ``Content-Range``.
+
+    Raises:
+        InvalidRequest: it is missing, no range of bytes, or not what ``Content-Length`` says.
+    """
+    expected = "Expected Content-Range: bytes FIRST-LAST/SIZE, with LAST below SIZE."
+    match = _RANGE.fullmatch(request.headers.get("content-range", ""))
+    if match is None:
+        raise InvalidRequest("The piece's range is missing or can't be read.", param="Content-Range", hint=expected)
+    start, end, size = int(match[1]), int(match[2]) + 1, int(match[3])
+    # Nothing is a piece only where nothing is missing: who asks whether all has come.
+    if end > size or end < start or (start == end and start != size):
+        raise InvalidRequest("The piece's range makes no sense.", param="Content-Range", hint=expected)
+    length = request.headers.get("content-length")
+    if length is not None and length != str(end - start):
+        raise InvalidRequest("The body hasn't the length of its range.", param="Content-Range")
+    return start, end, size
+
+
+def is_json(request: Request) -> bool:
+    """Whether the body says that it is JSON."""
+    kind, _, _ = request.headers.get("content-type", "").partition(";")
+    return kind.strip().lower() == "application/json"
+
+
+async def publish_stored(
+    request: Request,
+    caller: Caller,
+    name: str,
+    render: Callable[[Published], StoredResponse],
+    *,
+    is_promoting: bool,
+    is_dry_run: bool,
+) -> Response:
+    """Publish ``{config: {…}, blob: sha256}``: a config, and the weights of one of the tenant's complete uploads.
+
+    Raises:
+        InvalidRequest: the body isn't that.
+        UploadNotFound: there is no such upload, or bytes are missing.
+        Conflict: its bytes are damaged or gone: they must be sent again.
+    """
+    uploads = services_of(request).registry.uploads
+    config, blob = _read_publish(await _read_bounded(request.stream()))
+    content = hashlib.sha256(config).digest() + blob.encode()
+    stored = await uploads.resumable.stored(caller.tenant, blob)
+
+    async def work(once: Once[Published] | None) -> Published:
+        try:
+            return await uploads.publish(
+                caller.tenant,
+                name,
+                config,
+                stored,
+                actor=caller.key_id,
+                is_promoting=is_promoting,
+                is_dry_run=is_dry_run,
+                once=once,
+            )
+        except Conflict:
+            # what is stored isn't what came, so that nothing says any more that it needn't come again
+            await uploads.resumable.forget(caller.tenant, stored.digest)
+            raise
+
+    return await answer_once(request, caller, content, work, render)
+
+
+async def _read_bounded(body: AsyncIterator[bytes]) -> bytes:
+    # The route takes whole adapters in another form, so that the bound on its body is no bound on this.
+    data = bytearray()
+    async for piece in body:
+        data += piece
+        if len(data) > LIMITS.max_body_bytes:
+            raise PayloadTooLarge(f"The JSON body is over its bound of {LIMITS.max_body_bytes} bytes.")
+    return bytes(data)
+
+
+def _read_publish(body: bytes) -> tuple[bytes, Digest]:
+    value: Any = parse_json(body)
+    if not isinstance(value, dict) or value.keys() - {"config", "blob"}:
+        raise InvalidRequest("The body should be a JSON object with config and blob, and nothing else.")
+    for name, kind, words in (("config", dict, "an object"), ("blob", str, "a SHA-256 in lower-case hex")):
+        if not isinstance(value.get(name), kind):
+            raise InvalidRequest(f"{name} should be {words}.", param=name)
+    config = json.dumps(value["config"], ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    if len(config) > LIMITS.max_adapter_config_bytes:
+        raise PayloadTooLarge(f"config is over its bound of {LIMITS.max_adapter_config_bytes} bytes.", param="config")
+    return config, Digest(value["blob"])

@@ -1,0 +1,462 @@
+"""Resumable uploads: a blob's bytes in pieces, over as many connections as it takes, to whichever server.
+
+What has come is durable chunk by chunk, each a blob of its own, so that any replica can take the next piece and a broken connection
+costs one chunk at most. The last one makes them one blob, under the digest that was announced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from sqlalchemy import delete, func, select
+from sqlalchemy.ext.asyncio import AsyncSession
+from ulid import ULID
+
+from adapters_store.base import BlobStore, StagedBlob
+from loraserve import faults
+from loraserve.db import audit
+from loraserve.db.idempotency import Once
+from loraserve.db.models import Adapter, AdapterVersion, Upload, UploadChunk
+from loraserve.db.session import Clock, Database
+from loraserve.errors import (
+    BlobCorrupt,
+    BlobNotFound,
+    Conflict,
+    InvalidRequest,
+    PayloadTooLarge,
+    QuotaExceeded,
+    UploadDigestMismatch,
+    UploadNotFound,
+    UploadOffsetMismatch,
+)
+from loraserve.limits import KIB, LIMITS, MIB
+from loraserve.registry.places import Places
+from loraserve.registry.references import doom, keep
+from loraserve.registry.repository import AdapterRepository
+from loraserve.types import Digest, TenantId
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_CHUNK_BYTES = LIMITS.upload_chunk_bytes
+_FLUSH_BYTES = 1 * MIB
+_WORTH_KEEPING_BYTES = 64 * KIB
+"""Of what came before a connection broke: fewer aren't worth a chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class UploadRecord:
+    """A resumable upload as it stands."""
+
+    id: str
+    sha256: Digest
+    size: int
+    received: int
+    """Bytes from the first on that are durable: where the next piece begins."""
+    is_complete: bool
+    expires_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    start: int
+    size: int
+    digest: Digest
+
+
+class ResumableUploads:
+    """The uploads that were announced, each one tenant's.
+
+    Args:
+        places: what an upload's pieces take a place of, as whole uploads do.
+    """
+
+    def __init__(self, database: Database, store: BlobStore, places: Places, *, clock: Clock) -> None:
+        self._database = database
+        self._store = store
+        self._places = places
+        self._clock = clock
+
+    async def create(
+        self,
+        tenant: TenantId,
+        sha256: str,
+        size: int,
+        *,
+        actor: str,
+        once: Once[tuple[UploadRecord, bool]] | None = None,
+    ) -> tuple[UploadRecord, bool]:
+        """The tenant's upload of these bytes, and whether it is new: one that was begun goes on.
+
+        Nothing is said of what others hold: the bytes must be sent, whoever has them.
+
+        Raises:
+            InvalidRequest: `sha256` or `size` can't be one.
+            PayloadTooLarge: over `LIMITS.max_upload_bytes`.
+            QuotaExceeded: the tenant has `LIMITS.max_open_uploads_per_tenant`, or may not store as many bytes.
+            Replay: `once` was used before.
+        """
+        if not _DIGEST.fullmatch(sha256):
+            raise InvalidRequest("sha256 should be 64 lower-case hex digits.", param="sha256")
+        if size < 1:
+            raise InvalidRequest("size should be the number of bytes, 1 at least.", param="size")
+        if size > LIMITS.max_upload_bytes:
+            raise PayloadTooLarge(f"size is over the bound of {LIMITS.max_upload_bytes} bytes.", param="size")
+        now = self._clock()
+        async with self._database.write() as session:
+            if once is not None:
+                await once.begin(session)
+            limits = (await AdapterRepository(session, tenant).lock_tenant()).limits
+            row = await self._begun(session, tenant, sha256, size, now)
+            is_new = row is None
+            if row is None:
+                await _check_room(session, tenant, limits.get("max_stored_bytes"), size, now)
+                row = Upload(
+                    id=str(ULID.from_datetime(now)),
+                    tenant_id=tenant,
+                    sha256=sha256,
+                    size=size,
+                    received=0,
+                    is_complete=False,
+                    created_at=now,
+                    expires_at=_expiry(now),
+                )
+                session.add(row)
+                _record(session, "upload.create", row, actor, now)
+            result = _to_record(row), is_new
+            if once is not None:
+                await once.finish(session, result)
+        return result
+
+    async def get(self, tenant: TenantId, upload_id: str) -> UploadRecord:
+        """Raises:
+        UploadNotFound: absent, expired, or another tenant's: one text.
+        """
+        async with self._database.read() as session:
+            return _to_record(await self._row(session, tenant, upload_id))
+
+    async def settle(self, tenant: TenantId, upload_id: str) -> UploadRecord:
+        """As `get`; but one whose last byte came just before its server ended is completed first.
+
+        Raises:
+            UploadNotFound
+            UploadDigestMismatch, UploadOffsetMismatch, RateLimited, Overloaded, StorageFull, StorageError: as `receive`.
+        """
+        record = await self.get(tenant, upload_id)
+        if record.received < record.size or record.is_complete:
+            return record
+        with self._places.taken(tenant):
+            return await self._complete(tenant, record)
+
+    async def delete(self, tenant: TenantId, upload_id: str, *, actor: str) -> None:
+        """The upload is gone; what came of it is collected.
+
+        Raises:
+            UploadNotFound
+        """
+        now = self._clock()
+        async with self._database.write() as session:
+            row = await self._row(session, tenant, upload_id, is_locking=True)
+            _record(session, "upload.delete", row, actor, now)
+            await remove_upload(session, row, now)
+
+    async def receive(
+        self, tenant: TenantId, upload_id: str, start: int, end: int, size: int, body: AsyncIterator[bytes]
+    ) -> UploadRecord:
+        """The bytes [start, end) of `size` are durable, and with the last of them the blob; the upload as it is then.
+
+        A piece that is there already is read and dropped. Of one that ends early, what came is kept.
+
+        Raises:
+            UploadNotFound
+            UploadOffsetMismatch: the piece doesn't begin where the last one ended, or another piece came at the same time.
+            UploadDigestMismatch: all are there, and hash to something else: they are dropped, and the upload starts again.
+            InvalidRequest: the range or the body's length doesn't fit.
+            RateLimited, Overloaded: too many uploads are under way.
+            StorageFull, StorageError
+        """
+        found = await self.get(tenant, upload_id)
+        if size != found.size:
+            raise InvalidRequest(
+                f"The upload has {found.size} bytes in all; the range says another number.", param="Content-Range"
+            )
+        with self._places.taken(tenant):
+            if start != found.received:
+                if end > found.received:
+                    raise _mismatch(found.received)
+                async for _ in body:
+                    # there already; read to its end, for the connection's next request
+                    pass
+            else:
+                await self._take(tenant, upload_id, start, end, body)
+            record = await self.get(tenant, upload_id)
+            if record.received == record.size and not record.is_complete:
+                record = await self._complete(tenant, record)
+        return record
+
+    async def _take(self, tenant: TenantId, upload_id: str, start: int, end: int, body: AsyncIterator[bytes]) -> None:
+        position = start
+        pending = bytearray()
+        broken: Exception | None = None
+        pieces = aiter(body)
+        staged = await asyncio.to_thread(self._store.stage)
+        try:
+            while True:
+                try:
+                    data = await anext(pieces, None)
+                except Exception as error:
+                    # The connection broke, or the client is too slow: what came needn't come again.
+                    broken = error
+                    break
+                if data is None:
+                    break
+                if position + staged.num_bytes + len(pending) + len(data) > end:
+                    raise InvalidRequest("The body is longer than its range says.", param="Content-Range")
+                pending += data
+                if len(pending) >= _FLUSH_BYTES:
+                    await asyncio.to_thread(staged.write, pending)
+                    pending = bytearray()
+                if staged.num_bytes >= _CHUNK_BYTES:
+                    position += await self._commit_chunk(tenant, upload_id, position, staged)
+                    staged = await asyncio.to_thread(self._store.stage)
+            await asyncio.to_thread(staged.write, pending)
+            if staged.num_bytes and (broken is None or staged.num_bytes >= _WORTH_KEEPING_BYTES):
+                position += await self._commit_chunk(tenant, upload_id, position, staged)
+        finally:
+            await asyncio.to_thread(staged.discard)
+        if broken is not None:
+            raise broken
+        if position != end:
+            raise InvalidRequest(
+                "The body is shorter than its range says; what came of it is kept.", param="Content-Range"
+            )
+
+    async def _commit_chunk(self, tenant: TenantId, upload_id: str, start: int, staged: StagedBlob) -> int:
+        """The staged bytes are the upload's next; returns how many."""
+        digest, size = staged.digest, staged.num_bytes
+        await keep(self._database, [digest])
+        await asyncio.to_thread(staged.commit)
+        faults.hit("upload.after_chunk")
+        now = self._clock()
+        async with self._database.write() as session:
+            row = await self._row(session, tenant, upload_id, is_locking=True)
+            if row.received != start:
+                raise _mismatch(row.received)
+            query = select(func.count()).select_from(UploadChunk).where(UploadChunk.upload_id == upload_id)
+            if (await session.scalar(query) or 0) >= LIMITS.max_upload_chunks:
+                raise InvalidRequest(
+                    f"The upload came in {LIMITS.max_upload_chunks} pieces, the most it may.",
+                    hint="Delete it, and send larger pieces.",
+                )
+            session.add(UploadChunk(upload_id=upload_id, start=start, size=size, digest=digest))
+            row.received = start + size
+            row.expires_at = _expiry(now)
+        faults.hit("upload.after_chunk_commit")
+        return size
+
+    async def _complete(self, tenant: TenantId, upload: UploadRecord) -> UploadRecord:
+        """The chunks are one blob, durable, if they are what was announced."""
+        async with self._database.read() as session:
+            query = select(UploadChunk).where(UploadChunk.upload_id == upload.id).order_by(UploadChunk.start)
+            chunks = [_Chunk(row.start, row.size, Digest(row.digest)) for row in (await session.scalars(query)).all()]
+        await keep(self._database, [upload.sha256])
+        broken: _Chunk | None = None
+        # of one chunk it is the blob, in the store already
+        is_right = len(chunks) == 1 and chunks[0].digest == upload.sha256
+        if len(chunks) > 1:
+            is_right, broken = await asyncio.to_thread(_assemble, self._store, chunks, upload.sha256)
+        now = self._clock()
+        async with self._database.write() as session:
+            row = await self._row(session, tenant, upload.id, is_locking=True)
+            if row.is_complete or row.received != upload.received:
+                # another request did it, or began anew
+                return _to_record(row)
+            if is_right:
+                row.is_complete = True
+                row.expires_at = _expiry(now)
+                _record(session, "upload.complete", row, "server", now)
+            else:
+                row.received = 0 if broken is None else broken.start
+            gone = [chunk for chunk in chunks if chunk.start >= row.received or is_right]
+            await session.execute(
+                delete(UploadChunk).where(
+                    UploadChunk.upload_id == upload.id, UploadChunk.start.in_([chunk.start for chunk in gone])
+                )
+            )
+            await doom(session, (chunk.digest for chunk in gone if chunk.digest != upload.sha256), now)
+            record = _to_record(row)
+        faults.hit("upload.after_complete")
+        if broken is not None:
+            raise _mismatch(record.received)
+        if not is_right:
+            raise UploadDigestMismatch(
+                "The bytes that came don't hash to the sha256 that was announced; they are dropped.",
+                hint="Send them again from the first, or announce another upload.",
+            )
+        return record
+
+    async def stored(self, tenant: TenantId, sha256: str) -> StoredWeights:
+        """The blob of the tenant's complete upload, as `Uploads.publish` takes weights.
+
+        Raises:
+            UploadNotFound: the tenant has no upload of it, or one that isn't complete.
+        """
+        query = select(Upload).where(
+            Upload.tenant_id == tenant, Upload.sha256 == sha256, Upload.expires_at > self._clock()
+        )
+        async with self._database.read() as session:
+            rows = (await session.scalars(query)).all() if _DIGEST.fullmatch(sha256) else []
+        row = next((row for row in rows if row.is_complete), None)
+        if row is None:
+            raise UploadNotFound(
+                "There is no complete upload of this blob.", hint="Announce it with POST /api/v1/uploads, and send it."
+            )
+        return StoredWeights(self._store, Digest(row.sha256), row.size)
+
+    async def forget(self, tenant: TenantId, sha256: Digest) -> None:
+        """The tenant's complete uploads of these bytes are gone: what is stored isn't what came, and must come again."""
+        now = self._clock()
+        async with self._database.write() as session:
+            query = select(Upload).where(Upload.tenant_id == tenant, Upload.sha256 == sha256).with_for_update()
+            for row in (await session.scalars(query)).all():
+                await remove_upload(session, row, now)
+
+    async def _row(
+        self, session: AsyncSession, tenant: TenantId, upload_id: str, *, is_locking: bool = False
+    ) -> Upload:
+        query = select(Upload).where(
+            Upload.id == upload_id[:64], Upload.tenant_id == tenant, Upload.expires_at > self._clock()
+        )
+        # an id that no database would take isn't one of ours
+        is_plain = upload_id.isascii() and upload_id.isalnum()
+        found = await session.scalars(query.with_for_update() if is_locking else query) if is_plain else None
+        row = None if found is None else found.one_or_none()
+        if row is None:
+            raise UploadNotFound("There is no such upload.", hint="Announce it with POST /api/v1/uploads.")
+        return row
+
+    async def _begun(
+        self, session: AsyncSession, tenant: TenantId, sha256: str, size: int, now: datetime
+    ) -> Upload | None:
+        query = (
+            select(Upload)
+            .where(Upload.tenant_id == tenant, Upload.sha256 == sha256, Upload.size == size, Upload.expires_at > now)
+            .order_by(Upload.id.desc())
+            .limit(1)
+        )
+        row = (await session.scalars(query)).one_or_none()
+        if row is not None:
+            row.expires_at = _expiry(now)
+        return row
+
+
+class StoredWeights:
+    """A blob that is in the store already, in the place of staged bytes."""
+
+    def __init__(self, store: BlobStore, digest: Digest, num_bytes: int) -> None:
+        self._store = store
+        self.digest = digest
+        self.num_bytes = num_bytes
+
+    def read(self) -> memoryview:
+        """Raises:
+        Conflict: what is stored isn't what came.
+        StorageError
+        """
+        try:
+            return self._store.read(self.digest)
+        except (BlobCorrupt, BlobNotFound):
+            raise _lost() from None
+
+    def commit(self) -> Digest:
+        """Nothing more to do: it was durable when its upload was complete."""
+        return self.digest
+
+
+def _lost() -> Conflict:
+    return Conflict("The uploaded bytes are damaged or gone.", hint="Announce the upload anew, and send it again.")
+
+
+async def remove_upload(session: AsyncSession, row: Upload, now: datetime) -> None:
+    """The upload and its chunks are gone, their bytes on the list of what nobody needs."""
+    digests = (await session.scalars(select(UploadChunk.digest).where(UploadChunk.upload_id == row.id))).all()
+    await session.execute(delete(UploadChunk).where(UploadChunk.upload_id == row.id))
+    await session.delete(row)
+    await doom(session, [*map(Digest, digests), *([Digest(row.sha256)] if row.is_complete else [])], now)
+
+
+async def _check_room(
+    session: AsyncSession, tenant: TenantId, max_stored_bytes: int | None, size: int, now: datetime
+) -> None:
+    """Return if the tenant, whose row is locked, may have another upload of that size."""
+    mine = (Upload.tenant_id == tenant, Upload.expires_at > now)
+    num_open = await session.scalar(select(func.count()).select_from(Upload).where(*mine)) or 0
+    if num_open >= LIMITS.max_open_uploads_per_tenant:
+        raise QuotaExceeded(
+            f"{num_open} uploads of this tenant are open, the most it may have.",
+            hint="Delete one, or wait until one expires.",
+        )
+    if max_stored_bytes is None:
+        return
+    # what was published is counted as a version
+    published = (
+        select(AdapterVersion.id)
+        .join(Adapter, Adapter.id == AdapterVersion.adapter_id)
+        .where(
+            Adapter.tenant_id == tenant,
+            AdapterVersion.weights_blob == Upload.sha256,
+            AdapterVersion.deleted_at.is_(None),
+        )
+    )
+    query = select(func.sum(Upload.size)).where(*mine, ~published.exists())
+    uploading = int(await session.scalar(query) or 0)
+    stored = await AdapterRepository(session, tenant).stored_bytes()
+    if stored + uploading + size > max_stored_bytes:
+        raise QuotaExceeded(
+            f"The tenant stores {stored} bytes, uploads {uploading} and may store {max_stored_bytes}; this upload has {size}.",
+            hint="Delete versions or uploads, or ask for more.",
+        )
+
+
+def _assemble(store: BlobStore, chunks: Sequence[_Chunk], sha256: Digest) -> tuple[bool, _Chunk | None]:
+    """Whether the chunks make the blob `sha256`, which is committed then; and the first of them that is damaged or gone."""
+    with store.stage() as staged:
+        for chunk in chunks:
+            try:
+                for piece in store.read_pieces(chunk.digest):
+                    staged.write(piece)
+            except (BlobCorrupt, BlobNotFound):
+                return False, chunk
+        if staged.digest != sha256:
+            return False, None
+        faults.hit("upload.before_assembled")
+        staged.commit()
+    return True, None
+
+
+def _mismatch(received: int) -> UploadOffsetMismatch:
+    return UploadOffsetMismatch(
+        f"{received} bytes of the upload are there; the next piece begins there.", received=received
+    )
+
+
+def _expiry(now: datetime) -> datetime:
+    return now + timedelta(seconds=LIMITS.upload_ttl_s)
+
+
+def _record(session: AsyncSession, action: str, row: Upload, actor: str, now: datetime) -> None:
+    detail = {"sha256": row.sha256, "size": row.size}
+    audit.record(session, action, row.id, actor=actor, tenant=TenantId(row.tenant_id), at=now, detail=detail)
+
+
+def _to_record(row: Upload) -> UploadRecord:
+    return UploadRecord(
+        id=row.id,
+        sha256=Digest(row.sha256),
+        size=row.size,
+        received=row.received,
+        is_complete=row.is_complete,
+        expires_at=row.expires_at,
+    )
