@@ -141,6 +141,7 @@ class Aliases:
 
         Raises:
             AdapterNotFound, AliasNotFound, PreconditionFailed
+            Conflict: it is the adapter's fallback.
         """
         now = self._clock()
         async with self._database.write() as session:
@@ -149,6 +150,11 @@ class Aliases:
             row = await repository.alias(adapter, alias)
             record = repository.alias_record(adapter, row, alias)
             _check_condition(condition, row, f"{name}@{alias}")
+            if adapter.fallback == alias:
+                raise Conflict(
+                    f"{name}@{alias} can't be deleted: it is the adapter's fallback.",
+                    hint="Give the adapter another fallback, or none.",
+                )
             if row is not None:
                 await repository.remove_alias(adapter, row, now)
             record_change(

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, delete, func, select, update
+from sqlalchemy import ColumnElement, Select, delete, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 from ulid import ULID
 
-from loraserve.db.models import Adapter, AdapterVersion, Alias, Tenant
+from loraserve.db.models import Adapter, AdapterVersion, Alias, Grant, Tenant
 from loraserve.db.names import is_name
-from loraserve.errors import AdapterNotFound, AliasNotFound, TenantNotFound, VersionNotFound
+from loraserve.errors import AdapterNotFound, AliasNotFound, AlreadyExists, TenantNotFound, VersionNotFound
 from loraserve.registry.model_name import MAX_VERSION
 from loraserve.registry.records import AdapterRecord, Aim, AliasRecord, ShadowPart, VersionRecord
 from loraserve.types import Digest, TenantId
@@ -39,7 +39,7 @@ class AdapterRepository:
         if is_name(name):
             row = (await self._session.scalars(query.with_for_update() if is_locking else query)).one_or_none()
         if row is None:
-            raise AdapterNotFound(f"There is no adapter {_shown(name)}.", hint="See: loraserve adapter list")
+            raise _no_adapter(name)
         return row
 
     async def adapter_to_publish(self, name: str, now: datetime) -> tuple[Adapter, bool]:
@@ -70,6 +70,8 @@ class AdapterRepository:
         was_deleted = row.deleted_at is not None
         if was_deleted:
             await self._session.execute(delete(Alias).where(Alias.adapter_id == row.id))
+            # who could use the old one wasn't granted this one
+            await self._session.execute(delete(Grant).where(Grant.adapter_id == row.id))
             row.deleted_at, row.created_at = None, now
             row.notes, row.tags, row.fallback = "", {}, None
         return row, made is not None or was_deleted
@@ -82,21 +84,48 @@ class AdapterRepository:
         """
         row = None
         if 1 <= number <= MAX_VERSION:
-            row = (
-                await self._session.scalars(
-                    select(AdapterVersion).where(
-                        AdapterVersion.adapter_id == adapter.id,
-                        AdapterVersion.number == number,
-                        AdapterVersion.deleted_at.is_(None),
-                    )
-                )
-            ).one_or_none()
+            query = self._numbered(adapter, number).where(AdapterVersion.deleted_at.is_(None))
+            row = (await self._session.scalars(query)).one_or_none()
         if row is None:
-            raise VersionNotFound(
-                f'The adapter "{adapter.name}" has no such version.',
-                hint=f"See: loraserve adapter versions {adapter.name}",
-            )
+            raise _no_version(adapter)
         return row
+
+    async def deleted_adapter(self, name: str, *, since: datetime, is_locking: bool = False) -> Adapter:
+        """The row of an adapter that was deleted after `since`; locked for changes until the transaction ends when `is_locking`.
+
+        Raises:
+            AdapterNotFound: there is none, or it was deleted before that.
+            AlreadyExists: it isn't deleted.
+        """
+        query = select(Adapter).where(self._mine(), Adapter.name == name)
+        query = query.with_for_update() if is_locking else query
+        row = (await self._session.scalars(query)).one_or_none() if is_name(name) else None
+        if row is None or (row.deleted_at is not None and row.deleted_at <= since):
+            raise _no_adapter(name)
+        if row.deleted_at is None:
+            raise AlreadyExists(f'The adapter "{name}" isn\'t deleted.')
+        return row
+
+    async def deleted_version(self, adapter: Adapter, number: int, *, since: datetime) -> AdapterVersion:
+        """The row of a version that was deleted after `since`.
+
+        Raises:
+            VersionNotFound: there is none, or it was deleted before that.
+            AlreadyExists: it isn't deleted.
+        """
+        row = None
+        if 1 <= number <= MAX_VERSION:
+            row = (await self._session.scalars(self._numbered(adapter, number))).one_or_none()
+        if row is None or (row.deleted_at is not None and row.deleted_at <= since):
+            raise _no_version(adapter)
+        if row.deleted_at is None:
+            raise AlreadyExists(f"{adapter.name}@{number} isn't deleted.")
+        return row
+
+    async def versions_deleted_at(self, adapter: Adapter, at: datetime) -> Sequence[AdapterVersion]:
+        """The versions that went at that very instant, as all of an adapter's do with it."""
+        query = select(AdapterVersion).where(AdapterVersion.adapter_id == adapter.id, AdapterVersion.deleted_at == at)
+        return (await self._session.scalars(query.order_by(AdapterVersion.number))).all()
 
     async def version_of_digest(self, name: str, digest: Digest) -> tuple[Adapter, AdapterVersion] | None:
         """The live adapter's version that has these bytes, if there is one."""
@@ -331,8 +360,21 @@ class AdapterRepository:
             tags=dict(row.tags),
         )
 
+    def _numbered(self, adapter: Adapter, number: int) -> Select[AdapterVersion]:
+        return select(AdapterVersion).where(AdapterVersion.adapter_id == adapter.id, AdapterVersion.number == number)
+
     def _mine(self) -> ColumnElement[bool]:
         return Adapter.tenant_id == self.tenant
+
+
+def _no_adapter(name: str) -> AdapterNotFound:
+    return AdapterNotFound(f"There is no adapter {_shown(name)}.", hint="See: loraserve adapter list")
+
+
+def _no_version(adapter: Adapter) -> VersionNotFound:
+    return VersionNotFound(
+        f'The adapter "{adapter.name}" has no such version.', hint=f"See: loraserve adapter versions {adapter.name}"
+    )
 
 
 def aim_of(row: Alias) -> Aim:

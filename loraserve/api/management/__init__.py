@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from loraserve.api.management import adapters, aliases, files, grants, residency, server, tenants, uploads, usage
+from loraserve.api.management import (
+    adapters,
+    aliases,
+    files,
+    grants,
+    lifecycle,
+    residency,
+    server,
+    tenants,
+    uploads,
+    usage,
+)
 
 router = APIRouter(prefix="/api/v1")
-for part in (adapters, files, aliases, uploads, residency, grants, tenants, server, usage):
+for part in (adapters, lifecycle, files, aliases, uploads, residency, grants, tenants, server, usage):
     router.include_router(part.router)
 
 __all__ = ["router"]

@@ -37,6 +37,17 @@ class AliasChange(Body):
     shadow: ShadowBody | None = None
 
 
+class VersionEdit(Body):
+    """What isn't said stays; null empties it."""
+
+    notes: str | None = None
+    tags: dict[str, str] | None = None
+
+
+class AdapterEdit(VersionEdit):
+    fallback: int | str | None = Field(default=None, union_mode="left_to_right")
+
+
 class KeyCreate(Body):
     name: str = "key"
     scopes: list[str] | None = Field(default=None, max_length=16)

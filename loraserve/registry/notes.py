@@ -1,0 +1,151 @@
+"""What people write on adapters and versions: notes, tags, and what answers when a version can't."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from loraserve.db.models import Adapter, AdapterVersion
+from loraserve.db.session import Clock, Database
+from loraserve.errors import InvalidRequest
+from loraserve.limits import LIMITS
+from loraserve.registry.changes import record_change
+from loraserve.registry.model_name import BASE_FALLBACK, check_alias_name
+from loraserve.registry.records import AdapterRecord, VersionRecord
+from loraserve.registry.repository import AdapterRepository
+from loraserve.types import TenantId
+
+_TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}", re.ASCII)
+_LAYOUT = frozenset("\n\r\t")
+"""Control characters that belong in a text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """What to write; what is None stays as it is."""
+
+    notes: str | None = None
+    tags: Mapping[str, str] | None = None
+    """All of them: a tag that isn't among these is gone."""
+    fallback: str | None = None
+    """A version's number, an alias, ``base``; empty: nothing answers any more. Of adapters alone."""
+
+    def __post_init__(self) -> None:
+        """Raises:
+        InvalidRequest: a text is too long, has characters that don't print, or there are too many tags.
+        """
+        if self.notes is not None:
+            if len(self.notes.encode("utf-8", "replace")) > LIMITS.max_notes_bytes:
+                raise InvalidRequest(f"Notes may have {LIMITS.max_notes_bytes} bytes.", param="notes")
+            if any(_is_control(letter) and letter not in _LAYOUT for letter in self.notes):
+                raise InvalidRequest("Notes should be text, without control characters.", param="notes")
+        if self.tags is not None:
+            _check_tags(self.tags)
+
+
+class Notes:
+    """Writes on the adapters and versions of every tenant, each call on one. What a call acknowledges is durable, and has its audit row.
+
+    Args:
+        on_change: told whose name it was after a change is durable.
+    """
+
+    def __init__(self, database: Database, on_change: Callable[[TenantId, str], None], *, clock: Clock) -> None:
+        self._database = database
+        self._on_change = on_change
+        self._clock = clock
+
+    async def edit(self, tenant: TenantId, name: str, edit: Edit, *, actor: str) -> AdapterRecord:
+        """The adapter has these notes, tags and fallback.
+
+        Raises:
+            InvalidRequest: the fallback can't be one.
+            AdapterNotFound
+            VersionNotFound, AliasNotFound: the fallback names none of the adapter's.
+        """
+        now = self._clock()
+        async with self._database.write() as session:
+            repository = AdapterRepository(session, tenant)
+            adapter = await repository.adapter(name, is_locking=True)
+            changed = _write(adapter, edit)
+            if edit.fallback is not None:
+                fallback = await _checked_fallback(repository, adapter, edit.fallback)
+                if fallback != adapter.fallback:
+                    adapter.fallback = fallback
+                    changed["fallback"] = fallback
+            if changed:
+                repository.touch(adapter, now)
+                record_change(session, repository, "adapter.edit", name, actor=actor, now=now, **changed)
+            await session.flush()
+            record = (await repository.adapter_records([adapter]))[0]
+        self._on_change(tenant, name)
+        return record
+
+    async def edit_version(self, tenant: TenantId, name: str, number: int, edit: Edit, *, actor: str) -> VersionRecord:
+        """The version has these notes and tags.
+
+        Raises:
+            AdapterNotFound, VersionNotFound
+        """
+        now = self._clock()
+        async with self._database.write() as session:
+            repository = AdapterRepository(session, tenant)
+            adapter = await repository.adapter(name, is_locking=True)
+            row = await repository.version(adapter, number)
+            if changed := _write(row, edit):
+                repository.touch(adapter, now)
+                record_change(session, repository, "version.edit", f"{name}@{number}", actor=actor, now=now, **changed)
+            await session.flush()
+            return await repository.version_record(adapter, row)
+
+
+def _write(row: Adapter | AdapterVersion, edit: Edit) -> dict[str, str | int | None]:
+    """What of it is new, for the audit: what the notes say and the tags are stays out of it."""
+    changed: dict[str, str | int | None] = {}
+    if edit.notes is not None and edit.notes != row.notes:
+        row.notes = edit.notes
+        changed["notes_length"] = len(edit.notes)
+    if edit.tags is not None and dict(edit.tags) != row.tags:
+        row.tags = dict(edit.tags)
+        changed["num_tags"] = len(edit.tags)
+    return changed
+
+
+async def _checked_fallback(repository: AdapterRepository, adapter: Adapter, fallback: str) -> str | None:
+    if not fallback:
+        return None
+    if fallback == BASE_FALLBACK:
+        return BASE_FALLBACK
+    if fallback.isascii() and fallback.isdigit():
+        # as long as a number may be written
+        number = int(fallback) if len(fallback) <= 10 else 0
+        return str((await repository.version(adapter, number)).number)
+    try:
+        check_alias_name(fallback)
+    except InvalidRequest:
+        raise InvalidRequest(
+            "fallback should be a version's number, an alias, base, or null.", param="fallback"
+        ) from None
+    return repository.alias_record(adapter, await repository.alias(adapter, fallback), fallback).name
+
+
+def _check_tags(tags: Mapping[str, str]) -> None:
+    """Raises:
+    InvalidRequest: too many, or one that can't be one. Nothing of them is repeated.
+    """
+    if len(tags) > LIMITS.max_tags:
+        raise InvalidRequest(f"There are {len(tags)} tags; {LIMITS.max_tags} is the most.", param="tags")
+    for key, value in tags.items():
+        if not _TAG.fullmatch(key):
+            raise InvalidRequest(f"A tag's name should match {_TAG.pattern}.", param="tags")
+        if len(value) > LIMITS.max_tag_value_length or any(map(_is_control, value)):
+            raise InvalidRequest(
+                f"A tag's value should be text of at most {LIMITS.max_tag_value_length} characters, in one line.",
+                param=f"tags.{key}",
+            )
+
+
+def _is_control(letter: str) -> bool:
+    return unicodedata.category(letter) in ("Cc", "Cs")

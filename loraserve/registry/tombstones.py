@@ -1,0 +1,157 @@
+"""Back from the dead: what was deleted is there again, as long as its bytes are kept."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from datetime import datetime, timedelta
+
+from adapters_store.base import BlobStore
+from loraserve.db.idempotency import Once
+from loraserve.db.models import Adapter, AdapterVersion
+from loraserve.db.session import Clock, Database
+from loraserve.errors import AlreadyExists, Conflict
+from loraserve.registry.changes import record_change
+from loraserve.registry.records import AdapterRecord, VersionRecord
+from loraserve.registry.references import keep
+from loraserve.registry.repository import AdapterRepository
+from loraserve.registry.uploads import check_quota
+from loraserve.types import Digest, TenantId
+
+
+class Tombstones:
+    """Restores adapters and versions of every tenant, each call for one.
+
+    Args:
+        on_change: told whose name it was after a restore is durable.
+        retention_s: for so long after its delete a thing can be restored; its bytes are kept that long.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        store: BlobStore,
+        on_change: Callable[[TenantId, str], None],
+        *,
+        retention_s: float,
+        clock: Clock,
+    ) -> None:
+        self._database = database
+        self._store = store
+        self._on_change = on_change
+        self._retention = timedelta(seconds=retention_s)
+        self._clock = clock
+
+    async def restore(
+        self, tenant: TenantId, name: str, *, actor: str, once: Once[AdapterRecord] | None = None
+    ) -> AdapterRecord:
+        """The adapter is as it was when it was deleted: with the versions that went with it, its aliases, notes and fallback. Durable.
+
+        Raises:
+            AdapterNotFound: there was none, or it was deleted longer ago than the retention.
+            AlreadyExists: it isn't deleted.
+            QuotaExceeded: the tenant may not hold another adapter or as many bytes.
+            Conflict: stored bytes of it are gone.
+            Replay: `once` was used before.
+        """
+        now = self._clock()
+        async with self._database.read() as session:
+            if once is not None:
+                await once.check(session)
+            repository = AdapterRepository(session, tenant)
+            adapter = await repository.deleted_adapter(name, since=now - self._retention)
+            blobs = _blobs(await repository.versions_deleted_at(adapter, _instant(adapter)))
+        await self._keep(name, blobs)
+        async with self._database.write() as session:
+            if once is not None:
+                await once.begin(session)
+            repository = AdapterRepository(session, tenant)
+            limits = (await repository.lock_tenant()).limits
+            adapter = await repository.deleted_adapter(name, since=now - self._retention, is_locking=True)
+            rows = await repository.versions_deleted_at(adapter, _instant(adapter))
+            size_bytes = sum(row.size_bytes for row in rows)
+            adapter.deleted_at = None
+            repository.touch(adapter, now)
+            await session.flush()
+            await check_quota(repository, limits, is_new_adapter=True, size_bytes=size_bytes)
+            for row in rows:
+                row.deleted_at = None
+            record_change(session, repository, "adapter.restore", name, actor=actor, now=now, versions=len(rows))
+            await session.flush()
+            record = (await repository.adapter_records([adapter]))[0]
+            if once is not None:
+                await once.finish(session, record)
+        self._on_change(tenant, name)
+        return record
+
+    async def restore_version(
+        self, tenant: TenantId, name: str, number: int, *, actor: str, once: Once[VersionRecord] | None = None
+    ) -> VersionRecord:
+        """The version of an adapter that isn't deleted is there again, under its number. No alias leads to it. Durable.
+
+        Raises:
+            AdapterNotFound
+            VersionNotFound: there was none, or it was deleted longer ago than the retention.
+            AlreadyExists: it isn't deleted, or another version of the adapter has the same bytes.
+            QuotaExceeded: the tenant may not hold as many bytes.
+            Conflict: its stored bytes are gone.
+            Replay: `once` was used before.
+        """
+        now = self._clock()
+        async with self._database.read() as session:
+            if once is not None:
+                await once.check(session)
+            repository = AdapterRepository(session, tenant)
+            row = await repository.deleted_version(await repository.adapter(name), number, since=now - self._retention)
+            blobs = _blobs([row])
+        await self._keep(f"{name}@{number}", blobs)
+        async with self._database.write() as session:
+            if once is not None:
+                await once.begin(session)
+            repository = AdapterRepository(session, tenant)
+            limits = (await repository.lock_tenant()).limits
+            adapter = await repository.adapter(name, is_locking=True)
+            row = await repository.deleted_version(adapter, number, since=now - self._retention)
+            same = await repository.version_of_digest(name, Digest(row.digest))
+            if same is not None:
+                raise AlreadyExists(
+                    f"{name}@{same[1].number} has the same bytes as the deleted version {number}.",
+                    hint=f"Use {name}@{same[1].number}.",
+                )
+            await check_quota(repository, limits, is_new_adapter=False, size_bytes=row.size_bytes)
+            row.deleted_at = None
+            repository.touch(adapter, now)
+            target = f"{name}@{number}"
+            record_change(session, repository, "version.undelete", target, actor=actor, now=now, digest=row.digest)
+            await session.flush()
+            record = await repository.version_record(adapter, row)
+            if once is not None:
+                await once.finish(session, record)
+        self._on_change(tenant, name)
+        return record
+
+    async def _keep(self, shown: str, blobs: Collection[Digest]) -> None:
+        """The blobs are in the store, and the collector doesn't take them.
+
+        Raises:
+            Conflict: one isn't there any more.
+        """
+        if not blobs:
+            return
+        await keep(self._database, blobs)
+
+        def has_all() -> bool:
+            return all(self._store.exists(blob) for blob in blobs)
+
+        if not await asyncio.to_thread(has_all):
+            raise Conflict(f"{shown} can't be restored: stored bytes of it are gone.", hint="Push its files again.")
+
+
+def _instant(adapter: Adapter) -> datetime:
+    if adapter.deleted_at is None:
+        raise ValueError("the adapter isn't deleted")
+    return adapter.deleted_at
+
+
+def _blobs(rows: Sequence[AdapterVersion]) -> list[Digest]:
+    return sorted({Digest(blob) for row in rows for blob in (row.config_blob, row.weights_blob)})

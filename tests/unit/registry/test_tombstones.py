@@ -1,0 +1,174 @@
+"""Deleted adapters and versions come back as they were, within the retention."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import datetime, timedelta
+from typing import Any
+
+import pytest
+
+from adapters_store import LocalStore
+from loraserve.db.models import Tenant
+from loraserve.db.session import Database, utc_now
+from loraserve.errors import (
+    AdapterNotFound,
+    AlreadyExists,
+    Conflict,
+    LoraserveError,
+    ModelNotFound,
+    QuotaExceeded,
+    VersionNotFound,
+)
+from loraserve.registry.model_name import parse_model
+from loraserve.registry.notes import Edit
+from loraserve.registry.records import Aim, ShadowPart, SplitPart
+from loraserve.registry.service import Registry
+from loraserve.types import BaseSpec, TenantId
+
+SQL = parse_model("sql", "base")
+
+
+class Calendar:
+    """What the registry takes for the time."""
+
+    def __init__(self) -> None:
+        self.offset = timedelta()
+
+    def __call__(self) -> datetime:
+        return utc_now() + self.offset
+
+
+@pytest.fixture
+def calendar() -> Calendar:
+    return Calendar()
+
+
+@pytest.fixture
+def registry(database: Database, store: LocalStore, small_base: BaseSpec, calendar: Calendar) -> Registry:
+    return Registry(database, store, lambda: small_base, retention_s=3600.0, clock=calendar)
+
+
+async def test_an_adapter_comes_back_with_what_went_with_it(publish: Any, registry: Registry, acme: TenantId) -> None:
+    for seed in range(3):
+        await publish(seed=seed)
+    await registry.aliases.set(acme, "sql", "live", Aim(3), actor="x")
+    await registry.delete_version(acme, "sql", 2, actor="x")
+    split = Aim.at([SplitPart(1, 1), SplitPart(3, 2)])
+    canary, _ = await registry.aliases.set(acme, "sql", "canary", split, ShadowPart(1, 0.5), actor="x")
+    await registry.notes.edit(acme, "sql", Edit(notes="n", tags={"a": "b"}, fallback="1"), actor="x")
+    before = await registry.get(acme, "sql")
+    await registry.delete(acme, "sql", actor="x")
+    with pytest.raises(ModelNotFound):
+        await registry.resolve(acme, SQL)
+    after = await registry.tombstones.restore(acme, "sql", actor="x")
+    assert (await registry.resolve(acme, SQL)).version == 3
+    shown = ("aliases", "num_versions", "latest_version", "notes", "tags", "fallback", "created_at")
+    assert [getattr(after, name) for name in shown] == [getattr(before, name) for name in shown]
+    assert await registry.aliases.get(acme, "sql", "canary") == canary
+    with pytest.raises(VersionNotFound):
+        await registry.get_version(acme, "sql", 2)
+    assert (await registry.list_audit(acme, limit=1)).items[0].action == "adapter.restore"
+
+
+async def test_a_version_comes_back_under_its_number(publish: Any, registry: Registry, acme: TenantId) -> None:
+    first = await publish(seed=1)
+    await publish(seed=2)
+    await registry.delete_version(acme, "sql", 1, actor="x")
+    restored = await registry.tombstones.restore_version(acme, "sql", 1, actor="x")
+    assert (restored.digest, restored.aliases) == (first.version.digest, ())
+    assert (await registry.resolve(acme, parse_model("sql@1", "base"))).digest == first.version.digest
+
+
+async def test_bytes_that_were_published_again_are_not_there_twice(
+    publish: Any, registry: Registry, acme: TenantId
+) -> None:
+    await publish(seed=1)
+    await publish(seed=2)
+    await registry.delete_version(acme, "sql", 1, actor="x")
+    await publish(seed=1)
+    with pytest.raises(AlreadyExists, match="sql@3 has the same bytes"):
+        await registry.tombstones.restore_version(acme, "sql", 1, actor="x")
+
+
+async def test_after_the_retention_it_reads_like_what_never_was(
+    publish: Any, registry: Registry, acme: TenantId, calendar: Calendar
+) -> None:
+    for seed in (1, 2):
+        await publish(seed=seed)
+    await registry.delete_version(acme, "sql", 1, actor="x")
+    calendar.offset = timedelta(seconds=3601)
+    texts = []
+    for number in (1, 9):
+        with pytest.raises(VersionNotFound) as caught:
+            await registry.tombstones.restore_version(acme, "sql", number, actor="x")
+        texts.append(str(caught.value))
+    await registry.delete(acme, "sql", actor="x")
+    calendar.offset *= 2
+    with pytest.raises(AdapterNotFound) as gone:
+        await registry.tombstones.restore(acme, "sql", actor="x")
+    with pytest.raises(AdapterNotFound) as absent:
+        await registry.tombstones.restore(acme, "lqs", actor="x")
+    assert texts[0] == texts[1]
+    assert str(gone.value) == str(absent.value).replace("lqs", "sql")
+
+
+async def test_what_lives_is_not_restored(publish: Any, registry: Registry, acme: TenantId) -> None:
+    await publish()
+    with pytest.raises(AlreadyExists):
+        await registry.tombstones.restore(acme, "sql", actor="x")
+    with pytest.raises(AlreadyExists):
+        await registry.tombstones.restore_version(acme, "sql", 1, actor="x")
+
+
+async def test_another_tenants_tombstones_read_as_absent(
+    publish: Any, registry: Registry, acme: TenantId, globex: TenantId
+) -> None:
+    for seed in (1, 2):
+        await publish(seed=seed)
+        await publish("gone", seed=seed)
+    await registry.delete_version(acme, "sql", 1, actor="x")
+    await registry.delete(acme, "gone", actor="x")
+
+    async def text(call: Any) -> str:
+        with pytest.raises(LoraserveError) as caught:
+            await call
+        return f"{type(caught.value)} {caught.value}"
+
+    tombstones = registry.tombstones
+    for theirs, absent in (
+        (tombstones.restore(globex, "gone", actor="x"), tombstones.restore(globex, "NAME", actor="x")),
+        (tombstones.restore(globex, "sql", actor="x"), tombstones.restore(globex, "NAME", actor="x")),
+        (
+            tombstones.restore_version(globex, "sql", 1, actor="x"),
+            tombstones.restore_version(globex, "NAME", 1, actor="x"),
+        ),
+    ):
+        found, other = await text(theirs), await text(absent)
+        assert found.replace("gone", "N").replace("sql", "N") == other.replace("of that name", '"N"')
+
+
+async def test_a_restore_counts_against_what_the_tenant_may_hold(
+    publish: Any, registry: Registry, database: Database, acme: TenantId
+) -> None:
+    size = (await publish("sql")).version.size_bytes
+    await registry.delete(acme, "sql", actor="x")
+    for limits in ({"max_adapters": 0}, {"max_stored_bytes": size - 1}):
+        async with database.write() as session:
+            tenant = await session.get(Tenant, acme)
+            assert tenant is not None
+            tenant.limits = limits
+        with pytest.raises(QuotaExceeded):
+            await registry.tombstones.restore(acme, "sql", actor="x")
+    with pytest.raises(AdapterNotFound):
+        await registry.get(acme, "sql")
+
+
+async def test_what_has_lost_its_bytes_stays_deleted(
+    publish: Any, registry: Registry, store: LocalStore, acme: TenantId
+) -> None:
+    version = (await publish()).version
+    await registry.delete(acme, "sql", actor="x")
+    await asyncio.to_thread(store.delete, version.weights_blob)
+    with pytest.raises(Conflict, match="stored bytes"):
+        await registry.tombstones.restore(acme, "sql", actor="x")
