@@ -1,6 +1,6 @@
 """The server in a fork per start, so that it can be killed and started again a few times a second. On the loopback, on a free port.
 
-All of it is real but the engine's process: a stand-in with a base of its own certifies whatever it is asked. As a program:
+All of it is real but the engine's process: a stand-in with a base of its own certifies whatever it is asked, and answers with one letter. As a program:
 
     python forked_server.py BASE.json KEY=VALUE… < commands        # settings of loraserve serve
 
@@ -10,12 +10,14 @@ how it ended (the number of the signal, negative). At the end of stdin it is kil
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -131,9 +133,11 @@ class ForkedServer:
 def main() -> None:
     from loraserve.api import server
     from loraserve.engine.client import EngineClient
+    from loraserve.engine.messages import GenerateRequest
+    from loraserve.engine.output import Chunk
     from loraserve.faults import arm
     from loraserve.settings import Settings
-    from loraserve.types import AdapterRef, AdapterResidency, Certificate
+    from loraserve.types import AdapterRef, AdapterResidency, Certificate, FinishReason
 
     base = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=BaseSpec)
     settings = Settings.load(**dict(argument.split("=", 1) for argument in sys.argv[2:]))
@@ -147,6 +151,23 @@ def main() -> None:
         @property
         def is_live(self) -> bool:
             return True
+
+        async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+            """So many tokens as are wanted, one every few milliseconds."""
+            for left in reversed(range(request.params.max_tokens)):
+                await asyncio.sleep(0.003)
+                yield Chunk(
+                    text="x",
+                    token_ids=(1,),
+                    logprobs=None,
+                    prompt_logprobs=None,
+                    finish_reason=None if left else FinishReason.LENGTH,
+                    stop_reason=None,
+                    num_cached_tokens=0,
+                    queue_s=0.0,
+                    adapter_s=0.0,
+                    prefill_s=0.0,
+                )
 
         async def verify(self, ref: AdapterRef) -> Certificate:
             return Certificate(
