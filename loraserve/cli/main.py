@@ -11,6 +11,7 @@ from loraserve.cli import (
     adapter_alias,
     adapter_memory,
     audit,
+    bench,
     db,
     demo,
     doctor,
@@ -71,6 +72,7 @@ app.command("audit")(audit.audit)
 app.command("ps")(ps.ps)
 app.command("run")(run.run)
 app.add_typer(db.app, name="db")
+app.command("bench")(bench.bench)
 app.command("plan")(plan.plan)
 app.command("doctor")(doctor.doctor)
 
