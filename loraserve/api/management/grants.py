@@ -1,0 +1,63 @@
+"""Grants: which other tenants may use an adapter. For its owner."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from loraserve.api import scopes
+from loraserve.api.management.answers import ROOT, answer, content_etag, encode
+from loraserve.api.management.resources import PageResource, Resource, page_of
+from loraserve.api.services import services_of
+from loraserve.tenancy.auth import Caller
+from loraserve.tenancy.grants import GrantRecord
+
+router = APIRouter(prefix="/adapters/{name}/grants")
+
+_owner = scopes.require(scopes.ADAPTERS_WRITE)
+
+
+class GrantResource(Resource):
+    adapter: str
+    tenant: str
+    """The name of the tenant that may use it."""
+    created_at: datetime
+
+    @classmethod
+    def of(cls, record: GrantRecord) -> GrantResource:
+        return cls(adapter=record.adapter, tenant=record.tenant, created_at=record.created_at)
+
+
+@router.get("", response_model=PageResource[GrantResource])
+async def list_grants(
+    name: str, request: Request, limit: int = 50, cursor: str | None = None, caller: Caller = Depends(_owner)
+) -> Response:
+    """Who may use the adapter beside its owner, by name."""
+    page = await services_of(request).registry.grants.list(caller.tenant, name, limit=limit, cursor=cursor)
+    return answer(request, page_of(page.items, page.next_cursor, GrantResource.of))
+
+
+@router.get("/{tenant}", response_model=GrantResource)
+async def get_grant(name: str, tenant: str, request: Request, caller: Caller = Depends(_owner)) -> Response:
+    """The grant to one tenant."""
+    return answer(
+        request, GrantResource.of(await services_of(request).registry.grants.get(caller.tenant, name, tenant))
+    )
+
+
+@router.put("/{tenant}", response_model=GrantResource)
+async def put_grant(name: str, tenant: str, request: Request, caller: Caller = Depends(_owner)) -> Response:
+    """The tenant may use the adapter, as ``OWNER/NAME``. 201 if it couldn't before."""
+    record, is_new = await services_of(request).registry.grants.create(caller.tenant, name, tenant, actor=caller.key_id)
+    content = encode(GrantResource.of(record))
+    headers = {"ETag": content_etag(content), "Location": f"{ROOT}/adapters/{name}/grants/{tenant}"}
+    return Response(content, 201 if is_new else 200, headers, media_type="application/json")
+
+
+@router.delete("/{tenant}", status_code=204)
+async def delete_grant(name: str, tenant: str, request: Request, caller: Caller = Depends(_owner)) -> Response:
+    """The tenant may use the adapter no more: here at once, within seconds on every replica. Requests that run go on."""
+    await services_of(request).registry.grants.delete(caller.tenant, name, tenant, actor=caller.key_id)
+    return Response(status_code=204)

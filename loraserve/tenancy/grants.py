@@ -1,0 +1,143 @@
+"""Grants: another tenant may use an adapter, as ``OWNER/NAME``, and do nothing else with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+
+from sqlalchemy import Select, func, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from loraserve.db import audit
+from loraserve.db.models import Adapter, Grant, Tenant
+from loraserve.db.names import is_name
+from loraserve.db.paging import Page, check_limit, decode_cursor, make_page
+from loraserve.db.session import Clock, Database, utc_now
+from loraserve.errors import GrantNotFound, InvalidRequest
+from loraserve.limits import LIMITS
+from loraserve.registry.repository import AdapterRepository
+from loraserve.tenancy.tenants import find_tenant
+from loraserve.types import TenantId
+
+
+@dataclass(frozen=True, slots=True)
+class GrantRecord:
+    adapter: str
+    tenant: str
+    """The name of the tenant that may use it."""
+    created_at: datetime
+
+
+class Grants:
+    """Who may use the adapters of a tenant beside it; each call for one owner. What a call acknowledges is durable.
+
+    A grant ends with its adapter: one that is deleted and pushed anew has none, one that is restored has those that it had.
+
+    Args:
+        on_change: told the owner and the adapter's name after a change is durable, so that this process forgets what it knew.
+    """
+
+    def __init__(
+        self, database: Database, on_change: Callable[[TenantId, str], None], *, clock: Clock = utc_now
+    ) -> None:
+        self._database = database
+        self._on_change = on_change
+        self._clock = clock
+
+    async def create(self, owner: TenantId, name: str, tenant: str, *, actor: str) -> tuple[GrantRecord, bool]:
+        """The tenant of this name may use the adapter; and whether it couldn't before. Here at once, elsewhere within seconds.
+
+        Raises:
+            AdapterNotFound: `owner` has no such adapter.
+            TenantNotFound: there is no such tenant.
+            InvalidRequest: it is the owner, or the adapter has `LIMITS.max_grants_per_adapter`.
+        """
+        now = self._clock()
+        async with self._database.write() as session:
+            adapter = await AdapterRepository(session, owner).adapter(name, is_locking=True)
+            grantee = await find_tenant(session, tenant)
+            if grantee.id == owner:
+                raise InvalidRequest("The adapter is this tenant's own; it needs no grant.", param="tenant")
+            row = await session.get(Grant, (adapter.id, grantee.id))
+            if row is not None:
+                return GrantRecord(name, tenant, row.created_at), False
+            mine = select(func.count()).select_from(Grant).where(Grant.adapter_id == adapter.id)
+            if (await session.scalar(mine) or 0) >= LIMITS.max_grants_per_adapter:
+                raise InvalidRequest(
+                    f"The adapter has {LIMITS.max_grants_per_adapter} grants, the most it may have.", param="tenant"
+                )
+            session.add(Grant(adapter_id=adapter.id, tenant_id=grantee.id, created_at=now, created_by=actor))
+            self._audit(session, "grant.create", owner, name, tenant, actor, now)
+        self._on_change(owner, name)
+        return GrantRecord(name, tenant, now), True
+
+    async def get(self, owner: TenantId, name: str, tenant: str) -> GrantRecord:
+        """Raises:
+        AdapterNotFound: `owner` has no such adapter.
+        GrantNotFound: the tenant may not use it, or there is no such tenant: one text.
+        """
+        async with self._database.read() as session:
+            adapter = await AdapterRepository(session, owner).adapter(name)
+            return _record(name, await self._find(session, adapter, tenant), tenant)
+
+    async def list(
+        self, owner: TenantId, name: str, *, limit: int = 50, cursor: str | None = None
+    ) -> Page[GrantRecord]:
+        """Who may use the adapter beside its owner, by name.
+
+        Raises:
+            AdapterNotFound: `owner` has no such adapter.
+        """
+        after = decode_cursor(cursor)
+        check_limit(limit)
+        async with self._database.read() as session:
+            adapter = await AdapterRepository(session, owner).adapter(name)
+            query = _grants_of(adapter).order_by(Tenant.name).limit(limit + 1)
+            if after is not None:
+                query = query.where(Tenant.name > after)
+            rows = (await session.execute(query)).all()
+        return make_page(rows, limit, lambda row: row[1], lambda row: GrantRecord(name, row[1], row[0].created_at))
+
+    async def delete(self, owner: TenantId, name: str, tenant: str, *, actor: str) -> None:
+        """The tenant may use the adapter no more: here at once, elsewhere within seconds. Requests that run end as they began.
+
+        Raises:
+            AdapterNotFound, GrantNotFound: as `get`.
+        """
+        now = self._clock()
+        async with self._database.write() as session:
+            adapter = await AdapterRepository(session, owner).adapter(name, is_locking=True)
+            row = await self._find(session, adapter, tenant)
+            _record(name, row, tenant)
+            await session.delete(row)
+            self._audit(session, "grant.delete", owner, name, tenant, actor, now)
+        self._on_change(owner, name)
+
+    async def _find(self, session: AsyncSession, adapter: Adapter, tenant: str) -> Grant | None:
+        if not is_name(tenant):
+            return None
+        row = (await session.execute(_grants_of(adapter).where(Tenant.name == tenant))).one_or_none()
+        return None if row is None else row[0]
+
+    @staticmethod
+    def _audit(
+        session: AsyncSession, action: str, owner: TenantId, name: str, tenant: str, actor: str, now: datetime
+    ) -> None:
+        audit.record(session, action, name, actor=actor, tenant=owner, at=now, detail={"tenant": tenant})
+
+
+def _grants_of(adapter: Adapter) -> Select[Grant, str]:
+    """The adapter's grants to tenants that aren't deleted, with those tenants' names."""
+    query = select(Grant, Tenant.name).join(Tenant, Tenant.id == Grant.tenant_id)
+    return query.where(Grant.adapter_id == adapter.id, Tenant.deleted_at.is_(None))
+
+
+def _record(name: str, row: Grant | None, tenant: str) -> GrantRecord:
+    if row is None:
+        # what can't be a name isn't repeated
+        shown = f'the tenant "{tenant}"' if is_name(tenant) else "a tenant of that name"
+        raise GrantNotFound(
+            f'The adapter "{name}" is not granted to {shown}.', hint=f"See: loraserve grant list {name}"
+        )
+    return GrantRecord(name, tenant, row.created_at)

@@ -1,0 +1,90 @@
+"""An adapter that another tenant granted, where tokens flow."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx2
+import pytest
+
+from loraserve.api.services import Services
+from loraserve.tenancy.tenants import TenantChange
+
+
+@pytest.fixture
+async def globex(url: str, make_tenant: Any) -> AsyncIterator[httpx2.AsyncClient]:
+    tenant = await make_tenant("globex")
+    async with httpx2.AsyncClient(base_url=url, headers=tenant.headers, timeout=10) as client:
+        yield client
+
+
+@pytest.fixture
+async def grant(services: Services, acme: Any) -> Any:
+    async def run(name: str = "sql", tenant: str = "globex") -> None:
+        await services.registry.grants.create(acme.caller.tenant, name, tenant, actor="test")
+
+    return run
+
+
+async def ask(client: httpx2.AsyncClient, model: str) -> httpx2.Response:
+    return await client.post("/v1/completions", json={"model": model, "prompt": "x", "max_tokens": 4})
+
+
+async def test_a_granted_adapter_answers_under_its_owners_name(
+    client: httpx2.AsyncClient, globex: httpx2.AsyncClient, grant: Any, engine: Any, acme: Any
+) -> None:
+    await grant()
+    for model in ("acme/sql", "acme/sql@1", "acme/sql@live"):
+        response = await ask(globex, model)
+        assert (response.status_code, response.json()["model"]) == (200, model)
+    request = engine.seen[-1]
+    assert request.adapter.tenant == acme.caller.tenant
+    # the engine charges, and keeps the prefixes of, who asked
+    assert request.tenant != acme.caller.tenant
+
+
+async def test_without_a_grant_its_absent_word_for_word(
+    client: httpx2.AsyncClient, globex: httpx2.AsyncClient, grant: Any
+) -> None:
+    await grant()
+    texts = set()
+    for model in ("acme/other", "nobody/sql", "acme/sql@2", "sql"):
+        response = await ask(globex, model)
+        assert response.status_code == 404
+        texts.add(response.text.replace(model, "MODEL"))
+    assert len(texts) == 1
+    assert (await ask(client, "globex/sql")).text.replace("globex/sql", "MODEL") in texts
+
+
+async def test_a_grant_that_is_taken_back_counts_at_once(
+    client: httpx2.AsyncClient, globex: httpx2.AsyncClient, grant: Any, services: Services, acme: Any
+) -> None:
+    assert (await ask(globex, "acme/sql")).status_code == 404
+    await grant()
+    assert (await ask(globex, "acme/sql")).status_code == 200
+    await services.registry.grants.delete(acme.caller.tenant, "sql", "globex", actor="test")
+    assert (await ask(globex, "acme/sql")).status_code == 404
+
+
+async def test_granted_adapters_are_listed_under_their_owners_name(
+    client: httpx2.AsyncClient, globex: httpx2.AsyncClient, grant: Any
+) -> None:
+    async def models(one: httpx2.AsyncClient) -> list[tuple[str, str]]:
+        return [(model["id"], model["owned_by"]) for model in (await one.get("/v1/models")).json()["data"][1:]]
+
+    assert await models(globex) == []
+    await grant()
+    assert await models(globex) == [("acme/sql", "acme")]
+    assert await models(client) == [("sql", "acme")]
+    assert (await globex.get("/v1/models/acme/sql")).json()["id"] == "acme/sql"
+
+
+async def test_a_granted_adapter_is_within_the_grantees_share(
+    client: httpx2.AsyncClient, globex: httpx2.AsyncClient, grant: Any, services: Services
+) -> None:
+    await grant()
+    await services.authenticator.tenants.update("globex", TenantChange({"requests_per_minute": 1}), actor="test")
+    assert (await ask(globex, "acme/sql")).status_code == 200
+    assert (await ask(globex, "acme/sql")).status_code == 429
+    assert (await ask(client, "sql")).status_code == 200

@@ -1,0 +1,148 @@
+"""Grants: who may use whose adapter, and from when to when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from sqlalchemy import select
+
+from loraserve.db.models import AuditRow
+from loraserve.db.session import Database, utc_now
+from loraserve.errors import AdapterNotFound, GrantNotFound, InvalidRequest, TenantNotFound
+from loraserve.limits import LIMITS
+from loraserve.registry.repository import AdapterRepository
+from loraserve.tenancy.auth import Authenticator
+from loraserve.tenancy.grants import Grants
+from loraserve.types import TenantId
+
+pytestmark = pytest.mark.postgres
+
+
+@dataclass
+class World:
+    """acme, which has the adapter ``sql``; globex and initech, which don't."""
+
+    database: Database
+    authenticator: Authenticator
+    grants: Grants
+    acme: TenantId
+    globex: TenantId
+    told: list[tuple[TenantId, str]] = field(default_factory=list)
+
+    async def push(self, owner: TenantId, name: str) -> None:
+        async with self.database.write() as session:
+            await AdapterRepository(session, owner).adapter_to_publish(name, utc_now())
+
+    async def remove(self, owner: TenantId, name: str) -> None:
+        async with self.database.write() as session:
+            repository = AdapterRepository(session, owner)
+            await repository.delete_adapter(await repository.adapter(name), utc_now())
+
+    async def names(self, name: str = "sql") -> list[str]:
+        return [record.tenant for record in (await self.grants.list(self.acme, name)).items]
+
+
+@pytest.fixture
+async def world(database: Database, authenticator: Authenticator) -> World:
+    tenants = [await authenticator.tenants.create(name, actor="test") for name in ("acme", "globex", "initech")]
+    told: list[tuple[TenantId, str]] = []
+    grants = Grants(database, lambda owner, name: told.append((owner, name)))
+    world = World(database, authenticator, grants, tenants[0].id, tenants[1].id, told)
+    await world.push(world.acme, "sql")
+    return world
+
+
+async def test_a_grant_is_made_once(world: World) -> None:
+    first, is_new = await world.grants.create(world.acme, "sql", "globex", actor="test")
+    again, is_newer = await world.grants.create(world.acme, "sql", "globex", actor="test")
+    assert (is_new, is_newer) == (True, False)
+    assert first == again == await world.grants.get(world.acme, "sql", "globex")
+    assert world.told == [(world.acme, "sql")]
+
+
+async def test_a_grant_that_is_taken_back_is_gone(world: World) -> None:
+    await world.grants.create(world.acme, "sql", "globex", actor="test")
+    await world.grants.delete(world.acme, "sql", "globex", actor="test")
+    with pytest.raises(GrantNotFound):
+        await world.grants.get(world.acme, "sql", "globex")
+    with pytest.raises(GrantNotFound):
+        await world.grants.delete(world.acme, "sql", "globex", actor="test")
+    assert world.told == [(world.acme, "sql")] * 2
+
+
+async def test_only_the_owner_grants(world: World) -> None:
+    for call in (
+        lambda: world.grants.create(world.globex, "sql", "initech", actor="test"),
+        lambda: world.grants.get(world.globex, "sql", "initech"),
+        lambda: world.grants.list(world.globex, "sql"),
+        lambda: world.grants.delete(world.globex, "sql", "initech", actor="test"),
+    ):
+        with pytest.raises(AdapterNotFound):
+            await call()
+
+
+async def test_who_isnt_there_cant_be_told_from_who_has_no_grant(world: World) -> None:
+    texts = set()
+    for name in ("globex", "nobody"):
+        with pytest.raises(GrantNotFound) as caught:
+            await world.grants.get(world.acme, "sql", name)
+        texts.add(str(caught.value).replace(name, "X"))
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize("name", ["nobody", "no name\n", "ACME"])
+async def test_a_grant_to_nobody_is_refused(world: World, name: str) -> None:
+    with pytest.raises(TenantNotFound, match="There is no such tenant"):
+        await world.grants.create(world.acme, "sql", name, actor="test")
+
+
+async def test_a_tenant_needs_no_grant_of_its_own(world: World) -> None:
+    with pytest.raises(InvalidRequest):
+        await world.grants.create(world.acme, "sql", "acme", actor="test")
+
+
+async def test_grants_are_listed_by_name_over_pages(world: World) -> None:
+    for name in ("initech", "globex"):
+        await world.grants.create(world.acme, "sql", name, actor="test")
+    first = await world.grants.list(world.acme, "sql", limit=1)
+    second = await world.grants.list(world.acme, "sql", limit=1, cursor=first.next_cursor)
+    assert [record.tenant for record in first.items + second.items] == ["globex", "initech"]
+    assert second.next_cursor is None
+
+
+async def test_a_deleted_tenants_grant_isnt_its_names_next_holders(world: World) -> None:
+    await world.grants.create(world.acme, "sql", "globex", actor="test")
+    await world.authenticator.tenants.delete("globex", actor="test")
+    assert await world.names() == []
+    await world.authenticator.tenants.create("globex", actor="test")
+    assert await world.names() == []
+
+
+async def test_an_adapter_that_is_pushed_anew_after_its_delete_has_no_grants(world: World) -> None:
+    await world.grants.create(world.acme, "sql", "globex", actor="test")
+    await world.remove(world.acme, "sql")
+    with pytest.raises(AdapterNotFound):
+        await world.names()
+    await world.push(world.acme, "sql")
+    assert await world.names() == []
+
+
+async def test_grants_have_their_bound(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loraserve.tenancy.grants.LIMITS", LIMITS.__class__(max_grants_per_adapter=1))
+    await world.grants.create(world.acme, "sql", "globex", actor="test")
+    with pytest.raises(InvalidRequest, match="1 grants"):
+        await world.grants.create(world.acme, "sql", "initech", actor="test")
+
+
+async def test_grants_are_audited_as_the_owners(world: World) -> None:
+    await world.grants.create(world.acme, "sql", "globex", actor="key-1")
+    await world.grants.delete(world.acme, "sql", "globex", actor="key-2")
+    async with world.database.read() as session:
+        rows = (
+            await session.scalars(select(AuditRow).where(AuditRow.action.like("grant.%")).order_by(AuditRow.id))
+        ).all()
+    assert [(row.action, row.tenant_id, row.actor, row.target, row.detail) for row in rows] == [
+        ("grant.create", world.acme, "key-1", "sql", {"tenant": "globex"}),
+        ("grant.delete", world.acme, "key-2", "sql", {"tenant": "globex"}),
+    ]
