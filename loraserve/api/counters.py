@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from loraserve.api.memory_metrics import memory_metrics
+from loraserve.api.shadow import OUTCOMES as SHADOW_OUTCOMES
 from loraserve.api.tenancy_metrics import tenancy_metrics
 from loraserve.registry.certificates import VERDICTS
 
@@ -68,6 +69,22 @@ class Metrics:
             "loraserve_fallbacks",
             "Requests that another version or the base answered, by the code of what the one asked for failed with.",
             ["reason"],
+            registry=self.registry,
+        )
+        self.shadow_requests = Counter(
+            "loraserve_shadow_requests",
+            "Copies of requests for shadow versions, by what became of them.",
+            ["outcome"],
+            registry=self.registry,
+        )
+        for outcome in SHADOW_OUTCOMES:
+            self.shadow_requests.labels(outcome)
+        self.shadow_tokens = Counter(
+            "loraserve_shadow_tokens", "Tokens of answers that a shadow answered too.", registry=self.registry
+        )
+        self.shadow_agreed_tokens = Counter(
+            "loraserve_shadow_agreed_tokens",
+            "Of those, the ones before the first that differs.",
             registry=self.registry,
         )
         self.live_requests = Gauge(
@@ -159,6 +176,26 @@ class EngineCollector(Collector):
             value=registry.num_quarantined_refused,
         )
 
+        yield CounterMetricFamily(
+            "loraserve_numerics_strikes",
+            "Answers of versions that were not finite, by requests of their owners.",
+            value=registry.strikes.num_strikes,
+        )
+        yield CounterMetricFamily(
+            "loraserve_numerics_quarantines",
+            "Versions quarantined for them.",
+            value=registry.strikes.num_quarantined,
+        )
+        yield GaugeMetricFamily(
+            "loraserve_shadow_requests_live",
+            "Copies of requests that run on shadow versions, or wait to be compared.",
+            value=self._services.shadows.num_live,
+        )
+        yield CounterMetricFamily(
+            "loraserve_shadow_comparisons_lost",
+            "Comparisons that the database couldn't be given.",
+            value=registry.shadow_hours.num_lost,
+        )
         yield CounterMetricFamily(
             "loraserve_damaged_versions",
             "Versions quarantined because their stored bytes were found damaged or gone.",

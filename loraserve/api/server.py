@@ -235,4 +235,5 @@ class _Lifetime:
         if has_notice:
             await asyncio.sleep(min(_NOTICE_S, self.grace_s))
         self.services.is_closed = True
+        await self.services.shadows.close()
         await self.services.engine.stop(self.grace_s)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from starlette.requests import HTTPConnection
 
 from loraserve.api.counters import Metrics
+from loraserve.api.shadow import Shadows
 from loraserve.errors import Overloaded
 from loraserve.limits import LIMITS, Limits
 from loraserve.tenancy.admission import Admissions
@@ -46,6 +47,10 @@ class Services:
     """Not ready any more; requests are still taken for a moment, until load balancers have noticed."""
     is_closed: bool = False
     """New work is refused; what runs may finish."""
+    shadows: Shadows = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shadows = Shadows(self.engine, self.registry, self.metrics, limits=self.limits)
 
     def check_open(self) -> None:
         """Raises:

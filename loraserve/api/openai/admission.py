@@ -56,7 +56,7 @@ async def resolve_model(
             param="adapters",
             hint="Send adapters with the base's id as model, or write the sum as model: a+0.5*b.",
         )
-    return Binding(await services.registry.compose(caller.tenant, terms))
+    return await services.registry.bind(caller.tenant, terms, sticky=user)
 
 
 def check_priority(body: InferenceBody, caller: Caller) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from urllib.parse import quote
 
 from loraserve.errors import AdapterUnavailable
-from loraserve.registry.binding import Binding
+from loraserve.registry.binding import Binding, Shadow
 from loraserve.registry.composition import label
 
 HEADER = "x-loraserve-adapter"
@@ -33,6 +33,11 @@ class Answerer:
     @property
     def has_fallen_back(self) -> bool:
         return self._from is not None
+
+    @property
+    def shadow(self) -> Shadow | None:
+        """What a copy of the request may run on; None where the fallback answers, which is no measure for it."""
+        return None if self.has_fallen_back else self._shadow
 
     def fall_back(self, error: AdapterUnavailable) -> bool:
         """Whether the fallback answers from now on. False: there is none, or it is the one that failed."""

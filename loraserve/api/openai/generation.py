@@ -18,7 +18,9 @@ from loraserve.api.openai.fallback import Answerer
 from loraserve.api.openai.stream import EventStream, WholeAnswer
 from loraserve.api.openai.usage import Usage
 from loraserve.api.services import Services
+from loraserve.api.shadow import Copy
 from loraserve.errors import (
+    AdapterNumerics,
     AdapterRejected,
     AdapterUnavailable,
     AdapterUnservable,
@@ -64,6 +66,7 @@ class Generation:
         self._tasks: list[asyncio.Task[None]] = []
         self._first: tuple[int, Chunk] | None = None
         self._num_open = len(requests)
+        self._has_struck = False
         self.num_tokens = 0
         """Made for the answer so far."""
 
@@ -134,13 +137,27 @@ class Generation:
                 async for chunk in chunks:
                     await self._queue.put((index, chunk))
         except Exception as error:
+            if isinstance(error, AdapterNumerics):
+                self._strike(self._requests[index])
             await self._queue.put((index, _blamed(error, self._requests[index])))
         else:
             await self._queue.put((index, None))
 
+    def _strike(self, request: GenerateRequest) -> None:
+        """One strike for the whole request: its choices ask the same question."""
+        if request.adapter is not None and not self._has_struck:
+            self._has_struck = True
+            self._services.registry.strikes.report(request.tenant, request.adapter)
+
+    def _follow(self, request: GenerateRequest) -> Copy | None:
+        """The request's copy on the shadow version, if it has one."""
+        shadow = None if self._answerer is None or self._is_scoring else self._answerer.shadow
+        return None if shadow is None else self._services.shadows.follow(request, shadow)
+
     async def _measured(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         metrics = self._services.metrics
         started, first_at, num_tokens, reason = time.monotonic(), 0.0, 0, "abort"
+        copy: Copy | None = None
         names = adapter_names(request.adapter)
         for name in names:
             metrics.adapter_started(name)
@@ -151,14 +168,19 @@ class Generation:
                         first_at = time.monotonic()
                         metrics.prompt_tokens.inc(len(request.prompt_token_ids))
                         metrics.ttft_s.observe(first_at - started)
+                        copy = self._follow(request)
                     if chunk.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
                         raise EngineUnavailable("The engine gave this request up.")
                     answer = _scored(chunk) if self._is_scoring else chunk
                     num_tokens += len(answer.token_ids)
                     self.num_tokens += len(answer.token_ids)
                     metrics.generation_tokens.inc(len(answer.token_ids))
+                    if copy is not None:
+                        copy.add(answer.token_ids)
                     if answer.finish_reason is not None:
                         reason = answer.finish_reason.value
+                        if copy is not None:
+                            copy.complete(time.monotonic() - started)
                     yield answer
                     if answer.finish_reason is not None:
                         break
@@ -168,6 +190,8 @@ class Generation:
             reason = error.code
             raise
         finally:
+            if copy is not None:
+                copy.leave()
             for name in names:
                 metrics.adapter_ended(name)
             metrics.finished.labels(reason).inc()

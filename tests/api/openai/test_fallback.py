@@ -8,9 +8,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from loraserve.api.openai import chat, completions
 from loraserve.api.openai.fallback import Answerer
-from loraserve.errors import AdapterCorrupt, AdapterNotReady, AdapterUnavailable, Overloaded
+from loraserve.errors import AdapterCorrupt, AdapterNotReady, AdapterNumerics, AdapterUnavailable, Overloaded
 from loraserve.registry.binding import Binding, Fallback
 from loraserve.registry.model_name import parse_model
 from loraserve.types import AdapterRef
@@ -53,15 +52,14 @@ async def versions(services: Any, acme: Any, publish: Callable[..., Any]) -> dic
 
 
 @pytest.fixture
-def bind(monkeypatch: pytest.MonkeyPatch) -> Callable[[Binding], None]:
+def bind(services: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[Binding], None]:
     """Whatever is asked for is bound so."""
 
     def bind(binding: Binding) -> None:
-        async def resolve(*_: Any, **__: Any) -> Binding:
+        async def bound(*_: Any, **__: Any) -> Binding:
             return binding
 
-        for module in (chat, completions):
-            monkeypatch.setattr(module, "resolve_model", resolve)
+        monkeypatch.setattr(services.registry, "bind", bound)
 
     return bind
 
@@ -164,3 +162,18 @@ def test_a_base_of_any_name_fits_the_header() -> None:
     assert value.isascii()
     assert value.isprintable()
     assert value.endswith("; fallback-from=sql@3; reason=adapter_quarantined")
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_an_answer_that_is_not_finite_is_one_strike_whatever_n_is(
+    client: httpx2.AsyncClient, engine: Any, services: Any, acme: Any, is_stream: bool
+) -> None:
+    engine.fail_after, engine.failure = 2, AdapterNumerics("Its logits were not finite.")
+    for _ in range(2):
+        assert "adapter_numerics" in (await ask(client, n=3, stream=is_stream)).text
+    await services.registry.strikes.close()
+    version = await services.registry.get_version(acme.caller.tenant, "sql", 1)
+    assert [check["strikes"] for check in version.checks if check["name"] == "numerics"] == [2]
+    await ask(client)
+    await services.registry.strikes.close()
+    assert (await ask(client)).json()["error"]["code"] == "adapter_quarantined"

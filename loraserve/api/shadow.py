@@ -1,0 +1,244 @@
+"""Copies of requests on shadow versions: run beside the answers, compared with them, and given to nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import aclosing
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from loraserve.errors import AdapterNumerics, EngineUnavailable, LoraserveError, Overloaded
+from loraserve.limits import LIMITS, Limits
+from loraserve.registry.binding import Shadow
+from loraserve.registry.shadow_hours import Tally
+from loraserve.types import FinishReason, RequestId, TenantId
+
+if TYPE_CHECKING:
+    from loraserve.api.counters import Metrics
+    from loraserve.engine.client import EngineClient, GenerateRequest
+    from loraserve.registry.service import Registry
+
+logger = logging.getLogger(__name__)
+
+PRIORITY = 1 << 20
+"""After every request of its tenant: clients can say 1000 at most."""
+MAX_KV_USE = 0.75
+"""Of the KV blocks: above it a copy would soon push somebody out."""
+_LOOK_S = 0.5
+"""Between two looks whether the server is busy: as often as the engine says."""
+COMPARED, FAILED, DROPPED, ABANDONED = "compared", "failed", "dropped", "abandoned"
+OUTCOMES = (COMPARED, FAILED, DROPPED, ABANDONED)
+"""What becomes of a copy. `DROPPED`: the server had better things to do, now or before its end; `ABANDONED`: there is no answer to compare with."""
+
+
+class Copy:
+    """One request's copy, and what was seen of both answers so far."""
+
+    def __init__(self, shadow: Shadow, request: GenerateRequest, version: int) -> None:
+        self.shadow = shadow
+        self.request = request
+        self.version = version
+        """Which answers."""
+        self.live_token_ids: list[int] = []
+        self.token_ids: list[int] = []
+        self.seconds: float | None = None
+        """From its start to its last token."""
+        self.task: asyncio.Task[None] | None = None
+        self.is_running = True
+        """Whether it takes anything of the engine; afterwards it may only wait for the other answer."""
+        self.outcome = ABANDONED
+        """What a cancellation means."""
+        self._live_s: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """The client's answer goes on."""
+        self.live_token_ids.extend(token_ids)
+
+    def complete(self, seconds: float) -> None:
+        """The client's answer is whole, so long after its request: the copy can be compared once it is."""
+        if not self._live_s.done():
+            self._live_s.set_result(seconds)
+
+    def leave(self) -> None:
+        """The client's answer has ended. If it isn't whole, nobody needs the copy any more."""
+        if not self._live_s.done() and self.task is not None:
+            self.task.cancel()
+
+    async def live_s(self) -> float:
+        """How long the client's answer took, once it is whole."""
+        return await self._live_s
+
+    def compare(self, live_s: float) -> Tally:
+        """What both answers have in common."""
+        live, mine = self.live_token_ids, self.token_ids
+        num_agreed = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(live, mine, strict=False)))
+        return Tally(
+            num_requests=1,
+            num_equal=int(live == mine),
+            num_tokens=len(live),
+            num_agreed_tokens=num_agreed,
+            live_ms=round(live_s * 1000),
+            shadow_ms=round((self.seconds or 0.0) * 1000),
+        )
+
+
+class Shadows:
+    """The copies that run now, few and of the lowest priority; nobody is billed for one, and no limit of a tenant's counts it.
+
+    A copy gives way as soon as requests wait in the engine or its KV blocks are nearly used up.
+
+    Args:
+        draw: uniform in [0, 1): whether a request has a copy.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        registry: Registry,
+        metrics: Metrics,
+        *,
+        limits: Limits = LIMITS,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        self._engine = engine
+        self._registry = registry
+        self._metrics = metrics
+        self._limits = limits
+        self._draw = draw
+        self._copies: set[Copy] = set()
+        self._num_by_tenant: Counter[TenantId] = Counter()
+        self._num_waiting = 0
+        """Copies that the engine may have said to be waiting, when it last said something."""
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._is_closed = False
+
+    @property
+    def num_live(self) -> int:
+        return len(self._copies)
+
+    def follow(self, request: GenerateRequest, shadow: Shadow) -> Copy | None:
+        """The copy of `request`, which has just had its first token, if it is one of the share and there is room; it runs from now on."""
+        if request.adapter is None or self._draw() >= shadow.share:
+            return None
+        if not self._has_room(request.tenant):
+            self._metrics.shadow_requests.labels(DROPPED).inc()
+            return None
+        params = msgspec.structs.replace(request.params, logprobs=None, prompt_logprobs=None)
+        mine = msgspec.structs.replace(
+            request,
+            request_id=RequestId(f"{request.request_id}-shadow"),
+            adapter=shadow.adapter,
+            params=params,
+            priority=PRIORITY,
+            max_queued=0,
+            timeout_s=None,
+        )
+        copy = Copy(shadow, mine, request.adapter.version)
+        self._copies.add(copy)
+        self._num_by_tenant[mine.tenant] += 1
+        copy.task = asyncio.create_task(self._run(copy), name="shadow")
+        copy.task.add_done_callback(lambda task: self._end(copy, task))
+        if self._sweeper is None:
+            self._sweeper = asyncio.get_running_loop().call_later(_LOOK_S, self._sweep)
+        return copy
+
+    async def close(self) -> None:
+        """No copy runs, and none will."""
+        self._is_closed = True
+        tasks = [copy.task for copy in self._copies if copy.task is not None]
+        self._drop(self._copies)
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, copy: Copy) -> None:
+        try:
+            async with asyncio.timeout(self._limits.shadow_timeout_s):
+                await self._generate(copy)
+        except (Overloaded, EngineUnavailable):
+            copy.outcome = DROPPED
+            return
+        except (LoraserveError, TimeoutError) as error:
+            if isinstance(error, AdapterNumerics):
+                self._registry.strikes.report(copy.request.tenant, copy.shadow.adapter)
+            outcome, tally = FAILED, Tally(num_requests=1, num_failed=1)
+            # a shadow fails a request only where there was an answer
+            await copy.live_s()
+        else:
+            outcome, tally = COMPARED, copy.compare(await copy.live_s())
+            self._metrics.shadow_tokens.inc(tally.num_tokens)
+            self._metrics.shadow_agreed_tokens.inc(tally.num_agreed_tokens)
+        copy.outcome = outcome
+        self._registry.shadow_hours.record(copy.shadow, copy.version, tally)
+
+    async def _generate(self, copy: Copy) -> None:
+        started = time.monotonic()
+        self._num_waiting += 1
+        is_waiting = True
+        try:
+            async with aclosing(self._engine.generate(copy.request)) as chunks:
+                async for chunk in chunks:
+                    if is_waiting:
+                        is_waiting = False
+                        # until the engine has said anew how many wait
+                        asyncio.get_running_loop().call_later(2 * _LOOK_S, self._is_under_way)
+                    if chunk.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+                        raise EngineUnavailable("The engine gave this copy up.")
+                    copy.token_ids.extend(chunk.token_ids)
+                    if chunk.finish_reason is not None:
+                        break
+        finally:
+            copy.is_running = False
+            if is_waiting:
+                self._is_under_way()
+        copy.seconds = time.monotonic() - started
+
+    def _is_under_way(self) -> None:
+        self._num_waiting -= 1
+
+    def _end(self, copy: Copy, task: asyncio.Task[None]) -> None:
+        """Every ending passes here."""
+        self._copies.discard(copy)
+        tenant = copy.request.tenant
+        self._num_by_tenant[tenant] -= 1
+        if not self._num_by_tenant[tenant]:
+            # one entry per tenant with copies, not per tenant ever seen
+            del self._num_by_tenant[tenant]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a shadow's copy failed", exc_info=error)
+            copy.outcome = FAILED
+        self._metrics.shadow_requests.labels(copy.outcome).inc()
+
+    def _has_room(self, tenant: TenantId) -> bool:
+        return (
+            not self._is_closed
+            and len(self._copies) < self._limits.max_shadow_requests
+            and self._num_by_tenant[tenant] < self._limits.max_shadow_requests_per_tenant
+            and not self._is_busy()
+        )
+
+    def _is_busy(self) -> bool:
+        stats = self._engine.stats
+        is_full = stats.num_kv_blocks_used > MAX_KV_USE * stats.num_kv_blocks
+        return not self._engine.is_ready or stats.num_waiting > self._num_waiting or is_full
+
+    def _sweep(self) -> None:
+        self._sweeper = None
+        if self._is_busy():
+            # those that only wait for the other answer hold nothing, and stay
+            self._drop(copy for copy in self._copies if copy.is_running)
+        elif self._copies:
+            self._sweeper = asyncio.get_running_loop().call_later(_LOOK_S, self._sweep)
+
+    def _drop(self, copies: Iterable[Copy]) -> None:
+        for copy in list(copies):
+            if copy.task is not None:
+                copy.outcome = DROPPED
+                copy.task.cancel()
