@@ -109,6 +109,11 @@ class Engine:
         self._invariant_violations = 0
 
     @property
+    def is_serving(self) -> bool:
+        """Whether somebody's request takes part in steps: one that isn't a probe."""
+        return self._scheduler.is_serving
+
+    @property
     def has_requests(self) -> bool:
         """Whether `step` has anything to do: requests, or a step in flight, though all of its requests may have ended."""
         return self._scheduler.has_requests or bool(self._in_flight)

@@ -155,6 +155,11 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def is_serving(self) -> bool:
+        """Whether somebody's request takes part in steps: one that isn't a probe."""
+        return any(request.probe is None for request in self._running)
+
+    @property
     def num_waiting_for_adapter(self) -> int:
         return sum(1 for request in self._waiting if request.adapter_wait_started_s is not None)
 

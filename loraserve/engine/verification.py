@@ -2,6 +2,9 @@
 
 What is compared, and when an adapter has failed, is `parity`'s. Here an adapter is asked of the pager like any request's; its probes' rows take their part in steps,
 first in one that has no other rows, then mixed with the base's, with another adapter's and with whatever is running. Nothing of them is kept in the prefix cache, and nothing found there.
+
+A step of their own would hold up everybody: where requests run, there is none, and the probes' rows trickle into theirs. What the base alone answers, in the engine and in the plain
+evaluation, doesn't change: the same sequences of it are computed once.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from cachetools import LRUCache
 from torch import Tensor
 
 from adapters_store import BlobStore
@@ -38,6 +42,7 @@ from loraserve.errors import (
 from loraserve.limits import LIMITS
 from loraserve.memory.base_weights import beside_steps
 from loraserve.memory.load import read_blobs
+from loraserve.memory.priority import BACKGROUND, stand_back
 from loraserve.model.plain import Evaluation, PlainBase, evaluate
 from loraserve.types import AdapterRef, BaseSpec, Certificate, FinishReason, RequestId, TokenOutput
 
@@ -46,8 +51,22 @@ logger = logging.getLogger(__name__)
 EXACT_BASE = 1e-3
 """Logits of a base in float32 are nearer than this to its plain evaluation's: ours to transformers' are within 1e-4."""
 
+MAX_KNOWN_SEQUENCES = 2
+"""Sets of probe sequences whose answers by the base are kept: all adapters have the same ones but those with tokens of their own. Each takes two times 30 tokens' logits."""
+
+BESIDE_END = 6
+"""Probes that aren't judged, and are there to be in the batch, are the tokens before this one."""
+
 MAX_ACTIVE = 2
 """Verifications at a time: while one waits for its adapter's place, another goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class _BaseAnswers:
+    """The logits of some sequences by the base alone: the engine's, and the plain evaluation's."""
+
+    engine: tuple[Tensor, ...]
+    plain: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +75,10 @@ class _Subject:
 
     terms: Sequence[tuple[AdapterIR, float]]
     sequences: Sequence[tuple[int, ...]]
+
+    @property
+    def key(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(self.sequences)
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +93,10 @@ class _Verification:
     mixed: list[Probe] = field(default_factory=list)
     base: list[Probe] = field(default_factory=list)
     beside: list[Probe] = field(default_factory=list)
-    precision_loss: float = 0.0
+    precision_loss: float | None = None
+    """What serving its weights loses; known once it's on the device, which is when the mixed round begins."""
+    known_base: _BaseAnswers | None = None
+    """What was known of the base when it began."""
     is_wanted: bool = True
 
     @property
@@ -90,8 +116,11 @@ class Verifications:
         self._probes: dict[RequestId, Probe] = {}
         self._replies: list[m.VerifyReply] = []
         self._numbers = itertools.count()
-        # one: what is beside the steps shall take one core at most
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="verification")
+        self._known: LRUCache[tuple[tuple[int, ...], ...], _BaseAnswers] = LRUCache(MAX_KNOWN_SEQUENCES)
+        # one: what is beside the steps shall take one core at most, and of that what they leave
+        self._executor = ThreadPoolExecutor(
+            1, thread_name_prefix="verification", initializer=stand_back, initargs=(BACKGROUND,)
+        )
 
     @property
     def is_active(self) -> bool:
@@ -171,14 +200,20 @@ class Verifications:
         if v.reference is None:
             # just read and found whole: that an earlier load failed says nothing any more
             self._engine.pager.forget_failure(v.ref.digest)
+            v.known_base = self._known.get(subject.key)
             v.reference = self._executor.submit(self._evaluate, v, subject)
-            v.alone = [self._probe(sequence, v.ref, has_own_step=True) for sequence in subject.sequences]
+            if self._engine.is_serving:
+                # the first of the mixed ones brings the adapter in
+                v.mixed = [self._probe(subject.sequences[0], v.ref)]
+            else:
+                v.alone = [self._probe(sequence, v.ref, has_own_step=True) for sequence in subject.sequences]
         failed = next((p for p in v.probes if p.output and p.output.finish_reason is FinishReason.ERROR), None)
         if failed is not None and failed not in v.beside:
             return self._end_failed(v, failed)
-        if not v.mixed:
-            # their adapter is there, and pinned by them
-            if all(probe.num_captured >= probe.num_prompt_tokens for probe in v.alone):
+        if v.precision_loss is None:
+            first = v.alone or v.mixed
+            if all(probe.num_captured >= probe.num_prompt_tokens for probe in first):
+                # their adapter is there, and pinned by them
                 v.precision_loss = self._engine.pager.facts(v.ref.digest).precision_loss
                 self._mix(v, subject)
             return None
@@ -186,17 +221,25 @@ class Verifications:
             return None
         if v.verdict is None:
             v.verdict = self._executor.submit(self._judge, v, v.reference.result())
-        return v.verdict.result() if v.verdict.done() else None
+        if not v.verdict.done():
+            return None
+        certificate = v.verdict.result()
+        if v.known_base is not None:
+            self._known[subject.key] = v.known_base
+        return certificate
 
     def _mix(self, v: _Verification, subject: _Subject) -> None:
-        """Queue the second round: the adapter's sequences, the base's, and one of another adapter, if there is any."""
-        v.mixed = [self._probe(sequence, v.ref) for sequence in subject.sequences]
-        v.base = [self._probe(sequence, None) for sequence in subject.sequences]
+        """Queue the mixed round: the adapter's sequences, the base's (a short one where their answers are known), and a short one of another adapter, if there is any."""
+        v.mixed += [self._probe(sequence, v.ref) for sequence in subject.sequences[len(v.mixed) :]]
+        if v.known_base is None:
+            v.base = [self._probe(sequence, None) for sequence in subject.sequences]
+        else:
+            v.beside.append(self._probe(subject.sequences[-1][1:BESIDE_END], None))
         other = self._engine.pager.other_resident(v.ref.digest)
         if other is not None:
-            probe = self._new_probe(subject.sequences[-1][1:])
+            probe = self._new_probe(subject.sequences[-1][1:BESIDE_END])
             self._engine.add_probe_of_resident(probe, other)
-            v.beside = [probe]
+            v.beside.append(probe)
 
     def _probe(self, sequence: Sequence[int], ref: AdapterRef | None, *, has_own_step: bool = False) -> Probe:
         probe = self._new_probe(sequence, has_own_step=has_own_step)
@@ -214,7 +257,9 @@ class Verifications:
         code, message = (output.error_code, output.error_message) if output is not None else (None, None)
         error = error_from_code(code or "", message or "The adapter could not be verified.")
         if isinstance(error, AdapterNumerics):
-            return unanswered(error.message, precision_loss=v.precision_loss, seconds=self._clock() - v.started_s)
+            return unanswered(
+                error.message, precision_loss=v.precision_loss or 0.0, seconds=self._clock() - v.started_s
+            )
         raise error
 
     def _end(self, v: _Verification) -> None:
@@ -235,24 +280,33 @@ class Verifications:
 
     def _evaluate(self, v: _Verification, subject: _Subject) -> Evaluation:
         with beside_steps(self._base.device):
-            return evaluate(self._base, subject.sequences, subject.terms, is_wanted=lambda: v.is_wanted)
+            known = None if v.known_base is None else v.known_base.plain
+            return evaluate(
+                self._base, subject.sequences, subject.terms, known_base=known, is_wanted=lambda: v.is_wanted
+            )
 
     def _judge(self, v: _Verification, reference: Evaluation) -> Certificate:
+        """
+        Raises:
+            EngineError: the base alone answers otherwise than it should: that is no adapter's fault, and no verdict on one can be had.
+        """
         with beside_steps(self._base.device):
+            if v.known_base is None:
+                v.known_base = _BaseAnswers(tuple(_logits(v.base)), reference.base)
+            rounds = [_logits(probes) for probes in (v.alone, v.mixed) if probes]
             certificate = judge(
-                Answers(_logits(v.base), (_logits(v.alone), _logits(v.mixed))),
+                Answers(v.known_base.engine, rounds),
                 reference,
                 dtype=self._engine.base.dtype,
-                precision_loss=v.precision_loss,
+                precision_loss=v.precision_loss or 0.0,
                 seconds=self._clock() - v.started_s,
             )
         base = self._engine.base
-        if (base.dtype, base.quantization) == ("float32", "none") and certificate.base_difference > EXACT_BASE:
-            # no adapter's fault, and so no verdict on one
-            logger.warning(
-                "the base alone answers otherwise than its plain evaluation: logits are off by up to %.3g; float32 is expected to stay below %g",
-                certificate.base_difference,
-                EXACT_BASE,
+        if (base.dtype, base.quantization) == ("float32", "none") and not certificate.base_difference <= EXACT_BASE:
+            found = f"logits are off by up to {certificate.base_difference:.3g}; float32 is expected to stay below {EXACT_BASE:g}"
+            logger.error("the base alone answers otherwise than its plain evaluation: %s", found)
+            raise EngineError(
+                f"The base alone answers otherwise than its plain evaluation: {found}.", hint="Restart the server."
             )
         return certificate
 

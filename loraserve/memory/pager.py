@@ -27,7 +27,7 @@ from loraserve.memory.facts import AdapterFacts, Loaded
 from loraserve.memory.host_cache import HostCache
 from loraserve.memory.load import load_adapter
 from loraserve.memory.precision import EXACT, Precision
-from loraserve.memory.priority import stand_back
+from loraserve.memory.priority import LOADER, stand_back
 from loraserve.memory.timings import Stopwatch, Timings, timed
 from loraserve.memory.turns import Turns
 from loraserve.memory.usage import memory_usage
@@ -139,7 +139,9 @@ class Pager:
         self._weights = weights
         self._precision = precision
         self._clock = clock
-        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="adapter-loader", initializer=stand_back)
+        self._executor = ThreadPoolExecutor(
+            num_threads, thread_name_prefix="adapter-loader", initializer=stand_back, initargs=(LOADER,)
+        )
         self._results: SimpleQueue[_Result] = SimpleQueue()
         # in the order they came: the line for the device
         self._waiting: OrderedDict[Digest, _Wait] = OrderedDict()

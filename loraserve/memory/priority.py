@@ -1,4 +1,4 @@
-"""How loaders share the processors with the steps."""
+"""How work beside the steps shares the processors with them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import threading
 from contextlib import suppress
 
-NICENESS = 5
+LOADER = 5
 """More than the steps' threads: a third of their weight, where there are too few cores for all.
 
 Measured on two cores that steps and other work had taken wholly, loads of 9 MB without end beside the steps: a step took a sixth longer, instead of nearly half again
@@ -15,15 +15,20 @@ with loaders as they are; and a load two to three times as long (1.1 s, instead 
 could be told, and a load took 5 to 15 s, with somebody waiting for it. A loader holds the interpreter's lock for a quarter of its 32 ms of work: hashing, reading, checking and
 packing let go of it.
 """
-_MAX_NICENESS = 19
+BACKGROUND = 19
+"""Of what nobody waits for but who uploads: it has what the steps leave. The most there is."""
 
 
-def stand_back() -> None:
-    """This thread, and what it starts, comes after the threads of the steps where there are too few cores for all. Nothing where a thread has no priority of its own."""
+def stand_back(niceness: int) -> None:
+    """This thread, and what it starts, comes after the threads of the steps where there are too few cores for all. Nothing where a thread has no priority of its own.
+
+    Args:
+        niceness: over the thread's own.
+    """
     # elsewhere a thread's id may be another process's
     if sys.platform != "linux":
         return
     thread_id = threading.get_native_id()
     with suppress(OSError):
-        niceness = os.getpriority(os.PRIO_PROCESS, thread_id) + NICENESS
-        os.setpriority(os.PRIO_PROCESS, thread_id, min(niceness, _MAX_NICENESS))
+        niceness += os.getpriority(os.PRIO_PROCESS, thread_id)
+        os.setpriority(os.PRIO_PROCESS, thread_id, min(niceness, BACKGROUND))

@@ -73,19 +73,21 @@ def evaluate(
     sequences: Sequence[Sequence[int]],
     terms: Sequence[tuple[AdapterIR, float]],
     *,
+    known_base: tuple[Tensor, ...] | None = None,
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> Evaluation:
     """Return the logits of every token of these sequences.
 
     Args:
         terms: an adapter, with a weight of 1; or the terms of a composition: the weighted changes add up, module by module.
+        known_base: the same sequences' by the base, from an earlier evaluation: they aren't computed again.
         is_wanted: asked now and then.
 
     Raises:
         Stopped: it was asked and said no.
     """
     with torch.inference_mode():
-        return _Pass(base, sequences, terms, is_wanted).run()
+        return _Pass(base, sequences, terms, known_base, is_wanted).run()
 
 
 def invocation_start(token_ids: Sequence[int], invocation: Sequence[int]) -> int | None:
@@ -113,27 +115,29 @@ class _Term:
 
 
 class _Pass:
-    """One pass through the layers. Its rows are all sequences' by the base, then all sequences' with the adapter."""
+    """One pass through the layers. Its rows are all sequences' by the base, unless those are known, then all sequences' with the adapter."""
 
     def __init__(
         self,
         base: PlainBase,
         sequences: Sequence[Sequence[int]],
         terms: Sequence[tuple[AdapterIR, float]],
+        known_base: tuple[Tensor, ...] | None,
         is_wanted: Callable[[], bool],
     ) -> None:
         self._base, self._config, self._is_wanted = base, base.config, is_wanted
         self._device = base.device
-        self._lengths = [len(sequence) for sequence in sequences]
-        self._num_rows = sum(self._lengths)
-        tokens = [token for sequence in sequences for token in sequence]
-        self._tokens = torch.tensor(tokens * 2, device=self._device)
-        self._positions = torch.cat([torch.arange(length) for length in self._lengths] * 2).to(self._device)
+        self._known_base = known_base
+        evaluated = list(sequences) * (2 if known_base is None else 1)
+        self._lengths = [len(sequence) for sequence in evaluated]
+        self._tokens = torch.tensor([token for sequence in evaluated for token in sequence], device=self._device)
+        self._positions = torch.cat([torch.arange(length) for length in self._lengths]).to(self._device)
         self._terms = [_Term(ir, weight, self._rows_of(sequences, ir)) for ir, weight in terms]
 
     def _rows_of(self, sequences: Sequence[Sequence[int]], ir: AdapterIR) -> Tensor:
         rows: list[int] = []
-        end = self._num_rows
+        # with the adapter: the last ones
+        end = len(self._tokens) - sum(map(len, sequences))
         for sequence in sequences:
             end += len(sequence)
             start = invocation_start(sequence, ir.invocation_token_ids)
@@ -157,7 +161,10 @@ class _Pass:
         if config.logits_cap is not None:
             logits = config.logits_cap * torch.tanh(logits / config.logits_cap)
         parts = self._split(logits.cpu())
-        return Evaluation(parts[: len(self._lengths)], parts[len(self._lengths) :])
+        if self._known_base is not None:
+            return Evaluation(self._known_base, parts)
+        half = len(parts) // 2
+        return Evaluation(parts[:half], parts[half:])
 
     # a layer's parts
 
@@ -179,7 +186,7 @@ class _Pass:
 
     def _split(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Every sequence's rows."""
-        return torch.split(rows, self._lengths * 2)
+        return torch.split(rows, self._lengths)
 
     def _attend_alone(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         """One sequence's; all are [num_tokens, num_heads, head_dim]."""
