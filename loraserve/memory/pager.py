@@ -359,13 +359,17 @@ class Pager:
         return damages
 
     def set_operator_pin(self, ref: AdapterRef, is_pinned: bool) -> None:
-        """The adapter is brought to the device and never evicted from it, or may be evicted again."""
+        """The adapter is brought to the device and never evicted from it, or may be evicted again.
+
+        A pin lasts from one load that goes well on: whose load fails isn't pinned, and `error` says why.
+        """
         digest = ref.digest
         self._pool.set_operator_pin(digest, is_pinned)
         if is_pinned:
             self._operator_pins.add(digest)
             self._draining.discard(digest)
-            self.request(ref)
+            if self.request(ref) is Residency.FAILED:
+                self._operator_pins.discard(digest)
         else:
             self._operator_pins.discard(digest)
 
@@ -527,6 +531,7 @@ class Pager:
         num_failures = 1 + (before.num_failures if before is not None else 0)
         delay = min(RETRY_S * 2 ** min(num_failures - 1, 16), MAX_RETRY_S)
         self._failures[digest] = _Failure(error, now + delay, num_failures)
+        self._operator_pins.discard(digest)
         self._leave_line(digest)
 
     def _join_line(self, wait: _Wait, tenant: TenantId) -> None:
