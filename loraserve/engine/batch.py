@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from loraserve.engine.scheduler import ScheduledRequest
+from loraserve.engine.scheduled import ScheduledRequest
 from loraserve.errors import InvariantViolation
 from loraserve.types import Digest
 from loraserve_kernels.layout import PackedAdapter

@@ -18,7 +18,8 @@ from loraserve.engine.messages import AddRequest
 from loraserve.engine.probe import Probe
 from loraserve.engine.request import Request
 from loraserve.engine.runner import StepHandle, StepRunner
-from loraserve.engine.scheduler import ScheduledRequest, Scheduler
+from loraserve.engine.scheduled import ScheduledRequest
+from loraserve.engine.scheduler import Scheduler
 from loraserve.errors import EngineError
 from loraserve.memory.arena import Tenure
 from loraserve.memory.kv_cache import KVCache, prefix_root
@@ -144,6 +145,9 @@ class Engine:
                 prefix_root=prefix_root(message.tenant, self.base.digest, self._kv_dtype),
                 arrival_s=self._clock(),
                 sequence_number=next(self._sequence_numbers),
+                weight=message.weight,
+                kv_share=message.kv_share,
+                timeout_s=message.timeout_s,
             )
         )
         self._prompt_tokens += len(message.prompt_token_ids)

@@ -12,7 +12,7 @@ from torch import Tensor
 from loraserve.engine.batch import Batch
 from loraserve.engine.runner import DeviceLost
 from loraserve.engine.sampler import Sampler
-from loraserve.engine.scheduler import ScheduledRequest, StepResult
+from loraserve.engine.scheduled import ScheduledRequest, StepResult
 from loraserve.types import TokenLogprobs
 from loraserve_kernels.gpu_sampling import top_logprobs
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from loraserve.engine.probe import Probe
 from loraserve.memory.kv_cache import Activation, PrefixKey
 from loraserve.types import AdapterRef, FinishReason, RequestId, SamplingParams, TenantId, TokenLogprobs
+
+if TYPE_CHECKING:
+    from loraserve.engine.fairness import Share
 
 
 class Pin(Protocol):
@@ -46,6 +49,11 @@ class Request:
     arrival_s: float
     sequence_number: int
     """Order of arrival; ties of priority run in this order."""
+    weight: float = 1.0
+    kv_share: float = 1.0
+    """Its tenant's, as it was told with the request."""
+    timeout_s: float | None = None
+    """From its arrival: then it ends with what there is."""
 
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
@@ -67,6 +75,10 @@ class Request:
     adapter_wait_started_s: float | None = None
     adapter_wait_s: float = 0.0
     num_preemptions: int = 0
+    share: Share = field(init=False, repr=False)
+    """What it is charged to, from when the scheduler has it."""
+    num_charged_tokens: int = 0
+    """Of its tokens, from the first, those that were charged, or cost nothing."""
     probe: Probe | None = None
     """Of one that is computed for its logits: neither finds nor leaves anything in the prefix cache."""
 
@@ -100,6 +112,11 @@ class Request:
         """Whether the logits of prompt rows are still wanted. Scores made of them go out with the first token, once."""
         is_wanted = self.params.prompt_logprobs is not None or self.probe is not None
         return is_wanted and self.num_tokens == self.num_prompt_tokens
+
+    @property
+    def is_express(self) -> bool:
+        """Whether it comes before every tenant's others."""
+        return self.priority < 0
 
     @property
     def order(self) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from loraserve.engine.batch import Batch, Resident
 from loraserve.engine.request import Request
 from loraserve.engine.sampler import Sampler, has_penalties
-from loraserve.engine.scheduler import StepResult
+from loraserve.engine.scheduled import StepResult
 from loraserve.errors import InvariantViolation
 from loraserve.model.decoder import Decoder
 from loraserve.model.inputs import KVTensors, ModelInputs

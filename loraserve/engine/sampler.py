@@ -10,7 +10,7 @@ from torch import Tensor
 
 from loraserve.engine.batch import Batch
 from loraserve.engine.request import Request
-from loraserve.engine.scheduler import ScheduledRequest, StepResult
+from loraserve.engine.scheduled import ScheduledRequest, StepResult
 from loraserve.types import SamplingParams, TokenLogprobs
 
 MIN_TEMPERATURE = 1e-5

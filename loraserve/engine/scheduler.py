@@ -11,6 +11,7 @@ that was launched; the pin isn't kept for that.
 
 from __future__ import annotations
 
+import heapq
 import logging
 import math
 import time
@@ -18,22 +19,23 @@ from array import array
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from loraserve.engine.activation import find_activation
+from loraserve.engine.endings import TIMEOUT, numerics_error, overdue_error, timeout_error
+from loraserve.engine.fairness import OUTPUT_COST, PROMPT_COST, Account, Accounts
+from loraserve.engine.line import Line, Turns
 from loraserve.engine.request import Pin, Request, Status
-from loraserve.errors import AdapterNotReady, AdapterNumerics, EngineError, InvariantViolation, LoraserveError
+from loraserve.engine.scheduled import ScheduledRequest, StepResult, take_part
+from loraserve.errors import InvariantViolation, LoraserveError
 from loraserve.limits import LIMITS
 from loraserve.memory.facts import AdapterFacts
 from loraserve.memory.kv_cache import BlockId, KVCache
 from loraserve.memory.pager import Residency
 from loraserve.memory.timings import Timings
-from loraserve.types import AdapterRef, Digest, FinishReason, RequestId, TokenLogprobs, TokenOutput
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from loraserve.types import AdapterRef, Digest, FinishReason, RequestId, TokenOutput
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,12 @@ _ORDER = attrgetter("order")
 
 LOOK_AHEAD = 16
 """Of the requests that wait, so many of the first have their adapters read while they wait for a place in a step."""
+LOOK_AGAIN = 16
+"""Who those are is looked up again after so many steps, if nobody came or began before."""
+AHEAD_DIVISOR = 4
+"""Prompts of tenants that had more than others lately fill a step up to this part of the token budget."""
+MAX_FAIR_PREEMPTIONS = 3
+"""A request that was put back so often isn't put back for fairness' sake any more: it is one of those of which the youngest goes, and so will end."""
 
 
 class AdapterSource(Protocol):
@@ -48,6 +56,8 @@ class AdapterSource(Protocol):
 
     @property
     def is_line_closed(self) -> bool: ...
+    @property
+    def mean_load_s(self) -> float: ...
     def request(self, ref: AdapterRef) -> Residency: ...
     def error(self, digest: Digest) -> LoraserveError | None: ...
     def pin(self, digest: Digest) -> Pin: ...
@@ -55,65 +65,29 @@ class AdapterSource(Protocol):
     def prefetch(self, refs: Sequence[AdapterRef]) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
-    """A request's part in one step: tokens ``[start, end)`` are computed.
+@dataclass(slots=True)
+class _Step:
+    """A step in the making.
 
-    It says what was so when the step was scheduled: the request may move on while the step runs.
+    Attributes:
+        budget: tokens that it still has room for.
+        num_places: requests that may run.
+        num_prompt_tokens: those of requests that have more than one token to go.
+        preempted: who was put back for others, and isn't admitted again yet.
+        is_short: whether blocks ran out.
     """
 
-    request: Request
-    start: int
-    num_tokens: int
-    is_sampled: bool
-    """Whether the step reaches the request's last token, so that its next one, at position `end`, can be chosen."""
-    is_scored: bool
-    """Whether the prompt tokens that its rows predict are scored."""
-    epoch: int
-    """How often the request had been preempted."""
-
-    @property
-    def end(self) -> int:
-        return self.start + self.num_tokens
-
-    @property
-    def num_base_tokens(self) -> int:
-        """How many of its tokens, from the first, no adapter acts on."""
-        activation = self.request.activation
-        if activation is None:
-            return self.num_tokens
-        # of nearly all
-        if activation.start <= self.start:
-            return 0
-        return min(activation.start - self.start, self.num_tokens)
-
-    @property
-    def num_sampled_tokens(self) -> int:
-        return int(self.is_sampled and self.request.params.max_tokens > 0)
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the request still runs on the blocks that it had: it hasn't ended, nor started over since."""
-        return self.request.status is Status.RUNNING and self.request.num_preemptions == self.epoch
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What the sampler made of one scheduled request.
-
-    `token_id` is None when the request isn't at its last token yet, or asked for no tokens.
-    """
-
-    token_id: int | None = None
-    logprobs: TokenLogprobs | None = None
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    is_finite: bool = True
-    logits: Tensor | None = None
-    """Of a probe's rows, [num_rows, vocab_size] float32 in the host's memory; they end with the entry's last."""
+    now_s: float
+    budget: int
+    num_places: int = 0
+    scheduled: list[ScheduledRequest] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+    preempted: list[Request] = field(default_factory=list)
+    is_short: bool = False
 
 
 class Scheduler:
-    """Holds every live request; each is in `_waiting` or in `_running`, and ends through `_end` alone."""
+    """Holds every live request; each is in `_line` or in `_running`, and ends through `_end` alone."""
 
     def __init__(
         self,
@@ -140,15 +114,21 @@ class Scheduler:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._clock = clock
         self._requests: dict[RequestId, Request] = {}
-        self._waiting: list[Request] = []  # sorted by order
+        self._accounts = Accounts()
+        self._line = Line(self._accounts)
         self._running: list[Request] = []  # sorted by order
         self._failed: list[TokenOutput] = []
-        # of those that wait, probes that are to have a step of their own
-        self._apart: list[Request] = []
+        # of those that wait, the ones that wait for their adapter, since when they do
+        self._cold: dict[RequestId, Request] = {}
+        self._num_cold: Counter[Digest] = Counter()
+        # (when its time is over, number, the request): of those that said how long they have
+        self._timeouts: list[tuple[float, int, Request]] = []
+        self._ahead: list[Request] = []
+        self._looked_ahead: tuple[int, int] = (-1, 0)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._line)
 
     @property
     def num_running(self) -> int:
@@ -161,17 +141,27 @@ class Scheduler:
 
     @property
     def num_waiting_for_adapter(self) -> int:
-        return sum(1 for request in self._waiting if request.adapter_wait_started_s is not None)
+        return len(self._cold)
+
+    @property
+    def num_tenants(self) -> int:
+        """Those with a request here."""
+        return self._accounts.num_live
 
     @property
     def has_requests(self) -> bool:
         return bool(self._requests)
 
     def add(self, request: Request) -> None:
+        """The request waits for its turn. What it came with beside its prompt was computed before, and is charged to nobody again."""
         self._requests[request.request_id] = request
-        insort(self._waiting, request, key=_ORDER)
-        if request.probe is not None and request.probe.has_own_step:
-            self._apart.append(request)
+        adapter = None if request.adapter is None else request.adapter.digest
+        request.share = self._accounts.open(request.tenant, adapter, request.weight, request.kv_share)
+        if request.num_output_tokens:
+            request.num_charged_tokens = request.num_tokens
+        if request.timeout_s is not None:
+            self._note_timeout(request, request.arrival_s + request.timeout_s)
+        self._line.add(request)
 
     def abort(self, request_id: RequestId) -> bool:
         """End a request wherever it is; False if it is unknown or over already."""
@@ -201,87 +191,193 @@ class Scheduler:
     def schedule(self) -> list[ScheduledRequest]:
         """Choose the next step's requests within the token budget, and reserve the KV blocks they need.
 
-        Running requests come first, those one token short before those with a longer way to go, so that a long prompt
-        takes only what decoding leaves. Then waiting requests are admitted in order; one whose adapter is still loading
-        is passed over and holds up nobody. Those whose adapters are there thus go first, and none of them goes before a cold one for longer than
-        its adapter takes: once that is there, the request has its place in the order again, and the next sequence to begin is its own, unless others
-        came before it or have a better priority. How long the adapter takes is bounded by the pager's turns and patience, and by the deadline.
+        Running requests that are one token short come first. What they leave is for prompts, those that have begun and those that wait, tenant by tenant: the next
+        is always of the tenant that had least, by its weight (`line.Turns`); a tenant that had more than others lately fills only a part of the step, so that who
+        comes meanwhile doesn't wait for a long one. A tenant that has fewer than its part of the places, or of the KV blocks, takes what it needs of one that has
+        more: a request of the other starts over later. That happens to a request `MAX_FAIR_PREEMPTIONS` times at most.
+
+        A request whose adapter is still loading is passed over and holds up nobody. Those whose adapters are there thus go first, and none of them goes before a cold
+        one for longer than its adapter takes: once that is there, the request has its place in the order again, and the next sequence to begin is its own, unless
+        others came before it, their tenant or adapter had less, or they have a better priority. How long the adapter takes is bounded by the pager's turns and
+        patience, and by the deadline.
         """
-        self._fail_overdue()
-        budget = self._token_budget
-        scheduled: list[ScheduledRequest] = []
-        if self._apart:
-            self._admit(self._apart, scheduled, budget, self._max_num_seqs)
-            if scheduled:
-                return scheduled
-        preempted = False
-        # those whose last token is in flight have no part in this step, and keep no place in it from others
-        running = [(request.num_pending_tokens, request) for request in self._running]
-        max_running = self._max_num_seqs + sum(1 for num_pending, _ in running if num_pending == 0)
-        for num_pending, request in sorted(running, key=lambda entry: entry[0] > 1):
-            if budget == 0:
-                break
-            # preempted for an earlier one in this very loop, or with nothing left to compute
-            if request.status is not Status.RUNNING or num_pending == 0:
-                continue
-            count = min(num_pending, budget)
-            while not self._reserve(request, count):
-                preempted = True
-                victim = self._choose_victim(scheduled)
-                self._preempt(victim)
-                if victim is request:
-                    break
-            if request.status is Status.RUNNING:
-                scheduled.append(_take_part(request, count))
-                budget -= count
-        # In a step that preempts nobody is admitted; so the last token of whom it preempted in flight is known when they come back.
-        if not preempted:
-            waiting = (
-                [request for request in self._waiting if request not in self._apart] if self._apart else self._waiting
-            )
-            self._admit(waiting, scheduled, budget, max_running)
-        self._keep_asking()
-        if self._waiting:
-            ahead = [r.adapter for r in self._waiting[:LOOK_AHEAD] if r.adapter is not None and r.pin is None]
-            if ahead:
-                self._adapters.prefetch(ahead)
-        return scheduled
-
-    def _admit(
-        self, waiting: Sequence[Request], scheduled: list[ScheduledRequest], budget: int, max_running: int
-    ) -> None:
-        for request in list(waiting):
-            if budget == 0 or len(self._running) >= max_running:
-                return
-            if not self._has_adapter(request):
-                continue
-            if not request.wants_prompt_logprobs and request.probe is None:
-                self._take_prefix(request)
-            count = min(request.num_pending_tokens, budget)
-            if not self._reserve(request, count):
-                # In order: a later, shorter request must not starve this one of blocks.
-                self._drop_blocks(request, is_use=False)
-                return
-            self._leave_line(request)
-            request.status = Status.RUNNING
-            # scores of an earlier start, which it doesn't go on from
-            request.prompt_logprobs.clear()
-            if request.first_scheduled_s is None:
-                request.first_scheduled_s = self._clock()
-                request.num_cached_tokens = request.num_computed_tokens
-                if request.adapter is not None:
-                    self.base_prefix_tokens_hit += min(request.num_cached_tokens, request.num_base_tokens)
-            insort(self._running, request, key=_ORDER)
-            scheduled.append(_take_part(request, count))
-            budget -= count
-
-    def _fail_overdue(self) -> None:
-        """End the requests that have waited for their adapter up to the deadline. Its load goes on, for whoever asks next."""
         now = self._clock()
+        self._end_overdue(now)
+        self._fail_overdue(now)
+        self._accounts.age(now)
+        step = _Step(now, self._token_budget)
+        if self._line.apart:
+            self._compute_apart(step)
+            if step.scheduled:
+                return step.scheduled
+        begun = self._decode(step)
+        if begun or (self._line.has_others and not step.is_short):
+            self._take_turns(step, begun)
+        self._keep_asking()
+        self._look_ahead()
+        return step.scheduled
+
+    def _compute_apart(self, step: _Step) -> None:
+        for request in list(self._line.apart):
+            if step.budget == 0 or len(self._running) >= self._max_num_seqs:
+                return
+            if self._has_adapter(request):
+                count = min(request.num_pending_tokens, step.budget)
+                if not self._reserve(request, count):
+                    return
+                self._begin(request, count, step)
+
+    def _decode(self, step: _Step) -> list[Request]:
+        """Schedule the running requests that are one token short; return those that have further to go.
+
+        Those whose last token is in flight have no part in this step, and keep no place in it from others.
+        """
+        begun, size = [], self._kv.block_size
+        step.num_places = self._max_num_seqs
+        for request in list(self._running):
+            num_pending = request.num_pending_tokens
+            if request.status is not Status.RUNNING:
+                # preempted for an earlier one in this very loop
+                continue
+            if num_pending > 1:
+                begun.append(request)
+            elif num_pending == 0:
+                step.num_places += 1
+            # in most steps the last block has room
+            elif step.budget and (
+                request.num_computed_tokens < len(request.blocks) * size or self._keep(request, 1, step)
+            ):
+                self._take_part(request, 1, step)
+        return begun
+
+    def _take_turns(self, step: _Step, begun: Sequence[Request]) -> None:
+        # In a step that preempts for lack of blocks nobody is admitted.
+        is_admitting = not step.is_short and (len(self._running) < step.num_places or self._has_place_to_give())
+        if not begun and not is_admitting:
+            return
+        turns = Turns(self._line, begun, step.scheduled, is_admitting=is_admitting)
+        for request in turns:
+            count = min(request.num_pending_tokens, self._room(request, step))
+            if count == 0:
+                turns.end_turn()
+                if step.budget == 0:
+                    turns.end()
+            elif request.status is not Status.RUNNING:
+                self._admit(request, step, turns)
+            elif self._keep(request, count, step):
+                self._take_part(request, count, step)
+            if step.is_short:
+                turns.is_admitting = False
+
+    def _room(self, request: Request, step: _Step) -> int:
+        """How many tokens of a prompt the step has room for."""
+        if request.is_express or not self._accounts.is_ahead(request.share.account, step.now_s):
+            return step.budget
+        return min(step.budget, max(0, -(-self._token_budget // AHEAD_DIVISOR) - step.num_prompt_tokens))
+
+    def _admit(self, request: Request, step: _Step, turns: Turns) -> None:
+        """The request begins, if it can: otherwise it waits on, and so does whoever would be in its way."""
+        account = request.share.account
+        is_full = len(self._running) >= step.num_places
+        if is_full and not self._lacks_places(account) and not request.is_express:
+            turns.end_turn()
+            return
+        if any(request is other for other in step.preempted):
+            # Not in this step: so the last token of whom it preempted in flight is known when they come back.
+            return
+        if not self._has_adapter(request):
+            if request.share.num_cold == len(request.share.waiting):
+                # so are all others that wait for it
+                turns.end_share()
+            return
+        if not request.wants_prompt_logprobs and request.probe is None:
+            self._take_prefix(request)
+        count = min(request.num_pending_tokens, self._room(request, step))
+        if self._exceeds_share(request, count):
+            self._drop_blocks(request, is_use=False)
+            turns.end_turn()
+            return
+        has_blocks = self._reserve(request, count)
+        while not has_blocks and self._is_below_share(request):
+            victim = self._find_over(lambda other: self._holds_more(other.share.account))
+            if victim is None:
+                break
+            self._preempt(victim, step)
+            has_blocks = self._reserve(request, count)
+        victim = None
+        if has_blocks and len(self._running) >= step.num_places:
+            victim = self._find_over(lambda other: self._has_places_to_give(other.share.account))
+            if victim is not None:
+                self._preempt(victim, step)
+        if not has_blocks or len(self._running) >= step.num_places:
+            # In order: a later, shorter request must not starve this one of blocks.
+            self._drop_blocks(request, is_use=False)
+            turns.is_admitting = False
+            return
+        self._begin(request, count, step)
+
+    def _begin(self, request: Request, count: int, step: _Step) -> None:
+        """A request that waited, and has what it needs, takes its part in the step."""
+        self._leave_line(request)
+        request.status = Status.RUNNING
+        # scores of an earlier start, which it doesn't go on from
+        request.prompt_logprobs.clear()
+        # what was found needn't be computed: also that of others which was computed while it was put back
+        request.num_charged_tokens = max(request.num_charged_tokens, request.num_computed_tokens)
+        if request.first_scheduled_s is None:
+            request.first_scheduled_s = self._clock()
+            request.num_cached_tokens = request.num_computed_tokens
+            if not request.wants_prompt_logprobs and request.probe is None:
+                self._kv.note_lookup(request.num_tokens, request.num_cached_tokens)
+            if request.adapter is not None:
+                self.base_prefix_tokens_hit += min(request.num_cached_tokens, request.num_base_tokens)
+        insort(self._running, request, key=_ORDER)
+        request.share.account.num_running += 1
+        self._take_part(request, count, step)
+
+    def _take_part(self, request: Request, count: int, step: _Step) -> None:
+        entry = take_part(request, count)
+        step.scheduled.append(entry)
+        step.budget -= count
+        if count > 1:
+            step.num_prompt_tokens += count
+        reached = entry.end + entry.num_sampled_tokens
+        charged = request.num_charged_tokens
+        if reached > charged:
+            num_of_prompt = max(0, min(reached, request.num_prompt_tokens) - charged)
+            request.num_charged_tokens = reached
+            request.share.charge(num_of_prompt * PROMPT_COST + (reached - charged - num_of_prompt) * OUTPUT_COST)
+
+    # what requests end of before they have their part
+
+    def _note_timeout(self, request: Request, deadline_s: float) -> None:
+        if len(self._timeouts) > 2 * len(self._requests) + 64:
+            # those that ended in time
+            self._timeouts = [entry for entry in self._timeouts if entry[2].status is not Status.FINISHED]
+            heapq.heapify(self._timeouts)
+        heapq.heappush(self._timeouts, (deadline_s, request.sequence_number, request))
+
+    def _end_overdue(self, now: float) -> None:
+        """End the requests whose own time is over, with what there is."""
+        while self._timeouts and self._timeouts[0][0] <= now:
+            _, _, request = heapq.heappop(self._timeouts)
+            if request.status is Status.FINISHED:
+                continue
+            if request.num_output_tokens:
+                self._end(request)
+                output = TokenOutput(
+                    request_id=request.request_id, finish_reason=FinishReason.LENGTH, stop_reason=TIMEOUT
+                )
+            else:
+                output = self.fail(request, timeout_error(request.timeout_s or 0.0))
+            self._failed.append(output)
+
+    def _fail_overdue(self, now: float) -> None:
+        """End the requests that have waited for their adapter up to the deadline. Its load goes on, for whoever asks next."""
         if now < self._next_deadline_s:
             return
         self._next_deadline_s = math.inf
-        for request in list(self._waiting):
+        for request in list(self._cold.values()):
             if request.adapter is None or request.adapter_wait_started_s is None:
                 continue
             deadline_s = request.adapter_wait_started_s + self._adapter_deadline_s
@@ -290,7 +386,7 @@ class Scheduler:
                 continue
             state = self._adapters.request(request.adapter)
             if state in (Residency.LOADING, Residency.WAITING_FOR_SPACE):
-                self._failed.append(self.fail(request, _overdue_error(request, state, self._adapter_deadline_s)))
+                self._failed.append(self.fail(request, overdue_error(request, state, self._adapter_deadline_s)))
             elif state is Residency.RESIDENT:
                 # it is there, and the request waits for a place in a step: that has its own bound
                 self._end_adapter_wait(request)
@@ -301,21 +397,60 @@ class Scheduler:
         error = self._adapters.error(adapter.digest)
         self._failed.append(self.fail(request, error or LoraserveError("the adapter could not be loaded")))
 
+    # adapters
+
+    def _begin_adapter_wait(self, request: Request, digest: Digest) -> None:
+        now = request.adapter_wait_started_s = self._clock()
+        self._next_deadline_s = min(self._next_deadline_s, now + self._adapter_deadline_s)
+        self._cold[request.request_id] = request
+        self._num_cold[digest] += 1
+        request.share.num_cold += 1
+        if self._num_cold[digest] == 1:
+            # whoever is the first that wants it has it brought
+            num_tokens = self._adapters.mean_load_s / self._kv.prefill_pace.seconds_per_unit
+            request.share.charge(min(num_tokens, self._token_budget) * PROMPT_COST)
+
     def _end_adapter_wait(self, request: Request) -> None:
-        if request.adapter_wait_started_s is not None:
+        if request.adapter is not None and request.adapter_wait_started_s is not None:
             request.adapter_wait_s += self._clock() - request.adapter_wait_started_s
             request.adapter_wait_started_s = None
+            del self._cold[request.request_id]
+            request.share.num_cold -= 1
+            self._num_cold[request.adapter.digest] -= 1
+            if not self._num_cold[request.adapter.digest]:
+                del self._num_cold[request.adapter.digest]
 
     def _keep_asking(self) -> None:
-        """Ask on for the first request that waits for its adapter, also in steps that can admit nobody.
+        """Ask on for the request that has waited longest for its adapter, also in steps that can admit nobody.
 
-        The pager forgets who doesn't ask, and evicts what isn't used: the first in line could lose its adapter again and again while the
-        places go to others. Only the first: two that wait for one place would evict each other.
+        The pager forgets who doesn't ask, and evicts what isn't used: it could lose its adapter again and again while the places go to others. Only that one: two
+        that wait for one place would evict each other.
         """
-        for request in self._waiting:
-            if request.adapter is not None and request.adapter_wait_started_s is not None:
-                self._adapters.request(request.adapter)
-                return
+        if not self._cold:
+            return
+        request = next(iter(self._cold.values()))
+        if self._line.express:
+            request = next((other for other in self._line.express if other.request_id in self._cold), request)
+        if request.adapter is not None:
+            self._adapters.request(request.adapter)
+
+    def _look_ahead(self) -> None:
+        """Adapters of those whose turn is soonest are read meanwhile."""
+        version, age = self._looked_ahead
+        is_old = age >= LOOK_AGAIN or len(self._ahead) < LOOK_AHEAD or self._ahead[-1].status is not Status.WAITING
+        if is_old and version != self._line.version:
+            self._looked_ahead = self._line.version, 0
+            self._ahead = self._line.first(LOOK_AHEAD) if self._line.has_others else []
+        else:
+            self._looked_ahead = version, age + 1
+        if self._ahead:
+            ahead = [
+                request.adapter
+                for request in self._ahead
+                if request.adapter is not None and request.pin is None and request.status is Status.WAITING
+            ]
+            if ahead:
+                self._adapters.prefetch(ahead)
 
     def _has_adapter(self, request: Request) -> bool:
         """Whether the request may run as far as its adapter goes; starts the load, or fails the request, if not."""
@@ -344,9 +479,10 @@ class Scheduler:
                 return False
             case _:
                 if request.adapter_wait_started_s is None:
-                    now = request.adapter_wait_started_s = self._clock()
-                    self._next_deadline_s = min(self._next_deadline_s, now + self._adapter_deadline_s)
+                    self._begin_adapter_wait(request, request.adapter.digest)
                 return False
+
+    # memory and places
 
     def _take_prefix(self, request: Request) -> None:
         # The last token is always computed: its logits are what the step is for.
@@ -355,46 +491,144 @@ class Scheduler:
         )
         request.blocks, request.block_keys = array("i", blocks), keys
         request.num_computed_tokens = len(blocks) * self._kv.block_size
+        request.share.account.num_blocks += len(blocks)
 
     def _reserve(self, request: Request, count: int) -> bool:
         """Give the request the blocks that its next ``count`` tokens need."""
-        needed = -(-(request.num_computed_tokens + count) // self._kv.block_size) - len(request.blocks)
+        needed = self._num_needed_blocks(request, count)
         if needed <= 0:
             return True
         blocks = self._kv.allocate(needed)
         if blocks is None:
             return False
         request.blocks.extend(blocks)
+        request.share.account.num_blocks += needed
         return True
 
-    def _choose_victim(self, scheduled: Sequence[ScheduledRequest]) -> Request:
-        """The running request that loses least: one that only waits for its last token, else the lowest priority, then the youngest.
+    def _num_needed_blocks(self, request: Request, count: int) -> int:
+        return -(-(request.num_computed_tokens + count) // self._kv.block_size) - len(request.blocks)
+
+    def _keep(self, request: Request, count: int, step: _Step) -> bool:
+        """Give a running request the blocks that it needs, if need be of others; False if it is put back itself."""
+        while True:
+            if self._exceeds_share(request, count):
+                taken = {id(entry.request) for entry in step.scheduled}
+                account = request.share.account
+                own = [r for r in self._running if r.share.account is account and id(r) not in taken]
+                victim = own[-1]
+            elif self._reserve(request, count):
+                return True
+            else:
+                step.is_short = True
+                victim = self._choose_victim(request, step)
+            self._preempt(victim, step)
+            if victim is request:
+                return False
+
+    def _exceeds_share(self, request: Request, count: int) -> bool:
+        """Whether its tenant would hold more KV blocks than it may. The only one of a tenant that runs may."""
+        account = request.share.account
+        if account.kv_share >= 1.0 or account.num_running <= (request.status is Status.RUNNING):
+            return False
+        needed = max(0, self._num_needed_blocks(request, count))
+        return needed > 0 and account.num_blocks + needed > account.kv_share * self._kv.num_blocks
+
+    def _is_below_share(self, request: Request) -> bool:
+        """Whether its tenant holds less than its part of the KV blocks, beside others."""
+        return not request.is_express and self._accounts.num_live > 1 and not self._holds_more(request.share.account)
+
+    def _holds_more(self, account: Account) -> bool:
+        """Whether the tenant holds more than its part of the KV blocks, by the weights of all that are here."""
+        return account.num_blocks * self._accounts.total_weight > self._kv.num_blocks * account.weight
+
+    def _num_due_places(self, account: Account) -> int:
+        """A tenant's part of the places, by the weights of all that are here; one at least."""
+        return max(1, int(self._max_num_seqs * account.weight / self._accounts.total_weight))
+
+    def _lacks_places(self, account: Account) -> bool:
+        return account.num_running < self._num_due_places(account)
+
+    def _has_places_to_give(self, account: Account) -> bool:
+        """More than a part of one beyond what is due."""
+        due = self._max_num_seqs * account.weight / self._accounts.total_weight
+        return account.num_running >= max(2.0, due + 1.0)
+
+    def _has_place_to_give(self) -> bool:
+        """Whether some tenant has more than its part of the places, beside others."""
+        if self._accounts.num_live < 2:
+            return False
+        accounts = {id(request.share.account): request.share.account for request in self._running}
+        return any(map(self._has_places_to_give, accounts.values()))
+
+    def _find_over(self, is_over: Callable[[Request], bool]) -> Request | None:
+        """Of the running requests of tenants that have more than their part, the one that loses least, in this step already or not: the youngest of those that
+        decode, since what has been answered is in the prefix cache.
+        """
+        candidates = [
+            request
+            for request in reversed(self._running)
+            if not request.is_express
+            and request.probe is None
+            and request.num_preemptions < MAX_FAIR_PREEMPTIONS
+            and request.num_pending_tokens > 0
+            and is_over(request)
+        ]
+        return min(candidates, key=lambda request: request.num_pending_tokens > 1, default=None)
+
+    def _choose_victim(self, request: Request, step: _Step) -> Request:
+        """The running request that loses least, of a tenant that holds more than its part if there is one that wasn't put back for that too often: one that only
+        waits for its last token, else the lowest priority, then the youngest.
 
         One already in this step is left alone.
         """
-        taken = {id(entry.request) for entry in scheduled}
-        candidates = [request for request in reversed(self._running) if id(request) not in taken]
-        return min(candidates, key=lambda request: request.num_pending_tokens > 0)
+        taken = {id(entry.request) for entry in step.scheduled}
+        candidates = [other for other in reversed(self._running) if id(other) not in taken]
+        if self._accounts.num_live > 1:
+            over = [
+                other
+                for other in candidates
+                if other.num_preemptions < MAX_FAIR_PREEMPTIONS
+                and not other.is_express
+                and self._holds_more(other.share.account)
+            ]
+            candidates = over or candidates
+        return min(candidates, key=lambda other: other.num_pending_tokens > 0)
 
-    def _preempt(self, request: Request) -> None:
-        """Take a request's blocks and let it start over later; its tokens, its adapter's pin and its place stay."""
+    def _preempt(self, request: Request, step: _Step) -> None:
+        """Take a request's blocks and let it start over later; its tokens, its adapter's pin and its place stay. A part that it had in this step is somebody else's."""
+        for number, entry in enumerate(step.scheduled):
+            if entry.request is request:
+                del step.scheduled[number]
+                step.budget += entry.num_tokens
+                self._undo(entry)
+                break
         self._running.remove(request)
+        request.share.account.num_running -= 1
         self._drop_blocks(request, is_use=False)
         request.status = Status.WAITING
         request.num_preemptions += 1
         self.num_preemptions += 1
-        insort(self._waiting, request, key=_ORDER)
+        step.preempted.append(request)
+        self._line.add(request)
+
+    def _undo(self, entry: ScheduledRequest) -> None:
+        """The request was to be in this step, and isn't. Nothing of it was launched."""
+        request = entry.request
+        request.num_computed_tokens = entry.start
+        request.num_in_flight_tokens -= entry.num_sampled_tokens
+        if entry.num_sampled_tokens:
+            request.num_charged_tokens -= 1
+            request.share.charge(-OUTPUT_COST)
 
     def _drop_blocks(self, request: Request, *, is_use: bool = True) -> None:
         self._kv.release([BlockId(block) for block in request.blocks], is_use=is_use)
+        request.share.account.num_blocks -= len(request.blocks)
         request.blocks = array("i")
         request.block_keys = []
         request.num_computed_tokens = 0
 
     def _leave_line(self, request: Request) -> None:
-        self._waiting.remove(request)
-        if request in self._apart:
-            self._apart.remove(request)
+        self._line.remove(request)
 
     # update
 
@@ -421,7 +655,7 @@ class Scheduler:
             # ended while the step was in flight, by an earlier token or by its client: nothing of it is sent, counted or published
             return None
         if not result.is_finite:
-            return self.fail(request, _numerics_error(request))
+            return self.fail(request, numerics_error(request))
         request.prompt_logprobs.extend(result.prompt_logprobs)
         if request.probe is not None and result.logits is not None:
             request.probe.capture(entry.end, result.logits)
@@ -497,20 +731,33 @@ class Scheduler:
                 (len(request.block_keys) <= len(request.blocks), "published more blocks than it holds"),
             )
             problems += [f"request {request.request_id}: {what}" for is_so, what in facts if not is_so]
-        if len(self._waiting) + len(self._running) != len(self._requests):
+        if len(self._line) + len(self._running) != len(self._requests):
             problems.append("a request is neither waiting nor running")
-        return problems
+        held: Counter[int] = Counter()
+        places: Counter[int] = Counter()
+        for request in self._running:
+            held[id(request.share.account)] += len(request.blocks)
+            places[id(request.share.account)] += 1
+        for request in self._requests.values():
+            account = request.share.account
+            if (account.num_blocks, account.num_running) != (held[id(account)], places[id(account)]):
+                problems.append(
+                    f"tenant {account.tenant} has {account.num_blocks} blocks and {account.num_running} places"
+                )
+        return problems + self._accounts.check()
 
     def _end(self, request: Request) -> None:
         """Every ending passes here: blocks, pin and place are given back, once."""
         del self._requests[request.request_id]
         if request.status is Status.RUNNING:
             self._running.remove(request)
+            request.share.account.num_running -= 1
         else:
             self._leave_line(request)
         request.status = Status.FINISHED
         self._drop_blocks(request)
         self._end_adapter_wait(request)
+        self._accounts.close(request.share)
         if request.pin is None and request.adapter_wait_s > 0 and request.probe is None:
             self.adapter_wait_s.add(request.adapter_wait_s)
         pin, request.pin = request.pin, None
@@ -520,43 +767,3 @@ class Scheduler:
             except InvariantViolation:
                 # our own bug, and counted by the pool; it must not end everybody's requests
                 logger.exception("request %s doesn't hold the pin that it should", request.request_id)
-
-
-def _take_part(request: Request, count: int) -> ScheduledRequest:
-    """The request's next ``count`` tokens are computed by the step, and so is the one after them, if they are its last."""
-    entry = ScheduledRequest(
-        request,
-        start=request.num_computed_tokens,
-        num_tokens=count,
-        is_sampled=count == request.num_pending_tokens,
-        is_scored=request.wants_prompt_logprobs,
-        epoch=request.num_preemptions,
-    )
-    request.num_computed_tokens = entry.end
-    request.num_in_flight_tokens += entry.num_sampled_tokens
-    return entry
-
-
-def _overdue_error(request: Request, state: Residency, deadline_s: float) -> LoraserveError:
-    adapter = request.adapter
-    if adapter is None:
-        raise InvariantViolation(f"request {request.request_id} waits for an adapter and has none")
-    why = (
-        "everything on the device is in use"
-        if state is Residency.WAITING_FOR_SPACE
-        else "it is still being read, or waits for its turn"
-    )
-    name = adapter.name if adapter.parts else f"{adapter.name}@{adapter.version}"
-    return AdapterNotReady(
-        f'The adapter "{name}" was not on the device within {deadline_s:g} s: {why}.',
-        hint="Try again shortly: it may be there by then.",
-    )
-
-
-def _numerics_error(request: Request) -> LoraserveError:
-    if request.adapter is None or request.activation is None:
-        return EngineError("The base model's logits for this request were not finite.")
-    return AdapterNumerics(
-        f'The logits of adapter "{request.adapter.name}@{request.adapter.version}" for this request were not finite.',
-        hint="Check the adapter's weights; other requests were not touched.",
-    )

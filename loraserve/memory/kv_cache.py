@@ -277,7 +277,6 @@ class KVCache:
         keys: list[PrefixKey] = []
         if not self.enable_prefix_cache:
             return blocks, keys
-        self.prefix_tokens_queried += len(token_ids)
         for index, start in enumerate(range(0, max_tokens - self.block_size + 1, self.block_size)):
             parent = self.parent_key(root, activation, keys, index)
             content = tuple(token_ids[start : start + self.block_size])
@@ -297,8 +296,13 @@ class KVCache:
                 self._hold(block)
             else:
                 self._holders[block] += 1
-        self.prefix_tokens_hit += len(blocks) * self.block_size
         return blocks, keys
+
+    def note_lookup(self, num_tokens: int, num_found: int) -> None:
+        """A sequence of so many tokens begins with so many that were found: counted once, however often it was looked for before it could begin."""
+        if self.enable_prefix_cache:
+            self.prefix_tokens_queried += num_tokens
+            self.prefix_tokens_hit += num_found
 
     def publish(self, block: BlockId, parent: PrefixKey, token_ids: Sequence[int]) -> PrefixKey:
         """Offer a full, computed block to later prompts and return its key. Its parent is `parent_key`'s.

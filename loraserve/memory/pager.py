@@ -189,6 +189,11 @@ class Pager:
         return self._pool.num_violations
 
     @property
+    def mean_load_s(self) -> float:
+        """What a load took, on average; 0 until there was one."""
+        return self._load_s / self._num_loads if self._num_loads else 0.0
+
+    @property
     def is_line_closed(self) -> bool:
         """Whether somebody has waited for space long enough: nobody who isn't running may begin, so that what runs gives it back."""
         return self._line_closed_for is not None

@@ -16,7 +16,8 @@ import torch
 from adapters_store import BlobStore, open_store
 from loraserve.config import EngineConfig
 from loraserve.engine.request import Request
-from loraserve.engine.scheduler import ScheduledRequest, Scheduler, StepResult
+from loraserve.engine.scheduled import ScheduledRequest, StepResult
+from loraserve.engine.scheduler import Scheduler
 from loraserve.errors import AdapterCorrupt, LoraserveError
 from loraserve.limits import MIB
 from loraserve.memory.facts import AdapterFacts
@@ -54,6 +55,11 @@ def make_request(
     adapter: str | None = None,
     tokens: list[int] | None = None,
     priority: int = 0,
+    tenant: str = "t",
+    weight: float = 1.0,
+    kv_share: float = 1.0,
+    timeout_s: float | None = None,
+    arrival_s: float = 0.0,
     **params: object,
 ) -> Request:
     number = next(_numbers)
@@ -62,15 +68,18 @@ def make_request(
     token_ids = tokens if tokens is not None else [100 + number * 1000 + i for i in range(num_prompt_tokens)]
     return Request(
         request_id=RequestId(f"r{number}"),
-        tenant=TenantId("t"),
+        tenant=TenantId(tenant),
         adapter=ref,
         params=SamplingParams(**{"max_tokens": 3, "temperature": 0.0, **params}),  # type: ignore[arg-type]
         token_ids=list(token_ids),
         num_prompt_tokens=len(token_ids),
         priority=priority,
-        prefix_root=prefix_root(TenantId("t"), Digest("b"), "float32"),
-        arrival_s=0.0,
+        prefix_root=prefix_root(TenantId(tenant), Digest("b"), "float32"),
+        arrival_s=arrival_s,
         sequence_number=number,
+        weight=weight,
+        kv_share=kv_share,
+        timeout_s=timeout_s,
     )
 
 
@@ -94,6 +103,7 @@ class Adapters:
     invocations: dict[Digest, tuple[int, ...]] = field(default_factory=dict)
     """Of those that don't act on every token."""
     is_line_closed: bool = False
+    mean_load_s: float = 0.0
     ahead: list[str] = field(default_factory=list)
     """Names, of the last look ahead."""
 

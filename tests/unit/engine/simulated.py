@@ -20,7 +20,7 @@ from loraserve.engine.batch import Batch
 from loraserve.engine.core import Engine
 from loraserve.engine.messages import AddRequest
 from loraserve.engine.request import Request
-from loraserve.engine.scheduler import StepResult
+from loraserve.engine.scheduled import StepResult
 from loraserve.memory.pager import Residency
 from loraserve.memory.timings import Stopwatch
 from loraserve.types import BaseSpec, Digest, RequestId, SamplingParams, TenantId, Tier, TokenLogprobs, TokenOutput

@@ -8,7 +8,7 @@ import pytest
 
 from loraserve.engine.activation import find_activation, find_last
 from loraserve.engine.batch import build_batch
-from loraserve.engine.scheduler import StepResult
+from loraserve.engine.scheduled import StepResult
 from loraserve.errors import EngineError
 from loraserve.memory.kv_cache import Activation
 from loraserve.memory.pager import Residency
