@@ -408,6 +408,25 @@ def test_an_operators_pin_waits_for_space_without_being_asked_for_again(
     assert pager.poll() == [b.digest]
 
 
+@pytest.mark.parametrize("has_failed_before", [False, True])
+def test_an_operators_pin_whose_load_fails_is_forgotten(
+    make: Any, store: LocalStore, make_pager: MakePager, clock: Any, has_failed_before: bool
+) -> None:
+    pager, ref = make_pager(), make.publish(store)
+    right = make.damage(store, ref.weights_blob)
+    if has_failed_before:
+        pager.request(ref)
+        make.settle(pager)
+    pager.set_operator_pin(ref, True)
+    make.settle(pager)
+    assert isinstance(pager.error(ref.digest), AdapterCorrupt)
+    make.restore(store, right)
+    clock.advance(MAX_RETRY_S)
+    pager.request(ref)
+    make.settle(pager)
+    assert [(row.tier, row.is_pinned) for row in pager.residency()] == [(Tier.DEVICE, False)]
+
+
 def test_only_a_resident_adapter_can_be_pinned(make: Any, store: LocalStore, make_pager: MakePager) -> None:
     pager, ref = make_pager(), make.publish(store)
     with pytest.raises(InvariantViolation, match="isn't resident"):
