@@ -12,13 +12,14 @@ from loraserve.api.management import (
     lifecycle,
     residency,
     server,
+    shadows,
     tenants,
     uploads,
     usage,
 )
 
 router = APIRouter(prefix="/api/v1")
-for part in (adapters, lifecycle, files, aliases, uploads, residency, grants, tenants, server, usage):
+for part in (adapters, lifecycle, files, aliases, shadows, uploads, residency, grants, tenants, server, usage):
     router.include_router(part.router)
 
 __all__ = ["router"]

@@ -1,0 +1,72 @@
+"""How an alias's shadow does against the version that answers."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from loraserve.api import scopes
+from loraserve.api.management.answers import answer
+from loraserve.api.management.resources import PageResource, Resource, page_of
+from loraserve.api.services import services_of
+from loraserve.tenancy.auth import Caller
+
+if TYPE_CHECKING:
+    from loraserve.registry.shadow_hours import ShadowHourRecord
+
+router = APIRouter(prefix="/adapters/{name}/aliases/{alias}")
+
+_reader = scopes.require(scopes.ADAPTERS_READ)
+
+
+class ShadowHourResource(Resource):
+    hour: datetime
+    """Its first instant."""
+    version: int
+    """Which answered."""
+    shadow_version: int
+    num_requests: int
+    num_failed: int
+    """Of those, the ones to which the shadow had no answer."""
+    num_equal: int
+    """Those where both made the same tokens."""
+    num_tokens: int
+    """The answers', of those that the shadow answered too."""
+    num_agreed_tokens: int
+    """Of those, the ones before the first that differs."""
+    live_ms: int
+    shadow_ms: int
+    """From the request to the last token, summed over the requests that both answered."""
+
+    @classmethod
+    def of(cls, record: ShadowHourRecord) -> ShadowHourResource:
+        tally = record.tally
+        return cls(
+            hour=record.hour,
+            version=record.version,
+            shadow_version=record.shadow_version,
+            num_requests=tally.num_requests,
+            num_failed=tally.num_failed,
+            num_equal=tally.num_equal,
+            num_tokens=tally.num_tokens,
+            num_agreed_tokens=tally.num_agreed_tokens,
+            live_ms=tally.live_ms,
+            shadow_ms=tally.shadow_ms,
+        )
+
+
+@router.get("/shadow", response_model=PageResource[ShadowHourResource])
+async def list_shadow_hours(
+    name: str,
+    alias: str,
+    request: Request,
+    limit: int = 50,
+    cursor: str | None = None,
+    caller: Caller = Depends(_reader),
+) -> Response:
+    """The hours in which copies of the alias's requests ran on its shadow version, the newest first."""
+    page = await services_of(request).registry.shadow_hours.list(caller.tenant, name, alias, limit=limit, cursor=cursor)
+    return answer(request, page_of(page.items, page.next_cursor, ShadowHourResource.of))
