@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import structlog
@@ -23,6 +24,7 @@ from loraserve.db import migrate
 from loraserve.db.session import Database
 from loraserve.engine.client import EngineClient
 from loraserve.errors import ConfigError
+from loraserve.memory.priority import SERVER, stand_back
 from loraserve.model.source import resolve_model_dir
 from loraserve.registry.service import Registry
 from loraserve.settings import Settings
@@ -61,6 +63,9 @@ def serve(settings: Settings) -> int:
 
 
 async def _serve(settings: Settings) -> int:
+    # what is too long for the event loop is mostly uploads': where the engine computes on the same cores, tokens come first
+    threads = ThreadPoolExecutor(thread_name_prefix="server", initializer=stand_back, initargs=(SERVER,))
+    asyncio.get_running_loop().set_default_executor(threads)
     listener = _listen(settings)
     with listener:
         services, database = await _make_services(settings)

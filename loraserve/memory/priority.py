@@ -15,6 +15,8 @@ with loaders as they are; and a load two to three times as long (1.1 s, instead 
 could be told, and a load took 5 to 15 s, with somebody waiting for it. A loader holds the interpreter's lock for a quarter of its 32 ms of work: hashing, reading, checking and
 packing let go of it.
 """
+SERVER = 10
+"""Of the server's threads: they check and hash uploads, and tokenise long prompts. A tenth of a step's weight."""
 BACKGROUND = 19
 """Of what nobody waits for but who uploads: it has what the steps leave. The most there is."""
 
