@@ -313,11 +313,16 @@ class DatabaseUnavailable(Overloaded):
 
 
 class RateLimited(LoraserveError):
+    """`kind` is what there was too much of: ``requests`` or ``tokens``."""
+
     code = "rate_limit_exceeded"
 
-    def __init__(self, message: str, *, retry_after_s: float = 1.0, hint: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, retry_after_s: float = 1.0, kind: str = "requests", hint: str | None = None
+    ) -> None:
         super().__init__(message, hint=hint)
         self.retry_after_s = retry_after_s
+        self.kind = kind
 
 
 class QuotaExceeded(RateLimited):

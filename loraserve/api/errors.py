@@ -47,7 +47,7 @@ _STATUS: dict[type[LoraserveError], int] = {
 }
 
 # OpenAI's `type` for a status.
-_OPENAI_TYPE = {403: "permission_error", 429: "requests", 503: "server_error"}
+_OPENAI_TYPE = {403: "permission_error", 503: "server_error"}
 
 # A second try gives the same answer, or the time for one is over: the OpenAI client would otherwise repeat every 409 and 5xx.
 _NOT_WORTH_RETRYING = (
@@ -76,7 +76,7 @@ def openai_envelope(error: LoraserveError) -> dict[str, Any]:
     return {
         "error": {
             "message": str(error),
-            "type": _OPENAI_TYPE.get(status, default),
+            "type": error.kind if isinstance(error, errors.RateLimited) else _OPENAI_TYPE.get(status, default),
             "param": "model" if isinstance(error, errors.ModelNotFound) else getattr(error, "param", None),
             "code": error.code,
         }

@@ -159,6 +159,7 @@ class Admissions:
             error = QuotaExceeded(
                 f"The request may take {num_tokens} tokens, prompt and answer together; the tenant has {limit} a minute.",
                 retry_after_s=MINUTE_S,
+                kind="tokens",
                 hint="Ask for less with max_tokens, or send a shorter prompt.",
             )
             raise self._refuse("tokens", error)
@@ -167,7 +168,7 @@ class Admissions:
         wait_s = standing.tokens.wait_s(num_tokens, rate, now)
         if wait_s > _SLACK_S:
             text = f"The tenant has used its {limit} tokens a minute; the request may take {num_tokens}."
-            raise self._refuse("tokens", RateLimited(text, retry_after_s=wait_s))
+            raise self._refuse("tokens", RateLimited(text, retry_after_s=wait_s, kind="tokens"))
         standing.tokens.take(num_tokens, rate, now)
 
     def _charge(self, caller: Caller, standing: _Standing, num_tokens: int) -> None:

@@ -210,7 +210,7 @@ class Authenticator:
         if found is None:
             raise _bad_key()
         key, tenant = found
-        if tenant is None:
+        if key.tenant_id is None:
             caller = self._admin(key.id)
         else:
             policy = policy_of_row(tenant.limits, tenant.weight, tenant.prices)

@@ -126,7 +126,8 @@ async def test_tokens_are_reserved_while_a_request_runs(
     first = asyncio.create_task(complete(client, max_tokens=40))
     await until(lambda: len(engine.live) == 1)
     refused = await complete(client, max_tokens=60)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"], error["type"]) == (429, "rate_limit_exceeded", "tokens")
     assert (await first).status_code == 200
     assert services.admissions.num_running(acme.caller.tenant) == 0
 
@@ -134,7 +135,8 @@ async def test_tokens_are_reserved_while_a_request_runs(
 async def test_every_choice_reserves_its_own_answer(client: httpx2.AsyncClient, limit: Limit) -> None:
     await limit(tokens_per_minute=100)
     response = await complete(client, n=5)
-    assert (response.status_code, response.json()["error"]["code"]) == (429, "insufficient_quota")
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["type"]) == (429, "insufficient_quota", "tokens")
     assert "110 tokens" in response.json()["error"]["message"]
     assert response.headers["x-should-retry"] == "false"
 
