@@ -12,6 +12,7 @@ from loraserve.api import errors, health, management, metrics, openai, scopes
 from loraserve.api.counters import EngineCollector
 from loraserve.api.guard import Guard
 from loraserve.api.services import Services
+from loraserve.api.usage_metrics import UsageCollector
 
 
 def create_app(services: Services) -> FastAPI:
@@ -32,6 +33,7 @@ def create_app(services: Services) -> FastAPI:
     )
     app.state.services = services
     services.metrics.registry.register(EngineCollector(services))
+    services.metrics.registry.register(UsageCollector(services))
     errors.install(app)
     app.include_router(health.router)
     app.include_router(metrics.router)

@@ -242,3 +242,23 @@ async def test_recorded_events_go_to_the_database_by_themselves(
         await asyncio.sleep(0.01)
     assert await counted(database) == [("sql", 1, 0, 5, 12)]
     assert meter.recorded == Amounts(0, 0, 0, 5)
+
+
+async def test_what_streams_have_used_so_far_is_written_down_while_they_run(
+    database: Database, folder: Path, meter: UsageMeter, acme: TenantId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(usage, "LIMITS", Limits(usage_journal_s=0.01, usage_flush_s=1000))
+    killed = UsageMeter(database, folder)
+    killed.start()
+    await asyncio.sleep(0.1)
+    killed.record(event(acme, 5))
+    before = killed.journal_bytes
+    for _ in range(200):
+        if killed.journal_bytes > before:
+            break
+        await asyncio.sleep(0.01)
+    assert killed._task is not None
+    killed._task.cancel()
+    die(killed)
+    await meter.recover()
+    assert await counted(database) == [("sql", 1, 0, 5, 12)]
