@@ -230,7 +230,6 @@ class Verifications:
 
     def _mix(self, v: _Verification, subject: _Subject) -> None:
         """Queue the mixed round: the adapter's sequences, the base's (a short one where their answers are known), and a short one of another adapter, if there is any."""
-        v.mixed += [self._probe(sequence, v.ref) for sequence in subject.sequences[len(v.mixed) :]]
         if v.known_base is None:
             v.base = [self._probe(sequence, None) for sequence in subject.sequences]
         else:
@@ -240,6 +239,8 @@ class Verifications:
             probe = self._new_probe(subject.sequences[-1][1:BESIDE_END])
             self._engine.add_probe_of_resident(probe, other)
             v.beside.append(probe)
+        # after those, so that they are in its batches also where only a few rows are let in
+        v.mixed += [self._probe(sequence, v.ref) for sequence in subject.sequences[len(v.mixed) :]]
 
     def _probe(self, sequence: Sequence[int], ref: AdapterRef | None, *, has_own_step: bool = False) -> Probe:
         probe = self._new_probe(sequence, has_own_step=has_own_step)
