@@ -135,6 +135,7 @@ class Accounts:
         self._aged_at_s = -math.inf
         self._averaged_at_s = -math.inf
         self._fair_recent = 0.0
+        self._num_light = 0
 
     @property
     def num_live(self) -> int:
@@ -221,14 +222,15 @@ class Accounts:
             self._last_left = account.received
 
     def is_ahead(self, account: Account, now_s: float) -> bool:
-        """Whether others had something lately too, and the tenant more than they, by its weight."""
+        """Whether the tenant had more than others lately, by its weight, and one of those has nothing in the queue, or a single request: it may come at any moment."""
         if self._num_recent < 2:
             return False
         if now_s - self._averaged_at_s >= AVERAGED_S:
             self._averaged_at_s = now_s
             recent = [one for one in self._accounts.values() if one.is_recent]
             self._fair_recent = sum(one.recent * one.weight for one in recent) / sum(one.weight for one in recent)
-        return account.recent > self._fair_recent
+            self._num_light = sum(one.num_waiting < 2 for one in recent)
+        return account.recent > self._fair_recent and self._num_light > (account.num_waiting < 2)
 
     def age(self, now_s: float) -> None:
         """What was recent may be so no more."""

@@ -1,0 +1,417 @@
+"""Tenants share the engine by their weights, whoever sends how much; within a tenant its adapters do."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loraserve.engine.fairness import OUTPUT_COST, PROMPT_COST
+from loraserve.engine.request import Request, Status
+from loraserve.engine.scheduler import AHEAD_DIVISOR, MAX_FAIR_PREEMPTIONS
+from loraserve.memory.pager import Residency
+from loraserve.types import TenantId
+
+from .conftest import Harness, make_ref, make_request
+
+
+def cost(request: Request) -> float:
+    """Of all of it."""
+    return request.num_prompt_tokens * PROMPT_COST + request.params.max_tokens * OUTPUT_COST
+
+
+def served(harness: Harness, num_steps: int, by: str = "tenant") -> Counter[str]:
+    """What each tenant, or adapter, has been computed in so many steps, by cost."""
+    total: Counter[str] = Counter()
+    for _ in range(num_steps):
+        harness.now += 0.2
+        for entry in harness.step()[0]:
+            request = entry.request
+            name = request.tenant if by == "tenant" or request.adapter is None else request.adapter.name
+            prompt = max(0, min(entry.end, request.num_prompt_tokens) - entry.start)
+            total[name] += int(prompt * PROMPT_COST + entry.num_sampled_tokens * OUTPUT_COST)
+    return total
+
+
+def check(harness: Harness) -> None:
+    assert harness.scheduler.check() == []
+
+
+def test_tenants_are_served_alike_whatever_each_has_waiting() -> None:
+    harness = Harness(max_num_seqs=4)
+    harness.add(*[make_request(16, tenant="noisy") for _ in range(200)])
+    harness.add(*[make_request(16, tenant="quiet") for _ in range(60)])
+    total = served(harness, 60)
+    assert total["quiet"] == pytest.approx(total["noisy"], rel=0.15)
+
+
+def test_a_tenant_of_three_times_the_weight_is_served_three_times_as_much() -> None:
+    harness = Harness(max_num_seqs=4)
+    for _ in range(100):
+        harness.add(make_request(16, tenant="light"), make_request(16, tenant="heavy", weight=3.0))
+    total = served(harness, 80)
+    assert total["heavy"] / total["light"] == pytest.approx(3.0, rel=0.2)
+
+
+def test_ten_adapters_have_one_tenants_share() -> None:
+    harness = Harness(max_num_seqs=4)
+    names = [f"a{number}" for number in range(10)]
+    for name in [*names, "only"]:
+        harness.adapters.set(name, Residency.RESIDENT)
+    for number in range(200):
+        harness.add(make_request(16, tenant="ten", adapter=names[number % 10]))
+        harness.add(make_request(16, tenant="one", adapter="only"))
+    total = served(harness, 80)
+    assert total["ten"] == pytest.approx(total["one"], rel=0.15)
+
+
+def test_a_tenants_adapters_are_served_alike_whatever_each_has_waiting() -> None:
+    harness = Harness(max_num_seqs=4)
+    for name in ("busy", "rare"):
+        harness.adapters.set(name, Residency.RESIDENT)
+    harness.add(*[make_request(16, adapter="busy") for _ in range(200)])
+    harness.add(*[make_request(16, adapter="rare") for _ in range(60)])
+    total = served(harness, 60, by="adapter")
+    assert total["rare"] == pytest.approx(total["busy"], rel=0.15)
+
+
+def test_a_priority_is_among_its_tenants_own_requests() -> None:
+    harness = Harness(max_num_seqs=1)
+    running = make_request(4, tenant="a", max_tokens=30)
+    harness.add(running)
+    harness.step()
+    late, early = make_request(tenant="a", priority=5), make_request(tenant="a", priority=1)
+    other = make_request(tenant="b", priority=9, max_tokens=1)
+    harness.add(late, early, other)
+    begun: list[Request] = []
+    while len(begun) < 3:
+        begun += [entry.request for entry in harness.step()[0] if entry.start == 0]
+    assert begun == [other, early, late]
+
+
+def test_a_priority_below_zero_is_before_every_tenant() -> None:
+    harness = Harness(max_num_seqs=1)
+    harness.add(*[make_request(30, tenant="a") for _ in range(3)])
+    served(harness, 2)
+    behind, first = make_request(tenant="b"), make_request(tenant="a", priority=-1)
+    harness.add(behind, first)
+    while first.status is Status.WAITING:
+        harness.step()
+    assert behind.status is Status.WAITING
+
+
+def test_having_been_away_is_no_credit() -> None:
+    harness = Harness(max_num_seqs=2)
+    harness.add(*[make_request(16, tenant="steady") for _ in range(300)])
+    served(harness, 100)
+    harness.add(*[make_request(16, tenant="back") for _ in range(100)])
+    total = served(harness, 40)
+    assert total["back"] == pytest.approx(total["steady"], rel=0.2)
+
+
+def test_what_is_found_in_the_prefix_cache_is_not_charged(harness: Harness) -> None:
+    tokens = list(range(50, 66))
+    harness.add(make_request(tokens=tokens, max_tokens=1))
+    harness.run()
+    keeping, again = make_request(4, tenant="other", max_tokens=50), make_request(tokens=tokens, max_tokens=1)
+    harness.add(keeping, again)
+    harness.step()
+    assert again.share.received == 4 * PROMPT_COST + OUTPUT_COST
+
+
+def test_what_is_computed_again_is_charged_once() -> None:
+    harness = Harness(num_blocks=6, block_size=4, token_budget=16)
+    requests = [make_request(7, max_tokens=8) for _ in range(3)]
+    keeping = make_request(1, tenant="other", max_tokens=40)
+    harness.add(*requests, keeping)
+    share = None
+    while any(request.status is not Status.FINISHED for request in requests):
+        harness.step()
+        share = share or requests[0].share
+    assert harness.scheduler.num_preemptions > 0
+    assert share is not None
+    assert share.received == sum(map(cost, requests))
+
+
+def test_the_first_who_wants_a_cold_adapter_is_charged_for_its_load() -> None:
+    harness = Harness()
+    harness.adapters.mean_load_s = 0.02
+    first, second = make_request(tenant="a", adapter="cold"), make_request(tenant="b", adapter="cold")
+    harness.add(first, second)
+    harness.step()
+    assert first.share.received == pytest.approx(0.02 / harness.kv.prefill_pace.seconds_per_unit * PROMPT_COST)
+    assert second.share.received == 0.0
+
+
+def test_a_tenant_whose_adapters_are_not_there_saves_no_credit() -> None:
+    harness = Harness(max_num_seqs=2)
+    harness.add(*[make_request(16, tenant="cold", adapter="cold") for _ in range(50)])
+    harness.add(*[make_request(16, tenant="hot") for _ in range(300)])
+    served(harness, 60)
+    harness.adapters.set("cold", Residency.RESIDENT)
+    total = served(harness, 30)
+    assert total["hot"] >= 0.6 * total["cold"]
+
+
+def test_an_adapter_that_was_not_there_saves_no_credit_within_its_tenant() -> None:
+    harness = Harness(max_num_seqs=2)
+    harness.adapters.set("hot", Residency.RESIDENT)
+    harness.add(*[make_request(16, adapter="cold") for _ in range(50)])
+    harness.add(*[make_request(16, adapter="hot") for _ in range(300)])
+    served(harness, 60)
+    harness.adapters.set("cold", Residency.RESIDENT)
+    total = served(harness, 30, by="adapter")
+    assert total["hot"] >= 0.6 * total["cold"]
+
+
+# prompts
+
+
+def test_a_prompt_of_who_had_less_comes_before_one_that_has_begun() -> None:
+    harness = Harness(token_budget=8)
+    long, short = make_request(60, tenant="noisy"), make_request(6, tenant="quiet")
+    harness.add(long)
+    harness.step()
+    harness.add(short)
+    entries, _ = harness.step()
+    assert [(entry.request, entry.num_tokens) for entry in entries] == [(short, 6)]
+
+
+def test_prompts_of_who_had_more_lately_fill_a_part_of_a_step_while_others_come_and_go() -> None:
+    harness = Harness(token_budget=32)
+    long = make_request(100, tenant="noisy")
+    harness.add(long)
+    assert harness.step()[0][0].num_tokens == 32
+    harness.add(make_request(4, tenant="quiet", max_tokens=1))
+    harness.step()
+    harness.now += 1.0
+    # the other has gone, and may come again
+    assert [entry.num_tokens for entry in harness.step()[0]] == [32 // AHEAD_DIVISOR]
+    for _ in range(3):
+        harness.now += 20.0
+        entries, _ = harness.step()
+    assert entries[0].num_tokens > 32 // AHEAD_DIVISOR
+
+
+# places and blocks
+
+
+def test_a_tenant_without_its_part_of_the_places_takes_one_of_who_has_more() -> None:
+    harness = Harness(max_num_seqs=4)
+    noisy = [make_request(4, tenant="noisy", max_tokens=30) for _ in range(10)]
+    harness.add(*noisy)
+    harness.step()
+    quiet = make_request(4, tenant="quiet", max_tokens=1)
+    harness.add(quiet)
+    entries, outputs = harness.step()
+    assert quiet.status is Status.FINISHED
+    assert len(entries) == 4
+    assert [request.num_preemptions for request in noisy[:4]] == [0, 0, 0, 1]
+    check(harness)
+    del outputs
+    harness.run()
+    assert all(request.num_output_tokens == 30 for request in noisy)
+
+
+def test_a_request_is_put_back_for_others_a_few_times_at_most() -> None:
+    harness = Harness(max_num_seqs=2)
+    noisy = [make_request(4, tenant="noisy", max_tokens=200) for _ in range(2)]
+    harness.add(*noisy)
+    harness.step()
+    for _ in range(20):
+        harness.add(make_request(4, tenant="quiet", max_tokens=2))
+        harness.step()
+        harness.step()
+        check(harness)
+    assert [request.num_preemptions for request in noisy] == [MAX_FAIR_PREEMPTIONS] * 2
+
+
+def test_one_tenant_takes_nothing_of_itself() -> None:
+    harness = Harness(max_num_seqs=2)
+    harness.add(*[make_request(4, max_tokens=10) for _ in range(10)])
+    harness.run()
+    assert harness.scheduler.num_preemptions == 0
+
+
+def test_a_tenant_without_its_part_of_the_blocks_takes_some_of_who_holds_more() -> None:
+    harness = Harness(num_blocks=16, block_size=4, token_budget=64)
+    noisy = [make_request(14, tenant="noisy", max_tokens=40) for _ in range(4)]
+    harness.add(*noisy)
+    harness.step()
+    quiet = make_request(8, tenant="quiet", max_tokens=1)
+    harness.add(quiet)
+    harness.step()
+    assert quiet.status is Status.FINISHED
+    check(harness)
+
+
+def test_a_tenants_requests_hold_no_more_blocks_than_it_may() -> None:
+    harness = Harness(num_blocks=40, block_size=4)
+    capped = [make_request(12, tenant="capped", kv_share=0.2, max_tokens=12) for _ in range(6)]
+    harness.add(*capped)
+    others = [make_request(12, tenant="other", max_tokens=4) for _ in range(4)]
+    harness.add(*others)
+    most = 0
+    while harness.scheduler.has_requests:
+        harness.step()
+        check(harness)
+        held = sum(len(request.blocks) for request in capped)
+        most = max(most, held)
+        assert held <= 8
+    assert most > 4
+    assert all(request.num_output_tokens == 12 for request in capped)
+
+
+def test_the_only_running_request_of_a_tenant_may_hold_more_than_its_part() -> None:
+    harness = Harness(num_blocks=40, block_size=4)
+    request = make_request(30, kv_share=0.01, max_tokens=10)
+    harness.add(request, make_request(8, kv_share=0.01, max_tokens=2))
+    harness.run()
+    assert request.num_output_tokens == 10
+    assert request.num_preemptions == 0
+
+
+# bounds
+
+
+def random_request(rng: random.Random, tenant: str, weight: float) -> Request:
+    return make_request(
+        rng.randint(1, 16),
+        tenant=tenant,
+        weight=weight,
+        adapter=rng.choice([None, f"{tenant}1", f"{tenant}2"]),
+        max_tokens=rng.randint(1, 8),
+    )
+
+
+MAX_COST = 16 * PROMPT_COST + 8 * OUTPUT_COST
+
+
+@given(
+    seed=st.integers(0, 1 << 30),
+    num_backlogs=st.lists(st.integers(1, 40), min_size=2, max_size=4),
+    weights=st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=4, max_size=4),
+    num_blocks=st.sampled_from([24, 256]),
+)
+@settings(max_examples=25, deadline=None)
+def test_tenants_with_something_waiting_never_differ_by_more_than_what_runs(
+    seed: int, num_backlogs: list[int], weights: list[float], num_blocks: int
+) -> None:
+    rng = random.Random(seed)
+    harness = Harness(max_num_seqs=4, num_blocks=num_blocks, token_budget=16)
+    total: Counter[str] = Counter()
+    tenants = [f"t{number}" for number in range(len(num_backlogs))]
+    waiting: dict[str, list[Request]] = {tenant: [] for tenant in tenants}
+    for name in tenants:
+        for number in (1, 2):
+            harness.adapters.set(f"{name}{number}", Residency.RESIDENT)
+    by_weight = dict(zip(tenants, weights, strict=False))
+    # a request runs to its end whoever had how much by then, and so do as many as there are places
+    bound = 2 * 4 * MAX_COST / min(by_weight.values())
+    for _ in range(150):
+        for tenant, count in zip(tenants, num_backlogs, strict=True):
+            waiting[tenant] = [one for one in waiting[tenant] if one.status is Status.WAITING]
+            while len(waiting[tenant]) < count + 4:
+                waiting[tenant].append(random_request(rng, tenant, by_weight[tenant]))
+                harness.add(waiting[tenant][-1])
+        total.update(charged(harness))
+        had = [total[tenant] / by_weight[tenant] for tenant in tenants]
+        assert max(had) - min(had) <= bound
+        check(harness)
+
+
+def charged(harness: Harness) -> dict[str, float]:
+    """What each tenant is charged in a step."""
+    accounts = harness.scheduler._accounts._accounts
+    before = {tenant: account.served * account.weight for tenant, account in accounts.items()}
+    harness.step()
+    return {tenant: account.served * account.weight - before.get(tenant, 0.0) for tenant, account in accounts.items()}
+
+
+@given(
+    seed=st.integers(0, 1 << 30), num_tenants=st.integers(1, 4), max_num_seqs=st.integers(1, 6), load=st.integers(1, 3)
+)
+@settings(max_examples=20, deadline=None)
+def test_a_request_waits_behind_a_bounded_amount_of_what_came_later(
+    seed: int, num_tenants: int, max_num_seqs: int, load: int
+) -> None:
+    rng = random.Random(seed)
+    harness = Harness(max_num_seqs=max_num_seqs, num_blocks=128, token_budget=16)
+    weights = {f"t{number}": rng.choice([0.5, 1.0, 2.0]) for number in range(num_tenants)}
+    for tenant in weights:
+        for number in (1, 2):
+            harness.adapters.set(f"{tenant}{number}", Residency.RESIDENT)
+    requests: list[Request] = []
+    # of each request, what its tenant had to be done when it came, itself included; and what later ones got until it began
+    ahead: dict[int, float] = {}
+    behind: Counter[int] = Counter()
+    for step in range(100):
+        for _ in range(rng.randint(0, load) if step < 60 else 0):
+            tenant = rng.choice(list(weights))
+            request = random_request(rng, tenant, weights[tenant])
+            unfinished = [
+                one for one in requests if one.tenant == TenantId(tenant) and one.status is not Status.FINISHED
+            ]
+            ahead[id(request)] = sum(map(cost, unfinished)) + cost(request)
+            requests.append(request)
+            harness.add(request)
+        unbegun = [one for one in requests if one.first_scheduled_s is None]
+        for entry in harness.step()[0]:
+            spent = entry.num_tokens * PROMPT_COST + entry.num_sampled_tokens * OUTPUT_COST
+            for one in unbegun:
+                if one.sequence_number < entry.request.sequence_number:
+                    behind[id(one)] += int(spent)
+        check(harness)
+    for request in requests:
+        # of its tenant's three adapters, too
+        parts = 3 * sum(weights.values()) / weights[request.tenant]
+        in_places = 2 * max_num_seqs * MAX_COST
+        assert behind[id(request)] <= parts * (ahead[id(request)] + in_places)
+        later = [one for one in requests if is_alike(one, request) and one.sequence_number > request.sequence_number]
+        if request.status is Status.WAITING and request.first_scheduled_s is None:
+            assert all(one.first_scheduled_s is None for one in later)
+
+
+def is_alike(one: Request, other: Request) -> bool:
+    return (one.tenant, one.adapter) == (other.tenant, other.adapter)
+
+
+def test_random_traffic_of_tenants_always_ends_with_nothing_held() -> None:
+    rng = random.Random(1)
+    num_preemptions = 0
+    for _ in range(25):
+        harness = Harness(num_blocks=rng.randint(8, 20), block_size=4, max_num_seqs=rng.randint(1, 6), token_budget=8)
+        for name in "ab":
+            harness.adapters.set(name, Residency.RESIDENT)
+        requests = [
+            make_request(
+                tokens=[rng.randint(0, 1) for _ in range(rng.randint(1, 16))],
+                tenant=rng.choice("xyz"),
+                adapter=rng.choice([None, "a", "b", "cold"]),
+                max_tokens=rng.randint(1, 10),
+                priority=rng.randint(-1, 2),
+                kv_share=rng.choice([0.2, 1.0]),
+                weight=rng.choice([0.5, 2.0]),
+                timeout_s=rng.choice([None, 5.0]),
+            )
+            for _ in range(30)
+        ]
+        for request in requests:
+            harness.add(request)
+            harness.now += 0.1
+            if rng.random() < 0.5:
+                harness.step()
+            if rng.random() < 0.2:
+                harness.scheduler.abort(rng.choice(requests).request_id)
+            check(harness)
+        harness.adapters.states[make_ref("cold").digest] = Residency.RESIDENT
+        harness.run()
+        check(harness)
+        num_preemptions += harness.scheduler.num_preemptions
+        assert all(request.status is Status.FINISHED for request in requests)
+        assert harness.kv.num_held == 0
+        assert not any(harness.adapters.pins.values())
+    assert num_preemptions > 0
