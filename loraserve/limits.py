@@ -87,6 +87,7 @@ class Limits:
     """In one tenant's price table."""
     max_name_length: int = 63
     max_aliases_per_adapter: int = 100
+    max_operator_pins: int = 1000
     max_split_versions: int = 16
     max_notes_bytes: int = 8 * KIB
     max_tags: int = 64
