@@ -25,6 +25,7 @@ from loraserve.registry.damage import Damages
 from loraserve.registry.last_used import LastUsed
 from loraserve.registry.model_name import ParsedModel, Term, model_not_found
 from loraserve.registry.notes import Notes
+from loraserve.registry.pins import PinningEngine, Pins
 from loraserve.registry.records import (
     AdapterRecord,
     ServableAdapter,
@@ -37,6 +38,7 @@ from loraserve.registry.shadow_hours import ShadowHours
 from loraserve.registry.strikes import Strikes
 from loraserve.registry.tombstones import Tombstones
 from loraserve.registry.uploads import Uploads
+from loraserve.tenancy.grants import Grants
 from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
 
 T = TypeVar("T")
@@ -49,15 +51,16 @@ class Registry:
     What a call acknowledged is durable: blobs first (`adapters_store`), then the database's commit. A change is seen by
     `resolve` at once in this process and within `LIMITS.resolve_cache_s` in others.
 
-    `uploads` is the way in; `aliases` moves names; `notes` writes on what is there; `tombstones` restores what was deleted; `certificates` verifies what is
-    there again; `damages` is told of bytes that aren't what they were,
-    `strikes` of answers that are no numbers, `shadow_hours` of how shadows did.
+    `uploads` is the way in; `aliases` moves names, `notes` writes on what is there, `tombstones` restores what was deleted; `pins` are
+    operators'; `certificates` verifies what is there again; `damages` is told of bytes that aren't what they were, `strikes` of answers
+    that are no numbers, `shadow_hours` of how shadows did; `grants` let other tenants use an adapter.
 
     Args:
         base: the resident base model; may raise `EngineUnavailable` while there is none.
         certify: the engine's verification; None: versions have no certificates.
         is_certified_at_upload: whether uploads wait for it; otherwise versions are verified when somebody asks.
         retention_s: for so long what was deleted can be restored.
+        pinning: the engine that holds what operators have pinned; None: nothing does.
         draw: uniform in [0, 1): which of a split's versions a request gets that says no user.
     """
 
@@ -70,6 +73,7 @@ class Registry:
         certify: Certify | None = None,
         is_certified_at_upload: bool = True,
         retention_s: float = DEFAULT_RETENTION_S,
+        pinning: PinningEngine | None = None,
         clock: Clock = utc_now,
         monotonic: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
@@ -87,7 +91,9 @@ class Registry:
         self.aliases = Aliases(database, self.forget, clock=clock)
         self.notes = Notes(database, self.forget, clock=clock)
         self.tombstones = Tombstones(database, store, self.forget, retention_s=retention_s, clock=clock)
+        self.pins = Pins(database, pinning, clock=clock, monotonic=monotonic)
         self.damages = Damages(database, self.forget, clock=clock)
+        self.grants = Grants(database, self.forget, clock=clock)
         self.strikes = Strikes(database, self.forget, clock=clock)
         self.shadow_hours = ShadowHours(database, clock=clock)
         self.num_quarantined_refused = 0

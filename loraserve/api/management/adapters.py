@@ -158,40 +158,55 @@ def _verified(version: VersionRecord) -> StoredResponse:
 @router.post("/{name}/versions/{number}/warm", response_model=ActionResource)
 async def warm_version(name: str, number: int, request: Request, caller: Caller = Depends(_writer)) -> Response:
     """Bring the weights to the device before the first request asks for them."""
-    return await _act(name, number, request, caller, "warm")
+    services = services_of(request)
+    services.check_open()
+    registry, engine = services.registry, services.engine
+    version = await registry.get_version(caller.tenant, name, number)
+    if version.state == QUARANTINED:
+        raise quarantined(name, number, version.checks)
+
+    async def work(once: Once[bool] | None) -> bool:
+        await registry.check_once(once)
+        registry.last_used.touch(caller.tenant, version.digest)
+        is_done = await _within(WARM_WAIT_S, engine.warm(version.ref))
+        await registry.record_action(
+            caller.tenant, "version.warm", f"{name}@{number}", actor=caller.key_id, once=once, result=is_done
+        )
+        return is_done
+
+    return await answer_once(request, caller, b"", work, lambda is_done: _acted(version, number, "warm", is_done))
 
 
 @router.post("/{name}/versions/{number}/pin", response_model=ActionResource)
 async def pin_version(name: str, number: int, request: Request, caller: Caller = Depends(_admin)) -> Response:
-    """Keep the weights on the device until they are unpinned. Takes memory from every tenant, so it needs an admin key."""
-    return await _act(name, number, request, caller, "pin")
+    """Keep the weights on the device, on every server and after every start, until they are unpinned.
+
+    Takes memory from every tenant, so it needs an admin key.
+    """
+    services = services_of(request)
+    services.check_open()
+    pins = services.registry.pins
+    version = await services.registry.get_version(caller.tenant, name, number)
+    services.registry.last_used.touch(caller.tenant, version.digest)
+
+    async def work(once: Once[bool] | None) -> bool:
+        return await pins.pin(caller.tenant, name, number, actor=caller.key_id, once=once, wait_s=WARM_WAIT_S)
+
+    return await answer_once(request, caller, b"", work, lambda is_done: _acted(version, number, "pin", is_done))
 
 
 @router.post("/{name}/versions/{number}/unpin", response_model=ActionResource)
 async def unpin_version(name: str, number: int, request: Request, caller: Caller = Depends(_admin)) -> Response:
     """Let the weights be evicted again when they are idle."""
-    return await _act(name, number, request, caller, "unpin")
-
-
-async def _act(name: str, number: int, request: Request, caller: Caller, action: str) -> Response:
     services = services_of(request)
     services.check_open()
-    registry, engine = services.registry, services.engine
-    version = await registry.get_version(caller.tenant, name, number)
-    if version.state == QUARANTINED and action != "unpin":
-        raise quarantined(name, number, version.checks)
-    steps = {"warm": engine.warm, "pin": engine.pin, "unpin": engine.unpin}
+    pins = services.registry.pins
+    version = await services.registry.get_version(caller.tenant, name, number)
 
     async def work(once: Once[bool] | None) -> bool:
-        await registry.check_once(once)
-        registry.last_used.touch(caller.tenant, version.digest)
-        is_done = await _within(WARM_WAIT_S, steps[action](version.ref))
-        await registry.record_action(
-            caller.tenant, f"version.{action}", f"{name}@{number}", actor=caller.key_id, once=once, result=is_done
-        )
-        return is_done
+        return await pins.unpin(caller.tenant, name, number, actor=caller.key_id, once=once, wait_s=WARM_WAIT_S)
 
-    return await answer_once(request, caller, b"", work, lambda is_done: _acted(version, number, action, is_done))
+    return await answer_once(request, caller, b"", work, lambda is_done: _acted(version, number, "unpin", is_done))
 
 
 async def _within(seconds: float, step: Awaitable[None]) -> bool:

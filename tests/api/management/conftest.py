@@ -89,7 +89,7 @@ async def services(engine: FakeEngine, store: LocalStore, database_url: str, tmp
     yield Services(
         settings=Settings(model="tiny", data_dir=tmp_path),
         engine=engine,  # type: ignore[arg-type]
-        registry=Registry(database, store, lambda: engine.base, certify=engine.verify),
+        registry=Registry(database, store, lambda: engine.base, certify=engine.verify, pinning=engine),
         authenticator=authenticator,
         store=store,
         tokenizer=None,  # type: ignore[arg-type]

@@ -1,0 +1,339 @@
+"""Operators' pins: rows that outlive every process, and the engine of each server made to obey them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from sqlalchemy import Select, delete, func, select
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from loraserve.db.idempotency import Once
+from loraserve.db.models import Adapter, AdapterVersion, OperatorPin, Tenant
+from loraserve.db.session import Clock, Database
+from loraserve.errors import Conflict, LoraserveError
+from loraserve.limits import LIMITS
+from loraserve.registry.changes import record_change
+from loraserve.registry.parity import quarantined
+from loraserve.registry.records import QUARANTINED
+from loraserve.registry.repository import AdapterRepository
+from loraserve.types import AdapterRef, Digest, TenantId
+
+logger = logging.getLogger(__name__)
+
+RETRY_S, MAX_RETRY_S = 2.0, 60.0
+"""A pin that the engine refused isn't asked of it again for this long; doubled with every refusal in a row, up to the second."""
+
+
+class PinningEngine(Protocol):
+    """What of the engine obeys pins. They end with its process."""
+
+    @property
+    def is_ready(self) -> bool: ...
+
+    @property
+    def num_restarts(self) -> int:
+        """Grows with every process that takes another's place."""
+        ...
+
+    async def pin(self, ref: AdapterRef) -> None:
+        """Return once the adapter is on the device, to stay; raise a `LoraserveError` if it can't be."""
+        ...
+
+    async def unpin(self, ref: AdapterRef) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    retry_at_s: float
+    num_in_a_row: int
+
+
+class Pins:
+    """What operators have pinned, in the database, and what this server's engine holds for it.
+
+    A pin is durable when `pin` returns, on every server of this database within `LIMITS.pin_sync_s`, and after every start. While its
+    version is deleted or in quarantine it holds nothing.
+
+    Args:
+        engine: this server's; None: there is none to obey.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        engine: PinningEngine | None,
+        *,
+        clock: Clock,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.num_wanted = 0
+        """Different adapters that are pinned, as of the last look into the database."""
+        self._database = database
+        self._engine = engine
+        self._clock = clock
+        self._monotonic = monotonic
+        # what the engine was told to hold, whatever came of it, and not yet to let go
+        self._told: dict[Digest, AdapterRef] = {}
+        # what its present process has on the device for it
+        self._held: set[Digest] = set()
+        self._incarnation = 0
+        # what a call or a task is changing now
+        self._changing: Counter[Digest] = Counter()
+        self._refusals: dict[Digest, _Refusal] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop: asyncio.Task[None] | None = None
+
+    @property
+    def num_held(self) -> int:
+        """Of `num_wanted`, those that are on the device, to stay."""
+        return len(self._held)
+
+    def start(self) -> None:
+        """From now on the engine holds what is pinned, whoever's server it was pinned on."""
+        self._loop = asyncio.create_task(self._run(), name="pins")
+
+    async def close(self) -> None:
+        """The engine is told nothing any more; what is pinned stays so in the database."""
+        tasks = [*self._tasks, *([] if self._loop is None else [self._loop])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def pin(
+        self, tenant: TenantId, name: str, number: int, *, actor: str, once: Once[bool] | None, wait_s: float
+    ) -> bool:
+        """The version is pinned, durably. Returns whether it is on the device; where that takes over `wait_s`, it is under way.
+
+        Raises:
+            AdapterNotFound, VersionNotFound
+            AdapterQuarantined: it isn't served.
+            Conflict: `LIMITS.max_operator_pins` versions are pinned.
+            AdapterUnavailable, EngineError: the engine can't hold it; nothing is pinned.
+            Replay: `once` was used before.
+        """
+        ref = await self._find(tenant, name, number, once, is_served=True)
+        with self._change(ref.digest):
+            is_done = self._engine is not None and await _within(wait_s, self._pin(self._engine, ref))
+            # if this can't be written, the engine is told to let go again
+            async with self._database.write() as session:
+                if once is not None:
+                    await once.begin(session)
+                repository = AdapterRepository(session, tenant)
+                adapter = await repository.adapter(name, is_locking=True)
+                await repository.version(adapter, number)
+                if await self._add(session, adapter, number, actor):
+                    now = self._clock()
+                    record_change(session, repository, "version.pin", f"{name}@{number}", actor=actor, now=now)
+                if once is not None:
+                    await once.finish(session, is_done)
+        return is_done
+
+    async def unpin(
+        self, tenant: TenantId, name: str, number: int, *, actor: str, once: Once[bool] | None, wait_s: float
+    ) -> bool:
+        """The version isn't pinned any more, durably. Returns whether the engine has heard of it; it will otherwise.
+
+        Raises:
+            AdapterNotFound, VersionNotFound
+            Replay: `once` was used before.
+        """
+        ref = await self._find(tenant, name, number, once, is_served=False)
+        with self._change(ref.digest):
+            async with self._database.write() as session:
+                if once is not None:
+                    await once.begin(session)
+                repository = AdapterRepository(session, tenant)
+                adapter = await repository.adapter(name, is_locking=True)
+                gone = await session.execute(
+                    delete(OperatorPin)
+                    .where(OperatorPin.adapter_id == adapter.id, OperatorPin.version == number)
+                    .returning(OperatorPin.version)
+                )
+                if gone.first() is not None:
+                    now = self._clock()
+                    record_change(session, repository, "version.unpin", f"{name}@{number}", actor=actor, now=now)
+                # somebody else's pin of the same bytes stays
+                is_wanted = (await session.execute(_wanted().where(AdapterVersion.digest == ref.digest))).first()
+                if once is not None:
+                    await once.finish(session, True)
+            if is_wanted is not None or self._engine is None:
+                return True
+            self._told.setdefault(ref.digest, ref)
+            return await _within(wait_s, self._unpin(self._engine, ref)) and ref.digest not in self._told
+
+    async def sync(self) -> None:
+        """The engine is told what it doesn't hold and should, and the other way round. Loads that this takes go on after the return.
+
+        Raises:
+            DatabaseUnavailable
+        """
+        engine = self._engine
+        if engine is None:
+            return
+        async with self._database.read() as session:
+            wanted = {ref.digest: ref for ref in map(_ref, (await session.execute(_wanted())).all())}
+        self.num_wanted = len(wanted)
+        if not engine.is_ready:
+            return
+        self._see(engine.num_restarts)
+        now = self._monotonic()
+        for digest in [digest for digest in self._refusals if digest not in wanted]:
+            del self._refusals[digest]
+        for digest, ref in list(self._told.items()):
+            if digest not in wanted and not self._changing[digest]:
+                self._begin(self._let_go(engine, ref))
+        for digest, ref in wanted.items():
+            refusal = self._refusals.get(digest)
+            is_due = refusal is None or now >= refusal.retry_at_s
+            if digest not in self._held and not self._changing[digest] and is_due:
+                self._begin(self._take(engine, ref))
+
+    async def _take(self, engine: PinningEngine, ref: AdapterRef) -> None:
+        with self._change(ref.digest):
+            try:
+                await self._pin(engine, ref)
+            except LoraserveError as error:
+                before = self._refusals.get(ref.digest)
+                num = 1 + (0 if before is None else before.num_in_a_row)
+                delay = min(RETRY_S * 2 ** min(num - 1, 16), MAX_RETRY_S)
+                self._refusals[ref.digest] = _Refusal(self._monotonic() + delay, num)
+                logger.warning("%s@%d is pinned and can't be brought to the device: %s", ref.name, ref.version, error)
+
+    async def _let_go(self, engine: PinningEngine, ref: AdapterRef) -> None:
+        with self._change(ref.digest):
+            await self._unpin(engine, ref)
+
+    async def _pin(self, engine: PinningEngine, ref: AdapterRef) -> None:
+        self._told[ref.digest] = ref
+        incarnation = engine.num_restarts
+        await engine.pin(ref)
+        self._refusals.pop(ref.digest, None)
+        if incarnation == engine.num_restarts:
+            self._see(incarnation)
+            self._held.add(ref.digest)
+
+    def _see(self, incarnation: int) -> None:
+        """A new process of the engine holds nothing; what its client has told it again is still to be let go, if nobody wants it."""
+        if incarnation != self._incarnation:
+            self._incarnation = incarnation
+            self._held.clear()
+
+    async def _unpin(self, engine: PinningEngine, ref: AdapterRef) -> None:
+        try:
+            await engine.unpin(ref)
+        except LoraserveError as error:
+            logger.warning("the engine can't be told to unpin %s@%d: %s", ref.name, ref.version, error)
+            return
+        self._told.pop(ref.digest, None)
+        self._held.discard(ref.digest)
+
+    async def _find(
+        self, tenant: TenantId, name: str, number: int, once: Once[bool] | None, *, is_served: bool
+    ) -> AdapterRef:
+        async with self._database.read() as session:
+            if once is not None:
+                await once.check(session)
+            repository = AdapterRepository(session, tenant)
+            adapter = await repository.adapter(name)
+            record = await repository.version_record(adapter, await repository.version(adapter, number))
+        if is_served and record.state == QUARANTINED:
+            raise quarantined(name, number, record.checks)
+        return record.ref
+
+    async def _add(self, session: AsyncSession, adapter: Adapter, number: int, actor: str) -> bool:
+        """Whether the pin is new."""
+        insert: Any = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
+        added = await session.execute(
+            insert(OperatorPin)
+            .values(adapter_id=adapter.id, version=number, created_at=self._clock(), created_by=actor)
+            .on_conflict_do_nothing()
+            .returning(OperatorPin.version)
+        )
+        if added.first() is None:
+            return False
+        if (await session.scalar(select(func.count()).select_from(OperatorPin)) or 0) > LIMITS.max_operator_pins:
+            raise Conflict(f"{LIMITS.max_operator_pins} versions are pinned, the most that may be.", hint="Unpin some.")
+        return True
+
+    @contextmanager
+    def _change(self, digest: Digest) -> Iterator[None]:
+        self._changing[digest] += 1
+        try:
+            yield
+        finally:
+            self._changing[digest] -= 1
+            if not self._changing[digest]:
+                del self._changing[digest]
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work, name="pin")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self.sync()
+            except LoraserveError as error:
+                logger.warning("what is pinned can't be looked up: %s", error)
+            except Exception:
+                logger.exception("the pins can't be compared")
+            await asyncio.sleep(LIMITS.pin_sync_s)
+
+
+async def _within(seconds: float, step: Awaitable[None]) -> bool:
+    """Whether it was done in time."""
+    try:
+        async with asyncio.timeout(seconds):
+            await step
+    except TimeoutError:
+        return False
+    return True
+
+
+def _wanted() -> Select[str, str, int, str, str, str]:
+    """Every pinned version that could be served, whosever it is."""
+    return (
+        select(
+            Adapter.tenant_id,
+            Adapter.name,
+            AdapterVersion.number,
+            AdapterVersion.digest,
+            AdapterVersion.config_blob,
+            AdapterVersion.weights_blob,
+        )
+        .select_from(OperatorPin)
+        .join(Adapter, Adapter.id == OperatorPin.adapter_id)
+        .join(Tenant, Tenant.id == Adapter.tenant_id)
+        .join(
+            AdapterVersion,
+            (AdapterVersion.adapter_id == OperatorPin.adapter_id) & (AdapterVersion.number == OperatorPin.version),
+        )
+        .where(
+            Tenant.deleted_at.is_(None),
+            Adapter.deleted_at.is_(None),
+            AdapterVersion.deleted_at.is_(None),
+            AdapterVersion.state != QUARANTINED,
+        )
+        .order_by(OperatorPin.created_at, OperatorPin.adapter_id, OperatorPin.version)
+    )
+
+
+def _ref(row: Any) -> AdapterRef:
+    tenant, name, number, digest, config_blob, weights_blob = row
+    return AdapterRef(
+        tenant=TenantId(tenant),
+        name=name,
+        version=number,
+        digest=Digest(digest),
+        config_blob=Digest(config_blob),
+        weights_blob=Digest(weights_blob),
+    )
