@@ -74,10 +74,12 @@ async def _serve(settings: Settings) -> int:
         services.admissions = Admissions(num_servers=lambda: servers.num_live)
         try:
             servers.start()
+            services.registry.pins.start()
             if usage is not None:
                 usage.start()
             return await _Lifetime(services, listener, settings.grace_s).run()
         finally:
+            await services.registry.pins.close()
             await services.engine.stop()
             if usage is not None:
                 await usage.close()
@@ -133,6 +135,7 @@ async def _make_services(settings: Settings) -> tuple[Services, Database]:
         store,
         lambda: engine.base,
         certify=engine.verify,
+        pinning=engine,
         is_certified_at_upload=settings.certify == "at-upload",
     )
     services = Services(
