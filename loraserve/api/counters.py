@@ -201,6 +201,14 @@ class EngineCollector(Collector):
             "Versions quarantined because their stored bytes were found damaged or gone.",
             value=registry.damages.num_quarantined,
         )
+        yield GaugeMetricFamily(
+            "loraserve_operator_pins", "Adapters that operators have pinned.", value=registry.pins.num_wanted
+        )
+        yield GaugeMetricFamily(
+            "loraserve_operator_pins_held",
+            "Of those, the ones that are on this server's device.",
+            value=registry.pins.num_held,
+        )
 
     def _vllm(self) -> Iterator[Metric]:
         stats = self._services.engine.stats
