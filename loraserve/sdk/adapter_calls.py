@@ -10,10 +10,11 @@ from loraserve.sdk.call import Call, encode, idempotency_key, read_into, read_no
 from loraserve.sdk.download import download
 from loraserve.sdk.file_piece import Progress
 from loraserve.sdk.operations import Operation
+from loraserve.sdk.peft_directory import find_files, read_config
 from loraserve.sdk.resources import Action, Adapter, Alias, Version
 from loraserve.sdk.retry import RetryPolicy
-from loraserve.sdk.steps import Steps, Work
-from loraserve.sdk.upload import Upload
+from loraserve.sdk.steps import Pause, Steps, Work
+from loraserve.sdk.uploads import send_file
 
 OnProgress = Callable[[Progress], object]
 ROOT = "/api/v1/adapters"
@@ -119,6 +120,7 @@ def pull_from(name: str, source: str) -> Call[Operation]:
 def push(
     name: str,
     directory: Path,
+    policy: RetryPolicy,
     *,
     alias_: str | None,
     promote: bool,
@@ -128,14 +130,9 @@ def push(
     on_progress: OnProgress | None,
 ) -> Steps[Version]:
     """Send the directory, publish it, and say of the version what is to be said of it."""
-    upload = yield Work(lambda: Upload(directory, on_progress))
-    params = {} if promote else {"promote": "false"}
-    if dry_run:
-        params["dry_run"] = "true"
-    where = f"{path_of(name)}/versions"
-    made: Version = yield Call(
-        "POST", where, read_into(Version), params=params, headers=idempotency_key(), upload=upload
-    )
+    config_path, weights_path = find_files(directory)
+    config: str = yield Work(lambda: read_config(config_path))
+    made = yield from _publish(name, config, weights_path, policy, promote, dry_run, on_progress)
     number = made.version
     if number is None or dry_run:
         return made
@@ -146,6 +143,39 @@ def push(
         return made
     yield set_alias(name, alias_, number, None, None, None)
     return (yield version(name, number))  # type: ignore[no-any-return]
+
+
+def _publish(
+    name: str,
+    config: str,
+    weights: Path,
+    policy: RetryPolicy,
+    promote: bool,
+    dry_run: bool,
+    on_progress: OnProgress | None,
+) -> Steps[Version]:
+    params = {} if promote else {"promote": "false"}
+    if dry_run:
+        params["dry_run"] = "true"
+    attempt = 0
+    while True:
+        digest = yield from send_file(weights, policy, on_progress)
+        # The config as it stands in its file: the server reads it as it would any other, numbers to the last digit.
+        body = f'{{"config":{config},"blob":"{digest}"}}'.encode()
+        where, headers = f"{path_of(name)}/versions", idempotency_key()
+        lost: errors.LoraserveError
+        try:
+            return (yield Call("POST", where, read_into(Version), params=params, headers=headers, body=body))  # type: ignore[no-any-return]
+        except (errors.UploadNotFound, errors.Conflict) as error:
+            # The bytes are gone from the server, or damaged there: it asks for them again.
+            if type(error) not in (errors.UploadNotFound, errors.Conflict):
+                raise
+            lost = error
+        delay = policy.delay_after_failure(attempt)
+        if delay is None:
+            raise lost
+        yield Pause(delay)
+        attempt += 1
 
 
 def pull(

@@ -32,14 +32,16 @@ class Adapters:
     ) -> Version:
         """Send a PEFT directory and return the version that the server made of it, checked and durable.
 
-        The same bytes again give the version that already has them. With ``dry_run`` everything is checked and nothing kept. A version
-        whose certificate failed is quarantined (`Version.is_quarantined`): it isn't served, and no alias points to it.
+        It is sent in pieces: after a broken connection, and in a push that comes after one that was ended, what the server has
+        already isn't sent again. The same bytes again give the version that already has them. With ``dry_run`` everything is
+        checked and nothing published. A version whose certificate failed is quarantined (`Version.is_quarantined`): it isn't
+        served, and no alias points to it.
 
         Args:
             alias: point this alias at the new version too.
             promote: let `live`, which the bare name means, point to the new version.
             notes, tags: the version's own.
-            on_progress: told how much has been sent, from nothing to all; again from nothing if the upload is tried again.
+            on_progress: told how much has been sent; of a push that goes on, from where it goes on.
 
         Raises:
             AdapterFormatError: the directory isn't a PEFT adapter (before anything is sent), or its files are broken.
@@ -50,6 +52,7 @@ class Adapters:
             calls.push(
                 name,
                 Path(directory),
+                self._transport.config.retry,
                 alias_=alias,
                 promote=promote,
                 dry_run=dry_run,

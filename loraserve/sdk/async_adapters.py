@@ -38,6 +38,7 @@ class AsyncAdapters:
             calls.push(
                 name,
                 Path(directory),
+                self._transport.config.retry,
                 alias_=alias,
                 promote=promote,
                 dry_run=dry_run,

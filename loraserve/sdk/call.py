@@ -14,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 from loraserve import errors
 from loraserve.sdk.answers import Answer
 from loraserve.sdk.file_piece import FilePiece
-from loraserve.sdk.upload import Upload
 
 T = TypeVar("T")
 R = TypeVar("R", bound="Result")
@@ -49,7 +48,7 @@ class Call(Generic[T]):
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes | None = None
     """JSON, encoded."""
-    upload: Upload | FilePiece | None = None
+    piece: FilePiece | None = None
     timeout_s: float | None = None
     """None: the client's own."""
 

@@ -32,9 +32,9 @@ class _Attempt:
         content: bytes | Iterator[bytes] | AsyncIterator[bytes] | None = call.body
         if call.body is not None:
             headers["Content-Type"] = "application/json"
-        if call.upload is not None:
-            headers |= call.upload.headers
-            content = call.upload.pieces() if isinstance(client, httpx2.Client) else call.upload.apieces()
+        if call.piece is not None:
+            headers |= call.piece.headers
+            content = call.piece.pieces() if isinstance(client, httpx2.Client) else call.piece.apieces()
         if self._count:
             headers["x-retry-count"] = str(self._count)
         return client.build_request(

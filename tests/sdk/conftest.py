@@ -44,6 +44,7 @@ ADAPTER = {
     "updated_at": "2026-01-02T03:04:05Z",
 }
 TENANT = {"id": "01J", "name": "acme", "limits": {"max_adapters": None}, "created_at": "2026-01-02T03:04:05Z"}
+PEFT_WEIGHTS_BYTES = 1024 * 1024
 COMPLETION = {
     "id": "cmpl-1",
     "object": "text_completion",
@@ -89,6 +90,20 @@ class Server:
 
     def answer_with_version(self, **fields: object) -> None:
         self.answer(VERSION | fields, 201)
+
+    def answer_with_upload(self, received: int = 0, *, size: int = PEFT_WEIGHTS_BYTES, **fields: object) -> None:
+        body = {"id": "01UP", "sha256": "", "size": size, "received": received, "is_complete": received == size}
+        self.answer(body | {"expires_at": "2026-01-02T03:04:05Z"} | fields)
+
+    def answer_with_push(self, **fields: object) -> None:
+        """Everything that a push asks for: an upload, its one piece, the version."""
+        self.answer_with_upload()
+        self.answer_with_upload(PEFT_WEIGHTS_BYTES)
+        self.answer_with_version(**fields)
+
+    def break_connection(self) -> None:
+        """The answer begins and never ends."""
+        self.answer_with_stream(b"{", breaks=True)
 
     def answer_with_alias(self, status: int = 200, etag: str = '"r1"', **fields: object) -> None:
         self.answer(ALIAS | fields, status, etag=etag)
@@ -195,5 +210,5 @@ def peft_dir(tmp_path: Path) -> Path:
     directory = tmp_path / "adapter"
     directory.mkdir()
     (directory / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8}')
-    (directory / "adapter_model.safetensors").write_bytes(bytes(range(256)) * 4096)
+    (directory / "adapter_model.safetensors").write_bytes(bytes(range(256)) * (PEFT_WEIGHTS_BYTES // 256))
     return directory

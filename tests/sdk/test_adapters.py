@@ -1,126 +1,10 @@
 from __future__ import annotations
 
-import re
-from email.message import Message
-from email.parser import BytesParser
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loraserve import AsyncClient, Client, errors
-from loraserve.sdk import Progress
-
-
-def parts_of(asked: Any) -> dict[str, bytes]:
-    """The multipart body as another reader than our own writer sees it."""
-    head = f"Content-Type: {asked.headers['content-type']}\r\n\r\n".encode()
-    message: Message = BytesParser().parsebytes(head + asked.body)
-    parts = {}
-    for part in message.get_payload():
-        name = re.search('name="([a-z]+)"', part["Content-Disposition"])
-        assert name is not None
-        parts[name[1]] = part.get_payload(decode=True)
-    return parts
-
-
-def test_push_sends_both_files_whole(server: Any, client: Client, peft_dir: Path) -> None:
-    # MIME readers turn bare CRs into line ends, so the weights of this test have none.
-    weights = bytes(byte for byte in range(256) if byte not in b"\r\n") * 3000
-    (peft_dir / "adapter_model.safetensors").write_bytes(weights)
-    server.answer_with_version()
-    version = client.adapters.push(peft_dir, name="sql")
-    asked = server.asked[0]
-    assert (asked.method, asked.path, asked.query) == ("POST", "/api/v1/adapters/sql/versions", {})
-    assert int(asked.headers["content-length"]) == len(asked.body)
-    assert parts_of(asked) == {"config": (peft_dir / "adapter_config.json").read_bytes(), "weights": weights}
-    assert (version.version, version.model, version.created_at.year) == (1, "sql@1", 2026)  # type: ignore[union-attr]
-
-
-async def test_async_push_sends_the_same_bytes(
-    server: Any, client: Client, async_client: AsyncClient, peft_dir: Path
-) -> None:
-    server.answer_with_version()
-    server.answer_with_version()
-    client.adapters.push(peft_dir, name="sql")
-    await async_client.adapters.push(peft_dir, name="sql")
-    sync_body, async_body = (re.sub(rb"--[0-9a-f]{32}", b"--BOUNDARY", asked.body) for asked in server.asked)
-    assert sync_body == async_body
-
-
-def test_push_reports_from_nothing_to_all(server: Any, client: Client, peft_dir: Path) -> None:
-    server.answer_with_version()
-    seen: list[Progress] = []
-    client.adapters.push(peft_dir, name="sql", on_progress=seen.append)
-    sent = [progress.sent_bytes for progress in seen]
-    assert sent == sorted(sent)
-    assert sent[0] == 0
-    assert sent[-1] == seen[-1].total_bytes == len(server.asked[0].body)
-    assert len(seen) >= 4
-    assert str(seen[-1]).endswith("(100 %)")
-
-
-def test_push_is_sent_again_from_its_start(server: Any, client: Client, peft_dir: Path) -> None:
-    server.refuse(503, "overloaded", retry_after_ms="1")
-    server.answer_with_version()
-    client.adapters.push(peft_dir, name="sql")
-    first, second = server.asked
-    assert first.body == second.body
-    assert first.headers["idempotency-key"] == second.headers["idempotency-key"]
-
-
-def test_dry_run_and_no_promote_are_said_in_the_query(server: Any, client: Client, peft_dir: Path) -> None:
-    server.answer_with_version(version=None)
-    version = client.adapters.push(peft_dir, name="sql", dry_run=True, promote=False)
-    assert server.asked[0].query == {"dry_run": "true", "promote": "false"}
-    assert version.model == "sql"
-
-
-def test_dry_run_moves_no_alias_even_to_bytes_that_are_there(server: Any, client: Client, peft_dir: Path) -> None:
-    server.answer_with_version(version=3)
-    client.adapters.push(peft_dir, name="sql", dry_run=True, alias="canary")
-    assert len(server.asked) == 1
-
-
-def test_push_points_an_alias_at_the_new_version(server: Any, client: Client, peft_dir: Path) -> None:
-    server.answer_with_version(version=4)
-    server.answer_with_alias(name="canary", version=4)
-    server.answer_with_version(version=4, aliases=["canary", "live"])
-    assert client.adapters.push(peft_dir, name="sql", alias="canary").aliases == ["canary", "live"]
-    assert (server.asked[1].method, server.asked[1].path) == ("PUT", "/api/v1/adapters/sql/aliases/canary")
-    assert server.asked[1].json == {"version": 4}
-
-
-@pytest.mark.parametrize(
-    ("remove", "add", "message"),
-    [
-        ("adapter_config.json", None, "no adapter_config.json; it holds adapter_model.safetensors"),
-        ("adapter_model.safetensors", None, "no adapter_model.safetensors"),
-        ("adapter_model.safetensors", "adapter_model.bin", "pickled"),
-    ],
-)
-def test_directory_that_is_no_adapter_is_refused_before_anything_is_sent(
-    server: Any, client: Client, peft_dir: Path, remove: str, add: str | None, message: str
-) -> None:
-    (peft_dir / remove).unlink()
-    if add is not None:
-        (peft_dir / add).write_bytes(b"\x80")
-    with pytest.raises(errors.AdapterFormatError, match=message):
-        client.adapters.push(peft_dir, name="sql")
-    assert server.asked == []
-
-
-def test_absent_directory_is_refused(client: Client, tmp_path: Path) -> None:
-    with pytest.raises(errors.AdapterFormatError, match=r"doesn't exist.*save_pretrained"):
-        client.adapters.push(tmp_path / "nowhere", name="sql")
-
-
-def test_file_that_shrinks_on_the_way_is_no_silent_half(server: Any, client: Client, peft_dir: Path) -> None:
-    def shrink(progress: Progress) -> None:
-        (peft_dir / "adapter_model.safetensors").write_bytes(b"x")
-
-    with pytest.raises(errors.AdapterFormatError, match="became shorter"):
-        client.adapters.push(peft_dir, name="sql", on_progress=shrink)
 
 
 def test_list_follows_the_cursor_and_asks_only_when_needed(server: Any, client: Client) -> None:
@@ -195,20 +79,6 @@ def test_an_engine_that_is_away_is_asked_again_under_the_same_key(server: Any, c
     client.adapters.verify("sql", 1)
     first, second = server.asked
     assert first.headers["idempotency-key"] == second.headers["idempotency-key"]
-
-
-def test_push_points_no_alias_at_a_version_in_quarantine(server: Any, client: Client, peft_dir: Path) -> None:
-    server.answer_with_version(**FAILED)
-    assert client.adapters.push(peft_dir, name="sql", alias="canary").is_quarantined
-    assert len(server.asked) == 1
-
-
-async def test_async_push_points_no_alias_at_a_version_in_quarantine(
-    server: Any, async_client: AsyncClient, peft_dir: Path
-) -> None:
-    server.answer_with_version(**FAILED)
-    assert (await async_client.adapters.push(peft_dir, name="sql", alias="canary")).is_quarantined
-    assert len(server.asked) == 1
 
 
 def test_the_use_of_a_version_in_quarantine_has_an_error_of_its_own(server: Any, client: Client) -> None:

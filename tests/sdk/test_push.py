@@ -1,0 +1,266 @@
+"""A PEFT directory on its way to the server, in pieces."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loraserve import AsyncClient, Client, errors
+from loraserve.sdk import Progress, uploads
+
+SIZE = 1024 * 1024
+"""Of the weights."""
+
+
+@pytest.fixture
+def three_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights are sent in pieces of 400,000 bytes, the last one smaller."""
+    monkeypatch.setattr(uploads, "PIECE_BYTES", 400_000)
+
+
+def weights_of(directory: Path) -> bytes:
+    return (directory / "adapter_model.safetensors").read_bytes()
+
+
+def ranges(server: Any) -> list[str]:
+    return [asked.headers["content-range"] for asked in server.asked if asked.method == "PATCH"]
+
+
+def test_push_announces_sends_and_publishes(server: Any, client: Client, peft_dir: Path) -> None:
+    server.answer_with_push()
+    version = client.adapters.push(peft_dir, name="sql")
+    digest = hashlib.sha256(weights_of(peft_dir)).hexdigest()
+    announced, sent, published = server.asked
+    assert (announced.method, announced.path) == ("POST", "/api/v1/uploads")
+    assert announced.json == {"sha256": digest, "size": SIZE}
+    assert (sent.method, sent.path) == ("PATCH", "/api/v1/uploads/01UP")
+    assert (sent.headers["content-range"], sent.headers["content-length"]) == (f"bytes 0-{SIZE - 1}/{SIZE}", str(SIZE))
+    assert sent.body == weights_of(peft_dir)
+    assert (published.path, published.query) == ("/api/v1/adapters/sql/versions", {})
+    assert published.json == {"config": {"peft_type": "LORA", "r": 8}, "blob": digest}
+    assert (version.version, version.model, version.created_at.year) == (1, "sql@1", 2026)
+
+
+def test_config_is_sent_to_the_last_digit(server: Any, client: Client, peft_dir: Path) -> None:
+    (peft_dir / "adapter_config.json").write_text('{"lora_alpha": 16.000000000000000001, "r": 1e1}')
+    server.answer_with_push()
+    client.adapters.push(peft_dir, name="sql")
+    assert b'"config":{"lora_alpha": 16.000000000000000001, "r": 1e1}' in server.asked[2].body
+
+
+@pytest.mark.parametrize("content", [b"[1]", b"{", b'{"a": "\xff"}', b"[" * 200_000])
+def test_config_that_is_no_json_object_is_refused_before_anything_is_sent(
+    server: Any, client: Client, peft_dir: Path, content: bytes
+) -> None:
+    (peft_dir / "adapter_config.json").write_bytes(content)
+    with pytest.raises(errors.AdapterFormatError, match="isn't a JSON object"):
+        client.adapters.push(peft_dir, name="sql")
+    assert server.asked == []
+
+
+@pytest.mark.usefixtures("three_pieces")
+def test_pieces_follow_each_other_and_are_reported(server: Any, client: Client, peft_dir: Path) -> None:
+    for received in (0, 400_000, 800_000, SIZE):
+        server.answer_with_upload(received)
+    server.answer_with_version()
+    seen: list[Progress] = []
+    client.adapters.push(peft_dir, name="sql", on_progress=seen.append)
+    assert ranges(server) == [
+        f"bytes 0-399999/{SIZE}",
+        f"bytes 400000-799999/{SIZE}",
+        f"bytes 800000-{SIZE - 1}/{SIZE}",
+    ]
+    assert b"".join(asked.body for asked in server.asked[1:4]) == weights_of(peft_dir)
+    sent = [progress.sent_bytes for progress in seen]
+    assert sent == sorted(sent)
+    assert (sent[0], sent[-1], seen[-1].total_bytes) == (0, SIZE, SIZE)
+    assert str(seen[-1]).endswith("(100 %)")
+
+
+@pytest.mark.usefixtures("three_pieces")
+async def test_async_push_sends_the_same_pieces(server: Any, async_client: AsyncClient, peft_dir: Path) -> None:
+    for received in (0, 400_000, 800_000, SIZE):
+        server.answer_with_upload(received)
+    server.answer_with_version()
+    await async_client.adapters.push(peft_dir, name="sql")
+    assert b"".join(asked.body for asked in server.asked[1:4]) == weights_of(peft_dir)
+
+
+def test_what_the_server_has_is_not_sent_again(server: Any, client: Client, peft_dir: Path) -> None:
+    server.answer_with_upload(SIZE)
+    server.answer_with_version()
+    client.adapters.push(peft_dir, name="sql")
+    assert ranges(server) == []
+
+
+@pytest.mark.usefixtures("three_pieces")
+def test_broken_connection_goes_on_from_what_arrived(
+    server: Any, client: Client, peft_dir: Path, waits: list[float]
+) -> None:
+    server.answer_with_upload(0)
+    server.break_connection()
+    server.answer_with_upload(100_000)
+    server.answer_with_upload(500_000)
+    server.answer_with_upload(900_000)
+    server.answer_with_upload(SIZE)
+    server.answer_with_version()
+    client.adapters.push(peft_dir, name="sql")
+    assert ranges(server)[1] == f"bytes 100000-499999/{SIZE}"
+    assert server.asked[2].method == "GET"
+    assert len(waits) == 1
+
+
+@pytest.mark.usefixtures("three_pieces")
+def test_tries_without_a_single_byte_come_to_an_end(
+    server: Any, client: Client, peft_dir: Path, waits: list[float]
+) -> None:
+    server.answer_with_upload(0)
+    for _ in range(2):
+        server.break_connection()
+        server.answer_with_upload(0)
+    server.break_connection()
+    with pytest.raises(errors.ConnectionFailed):
+        client.adapters.push(peft_dir, name="sql")
+    assert len(waits) == 2
+
+
+def test_piece_that_begins_elsewhere_is_asked_about(server: Any, client: Client, peft_dir: Path) -> None:
+    server.answer_with_upload(0)
+    server.refuse(409, "upload_offset_mismatch")
+    server.answer_with_upload(524_288)
+    server.answer_with_upload(SIZE)
+    server.answer_with_version()
+    client.adapters.push(peft_dir, name="sql")
+    assert ranges(server)[1] == f"bytes 524288-{SIZE - 1}/{SIZE}"
+
+
+def test_upload_that_expired_begins_again(server: Any, client: Client, peft_dir: Path) -> None:
+    server.answer_with_upload(0)
+    server.refuse(404, "upload_not_found")
+    server.answer_with_push()
+    client.adapters.push(peft_dir, name="sql")
+    assert [asked.method for asked in server.asked] == ["POST", "PATCH", "POST", "PATCH", "POST"]
+
+
+def test_bytes_that_were_damaged_on_the_way_are_sent_again_and_not_for_ever(
+    server: Any, client: Client, peft_dir: Path
+) -> None:
+    server.answer_with_upload(0)
+    for _ in range(2):
+        server.refuse(409, "upload_digest_mismatch")
+        server.answer_with_upload(0)
+    server.refuse(409, "upload_digest_mismatch")
+    with pytest.raises(errors.UploadDigestMismatch):
+        client.adapters.push(peft_dir, name="sql")
+    assert len(ranges(server)) == 3
+
+
+def test_file_that_changed_meanwhile_is_said_so(server: Any, client: Client, peft_dir: Path) -> None:
+    def change(progress: Progress) -> None:
+        (peft_dir / "adapter_model.safetensors").write_bytes(b"y" * SIZE)
+
+    server.answer_with_upload(0)
+    server.refuse(409, "upload_digest_mismatch")
+    with pytest.raises(errors.AdapterFormatError, match="changed while it was being sent"):
+        client.adapters.push(peft_dir, name="sql", on_progress=change)
+
+
+def test_file_that_shrinks_on_the_way_is_no_silent_half(server: Any, client: Client, peft_dir: Path) -> None:
+    def shrink(progress: Progress) -> None:
+        (peft_dir / "adapter_model.safetensors").write_bytes(b"x")
+
+    server.answer_with_upload(0)
+    with pytest.raises(errors.AdapterFormatError, match="became shorter"):
+        client.adapters.push(peft_dir, name="sql", on_progress=shrink)
+
+
+def test_bytes_that_the_server_lost_before_they_were_published_are_sent_again(
+    server: Any, client: Client, peft_dir: Path
+) -> None:
+    server.answer_with_upload(SIZE)
+    server.refuse(404, "upload_not_found")
+    server.answer_with_push()
+    assert client.adapters.push(peft_dir, name="sql").version == 1
+    assert len(ranges(server)) == 1
+
+
+def test_publishing_is_tried_again_under_the_same_key(server: Any, client: Client, peft_dir: Path) -> None:
+    server.answer_with_upload(SIZE)
+    server.refuse(503, "overloaded", retry_after_ms="1")
+    server.answer_with_version()
+    client.adapters.push(peft_dir, name="sql")
+    first, second = server.asked[1:]
+    assert first.body == second.body
+    assert first.headers["idempotency-key"] == second.headers["idempotency-key"]
+
+
+def test_push_says_of_the_version_what_is_to_be_said(server: Any, client: Client, peft_dir: Path) -> None:
+    server.answer_with_push(version=4)
+    server.answer_with_version(version=4, notes="new data", tags={"team": "search"})
+    version = client.adapters.push(peft_dir, name="sql", notes="new data", tags={"team": "search"})
+    assert (server.asked[3].method, server.asked[3].path) == ("PATCH", "/api/v1/adapters/sql/versions/4")
+    assert server.asked[3].json == {"notes": "new data", "tags": {"team": "search"}}
+    assert version.tags == {"team": "search"}
+
+
+def test_push_points_an_alias_at_the_new_version(server: Any, client: Client, peft_dir: Path) -> None:
+    server.answer_with_push(version=4)
+    server.answer_with_alias(name="canary", version=4)
+    server.answer_with_version(version=4, aliases=["canary", "live"])
+    assert client.adapters.push(peft_dir, name="sql", alias="canary").aliases == ["canary", "live"]
+    assert (server.asked[3].method, server.asked[3].path) == ("PUT", "/api/v1/adapters/sql/aliases/canary")
+    assert server.asked[3].json == {"version": 4}
+
+
+def test_dry_run_and_no_promote_are_said_in_the_query(server: Any, client: Client, peft_dir: Path) -> None:
+    server.answer_with_push(version=None)
+    version = client.adapters.push(peft_dir, name="sql", dry_run=True, promote=False)
+    assert server.asked[2].query == {"dry_run": "true", "promote": "false"}
+    assert version.model == "sql"
+
+
+def test_dry_run_moves_no_alias_even_to_bytes_that_are_there(server: Any, client: Client, peft_dir: Path) -> None:
+    server.answer_with_push(version=3)
+    client.adapters.push(peft_dir, name="sql", dry_run=True, alias="canary")
+    assert len(server.asked) == 3
+
+
+def test_push_points_no_alias_at_a_version_in_quarantine(server: Any, client: Client, peft_dir: Path) -> None:
+    server.answer_with_push(state="quarantined")
+    assert client.adapters.push(peft_dir, name="sql", alias="canary").is_quarantined
+    assert len(server.asked) == 3
+
+
+async def test_async_push_points_no_alias_at_a_version_in_quarantine(
+    server: Any, async_client: AsyncClient, peft_dir: Path
+) -> None:
+    server.answer_with_push(state="quarantined")
+    assert (await async_client.adapters.push(peft_dir, name="sql", alias="canary")).is_quarantined
+    assert len(server.asked) == 3
+
+
+def test_absent_directory_is_refused(client: Client, tmp_path: Path) -> None:
+    with pytest.raises(errors.AdapterFormatError, match=r"doesn't exist.*save_pretrained"):
+        client.adapters.push(tmp_path / "nowhere", name="sql")
+
+
+@pytest.mark.parametrize(
+    ("remove", "add", "message"),
+    [
+        ("adapter_config.json", None, "no adapter_config.json; it holds adapter_model.safetensors"),
+        ("adapter_model.safetensors", None, "no adapter_model.safetensors"),
+        ("adapter_model.safetensors", "adapter_model.bin", "pickled"),
+    ],
+)
+def test_directory_that_is_no_adapter_is_refused_before_anything_is_sent(
+    server: Any, client: Client, peft_dir: Path, remove: str, add: str | None, message: str
+) -> None:
+    (peft_dir / remove).unlink()
+    if add is not None:
+        (peft_dir / add).write_bytes(b"\x80")
+    with pytest.raises(errors.AdapterFormatError, match=message):
+        client.adapters.push(peft_dir, name="sql")
+    assert server.asked == []
