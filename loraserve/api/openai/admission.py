@@ -125,6 +125,7 @@ class Answering:
                         include_stop_str_in_output=self.body.include_stop_str_in_output,
                         skip_special_tokens=self.body.skip_special_tokens,
                         priority=self.body.priority,
+                        timeout_s=self.body.timeout,
                         weight=policy.weight,
                         kv_share=1.0 if policy.limits.max_kv_share is None else policy.limits.max_kv_share,
                         max_queued=max_queued or 0,

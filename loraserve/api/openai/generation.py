@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 _QUEUE_SIZE = 16
 """Chunks between the engine's stream and a slow reader; beyond it the engine's client merges what comes."""
 
+TIMEOUT = "timeout"
+"""The stop reason of an answer that ended early, since its request's time was over."""
+_LEAST_TIMEOUT_S = 0.001
+
 T = TypeVar("T")
 
 
@@ -66,6 +70,7 @@ class Generation:
         self._tasks: list[asyncio.Task[None]] = []
         self._first: tuple[int, Chunk] | None = None
         self._num_open = len(requests)
+        self._began = 0.0
         self._has_struck = False
         self.num_tokens = 0
         """Made for the answer so far."""
@@ -76,6 +81,7 @@ class Generation:
         Raises:
             LoraserveError: why there is no chunk.
         """
+        self._began = time.monotonic()
         try:
             first = await self._begin()
         except AdapterUnavailable as error:
@@ -94,8 +100,15 @@ class Generation:
     async def _restart(self, adapter: AdapterRef | None) -> None:
         """Nothing of the requests is left, and they are another adapter's; under new names, since the engine may still speak of the old ones."""
         await self.close()
+        passed_s = time.monotonic() - self._began
         self._requests = [
-            msgspec.structs.replace(request, request_id=RequestId(f"{request.request_id}-fallback"), adapter=adapter)
+            msgspec.structs.replace(
+                request,
+                request_id=RequestId(f"{request.request_id}-fallback"),
+                adapter=adapter,
+                # the engine counts from the arrival of this one
+                timeout_s=None if request.timeout_s is None else max(_LEAST_TIMEOUT_S, request.timeout_s - passed_s),
+            )
             for request in self._requests
         ]
         self._queue = asyncio.Queue(_QUEUE_SIZE)
@@ -179,7 +192,8 @@ class Generation:
                         copy.add(answer.token_ids)
                     if answer.finish_reason is not None:
                         reason = answer.finish_reason.value
-                        if copy is not None:
+                        # an answer that was cut short is no measure for another version
+                        if copy is not None and answer.stop_reason != TIMEOUT:
                             copy.complete(time.monotonic() - started)
                     yield answer
                     if answer.finish_reason is not None:

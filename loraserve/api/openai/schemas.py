@@ -69,6 +69,8 @@ class InferenceBody(_Body):
     """Only what a byte-level decoder does anyway."""
     priority: int = Field(default=0, ge=-1000, le=1000)
     """Lower runs first; below 0 takes an admin key."""
+    timeout: float | None = Field(default=None, gt=0, le=LIMITS.max_request_timeout_s)
+    """Seconds from its arrival, after which it ends with what there is."""
     return_token_ids: bool = False
 
 
