@@ -155,6 +155,13 @@ async def test_after_the_first_token_nobody_takes_over(
     assert len(engine.seen) == 1
 
 
+def test_a_fallback_is_taken_once() -> None:
+    ref = AdapterRef(tenant="t", name="sql", version=3, digest="", config_blob="", weights_blob="")  # type: ignore[arg-type]
+    answerer = Answerer(Binding(ref, fallback=Fallback(ref)), "base")
+    error = AdapterNotReady("It is still being read.")
+    assert [answerer.fall_back(error), answerer.fall_back(error)] == [True, False]
+
+
 def test_a_base_of_any_name_fits_the_header() -> None:
     ref = AdapterRef(tenant="t", name="sql", version=3, digest="", config_blob="", weights_blob="")  # type: ignore[arg-type]
     told = Answerer(Binding(None, fell_back_from=ref, fell_back_for="adapter_quarantined"), "modèle/日本\n").headers()
