@@ -6,7 +6,7 @@ import importlib
 import signal
 import sys
 
-PARTS = ("registered", "churn", "trace")
+PARTS = ("registered", "churn", "trace", "metering")
 
 
 def main(arguments: list[str]) -> None:
