@@ -106,6 +106,9 @@ class Limits:
     """Of one resumable upload: it isn't made of crumbs."""
     upload_ttl_s: float = 86_400.0
     """How long a resumable upload is kept after its last piece."""
+    gc_grace_s: float = 3600.0
+    """Between a blob's being found needless and its end: longer than any publish takes."""
+    gc_interval_s: float = 1800.0
     max_concurrent_downloads: int = 16
     max_concurrent_downloads_per_tenant: int = 4
     max_idempotency_key_bytes: int = 255

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import platformdirs
-from pydantic import BeforeValidator, Field, SecretStr, ValidationError, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
@@ -53,6 +54,28 @@ def parse_size(value: object) -> int:
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1 << 20, le=1 << 50)]
 
 
+def parse_patterns(value: object) -> object:
+    """The patterns of ``hf://acme/*, s3://models/*``; a list is one already."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return tuple(value) if isinstance(value, list) else value
+
+
+def check_pattern(value: str) -> str:
+    """Raises:
+    ValueError: it could match nothing that can be pulled.
+    """
+    if not re.fullmatch(r"(hf|s3)://[A-Za-z0-9!_.*'()=/-]+", value) or ".." in value:
+        raise ValueError("should be patterns such as hf://acme/* or s3://models/adapters/*")
+    return value
+
+
+# NoDecode: a variable holds them with commas between, not as JSON.
+Patterns = Annotated[
+    tuple[Annotated[str, AfterValidator(check_pattern)], ...], NoDecode, BeforeValidator(parse_patterns)
+]
+
+
 class Settings(BaseSettings):
     """What ``loraserve serve`` was told, complete and checked. Make it with `Settings.load`.
 
@@ -77,6 +100,10 @@ class Settings(BaseSettings):
     """None: SQLite in the data directory."""
     store_url: str | None = None
     """None: files in the data directory."""
+    retention_s: float = Field(default=7 * 86_400.0, ge=0, le=10 * 365 * 86_400.0)
+    """How long what was deleted can be restored; its bytes are collected after that."""
+    pull_allow: Patterns = ()
+    """Where admins may pull adapters from, as ``hf://ORG/*`` or ``s3://BUCKET/PREFIX/*``; none: pulls are refused."""
     admin_key: SecretStr | None = None
     grace_s: float = Field(default=30.0, ge=0, le=3600)
     """How long running requests may go on after SIGTERM."""

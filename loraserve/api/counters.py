@@ -201,6 +201,16 @@ class EngineCollector(Collector):
             "Versions quarantined because their stored bytes were found damaged or gone.",
             value=registry.damages.num_quarantined,
         )
+        collector = registry.collector
+        yield CounterMetricFamily(
+            "loraserve_collected_blobs", "Blobs deleted since nothing referred to them.", value=collector.num_blobs
+        )
+        yield CounterMetricFamily("loraserve_collected_bytes", "Bytes of them.", value=collector.num_bytes)
+        yield GaugeMetricFamily(
+            "loraserve_doomed_blobs",
+            "Blobs that nothing refers to, which will be deleted after the grace period.",
+            value=collector.num_doomed,
+        )
         yield GaugeMetricFamily(
             "loraserve_operator_pins", "Adapters that operators have pinned.", value=registry.pins.num_wanted
         )

@@ -74,6 +74,7 @@ async def _serve(settings: Settings) -> int:
         services.admissions = Admissions(num_servers=lambda: servers.num_live)
         try:
             servers.start()
+            services.registry.collector.start()
             services.registry.pins.start()
             if usage is not None:
                 usage.start()
@@ -84,6 +85,7 @@ async def _serve(settings: Settings) -> int:
             if usage is not None:
                 await usage.close()
             await servers.close()
+            await services.registry.collector.close()
             await services.registry.damages.close()
             await services.registry.strikes.close()
             await services.registry.shadow_hours.close()
@@ -137,6 +139,7 @@ async def _make_services(settings: Settings) -> tuple[Services, Database]:
         certify=engine.verify,
         pinning=engine,
         is_certified_at_upload=settings.certify == "at-upload",
+        retention_s=settings.retention_s,
     )
     services = Services(
         settings=settings,

@@ -79,6 +79,12 @@ def serve(
     ] = None,
     database_url: Annotated[Text, typer.Option(help="sqlite:///… or postgresql://…", rich_help_panel=STORAGE)] = None,
     store_url: Annotated[Text, typer.Option(help="file:///… or s3://…", rich_help_panel=STORAGE)] = None,
+    retention_s: Annotated[
+        Text, typer.Option(help="How long what was deleted can be restored.", rich_help_panel=STORAGE)
+    ] = None,
+    pull_allow: Annotated[
+        Text, typer.Option(help="Where admins may pull from: hf://ORG/*, s3://BUCKET/*", rich_help_panel=STORAGE)
+    ] = None,
     host: Annotated[Text, typer.Option(help="The address to listen at.", rich_help_panel=SERVER)] = None,
     port: Annotated[Text, typer.Option(help="The port to listen at; 0: any free one.", rich_help_panel=SERVER)] = None,
     grace_s: Annotated[

@@ -289,6 +289,16 @@ class DoomedBlob(Base):
     doomed_at: Mapped[datetime] = mapped_column(UtcDateTime)
 
 
+class Lease(Base):
+    """What one server does for all of them, and which one does it now."""
+
+    __tablename__ = "leases"
+
+    name: Mapped[str] = mapped_column(String(NAME_LENGTH), primary_key=True)
+    holder: Mapped[str] = mapped_column(String(ULID_LENGTH))
+    expires_at: Mapped[datetime] = mapped_column(UtcDateTime)
+
+
 class OperationRow(Base):
     """Something that takes longer than a request, and goes on without one."""
 

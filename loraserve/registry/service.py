@@ -22,6 +22,7 @@ from loraserve.registry.certificates import Certificates, Certify
 from loraserve.registry.changes import record_change
 from loraserve.registry.composition import compose
 from loraserve.registry.damage import Damages
+from loraserve.registry.gc import Collector
 from loraserve.registry.last_used import LastUsed
 from loraserve.registry.model_name import ParsedModel, Term, model_not_found
 from loraserve.registry.notes import Notes
@@ -93,6 +94,7 @@ class Registry:
         self.tombstones = Tombstones(database, store, self.forget, retention_s=retention_s, clock=clock)
         self.pins = Pins(database, pinning, clock=clock, monotonic=monotonic)
         self.damages = Damages(database, self.forget, clock=clock)
+        self.collector = Collector(database, store, retention_s=retention_s, clock=clock, monotonic=monotonic)
         self.grants = Grants(database, self.forget, clock=clock)
         self.strikes = Strikes(database, self.forget, clock=clock)
         self.shadow_hours = ShadowHours(database, clock=clock)

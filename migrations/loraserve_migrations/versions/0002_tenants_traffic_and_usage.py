@@ -31,6 +31,13 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("id", name=op.f("pk_servers")),
     )
     op.create_table(
+        "leases",
+        sa.Column("name", sa.String(length=63), nullable=False),
+        sa.Column("holder", sa.String(length=26), nullable=False),
+        sa.Column("expires_at", sa.DateTime(timezone=True), nullable=False),
+        sa.PrimaryKeyConstraint("name", name=op.f("pk_leases")),
+    )
+    op.create_table(
         "usage_journals",
         sa.Column("id", sa.String(length=26), nullable=False),
         sa.Column("sequence", sa.BigInteger(), nullable=False),

@@ -1,0 +1,210 @@
+"""The collector: bytes that nothing refers to any more are deleted, while everything goes on.
+
+In three steps, each safe beside publishing (`loraserve.registry.references`) and beside another server that does the same: a blob without
+a reference gets on the list; it stays there for `LIMITS.gc_grace_s`; then it is deleted, in a transaction that looks for references
+again and holds its row. Rows of deleted versions stay: what goes are their bytes, after the retention.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timedelta
+from itertools import islice
+
+from sqlalchemy import delete, select
+from ulid import ULID
+
+from adapters_store.base import BlobStore
+from loraserve import faults
+from loraserve.db.models import DoomedBlob, Upload
+from loraserve.db.session import Clock, Database, utc_now
+from loraserve.errors import BlobNotFound, LoraserveError, StorageError
+from loraserve.limits import LIMITS
+from loraserve.registry.leases import hold_lease
+from loraserve.registry.references import doom, referenced
+from loraserve.registry.resumable import remove_upload
+from loraserve.types import Digest
+
+logger = logging.getLogger(__name__)
+
+LEASE = "gc"
+_LEASE_LENGTH = timedelta(seconds=120)
+_MARKED_AT_ONCE, _DELETED_AT_ONCE, _EXPIRED_AT_ONCE = 400, 16, 50
+_FIRST_PASS_S = 60.0
+
+
+class Collector:
+    """Collects now and then, one server of all at a time.
+
+    Args:
+        retention_s: for so long the bytes of deleted versions are kept.
+        monotonic: by which the grace period is measured too, from when this process first saw a blob on the list: a clock that jumps
+            must not end it.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        store: BlobStore,
+        *,
+        retention_s: float,
+        grace_s: float = LIMITS.gc_grace_s,
+        clock: Clock = utc_now,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.num_passes = 0
+        self.num_blobs = 0
+        """Deleted, since the start."""
+        self.num_bytes = 0
+        """Of them."""
+        self.num_doomed = 0
+        """On the list, at the last pass."""
+        self._database = database
+        self._store = store
+        self._retention = timedelta(seconds=retention_s)
+        self._grace_s = grace_s
+        self._clock = clock
+        self._monotonic = monotonic
+        self._holder = str(ULID())
+        self._seen: dict[tuple[Digest, datetime], float] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """It collects from now on, until `close`."""
+        self._task = asyncio.create_task(self.run(), name="collector")
+
+    async def close(self) -> None:
+        """It collects no more. What it was deleting is gone, or still listed."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def run(self) -> None:
+        """Collects until it is cancelled. What fails is logged, and tried again at the next pass."""
+        await asyncio.sleep(min(_FIRST_PASS_S, LIMITS.gc_interval_s))
+        while True:
+            try:
+                await self.collect()
+            except LoraserveError as error:
+                logger.warning("collecting unneeded blobs stopped early: %s", error)
+            except Exception:
+                # a bug of ours must not end collecting for good
+                logger.exception("collecting unneeded blobs failed")
+            await asyncio.sleep(LIMITS.gc_interval_s)
+
+    async def collect(self) -> bool:
+        """One pass: expired uploads end, blobs without a reference are listed, and those listed long enough are deleted.
+
+        Returns:
+            False: another server is at it.
+
+        Raises:
+            DatabaseUnavailable, StorageError
+        """
+        if not await self._renew():
+            return False
+        await self._expire_uploads()
+        if not await self._mark():
+            return False
+        await self._look()
+        is_done = await self._delete_due()
+        self.num_passes += is_done
+        return is_done
+
+    async def _renew(self) -> bool:
+        return await hold_lease(self._database, LEASE, self._holder, self._clock(), _LEASE_LENGTH)
+
+    async def _expire_uploads(self) -> None:
+        while True:
+            now = self._clock()
+            async with self._database.write() as session:
+                query = select(Upload).where(Upload.expires_at <= now).limit(_EXPIRED_AT_ONCE)
+                rows = (await session.scalars(query.with_for_update(skip_locked=True))).all()
+                for row in rows:
+                    await remove_upload(session, row, now)
+            if len(rows) < _EXPIRED_AT_ONCE:
+                return
+
+    async def _mark(self) -> bool:
+        """Every blob of the store that nothing refers to is on the list."""
+        digests = self._store.iter_digests()
+        while batch := await asyncio.to_thread(_take, digests, _MARKED_AT_ONCE):
+            now = self._clock()
+            async with self._database.read() as session:
+                needless = set(batch) - await referenced(session, batch, now, self._retention)
+            if needless:
+                async with self._database.write() as session:
+                    await doom(session, needless, now)
+            if not await self._renew():
+                return False
+        return True
+
+    async def _look(self) -> None:
+        """What is on the list is remembered, with when it was first seen there."""
+        now = self._monotonic()
+        async with self._database.read() as session:
+            rows = (await session.execute(select(DoomedBlob.digest, DoomedBlob.doomed_at))).all()
+        listed = [(Digest(digest), doomed_at) for digest, doomed_at in rows]
+        self._seen = {key: self._seen.get(key, now) for key in listed}
+        self.num_doomed = len(listed)
+
+    async def _delete_due(self) -> bool:
+        """Those that were listed long enough are gone, or off the list since something refers to them again."""
+        now = self._monotonic()
+        due = iter([digest for (digest, _), seen in self._seen.items() if now - seen >= self._grace_s])
+        while batch := _take(due, _DELETED_AT_ONCE):
+            await self._delete(batch)
+            if not await self._renew():
+                return False
+        return True
+
+    async def _delete(self, batch: Sequence[Digest]) -> None:
+        now = self._clock()
+        cutoff = now - timedelta(seconds=self._grace_s)
+        async with self._database.write() as session:
+            query = select(DoomedBlob.digest).where(DoomedBlob.digest.in_(batch), DoomedBlob.doomed_at <= cutoff)
+            # A row that a publish is taking off the list is left to it.
+            due = [Digest(digest) for digest in (await session.scalars(query.with_for_update(skip_locked=True))).all()]
+            needed = await referenced(session, due, now, self._retention)
+            # The store's one call inside a transaction: whoever wants to refer to one of these waits for its row (`keep`), and
+            # afterwards finds the bytes gone or still listed, never about to go.
+            gone = await _to_its_end(self._delete_blobs, [digest for digest in due if digest not in needed])
+            faults.hit("gc.after_delete")
+            await session.execute(delete(DoomedBlob).where(DoomedBlob.digest.in_([*gone, *needed])))
+
+    def _delete_blobs(self, digests: Sequence[Digest]) -> list[Digest]:
+        gone = []
+        for digest in digests:
+            try:
+                num_bytes = self._store.num_bytes(digest)
+                self._store.delete(digest)
+            except BlobNotFound:
+                gone.append(digest)
+                continue
+            except StorageError as error:
+                # it stays on the list, and is tried again
+                logger.warning("the unneeded blob %s can't be deleted: %s", digest, error)
+                continue
+            gone.append(digest)
+            self.num_blobs += 1
+            self.num_bytes += num_bytes
+        if gone:
+            logger.info("%d unneeded blobs are deleted", len(gone))
+        return gone
+
+
+async def _to_its_end(work: Callable[[Sequence[Digest]], list[Digest]], digests: Sequence[Digest]) -> list[Digest]:
+    """`work` on a thread, waited for also by who is cancelled: it must not go on without the transaction around it."""
+    running = asyncio.ensure_future(asyncio.to_thread(work, digests))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
+
+
+def _take(digests: Iterator[Digest], count: int) -> list[Digest]:
+    return list(islice(digests, count))

@@ -1,0 +1,250 @@
+"""What nothing refers to goes, and nothing else; whatever is published meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from adapters_store import LocalStore
+from loraserve import faults
+from loraserve.db.models import AdapterVersion, DoomedBlob
+from loraserve.db.session import Database, utc_now
+from loraserve.registry.gc import Collector
+from loraserve.registry.references import doom, keep
+from loraserve.registry.service import Registry
+from loraserve.types import Digest, TenantId
+
+GRACE_S, RETENTION_S = 100.0, 1000.0
+
+
+@dataclass
+class Time:
+    """Both clocks, moved by hand."""
+
+    passed_s: float = 0.0
+    jumped_s: float = 0.0
+    start: Any = field(default_factory=utc_now)
+
+    def now(self) -> Any:
+        return self.start + timedelta(seconds=self.passed_s + self.jumped_s)
+
+    def monotonic(self) -> float:
+        return self.passed_s
+
+
+@pytest.fixture
+def time() -> Time:
+    return Time()
+
+
+@pytest.fixture
+def collector(database: Database, store: LocalStore, time: Time) -> Collector:
+    return make_collector(database, store, time)
+
+
+def make_collector(database: Database, store: LocalStore, time: Time) -> Collector:
+    return Collector(
+        database, store, retention_s=RETENTION_S, grace_s=GRACE_S, clock=time.now, monotonic=time.monotonic
+    )
+
+
+def put(store: LocalStore, data: bytes = b"needless") -> Digest:
+    with store.stage() as staged:
+        staged.write(data)
+        return staged.commit()
+
+
+async def passes(collector: Collector, time: Time, *after_s: float) -> None:
+    for seconds in after_s:
+        time.passed_s += seconds
+        assert await collector.collect()
+
+
+async def test_a_blob_that_nothing_refers_to_goes_after_the_grace_period(
+    collector: Collector, store: LocalStore, time: Time
+) -> None:
+    blob = put(store)
+    await passes(collector, time, 0, GRACE_S - 1)
+    assert store.exists(blob)
+    await passes(collector, time, 2)
+    assert not store.exists(blob)
+    assert (collector.num_blobs, collector.num_bytes) == (1, 8)
+    await passes(collector, time, 1)
+    assert collector.num_doomed == 0
+
+
+async def test_what_is_published_stays(
+    collector: Collector, store: LocalStore, time: Time, publish: Any, registry: Registry, acme: TenantId
+) -> None:
+    version = (await publish()).version
+    await passes(collector, time, 0, 2 * GRACE_S, 2 * RETENTION_S)
+    assert store.exists(version.config_blob)
+    assert store.exists(version.weights_blob)
+
+
+async def test_the_bytes_of_a_deleted_version_go_after_the_retention_and_its_row_stays(
+    collector: Collector,
+    database: Database,
+    store: LocalStore,
+    time: Time,
+    publish: Any,
+    registry: Registry,
+    acme: TenantId,
+) -> None:
+    version = (await publish()).version
+    other = (await publish(name="other", seed=1)).version
+    await registry.delete(acme, "sql", actor="test")
+    await passes(collector, time, RETENTION_S - 1, GRACE_S / 2, 1)
+    assert store.exists(version.weights_blob)
+    await passes(collector, time, GRACE_S)
+    assert not store.exists(version.weights_blob)
+    # both have the same config
+    assert store.exists(other.config_blob)
+    async with database.read() as session:
+        digests = (await session.scalars(select(AdapterVersion.digest))).all()
+    assert version.digest in digests
+
+
+async def test_bytes_that_another_tenant_refers_to_stay(
+    collector: Collector,
+    store: LocalStore,
+    time: Time,
+    publish: Any,
+    registry: Registry,
+    acme: TenantId,
+    globex: TenantId,
+) -> None:
+    version = (await publish()).version
+    await publish(tenant=globex)
+    await registry.delete(acme, "sql", actor="test")
+    await passes(collector, time, RETENTION_S + 1, GRACE_S + 1)
+    assert store.exists(version.weights_blob)
+
+
+async def test_publishing_takes_a_blob_off_the_list(
+    collector: Collector, database: Database, store: LocalStore, time: Time, publish: Any, make_upload: Any
+) -> None:
+    blob = put(store, make_upload()[1])
+    await passes(collector, time, 0)
+    await publish()
+    async with database.read() as session:
+        assert (await session.scalars(select(DoomedBlob.digest))).all() == []
+    await passes(collector, time, GRACE_S + 1)
+    assert store.exists(blob)
+
+
+async def test_a_reference_that_came_by_another_way_is_seen_before_the_end(
+    collector: Collector, database: Database, store: LocalStore, time: Time, publish: Any
+) -> None:
+    version = (await publish()).version
+    async with database.write() as session:
+        await doom(session, [version.weights_blob], time.now())
+    await passes(collector, time, 0, GRACE_S + 1)
+    assert store.exists(version.weights_blob)
+    await passes(collector, time, 1)
+    assert collector.num_doomed == 0
+
+
+async def test_who_wants_a_blob_waits_for_its_deletion_and_then_finds_it_gone(
+    collector: Collector, database: Database, store: LocalStore, time: Time
+) -> None:
+    blob = put(store)
+    await passes(collector, time, 0)
+    time.passed_s += GRACE_S + 1
+    began, may_end = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        began.set()
+        may_end.wait(10)
+
+    with faults.arm("blob.delete", wait):
+        collecting = asyncio.create_task(collector.collect())
+        await asyncio.to_thread(began.wait, 10)
+        keeping = asyncio.create_task(keep(database, [blob]))
+        await asyncio.sleep(0.1)
+        assert not keeping.done()
+        may_end.set()
+        await keeping
+    assert not store.exists(blob)
+    await collecting
+
+
+async def test_two_servers_do_not_collect_at_the_same_time(
+    collector: Collector, database: Database, store: LocalStore, time: Time
+) -> None:
+    other = make_collector(database, store, time)
+    assert await collector.collect()
+    assert not await other.collect()
+    # one that is killed doesn't keep it for ever
+    time.passed_s += 121
+    assert await other.collect()
+    assert not await collector.collect()
+
+
+async def test_a_clock_that_jumps_does_not_end_the_grace_period(
+    collector: Collector, store: LocalStore, time: Time
+) -> None:
+    blob = put(store)
+    await passes(collector, time, 0)
+    time.jumped_s += 86_400
+    await passes(collector, time, GRACE_S - 1)
+    assert store.exists(blob)
+
+
+async def test_a_blob_that_cannot_be_deleted_is_tried_again(
+    collector: Collector, store: LocalStore, time: Time
+) -> None:
+    blob = put(store)
+    await passes(collector, time, 0)
+    with faults.arm("blob.delete", "EIO"):
+        await passes(collector, time, GRACE_S + 1)
+    assert store.exists(blob)
+    await passes(collector, time, 1)
+    assert not store.exists(blob)
+
+
+async def pieces(data: bytes) -> AsyncIterator[bytes]:
+    yield data
+
+
+async def test_an_upload_is_kept_until_it_expires_and_its_bytes_for_the_grace_period_after(
+    collector: Collector, store: LocalStore, time: Time, registry: Registry, acme: TenantId
+) -> None:
+    uploads = registry.uploads.resumable
+    data = bytes(1000)
+    whole, part = hashlib.sha256(data).hexdigest(), hashlib.sha256(bytes(10)).hexdigest()
+    done, _ = await uploads.create(acme, whole, 1000, actor="test")
+    await uploads.receive(acme, done.id, 0, 1000, 1000, pieces(data))
+    begun, _ = await uploads.create(acme, "0" * 64, 50, actor="test")
+    await uploads.receive(acme, begun.id, 0, 10, 50, pieces(bytes(10)))
+    await passes(collector, time, 0, GRACE_S + 1)
+    assert store.exists(whole)
+    assert store.exists(part)
+    time.jumped_s += 90_000
+    await passes(collector, time, 0)
+    time.jumped_s -= 90_000
+    assert (await registry.uploads.resumable.create(acme, whole, 1000, actor="test"))[1]
+    await passes(collector, time, 90_000, GRACE_S + 1)
+    assert not store.exists(whole)
+    assert not store.exists(part)
+
+
+async def test_the_pieces_of_a_complete_upload_go(
+    collector: Collector, store: LocalStore, time: Time, registry: Registry, acme: TenantId
+) -> None:
+    uploads = registry.uploads.resumable
+    data = bytes(range(200))
+    upload, _ = await uploads.create(acme, hashlib.sha256(data).hexdigest(), 200, actor="test")
+    await uploads.receive(acme, upload.id, 0, 50, 200, pieces(data[:50]))
+    await uploads.receive(acme, upload.id, 50, 200, 200, pieces(data[50:]))
+    assert len(list(store.iter_digests())) == 3
+    await passes(collector, time, 0, GRACE_S + 1)
+    assert list(store.iter_digests()) == [upload.sha256]
