@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -85,3 +86,72 @@ def test_usage_is_summed_as_asked_and_written_as_csv(here: Run, client: Client, 
     text = here("usage", "--tenant", "metered", "--group-by", "adapter", "--csv").stdout
     (line,) = csv.DictReader(io.StringIO(text))
     assert (line["adapter"], line["completion_tokens"]) == ("sql", str(used.completion_tokens))
+
+
+def files_in(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def test_pull_brings_back_what_was_pushed(
+    here: Run, client: Client, sql_dir: Path, pirate_dir: Path, tmp_path: Path
+) -> None:
+    push_two(client, "pulled", sql_dir, pirate_dir)
+    done = here("adapter", "pull", "pulled@1", tmp_path / "one", "--format", "json")
+    assert (done.code, done.json["version"]) == (0, 1)
+    found, pushed = files_in(tmp_path / "one"), files_in(sql_dir)
+    assert sorted(found) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert found["adapter_model.safetensors"] == pushed["adapter_model.safetensors"]
+    assert json.loads(found["adapter_config.json"]) == json.loads(pushed["adapter_config.json"])
+    again = here("adapter", "pull", "pulled", tmp_path / "one")
+    assert again.code == 1
+    assert "--force" in again.stderr
+    assert here("adapter", "pull", "pulled", tmp_path / "one", "--force").code == 0
+    weights = files_in(tmp_path / "one")["adapter_model.safetensors"]
+    assert weights == files_in(pirate_dir)["adapter_model.safetensors"]
+
+
+def test_notes_tags_and_fallback_are_set_and_taken_away(here: Run, client: Client, sql_dir: Path) -> None:
+    client.adapters.push(sql_dir, name="noted", tags={"team": "search", "stage": "one"})
+    done = here(
+        "adapter", "set", "noted", "--notes", "-", "--tag", "owner=ann", "--fallback", "base", stdin="Mind it.\n"
+    )
+    assert done.code == 0
+    shown = here("adapter", "show", "noted", "--format", "json").json
+    assert (shown["notes"], shown["tags"], shown["fallback"]) == ("Mind it.", {"owner": "ann"}, "base")
+    version = here("adapter", "set", "noted@1", "--tag", "stage=two", "--untag", "team", "--format", "json").json
+    assert version["tags"] == {"stage": "two"}
+    assert here("adapter", "set", "noted", "--fallback", "none", "--format", "json").json["fallback"] is None
+    assert "stage=two" in here("adapter", "show", "noted@1").stdout
+
+
+def test_deleted_adapter_comes_back_with_its_versions_and_aliases(
+    here: Run, client: Client, sql_dir: Path, pirate_dir: Path
+) -> None:
+    push_two(client, "revived", sql_dir, pirate_dir)
+    client.adapters.set_alias("revived", "canary", 1)
+    done = here("adapter", "delete", "revived")
+    assert "loraserve adapter restore revived" in done.stderr
+    back = here("adapter", "restore", "revived", "--format", "json")
+    assert (back.code, back.json["aliases"]) == (0, {"canary": 1, "live": 2})
+    client.adapters.delete_alias("revived", "canary")
+    client.adapters.delete("revived", 1)
+    assert here("adapter", "restore", "revived@1", "--format", "json").json["version"] == 1
+
+
+def test_grant_lets_another_tenant_ask_and_no_more(here: Run, client: Client, sql_dir: Path) -> None:
+    client.adapters.push(sql_dir, name="lent")
+    client.tenants.create("borrower")
+    key = client.keys.create("borrower", name="ci").key
+    assert here("grant", "add", "lent", "borrower").code == 0
+    assert here("grant", "list", "lent", "--format", "quiet").stdout == "borrower\n"
+    with Client(client.url, api_key=key) as borrower:
+        (model,) = (one.id for one in borrower.models.list() if one.id.endswith("/lent"))
+    asked = here("run", model, QUESTION, "--raw", "--max-tokens", "2", LORASERVE_API_KEY=key)
+    assert (asked.code, bool(asked.stdout)) == (0, True)
+    assert here("adapter", "show", "lent", LORASERVE_API_KEY=key).code == 1
+    assert here("grant", "remove", "lent", "borrower").code == 0
+    missing = here("grant", "remove", "lent", "borrower")
+    assert (missing.code, "loraserve grant list lent" in missing.stderr) == (1, True)
+    unknown = here("grant", "add", "lent", "nobody")
+    assert unknown.code == 1
+    assert "There is no such tenant" in unknown.stderr
