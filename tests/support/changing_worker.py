@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -35,6 +36,22 @@ class Files:
 
 
 @dataclass
+class Publish:
+    """One that was begun."""
+
+    files: Files
+    is_promoting: bool
+    key: str
+    """Its Idempotency-Key."""
+    is_resumable: bool
+    """Whether the weights are sent in pieces first, or all in one form."""
+    upload: str = ""
+    """The announced upload's id, once an answer said it."""
+    received: int = 0
+    """Bytes that an answer said are there."""
+
+
+@dataclass
 class Worker:
     """Changes adapters of its own, one call at a time, so that it knows what each must be: `state`, or with the call that no answer
     came to, `pending`."""
@@ -51,13 +68,12 @@ class Worker:
     """By the weights' SHA-256."""
     digests: dict[str, str] = field(default_factory=dict)
     num_acknowledged: int = 0
-    num_adapters: int = 0
-    retry: tuple[Files, bool, str] | None = None
-    """The publish under way: what, whether it moves `live`, and its Idempotency-Key."""
+    publish: Publish | None = None
+    """Under way."""
 
     @property
     def name(self) -> str:
-        return f"worker-{self.number}-{self.num_adapters}"
+        return f"worker-{self.number}"
 
     async def work(self) -> None:
         """Go on until the server is gone."""
@@ -74,42 +90,102 @@ class Worker:
         possible += [self._publish_again] if state.versions else []
         possible += [self._delete_alias] if state.aliases else []
         possible += [self._delete_version] if unused else []
+        possible += [self._roll_back] * 2 if state.can_roll_back() else []
+        possible += [self._restore_version] if state.is_there and state.can_restore() else []
         possible += [self._delete] if len(state.versions) > 2 else []
+        possible += [self._restore] * 4 if state.before_delete is not None else []
         return possible
 
     async def _publish(self) -> None:
         files = self.make_files()
         self.files[files.sha256] = files
-        self.retry = (files, self.rng.random() < 0.5, f"{self.name}-{self.rng.getrandbits(64):x}")
-        await self._send_files()
+        await self._begin_publish(files, is_promoting=self.rng.random() < 0.5)
 
     async def _publish_again(self) -> None:
         weights = self.rng.choice(sorted(self.state.versions.values()))
-        self.retry = (self.files[weights], True, f"{self.name}-{self.rng.getrandbits(64):x}")
-        await self._send_files()
+        await self._begin_publish(self.files[weights], is_promoting=True)
 
-    async def _send_files(self) -> None:
-        assert self.retry is not None
-        files, is_promoting, key = self.retry
-        self.pending = self.state.published(files.sha256, is_promoting=is_promoting)
-        boundary, body = multipart(files)
-        headers = {"Content-Type": f"multipart/form-data; boundary={boundary}", "Content-Length": str(len(body))}
-        answer = await self.client.post(
-            f"/adapters/{self.name}/versions?promote={is_promoting}".lower(),
-            content=in_pieces(body, self.rng.randrange(1, 6)),
-            headers=headers | {"Idempotency-Key": key},
-        )
+    async def _begin_publish(self, files: Files, *, is_promoting: bool) -> None:
+        key = f"{self.name}-{self.rng.getrandbits(64):x}"
+        self.publish = Publish(files, is_promoting, key, is_resumable=self.rng.random() < 0.5)
+        await self._send_files(self.publish)
+
+    async def _send_files(self, publish: Publish) -> None:
+        files = publish.files
+        headers = {"Idempotency-Key": publish.key}
+        path = f"/adapters/{self.name}/versions?promote={publish.is_promoting}".lower()
+        if publish.is_resumable:
+            await self._send_pieces(publish)
+            self.pending = self.state.published(files.sha256, is_promoting=publish.is_promoting)
+            body = {"config": json.loads(files.config), "blob": files.sha256}
+            answer = await self.client.post(path, json=body, headers=headers)
+        else:
+            self.pending = self.state.published(files.sha256, is_promoting=publish.is_promoting)
+            boundary, whole = multipart(files)
+            headers |= {"Content-Type": f"multipart/form-data; boundary={boundary}", "Content-Length": str(len(whole))}
+            pieces = in_pieces(whole, self.rng.randrange(1, 6))
+            answer = await self.client.post(path, content=pieces, headers=headers)
         assert answer.status_code in (200, 201), answer.text
         published = answer.json()
         assert self.pending.versions[published["version"]] == files.sha256
         assert self.digests.setdefault(files.sha256, published["digest"]) == published["digest"]
         self._acknowledge()
+        if publish.upload:
+            gone = await self.client.delete(f"/uploads/{publish.upload}")
+            assert gone.status_code in (204, 404), gone.text
+
+    async def _send_pieces(self, publish: Publish) -> None:
+        """All bytes of the weights, from the first that the server hasn't; it has all that it said that it has."""
+        weights, size = publish.files.weights, len(publish.files.weights)
+        body = {"sha256": publish.files.sha256, "size": size}
+        announced = await self.client.post("/uploads", json=body, headers={"Idempotency-Key": f"{publish.key}-upload"})
+        assert announced.status_code in (200, 201), announced.text
+        assert publish.upload in ("", announced.json()["id"])
+        publish.upload = announced.json()["id"]
+        found = (await self.client.get(f"/uploads/{publish.upload}")).json()
+        assert found["received"] >= publish.received, "an acknowledged piece is lost"
+        publish.received = found["received"]
+        while publish.received < size:
+            end = min(size, publish.received + self.rng.randrange(1, 1 + size // 2))
+            answer = await self.client.patch(
+                f"/uploads/{publish.upload}",
+                content=in_pieces(weights[publish.received : end], self.rng.randrange(1, 4)),
+                headers={
+                    "Content-Range": f"bytes {publish.received}-{end - 1}/{size}",
+                    "Content-Length": str(end - publish.received),
+                },
+            )
+            assert answer.status_code == 200, answer.text
+            publish.received = answer.json()["received"]
+            assert publish.received == end
+            self.num_acknowledged += 1
+        found = (await self.client.get(f"/uploads/{publish.upload}")).json()
+        assert found["is_complete"]
 
     async def _move(self) -> None:
         alias, version = self.rng.choice((LIVE, *ALIASES)), self.rng.choice(sorted(self.state.versions))
         self.pending = self.state.moved(alias, version)
         answer = await self.client.put(f"/adapters/{self.name}/aliases/{alias}", json={"version": version})
         assert answer.status_code in (200, 201), answer.text
+        self._acknowledge()
+
+    async def _roll_back(self) -> None:
+        alias = self.rng.choice(self.state.can_roll_back())
+        self.pending = self.state.rolled_back(alias)
+        await self._expect_200(f"/adapters/{self.name}/aliases/{alias}/rollback")
+
+    async def _restore_version(self) -> None:
+        number = self.rng.choice(self.state.can_restore())
+        self.pending = self.state.with_restored(number)
+        await self._expect_200(f"/adapters/{self.name}/versions/{number}/restore")
+
+    async def _restore(self) -> None:
+        self.pending = self.state.restored()
+        await self._expect_200(f"/adapters/{self.name}/restore")
+
+    async def _expect_200(self, path: str) -> None:
+        answer = await self.client.post(path)
+        assert answer.status_code == 200, answer.text
         self._acknowledge()
 
     async def _delete_alias(self) -> None:
@@ -146,7 +222,7 @@ class Worker:
 
     def _acknowledge(self) -> None:
         assert self.pending is not None
-        self.state, self.pending, self.retry = self.pending, None, None
+        self.state, self.pending, self.publish = self.pending, None, None
         self.num_acknowledged += 1
 
     async def settle(self, store: LocalStore) -> None:
@@ -161,13 +237,10 @@ class Worker:
                 # `read` re-hashes
                 store.read(blob)
         self.pending = None
-        if self.retry is not None:
-            # The same request again, as a client does that got no answer, is one publish.
-            await self._send_files()
+        if self.publish is not None:
+            # The same requests again, as a client does that got no answer, are one publish.
+            await self._send_files(self.publish)
             assert same(await self._look(), self.state)
-        if not self.state.is_there and self.state.last_version:
-            self.num_adapters += 1
-            self.state = Expected()
 
     async def _look(self) -> Expected:
         adapter = await self.client.get(f"/adapters/{self.name}")
