@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import Any
+from typing import Any, cast
 
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -63,7 +63,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._num_head_bytes = 0
         self._start_head_timer()
         super().on_message_begin()
-        self.scope[_CAN_SEND] = self._can_send  # type: ignore[typeddict-unknown-key]
+        cast(dict[str, Any], self.scope)[_CAN_SEND] = self._can_send
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
