@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from loraserve import errors
 from loraserve.cli.arguments import key_values, split_version
 from loraserve.cli.operation import show_operation, wait_for
 from loraserve.cli.options import ActForOption, FormatOption, UrlOption, connected
 from loraserve.cli.output import Column, Format
 from loraserve.cli.version_view import VERSION_COLUMNS, check_served, show_version
+
+if TYPE_CHECKING:
+    from loraserve.sdk import Progress
 
 app = typer.Typer(help="Push, pull, see, name and delete adapters.", no_args_is_help=True)
 
@@ -69,17 +73,30 @@ def push(
     """Send a PEFT directory; it is served when this returns."""
     said, tags = _notes(notes), _tags(tag)
     with connected(format, url, tenant, {"NAME": name, "DIR": str(directory)}) as (output, client):
-        with output.progress(f"pushing {name}") as on_progress:
-            version = client.adapters.push(
-                directory,
-                name=name,
-                alias=alias,
-                promote=promote,
-                dry_run=dry_run,
-                notes=said,
-                tags=tags,
-                on_progress=on_progress,
-            )
+        num_sent = 0
+
+        def tell(progress: Progress) -> None:
+            nonlocal num_sent
+            num_sent = progress.sent_bytes
+            if bar is not None:
+                bar(progress)
+
+        try:
+            with output.progress(f"pushing {name}") as bar:
+                version = client.adapters.push(
+                    directory,
+                    name=name,
+                    alias=alias,
+                    promote=promote,
+                    dry_run=dry_run,
+                    notes=said,
+                    tags=tags,
+                    on_progress=tell,
+                )
+        except (errors.ConnectionFailed, errors.ClientTimeout, KeyboardInterrupt):
+            if num_sent:
+                output.note("What arrived stays there: the same command goes on from it.")
+            raise
         show_version(output, version)
         if dry_run:
             output.note("Dry run: it would be accepted; nothing was kept.")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 from typer.main import get_command
@@ -11,6 +13,7 @@ from loraserve.cli.main import app
 
 SERVERS = {"serve", "demo"}
 """They print a log, and a tour for people."""
+DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
 
 
 def commands(group: click.Command, words: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Command]]:
@@ -35,3 +38,16 @@ def test_every_command_has_the_three_formats() -> None:
 
 def test_every_command_and_option_says_what_it_does() -> None:
     assert [name for name, command in COMMANDS.items() if not (command.help or "").strip()] == []
+
+
+def test_every_command_is_in_the_docs() -> None:
+    text = DOCS.read_text()
+    assert [name for name in COMMANDS if not re.search(rf"`loraserve {name}[ `]", text)] == []
+
+
+def test_every_option_that_the_docs_name_is_one() -> None:
+    options = {
+        flag for command in COMMANDS.values() for one in command.params for flag in (*one.opts, *one.secondary_opts)
+    }
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", DOCS.read_text()))
+    assert sorted(named - options - {"--help"}) == []
