@@ -7,15 +7,19 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
 from loraserve.db.idempotency import Once
+from loraserve.db.models import Adapter, AdapterVersion
 from loraserve.db.session import Clock, Database
 from loraserve.errors import AdapterRejected, EngineUnavailable, LoraserveError, Overloaded, RateLimited
 from loraserve.limits import LIMITS
 from loraserve.registry.changes import record_change
 from loraserve.registry.parity import FAILED, NUMERICS, PARITY, PASSED, SKIPPED, STORED, Parity
-from loraserve.registry.records import VersionRecord
+from loraserve.registry.records import QUARANTINED, READY, VersionRecord
 from loraserve.registry.repository import AdapterRepository
-from loraserve.types import AdapterRef, Certificate, TenantId
+from loraserve.types import AdapterRef, Certificate, Digest, TenantId
 
 Certify = Callable[[AdapterRef], Awaitable[Certificate]]
 REJECTED = "rejected"
@@ -93,7 +97,8 @@ class Certificates:
                 await once.check(session)
             repository = AdapterRepository(session, tenant)
             adapter = await repository.adapter(name)
-            ref = (await repository.version_record(adapter, await repository.version(adapter, number))).ref
+            record = await repository.version_record(adapter, await repository.version(adapter, number))
+            ref, known = record.ref, record.checks
         with self._place(tenant):
             parity = await self._ask_again(ref)
         now = self._clock()
@@ -104,10 +109,12 @@ class Certificates:
             adapter = await repository.adapter(name, is_locking=True)
             row = await repository.version(adapter, number)
             before = row.state
-            # A new list: a change inside the old one would go unnoticed. The engine has read the stored bytes, and found them whole.
-            asked_anew = (PARITY, STORED, NUMERICS)
-            row.checks = [*(check for check in row.checks if check["name"] not in asked_anew), parity.as_check()]
-            row.state = parity.state
+            # A new list: a change inside the old one would go unnoticed. The engine has read the stored bytes, and found them whole;
+            # but what was reported since it was asked may be newer than what it read.
+            answered = [check for check in row.checks if check["name"] in (STORED, NUMERICS) and check in known]
+            checks = [check for check in row.checks if check["name"] != PARITY and check not in answered]
+            row.checks = [*checks, parity.as_check()]
+            row.state = QUARANTINED if any(check["status"] == FAILED for check in row.checks) else READY
             repository.touch(adapter, now)
             record_change(
                 session,
@@ -126,6 +133,28 @@ class Certificates:
                 await once.finish(session, record)
         self._on_change(tenant, name)
         return record
+
+    async def known_failure(
+        self, session: AsyncSession, tenant: TenantId, digest: Digest, base_digest: Digest
+    ) -> Parity | None:
+        """The failed certificate that a version of the tenant's with these very weights has on this base, under whatever name, deleted or not.
+
+        For uploads whose own was skipped: pushing bytes again under another name must not end their quarantine. Of other tenants'
+        versions nothing is said: who has the same bytes is nobody's business.
+        """
+        query = (
+            select(Adapter.name, AdapterVersion.number, AdapterVersion.checks)
+            .join(Adapter, Adapter.id == AdapterVersion.adapter_id)
+            .where(
+                Adapter.tenant_id == tenant, AdapterVersion.digest == digest, AdapterVersion.base_digest == base_digest
+            )
+            .order_by(AdapterVersion.created_at.desc())
+        )
+        for name, number, checks in (await session.execute(query)).all():
+            for check in checks:
+                if check["name"] == PARITY and check["status"] == FAILED:
+                    return Parity(FAILED, f"{check['detail']} (found of the same weights as {name}@{number})")
+        return None
 
     async def _ask_again(self, ref: AdapterRef) -> Parity:
         try:

@@ -91,9 +91,14 @@ class Damages:
             adapter = await repository.adapter(name, is_locking=True)
             row = await repository.version(adapter, number)
             # restored or replaced since it was looked up
-            if is_damaged(row.checks) or row.digest != digest or blob not in (row.config_blob, row.weights_blob):
+            if row.digest != digest or blob not in (row.config_blob, row.weights_blob):
                 return False
-            row.checks = [*row.checks, {"name": STORED, "status": FAILED, "detail": _DETAIL}]
+            was_damaged = is_damaged(row.checks)
+            # The instant tells this report from an older one: a verification that is under way ends only what it knew of.
+            report = {"name": STORED, "status": FAILED, "detail": _DETAIL, "at": now.isoformat()}
+            row.checks = [*(check for check in row.checks if check["name"] != STORED), report]
+            if was_damaged:
+                return False
             row.state = QUARANTINED
             repository.touch(adapter, now)
             record_change(

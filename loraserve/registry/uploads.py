@@ -18,7 +18,7 @@ from loraserve.registry.changes import point_alias, record_change
 from loraserve.registry.damage import is_damaged, mend
 from loraserve.registry.inspection import Inspected, inspect_upload
 from loraserve.registry.model_name import LIVE, check_adapter_name
-from loraserve.registry.parity import Parity
+from loraserve.registry.parity import SKIPPED, Parity
 from loraserve.registry.places import Places
 from loraserve.registry.records import CHECKED, QUARANTINED, READY, Published, VersionRecord
 from loraserve.registry.references import keep, keep_stored
@@ -192,6 +192,11 @@ class Uploads:
             adapter, is_new_adapter = await repository.adapter_to_publish(name, now)
             found = await repository.version_of_digest(name, inspected.digest)
             if found is None:
+                if parity is not None and parity.status == SKIPPED:
+                    failure = await self._certificates.known_failure(
+                        session, tenant, inspected.digest, Digest(base.digest)
+                    )
+                    parity = failure or parity
                 await check_quota(repository, limits, is_new_adapter=is_new_adapter, size_bytes=size_bytes)
                 version = repository.add_version(
                     adapter,

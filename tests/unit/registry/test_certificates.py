@@ -285,3 +285,46 @@ def test_an_upload_says_which_kind_it_is(small_base: Any, make_upload: Any, monk
     assert format_of() == "LORA: 8 tensors, 112 parameters"
     monkeypatch.setattr(inspection, "compile_adapter", compile_as_another)
     assert format_of().startswith("VERA with magnitudes (DoRA), the invocation tokens 5 7 (aLoRA): 8 tensors")
+
+
+@pytest.mark.parametrize("was_damaged", [False, True])
+async def test_a_verification_does_not_end_a_quarantine_for_damage_that_was_reported_since_it_began(
+    publish: Any, certified: Registry, certifying: Any, acme: TenantId, was_damaged: bool
+) -> None:
+    version = (await publish(via=certified)).version
+    if was_damaged:
+        await certified.damages.quarantine(version.digest, version.weights_blob)
+    certifying.gate.clear()
+    verifying = asyncio.create_task(certified.certificates.verify(acme, "sql", 1, actor="test"))
+    await until_asked(certifying, 2)
+    await certified.damages.quarantine(version.digest, version.weights_blob)
+    certifying.gate.set()
+    verified = await verifying
+    assert (verified.state, parity_of(verified)["status"]) == ("quarantined", "passed")
+    assert (await certified.certificates.verify(acme, "sql", 1, actor="test")).state == "ready"
+
+
+@pytest.mark.parametrize("is_deleted", [False, True])
+async def test_the_same_bytes_under_another_name_do_not_end_a_failed_ones_quarantine(
+    publish: Any,
+    certified: Registry,
+    certifying: Any,
+    acme: TenantId,
+    globex: TenantId,
+    failed: Certificate,
+    make_certificate: Make,
+    is_deleted: bool,
+) -> None:
+    certifying.outcome = failed
+    await publish(via=certified)
+    if is_deleted:
+        await certified.delete(acme, "sql", actor="test")
+    certifying.outcome = EngineUnavailable("The engine isn't up.")
+    twin = (await publish(name="twin", via=certified)).version
+    assert (twin.state, twin.aliases, parity_of(twin)["status"]) == ("quarantined", (), "failed")
+    assert "the same weights as sql@1" in parity_of(twin)["detail"]
+    # another tenant isn't told what this one holds
+    assert (await publish(tenant=globex, via=certified)).version.state == "ready"
+    assert (await publish(seed=1, via=certified)).version.state == "ready"
+    certifying.outcome = make_certificate()
+    assert (await certified.certificates.verify(acme, "twin", 1, actor="test")).state == "ready"
