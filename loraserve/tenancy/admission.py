@@ -189,9 +189,7 @@ class Admissions:
             if len(self._standings) >= self._sweep_at:
                 self._sweep(now)
             entry = _Standing(Bucket(now), Bucket(now)), limits
-        if entry[1] is not limits:
-            entry = entry[0], limits
-        self._standings[tenant] = entry
+        self._standings[tenant] = entry[0], limits
         return entry[0]
 
     def _sweep(self, now: float) -> None:

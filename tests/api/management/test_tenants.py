@@ -77,6 +77,7 @@ async def test_null_takes_a_limit_a_weight_and_prices_away(admin: httpx2.AsyncCl
     await admin.post("/tenants", json={"name": "acme", "limits": {"max_adapters": 3}, "weight": 2, "prices": PRICES})
     one = await admin.patch("/tenants/acme", json={"limits": {"max_adapters": None}})
     assert set(one.json()["limits"].values()) == {None}
+    await admin.patch("/tenants/acme", json={"limits": {"max_adapters": 3}})
     body = (await admin.patch("/tenants/acme", json={"weight": None, "prices": None, "limits": None})).json()
     assert (body["weight"], body["prices"], set(body["limits"].values())) == (1, None, {None})
 

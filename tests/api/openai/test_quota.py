@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
 import pytest
 
+from loraserve.api.openai.prompts import Prompt
+from loraserve.api.openai.usage import Usage
 from loraserve.api.services import Services
 from loraserve.limits import LIMITS
+from loraserve.tenancy.policy import TenantLimits, TenantPolicy
 from loraserve.tenancy.tenants import TenantChange
 
 Limit = Callable[..., Awaitable[None]]
@@ -195,6 +200,17 @@ async def test_tokens_that_were_made_for_a_client_that_left_are_charged(
     await until(lambda: services.admissions.num_running(acme.caller.tenant) == 0)
     caller = await services.authenticator.authenticate(acme.key)
     assert 970 <= int(services.admissions.headers(caller)["x-ratelimit-remaining-tokens"]) < 990
+
+
+def test_what_was_made_and_never_read_is_charged_when_the_request_ends(services: Services, acme: Any) -> None:
+    caller = replace(acme.caller, policy=TenantPolicy(limits=TenantLimits(tokens_per_minute=100)))
+    admitted = services.admissions.enter(caller)
+    admitted.reserve(10, 50)
+    prompt = Prompt(tuple(range(10)), None)
+    answering: Any = SimpleNamespace(prompts=[prompt], body=SimpleNamespace(n=1), services=services, adapter=None)
+    Usage(answering, caller, admitted).close(num_made=7)
+    admitted.release()
+    assert services.admissions.headers(caller)["x-ratelimit-remaining-tokens"] == "83"
 
 
 @pytest.mark.parametrize("changed", [{"model": "nothing"}, {"prompt": 3}, {"temperature": "x"}, {"max_tokens": 10**6}])

@@ -34,6 +34,14 @@ def test_more_than_a_minutes_worth_passes_when_nothing_is_used_and_is_paid_off()
     assert bucket.wait_s(1, 60, now=0.0) == 31.0
 
 
+def test_a_long_pause_saves_up_no_more_than_a_minutes_worth() -> None:
+    bucket = Bucket(at=0.0)
+    bucket.take(60, 60, now=0.0)
+    assert bucket.remaining(60, now=3600.0) == 60
+    bucket.take(60, 60, now=3600.0)
+    assert bucket.wait_s(1, 60, now=3600.0) == 1.0
+
+
 def test_what_is_given_back_passes_again() -> None:
     bucket = Bucket(at=0.0)
     bucket.take(60, 60, now=0.0)
