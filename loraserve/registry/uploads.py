@@ -233,7 +233,7 @@ class Uploads:
                     record_change(
                         session,
                         repository,
-                        "version.restore",
+                        "version.mend",
                         f"{name}@{version.number}",
                         actor=actor,
                         now=now,
