@@ -90,7 +90,7 @@ async def test_the_same_files_pushed_again_are_whole_in_the_store_and_served(
     assert certifying.asked == [bad.ref, bad.ref], "the engine reads what was written before it is served"
     store.read(bad.weights_blob)
     assert (await certified.resolve(acme, SQL)).digest == bad.digest
-    assert "version.restore" in [row.action for row in (await certified.list_audit(acme)).items]
+    assert "version.mend" in [row.action for row in (await certified.list_audit(acme)).items]
 
 
 async def test_damage_that_nobody_has_noticed_is_mended_by_the_same_push(
