@@ -122,7 +122,7 @@ class Tombstones:
             row.deleted_at = None
             repository.touch(adapter, now)
             target = f"{name}@{number}"
-            record_change(session, repository, "version.undelete", target, actor=actor, now=now, digest=row.digest)
+            record_change(session, repository, "version.restore", target, actor=actor, now=now, digest=row.digest)
             await session.flush()
             record = await repository.version_record(adapter, row)
             if once is not None:
