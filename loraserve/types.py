@@ -238,6 +238,8 @@ class EngineStats(Struct, frozen=True):
     adapter_loads: int = 0
     adapter_load_failures: int = 0
     adapter_load_s: float = 0.0
+    adapters_brought_back: int = 0
+    """Of the loads, those that nobody waited for: of adapters that are often used, and had lost their place."""
     device_evictions: int = 0
     device_evictions_for_kv: int = 0
     """Of those, for KV blocks' sake; the others gave their place to another adapter."""

@@ -18,6 +18,11 @@ def memory_metrics(stats: EngineStats) -> Iterator[Metric]:
     yield CounterMetricFamily("loraserve_adapter_loads", "Adapters read into memory.", stats.adapter_loads)
     yield CounterMetricFamily("loraserve_adapter_load_failures", "Loads that failed.", stats.adapter_load_failures)
     yield CounterMetricFamily(
+        "loraserve_adapters_brought_back",
+        "Loads that nobody waited for, of popular adapters that had lost their place.",
+        stats.adapters_brought_back,
+    )
+    yield CounterMetricFamily(
         "loraserve_adapter_load_seconds", "Seconds of loading threads, failed loads too.", stats.adapter_load_s
     )
     load_s = HistogramMetricFamily(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from cachetools import LRUCache
+from cachetools import Cache
 
 from loraserve.memory.facts import Loaded
 from loraserve.types import Digest
+
+MAX_LOOKED_AT = 64
+"""Entries that one question of `HostCache.has_room_for` may go through."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,14 +23,31 @@ class HostEntry:
     """The clock at its last use, carried over from the device."""
 
 
-class _Evictable(LRUCache[Digest, HostEntry]):
-    """cachetools' LRU by bytes, counting what it evicts."""
+class _Evictable(Cache[Digest, HostEntry]):
+    """Least recently put first, by bytes, counting what it evicts. Unlike cachetools' LRU, looking at an entry doesn't make it a used one."""
 
-    num_evictions = 0
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(max_bytes, getsizeof=_size)
+        self.num_evictions = 0
+        self._order: OrderedDict[Digest, None] = OrderedDict()
+
+    def __setitem__(self, digest: Digest, entry: HostEntry) -> None:
+        super().__setitem__(digest, entry)
+        self._order[digest] = None
+        self._order.move_to_end(digest)
+
+    def __delitem__(self, digest: Digest) -> None:
+        super().__delitem__(digest)
+        del self._order[digest]
+
+    def next_to_go(self) -> Iterator[Digest]:
+        """Each, in the order in which they are evicted."""
+        return iter(self._order)
 
     def popitem(self) -> tuple[Digest, HostEntry]:
         self.num_evictions += 1
-        return super().popitem()
+        digest = next(iter(self._order))
+        return digest, self.pop(digest)
 
 
 class HostCache:
@@ -37,7 +59,7 @@ class HostCache:
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
-        self._evictable = _Evictable(maxsize=budget_bytes, getsizeof=_size)
+        self._evictable = _Evictable(budget_bytes)
         self._held: dict[Digest, HostEntry] = {}
         self._held_bytes = 0
 
@@ -63,6 +85,15 @@ class HostCache:
     @property
     def num_evictions(self) -> int:
         return self._evictable.num_evictions
+
+    def has_room_for(self, num_bytes: int, is_worth_less: Callable[[Digest], bool]) -> bool:
+        """Whether that many bytes fit once those of the evictable that are worth less have gone, of the `MAX_LOOKED_AT` that are next to go."""
+        room = self.budget_bytes - self.num_bytes
+        for digest in itertools.islice(self._evictable.next_to_go(), MAX_LOOKED_AT):
+            if room >= num_bytes or not is_worth_less(digest):
+                break
+            room += self._evictable[digest].adapter.num_bytes
+        return room >= num_bytes
 
     def can_put(self, num_bytes: int) -> bool:
         """Whether that many bytes fit once everything that isn't held has been evicted."""

@@ -7,6 +7,7 @@ needs no lock: a worker gets an `AdapterRef` and hands back a result through a q
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from loraserve.memory.arena import Tenure
 from loraserve.memory.base_weights import BaseWeights
 from loraserve.memory.device import Footprint
 from loraserve.memory.facts import AdapterFacts, Loaded
+from loraserve.memory.favourites import Favourites
 from loraserve.memory.host_cache import HostCache
 from loraserve.memory.load import load_adapter
 from loraserve.memory.precision import EXACT, Precision
@@ -160,12 +162,14 @@ class Pager:
         self._line_closed_for: Digest | None = None
         # admitted since the last poll: their requests get one chance to pin them
         self._fresh: set[Digest] = set()
+        self._favourites = Favourites(pool.popularity)
         pool.when_evicted = self._note_evicted
         # found since `take_damages`
         self._damages: list[Damage] = []
         self._num_loads = 0
         self._num_load_failures = 0
         self._load_s = 0.0
+        self._num_brought_back = 0
         self._host_load_s = Timings()
         self._device_load_s = Timings()
         # of those on their way to the device: when each got its place
@@ -217,6 +221,7 @@ class Pager:
                 return Residency.LOADING
             self._leave_line(digest)
             self._pool.touch(digest, now)
+            self._favourites.asked(ref)
             return Residency.RESIDENT
         failure = self._failures.get(digest)
         if failure is not None and now < failure.retry_at_s:
@@ -290,6 +295,7 @@ class Pager:
         for digest in sorted(landed):
             self._host.put(digest, landed[digest], now)
         self._start_loads()
+        self._bring_favourites_back(now)
         return changed
 
     @timed
@@ -424,6 +430,7 @@ class Pager:
             "adapter_loads": self._num_loads,
             "adapter_load_failures": self._num_load_failures,
             "adapter_load_s": self._load_s,
+            "adapters_brought_back": self._num_brought_back,
             "host_load_s": self._host_load_s.histogram,
             "device_load_s": self._device_load_s.histogram,
             "device_evictions": self._pool.num_evictions,
@@ -477,6 +484,30 @@ class Pager:
         self._loading[wait.ref.digest] = frozenset(wait.tenants)
         self._load_turns.take(wait.tenants)
         self._executor.submit(self._load, wait.ref)
+
+    def _bring_favourites_back(self, now: float) -> None:
+        """While loaders have nothing to do, one of them reads what is likely to be asked for to the host's memory: into free room, and that of what is worth less there."""
+        if self._waiting or self._loading:
+            return
+        ref = self._favourites.next(now, lambda digest: self._is_worth_bringing_back(digest, now))
+        if ref is not None:
+            self._loading[ref.digest] = frozenset((ref.tenant,))
+            self._num_brought_back += 1
+            self._executor.submit(self._load, ref)
+
+    def _is_worth_bringing_back(self, digest: Digest, now: float) -> bool:
+        if digest in self._pool or digest in self._host:
+            return False
+        failure, size = self._failures.get(digest), self._sizes.get(digest)
+        if size is None or (failure is not None and now < failure.retry_at_s):
+            return False
+        # by far: what is brought back today isn't to be evicted for its victim tomorrow
+        least = self._pool.popularity.per_second(digest, now) / size.host_bytes / 2
+        return self._host.has_room_for(size.host_bytes, lambda other: self._value_per_byte(other, now) < least)
+
+    def _value_per_byte(self, digest: Digest, now: float) -> float:
+        size = self._sizes.get(digest)
+        return math.inf if size is None else self._pool.popularity.per_second(digest, now) / size.host_bytes
 
     def _may_load(self, wait: _Wait) -> bool:
         digest = wait.ref.digest

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from loraserve.memory.pager import Pager
-from loraserve.memory.priority import NICENESS, stand_back
+from loraserve.memory.priority import BACKGROUND, LOADER, stand_back
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux alone")
 
@@ -23,7 +23,7 @@ def niceness() -> int:
 @linux
 def test_loaders_are_nicer_than_the_steps_thread(make_pager: Callable[..., Pager]) -> None:
     pager, before = make_pager(num_threads=1), niceness()
-    assert pager._executor.submit(niceness).result() == min(before + NICENESS, 19)
+    assert pager._executor.submit(niceness).result() == min(before + LOADER, 19)
     assert niceness() == before
 
 
@@ -31,7 +31,7 @@ def test_loaders_are_nicer_than_the_steps_thread(make_pager: Callable[..., Pager
 def test_who_is_as_nice_as_can_be_stays_so() -> None:
     def run() -> int:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 18)
-        stand_back()
+        stand_back(LOADER)
         return niceness()
 
     with ThreadPoolExecutor(1) as executor:
@@ -40,5 +40,5 @@ def test_who_is_as_nice_as_can_be_stays_so() -> None:
 
 def test_elsewhere_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    with ThreadPoolExecutor(1, initializer=stand_back) as executor:
+    with ThreadPoolExecutor(1, initializer=stand_back, initargs=(BACKGROUND,)) as executor:
         assert executor.submit(niceness).result() == niceness()

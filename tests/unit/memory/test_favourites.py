@@ -1,0 +1,146 @@
+"""Popular adapters that lost their place come back while loaders have nothing to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from adapters_store import LocalStore
+from loraserve.memory.adapter_pool import Pin
+from loraserve.memory.favourites import LOOK_EVERY_S, MAX_REFS, Favourites
+from loraserve.memory.host_cache import HostCache
+from loraserve.memory.pager import Pager, Residency
+from loraserve.memory.popularity import Popularity
+from loraserve.types import AdapterRef, Digest, TenantId, Tier
+
+MakePager = Callable[..., Pager]
+
+
+def ref(name: str, tenant: str = "t") -> AdapterRef:
+    digest = Digest(name)
+    return AdapterRef(
+        tenant=TenantId(tenant), name=name, version=1, digest=digest, config_blob=digest, weights_blob=digest
+    )
+
+
+def favourites(uses: dict[str, int], tenants: dict[str, str] | None = None) -> Favourites:
+    popularity = Popularity()
+    made = Favourites(popularity)
+    for name, count in uses.items():
+        made.asked(ref(name, (tenants or {}).get(name, "t")))
+        for _ in range(count):
+            popularity.use(Digest(name), 0.0)
+    return made
+
+
+def use(pager: Pager, make: Any, wanted: AdapterRef, times: int = 1) -> None:
+    for _ in range(times):
+        hold(pager, make, wanted).release()
+
+
+def hold(pager: Pager, make: Any, wanted: AdapterRef) -> Pin:
+    while pager.request(wanted) is not Residency.RESIDENT:
+        make.settle(pager)
+    return pager.pin(wanted.digest)
+
+
+def test_the_most_used_comes_first_and_what_is_not_wanted_does_not() -> None:
+    made = favourites({"a": 1, "b": 3, "c": 2})
+    found = made.next(0.0, lambda digest: digest != "b")
+    assert found is not None
+    assert found.digest == "c"
+
+
+def test_tenants_have_turns() -> None:
+    made = favourites({"a": 9, "b": 8, "c": 7, "d": 1}, {"d": "quiet"})
+    gone: set[str] = set()
+    for i in range(4):
+        found = made.next(i * LOOK_EVERY_S, lambda digest: digest not in gone)
+        assert found is not None
+        gone.add(found.digest)
+        if i == 1:
+            assert gone == {"a", "d"}
+    assert made.next(9 * LOOK_EVERY_S, lambda digest: digest not in gone) is None
+
+
+def test_it_looks_now_and_then() -> None:
+    made = favourites({"a": 1})
+    asked: list[str] = []
+    for now_s in (0.0, LOOK_EVERY_S / 2, LOOK_EVERY_S):
+        made.next(now_s, lambda digest: bool(asked.append(digest)))
+    assert asked == ["a", "a"]
+
+
+def test_of_many_the_longest_unasked_are_forgotten() -> None:
+    made = favourites({str(i): 1 for i in range(MAX_REFS + 1)})
+    asked: set[str] = set()
+    made.next(0.0, lambda digest: bool(asked.add(digest)))
+    assert "0" not in asked
+    assert len(made._refs) == MAX_REFS
+
+
+def test_a_popular_adapter_that_others_drove_out_is_brought_back(
+    make: Any, store: LocalStore, make_pager: MakePager, clock: Any
+) -> None:
+    pager = make_pager(device_ranks=8, host_ranks=8)
+    popular = make.publish(store, seed=1)
+    use(pager, make, popular, times=10)
+    # a crowd that runs at once leaves it no place on the device, and those after it none in the host's memory
+    pins = [hold(pager, make, make.publish(store, seed=seed)) for seed in (2, 3)]
+    assert pager.tier(popular.digest) is Tier.HOST
+    for seed in range(4, 9):
+        pins.pop(0).release()
+        pins.append(hold(pager, make, make.publish(store, seed=seed)))
+    assert pager.tier(popular.digest) is Tier.DISK
+    clock.advance(LOOK_EVERY_S)
+    pager.poll()
+    assert pager.num_loading == 1
+    make.settle(pager)
+    assert pager.tier(popular.digest) is Tier.HOST
+    assert pager.stats()["adapters_brought_back"] == 1
+    assert pager.check() == []
+
+
+def test_what_is_as_popular_as_others_does_not_drive_them_out(
+    make: Any, store: LocalStore, make_pager: MakePager, clock: Any
+) -> None:
+    pager = make_pager(device_ranks=4, host_ranks=4)
+    for seed in range(1, 7):
+        use(pager, make, make.publish(store, seed=seed))
+    for _ in range(10):
+        clock.advance(LOOK_EVERY_S)
+        assert pager.poll() == []
+        assert pager.num_loading == 0
+
+
+def test_nothing_is_brought_back_while_somebody_waits(
+    make: Any, store: LocalStore, make_pager: MakePager, clock: Any
+) -> None:
+    pager = make_pager(device_ranks=4, host_ranks=8)
+    popular = make.publish(store, seed=1)
+    use(pager, make, popular, times=10)
+    for seed in range(2, 5):
+        use(pager, make, make.publish(store, seed=seed))
+    pin = hold(pager, make, make.publish(store, seed=9))
+    waiting = make.publish(store, seed=10)
+    pager.request(waiting)
+    make.settle(pager)
+    clock.advance(LOOK_EVERY_S)
+    assert pager.request(waiting) is Residency.WAITING_FOR_SPACE
+    pager.poll()
+    assert pager.num_loading == 0
+    pin.release()
+
+
+@pytest.mark.parametrize("look", [lambda cache: list(cache.items()), lambda cache: cache.check()])
+def test_looking_at_the_host_cache_changes_nothing_of_who_goes_next(make: Any, look: Callable[[Any], Any]) -> None:
+    one = make.loaded()
+    cache = HostCache(2 * one.num_bytes)
+    cache.put(Digest("a"), one, 1.0)
+    cache.put(Digest("b"), make.loaded(), 2.0)
+    cache.touch(Digest("a"), 3.0)
+    look(cache)
+    cache.put(Digest("c"), make.loaded(), 4.0)
+    assert {digest for digest, _ in cache.items()} == {"a", "c"}
