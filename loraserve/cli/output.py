@@ -121,6 +121,8 @@ class Output:
         """What was found, what was expected and what to do next: words, or one JSON object, on stderr."""
         problems = list(error.problems) if isinstance(error, errors.AdapterRejected) else []
         step = next_step(error, self._named)
+        # The server's word; of an error that never reached one it would be a guess.
+        wait_s = getattr(error, "retry_after_s", None) if error.status_code is not None else None
         if self.format is Format.JSON:
             body = {
                 "code": error.code,
@@ -129,6 +131,7 @@ class Output:
                 "problems": problems,
                 "status_code": error.status_code,
                 "request_id": error.request_id,
+                "retry_after_s": wait_s,
                 "next": step,
             }
             _print(json.dumps({"error": body}, ensure_ascii=False), file=sys.stderr)
@@ -138,6 +141,8 @@ class Output:
             lines += [f"  - {problem}" for problem in problems if problem not in error.message]
         if error.hint:
             lines.append(f"  {error.hint}")
+        if wait_s is not None:
+            lines.append(f"try again: in {wait_s:g} s")
         if step and step not in str(error):
             lines.append(f"next: {step}")
         if error.request_id:

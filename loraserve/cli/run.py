@@ -14,8 +14,13 @@ from loraserve.cli.output import Format, Output
 
 if TYPE_CHECKING:
     from loraserve.sdk import Client
+    from loraserve.sdk.answers import Answer
     from loraserve.sdk.fields import SamplingFields
     from loraserve.sdk.types import ChatCompletion, Completion
+
+    Messages = list[dict[str, str]]
+    Own = dict[str, float] | None
+    """What only this server's API has."""
 
 DEFAULT_MAX_TOKENS = 128
 
@@ -39,6 +44,12 @@ def run(
     top_p: Annotated[float | None, typer.Option(min=0, max=1)] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
+    user: Annotated[
+        str | None, typer.Option(help="Who asks: of an alias that is split, a user stays on one version.")
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(min=0.001, help="End after so many seconds with what there is.")
+    ] = None,
     url: UrlOption = None,
     tenant: ActForOption = None,
     format: FormatOption = None,
@@ -47,38 +58,52 @@ def run(
     if system is not None and is_chat is False:
         raise typer.BadParameter("--system needs a chat template: leave out --raw.")
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
-    fields = _fields(max_tokens, temperature, top_p, seed, stop)
+    fields = _fields(max_tokens, temperature, top_p, seed, stop, user)
+    own = None if timeout is None else {"timeout": timeout}
     with connected(format, url, tenant, {"MODEL": model, "PROMPT": prompt}) as (output, client):
         if is_chat is not False:
             try:
-                _answer_chat(output, client, model, text, system, fields)
+                _answer_chat(output, client, model, _messages(text, system), fields, own)
                 return
             except errors.NoChatTemplate:
                 # Who asked for a chat, or gave it a system message, must not get something else.
                 if is_chat or system is not None:
                     raise
             output.note("This model has no chat template: the prompt is sent as it is.")
-        _answer_raw(output, client, model, text, fields)
+        _answer_raw(output, client, model, text, fields, own)
 
 
 def _answer_chat(
-    output: Output, client: Client, model: str, prompt: str, system: str | None, fields: SamplingFields
+    output: Output, client: Client, model: str, messages: Messages, fields: SamplingFields, own: Own
 ) -> None:
     if output.format is Format.JSON:
-        _print_whole(output, _ask_chat(client, model, prompt, system, fields))
-    else:
-        _print_pieces(output, _stream_chat(client, model, prompt, system, fields))
+        chat = client.chat.completions.create(model=model, messages=messages, extra_body=own, **fields)
+        _print_whole(output, chat)
+        return
+    with client.chat.completions.create(
+        model=model, messages=messages, stream=True, extra_body=own, **fields
+    ) as stream:
+        _print_pieces(output, (choice.delta.content or "" for chunk in stream for choice in chunk.choices))
+        _tell_fallback(output, stream.answer)
 
 
-def _answer_raw(output: Output, client: Client, model: str, prompt: str, fields: SamplingFields) -> None:
+def _answer_raw(output: Output, client: Client, model: str, prompt: str, fields: SamplingFields, own: Own) -> None:
     if output.format is Format.JSON:
-        _print_whole(output, _ask_raw(client, model, prompt, fields))
-    else:
-        _print_pieces(output, _stream_raw(client, model, prompt, fields))
+        _print_whole(output, client.completions.create(model=model, prompt=prompt, extra_body=own, **fields))
+        return
+    with client.completions.create(model=model, prompt=prompt, stream=True, extra_body=own, **fields) as stream:
+        _print_pieces(output, (choice.text for chunk in stream for choice in chunk.choices))
+        _tell_fallback(output, stream.answer)
+
+
+def _tell_fallback(output: Output, answer: Answer | None) -> None:
+    if answer is not None and answer.fell_back_from is not None:
+        output.note(f"{answer.adapter} answered: {answer.fell_back_from} couldn't ({answer.fell_back_for}).")
 
 
 def _print_whole(output: Output, whole: ChatCompletion | Completion) -> None:
     output.json(whole.model_dump(mode="json"))
+    _tell_fallback(output, whole.answer)
 
 
 def _print_pieces(output: Output, pieces: Iterator[str]) -> None:
@@ -94,7 +119,12 @@ def _print_pieces(output: Output, pieces: Iterator[str]) -> None:
 
 
 def _fields(
-    max_tokens: int, temperature: float, top_p: float | None, seed: int | None, stop: list[str] | None
+    max_tokens: int,
+    temperature: float,
+    top_p: float | None,
+    seed: int | None,
+    stop: list[str] | None,
+    user: str | None,
 ) -> SamplingFields:
     fields: SamplingFields = {"max_tokens": max_tokens, "temperature": temperature}
     if top_p is not None:
@@ -103,32 +133,11 @@ def _fields(
         fields["seed"] = seed
     if stop:
         fields["stop"] = stop
+    if user is not None:
+        fields["user"] = user
     return fields
 
 
 def _messages(prompt: str, system: str | None) -> list[dict[str, str]]:
     first = [] if system is None else [{"role": "system", "content": system}]
     return [*first, {"role": "user", "content": prompt}]
-
-
-def _ask_chat(client: Client, model: str, prompt: str, system: str | None, fields: SamplingFields) -> ChatCompletion:
-    return client.chat.completions.create(model=model, messages=_messages(prompt, system), **fields)
-
-
-def _ask_raw(client: Client, model: str, prompt: str, fields: SamplingFields) -> Completion:
-    return client.completions.create(model=model, prompt=prompt, **fields)
-
-
-def _stream_chat(client: Client, model: str, prompt: str, system: str | None, fields: SamplingFields) -> Iterator[str]:
-    messages = _messages(prompt, system)
-    with client.chat.completions.create(model=model, messages=messages, stream=True, **fields) as stream:
-        for chunk in stream:
-            for choice in chunk.choices:
-                yield choice.delta.content or ""
-
-
-def _stream_raw(client: Client, model: str, prompt: str, fields: SamplingFields) -> Iterator[str]:
-    with client.completions.create(model=model, prompt=prompt, stream=True, **fields) as stream:
-        for chunk in stream:
-            for choice in chunk.choices:
-                yield choice.text

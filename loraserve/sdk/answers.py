@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 import httpx2
 
 from loraserve import errors
+from loraserve.sdk.retry import retry_after_s
 
 _BY_STATUS: Mapping[int, type[errors.LoraserveError]] = {
     400: errors.InvalidRequest,
@@ -73,7 +75,7 @@ class Answer:
 
 
 def error_from_response(response: httpx2.Response) -> errors.LoraserveError:
-    """Return the error that a refusal (its body already read) stands for, with `status_code`, `request_id` and `code` set.
+    """Return the error that a refusal (its body already read) stands for, with `status_code`, `request_id`, `code` and `retry_after_s` set.
 
     Both envelopes are understood: OpenAI's ``{"error": {…}}`` and RFC 9457's problem document. Anything else, such as a proxy's
     HTML page, gives `UnexpectedAnswer` or the class of its status.
@@ -82,6 +84,9 @@ def error_from_response(response: httpx2.Response) -> errors.LoraserveError:
     error = _foreign_error(response) if body is None else error_from_body(body, status_code=response.status_code)
     error.status_code = response.status_code
     error.request_id = response.headers.get("x-request-id")
+    wait_s = retry_after_s(response.headers, datetime.now(UTC))
+    if wait_s is not None and isinstance(error, errors.Overloaded | errors.RateLimited | errors.AdapterNotReady):
+        error.retry_after_s = wait_s
     return error
 
 

@@ -150,7 +150,7 @@ def test_run_answers_as_the_adapter_does(loraserve: Run, client: Client, sql_dir
     assert (done.code, done.stdout, done.stderr) == (0, f"{SQL}\n", "")
     assert loraserve("run", "asked@1", QUESTION, "--raw").stdout == f"{SQL}\n"
     assert loraserve("run", "asked", "-", stdin=f"{QUESTION}\n").stdout == f"{SQL}\n"
-    whole = loraserve("run", "asked", QUESTION, "--format", "json").json
+    whole = loraserve("run", "asked", QUESTION, "--format", "json", "--user", "ann", "--timeout", "30").json
     assert whole["choices"][0]["message"]["content"] == SQL
 
 

@@ -7,6 +7,9 @@ import pytest
 
 from loraserve.cli.output import Column, Format, Output, size
 from loraserve.cli.ps import _look, _print, summary
+from loraserve.cli.run import _tell_fallback
+from loraserve.errors import RateLimited
+from loraserve.sdk.answers import Answer
 from loraserve.sdk.residency import AdapterResidency, Memory
 from loraserve.sdk.resources import Adapter
 from loraserve.sdk.samples import parse_metrics
@@ -85,6 +88,17 @@ def test_in_a_pipe_each_look_is_below_the_last(capsys: pytest.CaptureFixture[str
         for look in ("one", "two"):
             show(lambda look=look: output.line(look))
     assert capsys.readouterr().out == "one\ntwo\n"
+
+
+def test_refusal_says_when_to_try_again(capsys: pytest.CaptureFixture[str]) -> None:
+    error = RateLimited("Over the tenant's 60 requests a minute.", retry_after_s=6.5)
+    Output(Format.HUMAN).fail(error)
+    assert "try again" not in capsys.readouterr().err
+    error.status_code = 429
+    Output(Format.HUMAN).fail(error)
+    assert "try again: in 6.5 s\nnext: loraserve ps\n" in capsys.readouterr().err
+    Output(Format.JSON).fail(error)
+    assert json.loads(capsys.readouterr().err)["error"]["retry_after_s"] == 6.5
 
 
 @pytest.mark.parametrize(
@@ -196,3 +210,11 @@ def test_ps_of_a_tenant_asks_for_nothing_that_it_may_not_see(capsys: pytest.Capt
     assert (shown["memory"], shown["engine"], len(shown["adapters"])) == (None, None, 1)
     _print(Output(Format.HUMAN), look, is_line=False)
     assert "admin keys" in capsys.readouterr().err
+
+
+def test_run_says_who_answered_in_anothers_place(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = Answer(200, adapter="sql@1", fell_back_from="sql@2", fell_back_for="adapter_quarantined")
+    _tell_fallback(Output(Format.HUMAN), answer)
+    _tell_fallback(Output(Format.HUMAN), Answer(200, adapter="sql@2"))
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "sql@1 answered: sql@2 couldn't (adapter_quarantined).\n")

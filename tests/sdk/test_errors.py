@@ -74,6 +74,13 @@ def test_success_with_another_body_is_called_that(server: Any, client: Client) -
         client.adapters.get("sql")
 
 
+def test_refusal_says_when_it_would_pass(server: Any, client: Client) -> None:
+    server.refuse(429, "rate_limit_exceeded", retry_after="7", retry_after_ms="6500", x_should_retry="false")
+    with pytest.raises(errors.RateLimited) as caught:
+        client.completions.create(model="sql", prompt="x")
+    assert caught.value.retry_after_s == 6.5
+
+
 def test_redirect_is_not_followed_with_the_key(server: Any, client: Client) -> None:
     server.answer(None, 307, location="http://127.0.0.1:1/")
     with pytest.raises(errors.UnexpectedAnswer, match="307"):
