@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import threading
 import time
 import uuid
@@ -279,3 +281,86 @@ def test_one_goes_on_when_the_other_is_killed_and_it_serves_what_came_meanwhile_
     assert ask(replicas.b, replicas.key, name).adapter == f"{name}@2"
     replicas.a.start()
     assert ask(replicas.a, replicas.key, name) == ask(replicas.b, replicas.key, name)
+
+
+def test_an_upload_that_one_began_goes_on_with_the_other(replicas: Replicas, name: str) -> None:
+    folder = adapter_dirs()["sql"]
+    weights = (folder / "adapter_model.safetensors").read_bytes()
+    config = json.loads((folder / "adapter_config.json").read_bytes())
+    digest, size = hashlib.sha256(weights).hexdigest(), len(weights)
+    bounds = [0, size // 3, size // 2, size]
+    with management(replicas.a, replicas.key) as a, management(replicas.b, replicas.key) as b:
+        path = a.post("/uploads", json={"sha256": digest, "size": size}).headers["location"].removeprefix("/api/v1")
+        for client, start, end in zip((a, b, a), bounds, bounds[1:], strict=False):
+            headers = {"Content-Range": f"bytes {start}-{end - 1}/{size}"}
+            client.patch(path, content=weights[start:end], headers=headers).raise_for_status()
+        assert b.get(path).json()["is_complete"]
+        made = b.post(f"/adapters/{name}/versions", json={"config": config, "blob": digest})
+        assert made.status_code == 201
+    assert ask(replicas.a, replicas.key, name).status == 200
+
+
+def test_a_user_of_a_split_meets_the_same_version_on_both(replicas: Replicas, name: str) -> None:
+    push(replicas.a, replicas.key, "sql", name)
+    push(replicas.a, replicas.key, "french", name)
+    split = [{"version": 1, "weight": 50}, {"version": 2, "weight": 50}]
+    with management(replicas.a, replicas.key) as client:
+        client.put(f"/adapters/{name}/aliases/live", json={"split": split}).raise_for_status()
+    users = [f"user-{number}" for number in range(16)]
+    met = [
+        [ask(server, replicas.key, name, max_tokens=1, user=user).adapter for user in users] for server in replicas.both
+    ]
+    assert met[0] == met[1]
+    assert set(met[0]) == {f"{name}@1", f"{name}@2"}
+
+
+def test_what_is_pinned_on_one_is_pinned_on_the_other_also_after_its_restart(replicas: Replicas, name: str) -> None:
+    push(replicas.a, replicas.key, "sql", name)
+
+    def is_pinned(server: ServerProcess) -> bool:
+        # an operator's view: a tenant's key is told of what its own use brought to memory, not an operator's
+        with management(server, ADMIN_KEY) as admin:
+            found = admin.get("/residency?limit=200&resident=true").raise_for_status().json()["data"]
+        return any(one["name"] == name and one["is_pinned"] for one in found)
+
+    def pin(verb: str) -> None:
+        with management(replicas.a, ADMIN_KEY) as admin:
+            answer = admin.post(f"/adapters/{name}/versions/1/{verb}", headers={"X-Tenant": "acme"})
+            assert answer.status_code in (200, 202), answer.text
+
+    pin("pin")
+    assert is_pinned(replicas.a)
+    last_old_s(lambda: is_pinned(replicas.b), bool, within_s=10)
+    replicas.b.kill()
+    replicas.b.start()
+    last_old_s(lambda: is_pinned(replicas.b), bool, within_s=10)
+    pin("unpin")
+    last_old_s(lambda: is_pinned(replicas.b), lambda found: not found, within_s=10)
+
+
+def test_what_a_tenant_used_of_both_is_one_sum(replicas: Replicas, name: str) -> None:
+    push(replicas.a, replicas.key, "sql", name)
+    for server, num_requests in zip(replicas.both, (2, 3), strict=True):
+        for _ in range(num_requests):
+            assert ask(server, replicas.key, f"{name}@1", max_tokens=4, ignore_eos=True).status == 200
+
+    def used(server: ServerProcess) -> tuple[int, int]:
+        with management(server, replicas.key) as client:
+            rows = client.get(f"/usage?adapter={name}").raise_for_status().json()["data"]
+        return sum(one["num_requests"] for one in rows), sum(one["completion_tokens"] for one in rows)
+
+    for server in replicas.both:
+        last_old_s(lambda server=server: used(server), lambda found: found == (5, 20), within_s=10)  # type: ignore[misc]
+
+
+def test_both_together_grant_a_tenant_its_requests_per_minute(replicas: Replicas, name: str) -> None:
+    key = replicas.a.make_tenant(name)
+    push(replicas.a, key, "sql", name)
+    with management(replicas.a, ADMIN_KEY) as admin:
+        admin.patch(f"/tenants/{name}", json={"limits": {"requests_per_minute": 20}}).raise_for_status()
+    time.sleep(LIMITS.auth_cache_s)
+    asked = [[ask(server, key, name, max_tokens=1).status for _ in range(25)] for server in replicas.both]
+    granted = [statuses.count(200) for statuses in asked]
+    # one more comes back every three seconds
+    assert 18 <= sum(granted) <= 24
+    assert all(statuses.count(429) == 25 - number for statuses, number in zip(asked, granted, strict=True))
