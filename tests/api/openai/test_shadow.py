@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from loraserve.api.shadow import PRIORITY
-from loraserve.errors import AdapterCorrupt, Overloaded
+from loraserve.errors import AdapterCorrupt, AdapterNumerics, Overloaded
 from loraserve.limits import Limits
 from loraserve.registry.binding import Binding, Fallback, Shadow
 from loraserve.registry.model_name import parse_model
@@ -177,6 +177,18 @@ async def test_a_shadow_that_fails_fails_nobody(
     (row,) = await compared(services, acme)
     assert (row.tally.num_requests, row.tally.num_failed, row.tally.num_tokens) == (1, 1, 0)
     assert outcomes(services) == {"failed": 1}
+
+
+async def test_a_shadows_answer_that_is_not_finite_is_a_strike_against_it(
+    client: httpx2.AsyncClient, services: Any, acme: Any, shadow: Shadow, scripts: Any
+) -> None:
+    scripts[2] = AdapterNumerics("Its logits were not finite.")
+    await ask(client)
+    await compared(services, acme)
+    await services.registry.strikes.close()
+    for number, strikes in ((1, []), (2, [1])):
+        version = await services.registry.get_version(acme.caller.tenant, "sql", number)
+        assert [check["strikes"] for check in version.checks if check["name"] == "numerics"] == strikes
 
 
 async def test_an_engine_that_has_no_place_for_a_copy_is_no_failure_of_the_version(
