@@ -123,6 +123,9 @@ def pull(
             help="Let the server fetch a new version itself: hf://ORG/NAME[@REVISION] or s3://BUCKET/PREFIX (takes an admin key).",
         ),
     ] = None,
+    promote: Annotated[
+        bool, typer.Option("--promote/--no-promote", help="With --from: let NAME itself mean the new version.")
+    ] = True,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="With --from: return when the server has it.")] = True,
     url: UrlOption = None,
     tenant: ActForOption = None,
@@ -143,7 +146,7 @@ def pull(
             show_version(output, pulled)
             output.note(f"{pulled.model} is in {directory}.")
         elif source is not None:
-            operation = client.adapters.pull_from(name, source)
+            operation = client.adapters.pull_from(name, source, promote=promote)
             if wait:
                 operation = wait_for(output, client, operation)
             show_operation(output, operation)

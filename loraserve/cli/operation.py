@@ -103,5 +103,7 @@ def cancel(
 ) -> None:
     """End it; what it did so far is undone."""
     with connected(format, url, tenant) as (output, client):
-        client.operations.cancel(operation_id)
-        output.done({"cancelled": operation_id}, f"{operation_id} ends. See: loraserve operation show {operation_id}")
+        operation = client.operations.cancel(operation_id)
+        show_operation(output, operation)
+        if operation.is_running:
+            output.note(f"It ends soon. See: loraserve operation wait {operation_id}")

@@ -112,8 +112,8 @@ def act(name: str, number: int, action: str) -> Call[Action]:
     return Call("POST", f"{path_of(name, number)}/{action}", read_into(Action), headers=idempotency_key())
 
 
-def pull_from(name: str, source: str) -> Call[Operation]:
-    body = encode({"source": source})
+def pull_from(name: str, source: str, promote: bool) -> Call[Operation]:
+    body = encode({"source": source} if promote else {"source": source, "promote": False})
     return Call("POST", f"{path_of(name)}/pulls", read_into(Operation), headers=idempotency_key(), body=body)
 
 

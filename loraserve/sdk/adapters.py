@@ -86,16 +86,17 @@ class Adapters:
             calls.pull(name, version, Path(directory), policy, overwrite=overwrite, on_progress=on_progress),
         )
 
-    def pull_from(self, name: str, source: str) -> Operation:
+    def pull_from(self, name: str, source: str, *, promote: bool = True) -> Operation:
         """Let the server fetch a version of the adapter by itself. Takes an admin key.
 
         Args:
             source: ``hf://ORG/NAME[@REVISION]`` or ``s3://BUCKET/PREFIX``, on the operator's list.
+            promote: let `live` point to the new version.
 
         Returns:
             What `client.operations` waits for or cancels; its `result` is the version.
         """
-        return self._transport.send(calls.pull_from(name, source))
+        return self._transport.send(calls.pull_from(name, source, promote))
 
     def list(self) -> Iterator[Adapter]:
         """Every adapter by name; pages are asked for as they're needed."""

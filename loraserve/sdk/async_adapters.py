@@ -64,9 +64,9 @@ class AsyncAdapters:
             calls.pull(name, version, Path(directory), policy, overwrite=overwrite, on_progress=on_progress),
         )
 
-    async def pull_from(self, name: str, source: str) -> Operation:
+    async def pull_from(self, name: str, source: str, *, promote: bool = True) -> Operation:
         """As `Adapters.pull_from`."""
-        return await self._transport.send(calls.pull_from(name, source))
+        return await self._transport.send(calls.pull_from(name, source, promote))
 
     def list(self) -> AsyncIterator[Adapter]:
         return all_rows_async(self._transport, ROOT, Adapter)

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field
 
 from loraserve import errors
-from loraserve.sdk.call import Call, Result, read_into, read_nothing, segment
+from loraserve.sdk.call import Call, Result, read_into, segment
 from loraserve.sdk.file_piece import Progress
 from loraserve.sdk.paging import all_rows, all_rows_async
 from loraserve.sdk.steps import Pause, Steps, run, run_async
@@ -32,7 +32,7 @@ class Operation(Result):
     result: dict[str, Any] | None = None
     """Of one that is done: what it made."""
     error: dict[str, Any] | None = None
-    """Of one that failed: ``code`` and ``detail``."""
+    """Of one that failed: ``code`` and ``message``."""
     created_at: datetime
     updated_at: datetime
 
@@ -53,7 +53,7 @@ class Operation(Result):
         if self.state != "failed":
             return None
         said = self.error or {}
-        message = str(said.get("detail") or said.get("message") or "It doesn't say why.")
+        message = str(said.get("message") or "It doesn't say why.")
         return errors.error_from_code(str(said.get("code", "")), f"The operation {self.id} failed: {message}")
 
 
@@ -61,8 +61,8 @@ def _get(operation_id: str) -> Call[Operation]:
     return Call("GET", f"{ROOT}/{segment(operation_id, 'operation')}", read_into(Operation))
 
 
-def _cancel(operation_id: str) -> Call[None]:
-    return Call("DELETE", f"{ROOT}/{segment(operation_id, 'operation')}", read_nothing)
+def _cancel(operation_id: str) -> Call[Operation]:
+    return Call("DELETE", f"{ROOT}/{segment(operation_id, 'operation')}", read_into(Operation))
 
 
 def _wait(
@@ -102,9 +102,9 @@ class Operations:
         """Raises OperationNotFound where there is none, or it is another tenant's."""
         return self._transport.send(_get(operation_id))
 
-    def cancel(self, operation_id: str) -> None:
-        """It ends soon, and what it did so far is undone. One that has ended stays as it is."""
-        self._transport.send(_cancel(operation_id))
+    def cancel(self, operation_id: str) -> Operation:
+        """The operation as it is: it ends soon, and what it did so far is undone. One that has ended stays as it is."""
+        return self._transport.send(_cancel(operation_id))
 
     def wait(
         self,
@@ -138,8 +138,9 @@ class AsyncOperations:
     async def get(self, operation_id: str) -> Operation:
         return await self._transport.send(_get(operation_id))
 
-    async def cancel(self, operation_id: str) -> None:
-        await self._transport.send(_cancel(operation_id))
+    async def cancel(self, operation_id: str) -> Operation:
+        """As `Operations.cancel`."""
+        return await self._transport.send(_cancel(operation_id))
 
     async def wait(
         self,

@@ -9,9 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +92,7 @@ class RealServer:
         return {"LORASERVE_URL": self.url, "LORASERVE_API_KEY": ADMIN_KEY}
 
 
-def start_server(port: int, data_dir: Path, log: Path) -> subprocess.Popen[bytes]:
+def start_server(port: int, data_dir: Path, log: Path, **variables: str) -> subprocess.Popen[bytes]:
     arguments = [
         "--model",
         base_dir(),
@@ -109,7 +111,7 @@ def start_server(port: int, data_dir: Path, log: Path) -> subprocess.Popen[bytes
             stdout=file,
             stderr=file,
             cwd=data_dir.parent,
-            env=environment(LORASERVE_ADMIN_KEY=ADMIN_KEY),
+            env=environment(LORASERVE_ADMIN_KEY=ADMIN_KEY, **variables),
         )
 
 
@@ -133,12 +135,57 @@ def free_port() -> int:
         return port
 
 
+class Hub(BaseHTTPRequestHandler):
+    """A hub with the bundled adapters: ``/acme/STYLE/resolve/REVISION/FILE``."""
+
+    COMMIT = "c" * 40
+
+    def do_GET(self) -> None:
+        content = self._answer()
+        if content is not None:
+            self.wfile.write(content)
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def _answer(self) -> bytes | None:
+        parts = self.path.strip("/").split("/")
+        file = adapter_dirs().get(parts[1], Path("/nowhere")) / parts[-1] if len(parts) == 5 else Path("/nowhere")
+        if not file.is_file():
+            self.send_response(404)
+            self.send_header("X-Error-Code", "EntryNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return None
+        content = file.read_bytes()
+        self.send_response(200)
+        for name, value in (("X-Repo-Commit", self.COMMIT), ("ETag", '"1"'), ("Content-Length", str(len(content)))):
+            self.send_header(name, value)
+        self.end_headers()
+        return content
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Nothing: a test's output is the test's."""
+
+
 @pytest.fixture(scope="session")
-def real_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+def hub() -> Iterator[str]:
+    """The URL of a `Hub` on this machine."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="session")
+def real_server(tmp_path_factory: pytest.TempPathFactory, hub: str) -> Iterator[RealServer]:
     """A server on the bundled base, with no adapters but those that tests push (each test under its own names)."""
     root = tmp_path_factory.mktemp("server")
     log, port = root / "log", free_port()
-    process = start_server(port, root / "data", log)
+    variables = {"HF_ENDPOINT": hub, "HF_HOME": str(root / "hub"), "LORASERVE_PULL_ALLOW": "hf://acme/*"}
+    process = start_server(port, root / "data", log, **variables)
     server = RealServer(f"http://127.0.0.1:{port}", process)
     try:
         wait_until_ready(server.url, process, log)

@@ -43,7 +43,7 @@ async def test_async_wait_ends_alike(server: Any, async_client: AsyncClient, wai
 
 def test_wait_raises_the_error_that_ended_it(server: Any, client: Client) -> None:
     server.answer(
-        RUNNING | {"state": "failed", "error": {"code": "adapter_base_mismatch", "detail": "4096 isn't 2048"}}
+        RUNNING | {"state": "failed", "error": {"code": "adapter_base_mismatch", "message": "4096 isn't 2048"}}
     )
     with pytest.raises(errors.AdapterBaseMismatch, match=r"01OP failed: 4096 isn't 2048"):
         client.operations.wait("01OP")
@@ -63,8 +63,8 @@ def test_wait_that_takes_too_long_leaves_the_operation_running(server: Any, clie
 
 
 def test_cancel_asks_for_its_end(server: Any, client: Client) -> None:
-    server.answer(status=204)
-    client.operations.cancel("01OP")
+    server.answer(RUNNING, 202)
+    assert client.operations.cancel("01OP").is_running
     assert (server.asked[0].method, server.asked[0].path) == ("DELETE", "/api/v1/operations/01OP")
 
 
@@ -76,3 +76,6 @@ def test_pull_from_names_the_source_and_may_be_repeated(server: Any, client: Cli
     assert asked.json == {"source": "hf://acme/sql@main"}
     assert asked.headers["idempotency-key"]
     assert operation.is_running
+    server.answer(RUNNING, 202)
+    client.adapters.pull_from("sql", "s3://models/sql", promote=False)
+    assert server.asked[1].json == {"source": "s3://models/sql", "promote": False}
