@@ -62,7 +62,7 @@ class Grants:
             row = await session.get(Grant, (adapter.id, grantee.id))
             if row is not None:
                 return GrantRecord(name, tenant, row.created_at), False
-            mine = select(func.count()).select_from(Grant).where(Grant.adapter_id == adapter.id)
+            mine = select(func.count()).select_from(_grants_of(adapter).subquery())
             if (await session.scalar(mine) or 0) >= LIMITS.max_grants_per_adapter:
                 raise InvalidRequest(
                     f"The adapter has {LIMITS.max_grants_per_adapter} grants, the most it may have.", param="tenant"

@@ -133,6 +133,8 @@ async def test_grants_have_their_bound(world: World, monkeypatch: pytest.MonkeyP
     await world.grants.create(world.acme, "sql", "globex", actor="test")
     with pytest.raises(InvalidRequest, match="1 grants"):
         await world.grants.create(world.acme, "sql", "initech", actor="test")
+    await world.authenticator.tenants.delete("globex", actor="test")
+    await world.grants.create(world.acme, "sql", "initech", actor="test")
 
 
 async def test_grants_are_audited_as_the_owners(world: World) -> None:
