@@ -143,7 +143,7 @@ class ObjectStore:
 
     def num_bytes(self, digest: str) -> int:
         digest = check_digest(digest)
-        with _bucket_errors(digest):
+        with bucket_errors(digest):
             return int(obstore.head(self._bucket, _key(digest))["size"])
 
     def exists(self, digest: str) -> bool:
@@ -159,12 +159,12 @@ class ObjectStore:
             return False
         with storage_errors(f"The blob {digest} can't be removed"):
             faults.hit("blob.delete")
-        with _bucket_errors(digest):
+        with bucket_errors(digest):
             obstore.delete(self._bucket, _key(digest))
         return True
 
     def iter_digests(self) -> Iterator[Digest]:
-        with _bucket_errors("list"):
+        with bucket_errors("list"):
             for batch in obstore.list(self._bucket, chunk_size=1000):
                 for found in batch:
                     if match := _KEY.fullmatch(found["path"]):
@@ -194,7 +194,7 @@ class ObjectStore:
         """The file's bytes are the object, durably. They are hashed again on the way: what isn't what was written is never put."""
         with storage_errors("The upload can't be made durable"):
             faults.hit("blob.before_put")
-        with _bucket_errors(digest):
+        with bucket_errors(digest):
             if num_bytes <= PIECE_BYTES:
                 obstore.put(self._bucket, _key(digest), _read_back(fd, num_bytes, digest), use_multipart=False)
             else:
@@ -220,7 +220,7 @@ class ObjectStore:
             return 0, iter(())
         with storage_errors(f"The blob {digest} can't be read"):
             faults.hit("blob.read")
-        with _bucket_errors(digest):
+        with bucket_errors(digest):
             first = obstore.get(self._bucket, _key(digest), options={"range": (0, PIECE_BYTES)})
             num_bytes, e_tag = int(first.meta["size"]), first.meta["e_tag"]
             data = bytes(first.bytes())
@@ -234,7 +234,7 @@ class ObjectStore:
 
         def fetch(start: int) -> bytes:
             end = min(start + PIECE_BYTES, num_bytes)
-            with _bucket_errors(digest):
+            with bucket_errors(digest):
                 # of the same object as the first piece: one that was put meanwhile may be cut into other parts
                 options = {"range": (start, end), **({"if_match": e_tag} if e_tag else {})}
                 data = bytes(obstore.get(self._bucket, _key(digest), options=options).bytes())  # type: ignore[arg-type]
@@ -355,7 +355,7 @@ def _first_line(error: Exception) -> str:
 
 
 @contextmanager
-def _bucket_errors(digest: str) -> Iterator[None]:
+def bucket_errors(digest: str) -> Iterator[None]:
     """The bucket's errors as ours. Their texts, which name the bucket, go to the log alone: tenants see the messages."""
     try:
         yield

@@ -109,6 +109,13 @@ class Limits:
     gc_grace_s: float = 3600.0
     """Between a blob's being found needless and its end: longer than any publish takes."""
     gc_interval_s: float = 1800.0
+    max_concurrent_operations: int = 4
+    """Of one server: pulls."""
+    max_operations_per_tenant: int = 1000
+    """Kept: the oldest that have ended make room."""
+    operation_heartbeat_s: float = 2.0
+    operation_lost_s: float = 60.0
+    """After so long without a sign of its server, an operation has failed."""
     max_concurrent_downloads: int = 16
     max_concurrent_downloads_per_tenant: int = 4
     max_idempotency_key_bytes: int = 255

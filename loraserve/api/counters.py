@@ -14,6 +14,7 @@ from loraserve.api.memory_metrics import memory_metrics
 from loraserve.api.shadow import OUTCOMES as SHADOW_OUTCOMES
 from loraserve.api.tenancy_metrics import tenancy_metrics
 from loraserve.registry.certificates import VERDICTS
+from loraserve.registry.operations import ENDED
 
 if TYPE_CHECKING:
     from loraserve.api.services import Services
@@ -200,6 +201,15 @@ class EngineCollector(Collector):
             "loraserve_damaged_versions",
             "Versions quarantined because their stored bytes were found damaged or gone.",
             value=registry.damages.num_quarantined,
+        )
+        operations = CounterMetricFamily(
+            "loraserve_operations", "Operations that ended on this server.", labels=["state"]
+        )
+        for state in ENDED:
+            operations.add_metric([state], registry.operations.num_ended[state])
+        yield operations
+        yield GaugeMetricFamily(
+            "loraserve_operations_running", "Those under way on it.", value=registry.operations.num_running
         )
         collector = registry.collector
         yield CounterMetricFamily(

@@ -85,6 +85,7 @@ async def _serve(settings: Settings) -> int:
             if usage is not None:
                 await usage.close()
             await servers.close()
+            await services.registry.operations.close()
             await services.registry.collector.close()
             await services.registry.damages.close()
             await services.registry.strikes.close()
@@ -140,6 +141,7 @@ async def _make_services(settings: Settings) -> tuple[Services, Database]:
         pinning=engine,
         is_certified_at_upload=settings.certify == "at-upload",
         retention_s=settings.retention_s,
+        pull_allow=settings.pull_allow,
     )
     services = Services(
         settings=settings,

@@ -32,4 +32,4 @@ async def hold_lease(database: Database, name: str, holder: str, now: datetime, 
                 where=or_(Lease.holder == holder, Lease.expires_at <= now),
             ).returning(Lease.holder)
         )
-    return held == holder
+    return bool(held == holder)

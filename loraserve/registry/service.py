@@ -26,7 +26,9 @@ from loraserve.registry.gc import Collector
 from loraserve.registry.last_used import LastUsed
 from loraserve.registry.model_name import ParsedModel, Term, model_not_found
 from loraserve.registry.notes import Notes
+from loraserve.registry.operations import Operations
 from loraserve.registry.pins import PinningEngine, Pins
+from loraserve.registry.pulls import Pulls
 from loraserve.registry.records import (
     AdapterRecord,
     ServableAdapter,
@@ -61,6 +63,7 @@ class Registry:
         certify: the engine's verification; None: versions have no certificates.
         is_certified_at_upload: whether uploads wait for it; otherwise versions are verified when somebody asks.
         retention_s: for so long what was deleted can be restored.
+        pull_allow: patterns of where adapters may be pulled from.
         pinning: the engine that holds what operators have pinned; None: nothing does.
         draw: uniform in [0, 1): which of a split's versions a request gets that says no user.
     """
@@ -74,6 +77,7 @@ class Registry:
         certify: Certify | None = None,
         is_certified_at_upload: bool = True,
         retention_s: float = DEFAULT_RETENTION_S,
+        pull_allow: Sequence[str] = (),
         pinning: PinningEngine | None = None,
         clock: Clock = utc_now,
         monotonic: Callable[[], float] = time.monotonic,
@@ -94,6 +98,8 @@ class Registry:
         self.tombstones = Tombstones(database, store, self.forget, retention_s=retention_s, clock=clock)
         self.pins = Pins(database, pinning, clock=clock, monotonic=monotonic)
         self.damages = Damages(database, self.forget, clock=clock)
+        self.operations = Operations(database, clock=clock)
+        self.pulls = Pulls(self.uploads, self.operations, pull_allow)
         self.collector = Collector(database, store, retention_s=retention_s, clock=clock, monotonic=monotonic)
         self.grants = Grants(database, self.forget, clock=clock)
         self.strikes = Strikes(database, self.forget, clock=clock)

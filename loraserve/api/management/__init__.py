@@ -10,6 +10,7 @@ from loraserve.api.management import (
     files,
     grants,
     lifecycle,
+    operations,
     residency,
     server,
     shadows,
@@ -19,7 +20,20 @@ from loraserve.api.management import (
 )
 
 router = APIRouter(prefix="/api/v1")
-for part in (adapters, lifecycle, files, aliases, shadows, uploads, residency, grants, tenants, server, usage):
+for part in (
+    adapters,
+    lifecycle,
+    files,
+    aliases,
+    shadows,
+    uploads,
+    operations,
+    residency,
+    grants,
+    tenants,
+    server,
+    usage,
+):
     router.include_router(part.router)
 
 __all__ = ["router"]

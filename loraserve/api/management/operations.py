@@ -1,0 +1,116 @@
+"""Operations, and the pulls that are some."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from loraserve.api import scopes
+from loraserve.api.management.answers import ROOT, answer, answer_once, content_etag, created, encode
+from loraserve.api.management.bodies import Body, read_body
+from loraserve.api.management.resources import Resource, page_of
+from loraserve.api.services import services_of
+from loraserve.registry.operations import OperationRecord
+from loraserve.tenancy.auth import Caller
+from loraserve.tenancy.idempotency import Once, StoredResponse
+from loraserve.types import TenantId
+
+router = APIRouter()
+
+_reader = scopes.require(scopes.ADAPTERS_READ)
+_writer = scopes.require(scopes.ADAPTERS_WRITE)
+_admin = scopes.require(scopes.ADMIN)
+
+
+class PullCreate(Body):
+    source: str
+    promote: bool = True
+
+
+class ProgressResource(Resource):
+    bytes_done: int
+    bytes_total: int | None
+    """null: not known yet."""
+
+
+class OperationResource(Resource):
+    id: str
+    kind: str
+    target: str
+    state: str
+    """running, done, failed, cancelled."""
+    progress: ProgressResource
+    result: dict[str, Any] | None
+    error: dict[str, str] | None
+    created_at: datetime
+    updated_at: datetime
+
+    @classmethod
+    def of(cls, record: OperationRecord) -> OperationResource:
+        return cls(
+            id=record.id,
+            kind=record.kind,
+            target=record.target,
+            state=record.state,
+            progress=ProgressResource(bytes_done=record.bytes_done, bytes_total=record.bytes_total),
+            result=_as_dict(record.result),
+            error=_as_dict(record.error),
+            created_at=record.created_at,
+            updated_at=record.updated_at,
+        )
+
+
+@router.post("/adapters/{name}/pulls", status_code=202, response_model=OperationResource)
+async def pull_adapter(name: str, request: Request, caller: Caller = Depends(_admin)) -> Response:
+    """Have the server fetch an adapter from the hub or a bucket, of those that its operator allows, and publish it. 202 with the operation."""
+    services = services_of(request)
+    services.check_open()
+    body = await read_body(request, PullCreate)
+    content = f"{body.source}:{body.promote}".encode()
+
+    async def work(once: Once[OperationRecord] | None) -> OperationRecord:
+        return await services.registry.pulls.begin(
+            caller.tenant, name, body.source, actor=caller.key_id, is_promoting=body.promote, once=once
+        )
+
+    return await answer_once(request, caller, content, work, _begun)
+
+
+def _begun(record: OperationRecord) -> StoredResponse:
+    return created(OperationResource.of(record), f"{ROOT}/operations/{record.id}", status=202)
+
+
+@router.get("/operations", response_model=None)
+async def list_operations(
+    request: Request, limit: int = 50, cursor: str | None = None, caller: Caller = Depends(_reader)
+) -> Response:
+    """The tenant's operations, newest first; for an admin key that names no tenant, everyone's."""
+    page = await services_of(request).registry.operations.list(_whose(caller), limit=limit, cursor=cursor)
+    return answer(request, page_of(page.items, page.next_cursor, OperationResource.of))
+
+
+@router.get("/operations/{operation_id}", response_model=OperationResource)
+async def get_operation(operation_id: str, request: Request, caller: Caller = Depends(_reader)) -> Response:
+    record = await services_of(request).registry.operations.get(_whose(caller), operation_id)
+    return answer(request, OperationResource.of(record))
+
+
+@router.delete("/operations/{operation_id}", status_code=202, response_model=OperationResource)
+async def cancel_operation(operation_id: str, request: Request, caller: Caller = Depends(_writer)) -> Response:
+    """Cancel it: it ends soon, whichever server does it. One that has ended stays as it is. 202 with the operation."""
+    operations = services_of(request).registry.operations
+    record = await operations.cancel(_whose(caller), operation_id, actor=caller.key_id)
+    body = encode(OperationResource.of(record))
+    return Response(body, 202, {"ETag": content_etag(body)}, media_type="application/json")
+
+
+def _whose(caller: Caller) -> TenantId | None:
+    return None if caller.sees_all else caller.tenant
+
+
+def _as_dict(value: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    return None if value is None else dict(value)

@@ -1,0 +1,287 @@
+"""Operations: what takes longer than a request, and goes on without one. Each is a row that its server renews while it works."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any
+
+from sqlalchemy import ColumnElement, delete, select
+from ulid import ULID
+
+from loraserve.db import audit
+from loraserve.db.idempotency import Once
+from loraserve.db.models import OperationRow
+from loraserve.db.paging import Page, check_limit, decode_cursor, make_page
+from loraserve.db.session import Clock, Database
+from loraserve.errors import DatabaseUnavailable, LoraserveError, OperationNotFound, Overloaded
+from loraserve.limits import LIMITS
+from loraserve.types import TenantId
+
+logger = logging.getLogger(__name__)
+
+RUNNING, DONE, FAILED, CANCELLED = "running", "done", "failed", "cancelled"
+ENDED = (DONE, FAILED, CANCELLED)
+Result = Mapping[str, Any]
+_LOST = {"code": "operation_lost", "message": "Its server is gone. Start it again."}
+_STOPPED = {"code": "operation_stopped", "message": "Its server was stopped. Start it again."}
+_BEAT_S = LIMITS.operation_heartbeat_s
+_LAST_TRIES_S = 60.0
+"""How long the end of an operation is tried to be written while the database is away."""
+
+
+class Cancelled(Exception):
+    """Somebody has cancelled the operation."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far an operation is. The work counts, from any thread; others look."""
+
+    bytes_done: int = 0
+    bytes_total: int | None = None
+    """None: not known yet."""
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def advance(self, num_bytes: int) -> None:
+        """Raises:
+        Cancelled: nobody wants the rest.
+        """
+        self.bytes_done += num_bytes
+        if self.cancelled.is_set():
+            raise Cancelled
+
+
+@dataclass(frozen=True, slots=True)
+class OperationRecord:
+    id: str
+    kind: str
+    target: str
+    state: str
+    bytes_done: int
+    bytes_total: int | None
+    result: Result | None
+    error: Mapping[str, str] | None
+    created_at: datetime
+    updated_at: datetime
+
+
+Work = Callable[[Progress], Awaitable[Result]]
+
+
+class Operations:
+    """The operations of every tenant; those that this server does, it finishes, or says that it was stopped."""
+
+    def __init__(self, database: Database, *, clock: Clock) -> None:
+        self.num_ended: Counter[str] = Counter()
+        """By how, since the start."""
+        self._database = database
+        self._clock = clock
+        self._running: dict[str, tuple[asyncio.Task[None], Progress]] = {}
+
+    @property
+    def num_running(self) -> int:
+        """On this server."""
+        return len(self._running)
+
+    async def begin(
+        self,
+        tenant: TenantId,
+        kind: str,
+        target: str,
+        work: Work,
+        *,
+        actor: str,
+        once: Once[OperationRecord] | None = None,
+    ) -> OperationRecord:
+        """The operation is there, durably, and under way on this server.
+
+        Raises:
+            Overloaded: this server does `LIMITS.max_concurrent_operations` already.
+            Replay: `once` was used before.
+        """
+        if once is not None:
+            async with self._database.read() as session:
+                await once.check(session)
+        if len(self._running) >= LIMITS.max_concurrent_operations:
+            raise Overloaded(f"{len(self._running)} operations are under way, the most at a time.", retry_after_s=10)
+        now = self._clock()
+        row = OperationRow(
+            id=str(ULID.from_datetime(now)),
+            tenant_id=tenant,
+            kind=kind,
+            target=target[:255],
+            state=RUNNING,
+            is_cancelling=False,
+            progress=_as_json(Progress()),
+            result=None,
+            error=None,
+            actor=actor,
+            created_at=now,
+            updated_at=now,
+        )
+        async with self._database.write() as session:
+            if once is not None:
+                await once.begin(session)
+            kept = (
+                select(OperationRow.id)
+                .where(OperationRow.tenant_id == tenant)
+                .order_by(OperationRow.id.desc())
+                .offset(LIMITS.max_operations_per_tenant - 1)
+            )
+            await session.execute(delete(OperationRow).where(OperationRow.id.in_(kept), OperationRow.state != RUNNING))
+            session.add(row)
+            audit.record(session, f"{kind}.begin", row.target, actor=actor, tenant=tenant, at=now)
+            record = _to_record(row, now)
+            if once is not None:
+                await once.finish(session, record)
+        progress = Progress()
+        task = asyncio.create_task(self._run(row.id, tenant, work, progress), name=f"{kind} {row.id}")
+        self._running[row.id] = task, progress
+        task.add_done_callback(lambda _: self._running.pop(row.id, None))
+        return record
+
+    async def get(self, tenant: TenantId | None, operation_id: str) -> OperationRecord:
+        """The tenant's operation; with None, anyone's.
+
+        Raises:
+            OperationNotFound
+        """
+        query = select(OperationRow).where(*_one(tenant, operation_id))
+        async with self._database.read() as session:
+            row = (await session.scalars(query)).one_or_none()
+        if row is None:
+            raise _absent()
+        return _to_record(row, self._clock())
+
+    async def list(
+        self, tenant: TenantId | None, *, limit: int = 50, cursor: str | None = None
+    ) -> Page[OperationRecord]:
+        """The tenant's operations, newest first; with None, everyone's."""
+        before = decode_cursor(cursor)
+        query = select(OperationRow).order_by(OperationRow.id.desc()).limit(check_limit(limit) + 1)
+        if tenant is not None:
+            query = query.where(OperationRow.tenant_id == tenant)
+        if before is not None:
+            query = query.where(OperationRow.id < before)
+        async with self._database.read() as session:
+            rows = (await session.scalars(query)).all()
+        now = self._clock()
+        return make_page(rows, limit, lambda row: row.id, lambda row: _to_record(row, now))
+
+    async def cancel(self, tenant: TenantId | None, operation_id: str, *, actor: str) -> OperationRecord:
+        """The operation ends soon, whichever server does it; one that has ended stays as it is.
+
+        Raises:
+            OperationNotFound
+        """
+        now = self._clock()
+        async with self._database.write() as session:
+            query = select(OperationRow).where(*_one(tenant, operation_id)).with_for_update()
+            row = (await session.scalars(query)).one_or_none()
+            if row is None:
+                raise _absent()
+            if row.state == RUNNING and not row.is_cancelling:
+                row.is_cancelling = True
+                owner = row.tenant_id
+                audit.record(session, f"{row.kind}.cancel", row.target, actor=actor, tenant=owner, at=now)
+            record = _to_record(row, now)
+        if operation_id in self._running:
+            self._running[operation_id][1].cancelled.set()
+        return record
+
+    async def close(self) -> None:
+        """What this server was doing has ended, and its rows say so."""
+        running = list(self._running.values())
+        for task, progress in running:
+            # the thread that works must see it too
+            progress.cancelled.set()
+            task.cancel()
+        await asyncio.gather(*(task for task, _ in running), return_exceptions=True)
+
+    async def _run(self, operation_id: str, tenant: TenantId, work: Work, progress: Progress) -> None:
+        beating = asyncio.create_task(self._beat(operation_id, progress))
+        try:
+            try:
+                result = dict(await work(progress))
+                ended: dict[str, Any] = {"state": DONE, "result": result}
+            except Cancelled:
+                ended = {"state": CANCELLED}
+            except LoraserveError as error:
+                ended = {"state": FAILED, "error": {"code": error.code, "message": str(error)}}
+            except asyncio.CancelledError:
+                await self._end(operation_id, progress, {"state": FAILED, "error": _STOPPED}, last_tries_s=1.0)
+                raise
+            except Exception:
+                logger.exception("operation %s failed", operation_id)
+                message = "The server failed to do it; its log says why."
+                ended = {"state": FAILED, "error": {"code": LoraserveError.code, "message": message}}
+        finally:
+            beating.cancel()
+        await self._end(operation_id, progress, ended, last_tries_s=_LAST_TRIES_S)
+
+    async def _beat(self, operation_id: str, progress: Progress) -> None:
+        """The row is renewed, and looked at: another server may have been told to cancel."""
+        while True:
+            await asyncio.sleep(_BEAT_S)
+            try:
+                async with self._database.write() as session:
+                    row = await session.get(OperationRow, operation_id, with_for_update=True)
+                    if row is None or row.is_cancelling:
+                        progress.cancelled.set()
+                    if row is not None:
+                        row.progress, row.updated_at = _as_json(progress), self._clock()
+            except LoraserveError as error:
+                logger.warning("operation %s can't be renewed now: %s", operation_id, error)
+
+    async def _end(
+        self, operation_id: str, progress: Progress, ended: Mapping[str, Any], *, last_tries_s: float
+    ) -> None:
+        self.num_ended[ended["state"]] += 1
+        for _ in range(max(1, int(last_tries_s / _BEAT_S))):
+            try:
+                async with self._database.write() as session:
+                    row = await session.get(OperationRow, operation_id, with_for_update=True)
+                    if row is not None:
+                        row.progress, row.updated_at = _as_json(progress), self._clock()
+                        for name, value in ended.items():
+                            setattr(row, name, value)
+                return
+            except DatabaseUnavailable:
+                await asyncio.sleep(_BEAT_S)
+        logger.error("operation %s has ended (%s), which can't be written", operation_id, ended["state"])
+
+
+def _one(tenant: TenantId | None, operation_id: str) -> list[ColumnElement[bool]]:
+    is_plain = operation_id.isascii() and operation_id.isalnum()
+    conditions = [OperationRow.id == (operation_id[:64] if is_plain else "")]
+    return conditions if tenant is None else [*conditions, OperationRow.tenant_id == tenant]
+
+
+def _absent() -> OperationNotFound:
+    return OperationNotFound("There is no such operation.", hint="See: GET /api/v1/operations")
+
+
+def _as_json(progress: Progress) -> dict[str, int | None]:
+    return {"bytes_done": progress.bytes_done, "bytes_total": progress.bytes_total}
+
+
+def _to_record(row: OperationRow, now: datetime) -> OperationRecord:
+    is_lost = row.state == RUNNING and row.updated_at < now - timedelta(seconds=LIMITS.operation_lost_s)
+    return OperationRecord(
+        id=row.id,
+        kind=row.kind,
+        target=row.target,
+        state=FAILED if is_lost else row.state,
+        bytes_done=row.progress.get("bytes_done") or 0,
+        bytes_total=row.progress.get("bytes_total"),
+        result=row.result,
+        error=_LOST if is_lost else row.error,
+        created_at=row.created_at,
+        updated_at=row.updated_at,
+    )

@@ -1,0 +1,157 @@
+"""Where an adapter can be pulled from: a repository of the hub, or a folder of a bucket. Nothing but what the operator allows."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Protocol
+
+import httpx2
+
+from adapters_store import bucket_of
+from loraserve.errors import (
+    AdapterFormatError,
+    BlobNotFound,
+    ConfigError,
+    InvalidRequest,
+    PermissionDenied,
+    StorageError,
+    UnsupportedParameter,
+)
+
+_HUB = re.compile(r"hf://(?P<repo>[\w][\w.-]{0,95}/[\w][\w.-]{0,95})(@(?P<revision>[\w][\w./-]{0,127}))?", re.ASCII)
+_TIMEOUT = httpx2.Timeout(30.0, connect=10.0)
+_PIECE_BYTES = 1 << 20
+_EXPECTED = "Expected hf://ORG/NAME, hf://ORG/NAME@REVISION or s3://BUCKET/PREFIX."
+
+
+class Source(Protocol):
+    """Files to pull. Its calls block, and belong on a thread."""
+
+    @property
+    def address(self) -> str:
+        """What the operator's patterns are compared with."""
+        ...
+
+    def open(self, file: str) -> tuple[int | None, Iterator[bytes]]:
+        """The file's size, where it is told, and its bytes.
+
+        Raises:
+            AdapterFormatError: there is no such file.
+            StorageError: the source can't be reached, or refuses; also while the bytes are taken.
+        """
+        ...
+
+    @property
+    def revision(self) -> str | None:
+        """Which state of it was read, once a file was opened; None: it has no such thing."""
+        ...
+
+
+def parse_source(text: str) -> Source:
+    """The source that `text` names.
+
+    Raises:
+        InvalidRequest: it names none.
+        UnsupportedParameter: the package that reads it isn't installed.
+    """
+    match = _HUB.fullmatch(text)
+    if match is not None and ".." not in text:
+        if find_spec("huggingface_hub") is None:
+            raise UnsupportedParameter("This server can't read the hub.", param="source", hint="loraserve[hub]")
+        return _Repository(match["repo"], match["revision"])
+    try:
+        bucket_of(text)
+    except ConfigError:
+        raise InvalidRequest("The source can't be read.", param="source", hint=_EXPECTED) from None
+    if find_spec("obstore") is None:
+        raise UnsupportedParameter("This server can't read buckets.", param="source", hint="loraserve[s3]")
+    return _Folder(text)
+
+
+def check_allowed(source: Source, patterns: Sequence[str]) -> None:
+    """Return if the operator allows the source: a pattern's ``*`` stands for anything, slashes included.
+
+    Raises:
+        PermissionDenied
+    """
+    for pattern in patterns:
+        if re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), source.address):
+            return
+    raise PermissionDenied(
+        "Nothing may be pulled from there.", hint="The operator's --pull-allow says what may: hf://ORG/*, s3://BUCKET/*"
+    )
+
+
+@dataclass(slots=True)
+class _Repository:
+    """A repository of the hub (HF_ENDPOINT, HF_TOKEN). All files are of the commit that the first one was of."""
+
+    repo: str
+    wanted: str | None
+    revision: str | None = None
+
+    @property
+    def address(self) -> str:
+        return f"hf://{self.repo}"
+
+    def open(self, file: str) -> tuple[int | None, Iterator[bytes]]:
+        # an optional package, and a slow one to load
+        from huggingface_hub import get_hf_file_metadata, get_token
+        from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, OfflineModeIsEnabled
+
+        try:
+            found = get_hf_file_metadata(self._url(file))
+        except EntryNotFoundError as error:
+            raise _no_file(self.address, file) from error
+        except (HfHubHTTPError, OfflineModeIsEnabled, httpx2.HTTPError, OSError, ValueError) as error:
+            raise StorageError(
+                f"{self.address} can't be read: {type(error).__name__}.",
+                hint="Is it there, and is it public or HF_TOKEN set?",
+            ) from error
+        self.revision = self.revision or found.commit_hash
+        token = get_token()
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        return found.size, _download(self._url(file), headers, self.address)
+
+    def _url(self, file: str) -> str:
+        from huggingface_hub import hf_hub_url
+
+        revision = self.revision or self.wanted
+        return hf_hub_url(self.repo, file, revision=revision, endpoint=os.environ.get("HF_ENDPOINT"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Folder:
+    """Objects below ``s3://bucket/prefix``, with the server's own credentials."""
+
+    address: str
+    revision: None = None
+
+    def open(self, file: str) -> tuple[int | None, Iterator[bytes]]:
+        from adapters_store.remote import open_object
+
+        try:
+            return open_object(self.address, file)
+        except BlobNotFound as error:
+            raise _no_file(self.address, file) from error
+
+
+def _download(url: str, headers: dict[str, str], address: str) -> Iterator[bytes]:
+    try:
+        # A redirect to another host is followed without our token: the client sees to that.
+        with (
+            httpx2.Client(timeout=_TIMEOUT, follow_redirects=True) as client,
+            client.stream("GET", url, headers=headers) as answer,
+        ):
+            answer.raise_for_status()
+            yield from answer.iter_bytes(_PIECE_BYTES)
+    except httpx2.HTTPError as error:
+        raise StorageError(f"{address} can't be read: {type(error).__name__}.", hint="Try again.") from error
+
+
+def _no_file(address: str, file: str) -> AdapterFormatError:
+    return AdapterFormatError(f"{address} has no file {file}.", hint="Expected a PEFT adapter saved as safetensors.")

@@ -1,0 +1,352 @@
+"""Operations over HTTP, and the pulls that are some: allowed, bounded, watched, cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx2
+import pytest
+from sqlalchemy import update
+
+from adapters_store import LocalStore
+from loraserve.api.services import Services
+from loraserve.db.models import OperationRow
+from loraserve.db.session import utc_now
+from loraserve.limits import LIMITS
+from loraserve.registry import pulls, sources
+from loraserve.registry.operations import Operations
+from loraserve.registry.pulls import Pulls
+
+Upload = tuple[bytes, bytes]
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+COMMIT = "c" * 40
+
+
+@pytest.fixture
+def files(make_upload: Callable[..., Upload]) -> dict[str, bytes]:
+    config, weights = make_upload()
+    return {CONFIG: config, WEIGHTS: weights}
+
+
+class Origin:
+    """A source in memory, which waits before the weights until it may go on."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        self.address = "s3://models/sql"
+        self.revision = None
+        self.files = files
+        self.told_size: int | None = None
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def open(self, file: str) -> tuple[int | None, Iterator[bytes]]:
+        data = self.files[file]
+
+        def read() -> Iterator[bytes]:
+            for start in range(0, len(data), 100):
+                self.gate.wait(10)
+                yield data[start : start + 100]
+
+        return self.told_size if file == WEIGHTS and self.told_size else len(data), read()
+
+
+@pytest.fixture
+def origin(files: dict[str, bytes], services: Services, monkeypatch: pytest.MonkeyPatch) -> Origin:
+    origin = Origin(files)
+    monkeypatch.setattr(pulls, "parse_source", lambda text: origin)
+    allow(services, "s3://models/*")
+    return origin
+
+
+def allow(services: Services, *patterns: str) -> None:
+    registry = services.registry
+    registry.pulls = Pulls(registry.uploads, registry.operations, patterns)
+
+
+async def begin(admin: httpx2.AsyncClient, source: str = "s3://models/sql", **body: Any) -> httpx2.Response:
+    return await admin.post("/adapters/sql/pulls", json={"source": source, **body}, headers={"X-Tenant": "acme"})
+
+
+async def until_ended(client: httpx2.AsyncClient, begun: httpx2.Response) -> dict[str, Any]:
+    assert begun.status_code == 202, begun.text
+    async with asyncio.timeout(20):
+        while True:
+            found: dict[str, Any] = (await client.get(f"/operations/{begun.json()['id']}")).json()
+            if found["state"] != "running":
+                return found
+            await asyncio.sleep(0.02)
+
+
+async def test_what_is_pulled_is_a_version_like_any_other(
+    admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, origin: Origin, files: dict[str, bytes]
+) -> None:
+    begun = await begin(admin)
+    assert begun.headers["location"] == f"/api/v1/operations/{begun.json()['id']}"
+    assert (begun.json()["state"], begun.json()["kind"]) == ("running", "pull")
+    ended = await until_ended(acme, begun)
+    assert (ended["state"], ended["error"]) == ("done", None)
+    total = sum(map(len, files.values()))
+    assert ended["progress"] == {"bytes_done": total, "bytes_total": total}
+    version = (await acme.get("/adapters/sql/versions/1")).json()
+    assert (version["digest"], version["aliases"]) == (ended["result"]["digest"], ["live"])
+    assert [row["id"] for row in (await acme.get("/operations")).json()["data"]] == [ended["id"]]
+
+
+async def test_without_promotion_no_alias_moves(
+    admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, origin: Origin
+) -> None:
+    await until_ended(acme, await begin(admin, promote=False))
+    assert (await acme.get("/adapters/sql/versions/1")).json()["aliases"] == []
+
+
+async def test_only_an_admin_pulls(acme: httpx2.AsyncClient, origin: Origin) -> None:
+    answer = await acme.post("/adapters/sql/pulls", json={"source": "s3://models/sql"})
+    assert (answer.status_code, answer.json()["code"]) == (403, "permission_denied")
+
+
+@pytest.mark.parametrize(
+    ("source", "patterns", "status"),
+    [
+        ("s3://models/sql", (), 403),
+        ("s3://models/sql", ("s3://model/*", "hf://models/*"), 403),
+        ("s3://models-of-others/sql", ("s3://models/*",), 403),
+        ("hf://acme/sql@main", ("hf://acme",), 403),
+        ("https://example.org/sql", ("*",), 400),
+        ("file:///etc", ("*",), 400),
+        ("/etc/passwd", ("*",), 400),
+        ("s3://models/../other", ("*",), 400),
+        ("hf://acme/sql/more", ("*",), 400),
+        ("hf://acme/../../x", ("*",), 400),
+        ("hf://acme/sql@a..b", ("*",), 400),
+        ("s3://KEY:SECRET@models/sql", ("*",), 400),
+    ],
+)
+async def test_a_source_that_is_not_allowed_is_refused(
+    admin: httpx2.AsyncClient,
+    acme: httpx2.AsyncClient,
+    services: Services,
+    source: str,
+    patterns: tuple[str, ...],
+    status: int,
+) -> None:
+    allow(services, *patterns)
+    answer = await begin(admin, source)
+    assert answer.status_code == status
+    assert "SECRET" not in answer.text
+    assert (await acme.get("/operations")).json()["data"] == []
+
+
+async def test_a_cancelled_pull_leaves_nothing(
+    admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, origin: Origin, store: LocalStore
+) -> None:
+    origin.gate.clear()
+    begun = await begin(admin)
+    cancelled = await acme.delete(f"/operations/{begun.json()['id']}")
+    assert (cancelled.status_code, cancelled.json()["state"]) == (202, "running")
+    origin.gate.set()
+    assert (await until_ended(acme, begun))["state"] == "cancelled"
+    assert (await acme.get("/adapters/sql")).status_code == 404
+    assert list(store.iter_digests()) == []
+    # what has ended stays as it is
+    assert (await acme.delete(f"/operations/{begun.json()['id']}")).json()["state"] == "cancelled"
+
+
+async def test_another_server_is_told_to_cancel(
+    admin: httpx2.AsyncClient,
+    acme: httpx2.AsyncClient,
+    origin: Origin,
+    services: Services,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("loraserve.registry.operations._BEAT_S", 0.02)
+    origin.gate.clear()
+    begun = await begin(admin)
+    other = Operations(services.registry.operations._database, clock=utc_now)
+    await other.cancel(None, begun.json()["id"], actor="x")
+    progress = services.registry.operations._running[begun.json()["id"]][1]
+    async with asyncio.timeout(10):
+        while not progress.cancelled.is_set():
+            await asyncio.sleep(0.01)
+    origin.gate.set()
+    assert (await until_ended(acme, begun))["state"] == "cancelled"
+
+
+async def test_another_tenants_operation_is_absent(
+    admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, globex: httpx2.AsyncClient, origin: Origin
+) -> None:
+    begun = await begin(admin)
+    await until_ended(acme, begun)
+    assert (await globex.get("/operations")).json()["data"] == []
+    for method in ("GET", "DELETE"):
+        answers = [await globex.request(method, f"/operations/{id}") for id in (begun.json()["id"], "0" * 26)]
+        assert [answer.status_code for answer in answers] == [404, 404]
+        assert {**answers[0].json(), "request_id": ""} == {**answers[1].json(), "request_id": ""}
+    assert (await admin.get("/operations")).json()["data"][0]["id"] == begun.json()["id"]
+
+
+async def test_a_source_that_sends_more_than_it_may_is_cut_off(
+    admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, origin: Origin
+) -> None:
+    origin.files = {CONFIG: b" " * (LIMITS.max_adapter_config_bytes + 1), WEIGHTS: b""}
+    ended = await until_ended(acme, await begin(admin))
+    assert (ended["state"], ended["error"]["code"]) == ("failed", "adapter_format")
+    assert "over its bound" in ended["error"]["message"]
+
+
+async def test_a_source_that_ends_early_fails(
+    admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, origin: Origin
+) -> None:
+    origin.told_size = 5000
+    ended = await until_ended(acme, await begin(admin))
+    assert (ended["state"], ended["error"]["code"]) == ("failed", "adapter_format")
+
+
+async def test_an_adapter_that_cannot_be_served_fails_with_its_reasons(
+    admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, origin: Origin
+) -> None:
+    origin.files[WEIGHTS] = b"no safetensors"
+    ended = await until_ended(acme, await begin(admin))
+    assert (ended["state"], ended["error"]["code"]) == ("failed", "adapter_format")
+
+
+async def test_an_operation_whose_server_is_gone_has_failed(
+    admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, origin: Origin, services: Services
+) -> None:
+    ended = await until_ended(acme, await begin(admin))
+    async with services.registry.operations._database.write() as session:
+        await session.execute(
+            update(OperationRow).values(state="running", updated_at=utc_now().replace(year=2020), result=None)
+        )
+    lost = (await acme.get(f"/operations/{ended['id']}")).json()
+    assert (lost["state"], lost["error"]["code"]) == ("failed", "operation_lost")
+
+
+async def test_a_server_that_stops_says_so_of_what_it_did(
+    admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, origin: Origin, services: Services
+) -> None:
+    origin.gate.clear()
+    begun = await begin(admin)
+    closing = asyncio.create_task(services.registry.operations.close())
+    await asyncio.sleep(0)
+    origin.gate.set()
+    await closing
+    ended = (await acme.get(f"/operations/{begun.json()['id']}")).json()
+    assert (ended["state"], ended["error"]["code"]) == ("failed", "operation_stopped")
+
+
+async def test_the_number_of_operations_at_a_time_is_bounded(
+    admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, origin: Origin
+) -> None:
+    origin.gate.clear()
+    begun = [await begin(admin) for _ in range(LIMITS.max_concurrent_operations)]
+    assert (await begin(admin)).status_code == 503
+    origin.gate.set()
+    for one in begun:
+        await until_ended(acme, one)
+
+
+async def test_the_same_idempotency_key_pulls_once(
+    admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, origin: Origin
+) -> None:
+    headers = {"X-Tenant": "acme", "Idempotency-Key": "k"}
+    answers = [
+        await admin.post("/adapters/sql/pulls", json={"source": "s3://models/sql"}, headers=headers) for _ in range(2)
+    ]
+    assert [answer.json()["id"] for answer in answers] == [answers[0].json()["id"]] * 2
+    await until_ended(acme, answers[0])
+
+
+class Hub(ThreadingHTTPServer):
+    """The two files of acme/sql, as the hub gives them."""
+
+    daemon_threads = True
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        super().__init__(("127.0.0.1", 0), _HubHandler)
+        self.files = files
+        self.asked: list[str] = []
+
+
+class _HubHandler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_HEAD(self) -> None:
+        self.answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self.answer(with_body=True)
+
+    def answer(self, *, with_body: bool) -> None:
+        self.server.asked.append(self.path)
+        data = self.server.files.get(self.path.rpartition("/")[2])
+        if data is None or not self.path.startswith("/acme/sql/resolve/"):
+            self.send_response(404)
+            self.send_header("X-Error-Code", "EntryNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        self.send_response(200)
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if with_body:
+            self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    pytest.importorskip("huggingface_hub", reason="needs huggingface_hub")
+    hub = Hub(dict(files))
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
+    thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield hub
+    hub.shutdown()
+    thread.join()
+    hub.server_close()
+
+
+def read(source: sources.Source, file: str) -> bytes:
+    size, pieces = source.open(file)
+    data = b"".join(pieces)
+    assert size == len(data)
+    return data
+
+
+def test_a_repository_of_the_hub_is_read_at_one_commit(hub: Hub, files: dict[str, bytes]) -> None:
+    source = sources.parse_source("hf://acme/sql@main")
+    assert {file: read(source, file) for file in files} == files
+    assert source.revision == COMMIT
+    assert [path for path in hub.asked if "/resolve/main/" in path] == [f"/acme/sql/resolve/main/{CONFIG}"]
+
+
+def test_a_file_that_the_hub_does_not_have_is_said_so(hub: Hub) -> None:
+    del hub.files[WEIGHTS]
+    source = sources.parse_source("hf://acme/sql")
+    with pytest.raises(sources.AdapterFormatError, match=WEIGHTS):
+        source.open(WEIGHTS)
+
+
+def test_a_folder_of_a_bucket_is_read(files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore", reason="needs obstore")
+    from bucket import bucket_service
+
+    with bucket_service() as service:
+        for name, value in service.environment.items():
+            monkeypatch.setenv(name, value)
+        url = service.make("models") + "/sql"
+        for name, data in files.items():
+            service.put(f"models/sql/{name}", data)
+        source = sources.parse_source(url)
+        assert {file: read(source, file) for file in files} == files
+        with pytest.raises(sources.AdapterFormatError, match=r"none\.json"):
+            source.open("none.json")
