@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 
-from loraserve.errors import EngineCrashed
+from loraserve.errors import AdapterNotReady, EngineCrashed
 from loraserve.tenancy.journal import Amounts
 from loraserve.tenancy.prices import Price, PriceTable
 from loraserve.tenancy.usage_report import UsageQuery, UsageReports, UsageSum
@@ -60,6 +60,11 @@ async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
         await asyncio.sleep(0.002)
 
 
+async def until_over(services: Any) -> None:
+    """Every request has ended, and what was made for it is counted."""
+    await until(lambda: services.metrics.live_requests._value.get() == 0)
+
+
 class Leaver:
     """A client that stops asking and reads what is on its way: so it knows what it was given."""
 
@@ -71,12 +76,13 @@ class Leaver:
         self.received = b""
         self.text = ""
 
-    async def run(self, leave_s: float) -> int:
-        """How many tokens it was given before it left after so long."""
+    async def run(self, *, num_events: int = 0, wait_s: float = 0.0) -> int:
+        """How many tokens it was given before it left: so many events later, and then so long."""
         reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(self._url).port)
         writer.write(self._request)
         reading = asyncio.create_task(self._read(reader))
-        await asyncio.wait({reading}, timeout=leave_s)
+        await until(lambda: reading.done() or self.received.count(b"data: {") >= num_events)
+        await asyncio.sleep(wait_s)
         writer.write_eof()
         await reading
         writer.close()
@@ -122,8 +128,8 @@ async def test_a_stream_that_is_left_is_billed_for_what_its_client_was_given(
     rng = random.Random(1)
     bodies = [{"stream": True, "return_token_ids": True, "n": rng.choice([1, 1, 3])} for _ in range(20)]
     leavers = [Leaver(url, acme.key, body) for body in bodies]
-    received = sum(await asyncio.gather(*(leaver.run(rng.uniform(0.02, 0.12)) for leaver in leavers)))
-    await until(lambda: not engine.live)
+    received = sum(await asyncio.gather(*(leaver.run(num_events=rng.randint(0, 30)) for leaver in leavers)))
+    await until_over(services)
     found = await billed(services)
     assert received > 50
     assert found.completion_tokens == received
@@ -154,7 +160,7 @@ async def test_a_reader_that_stops_reading_is_billed_for_what_its_connection_too
     while data := await asyncio.get_running_loop().sock_recv(sock, 65536):
         leaver.received += data
     sock.close()
-    await until(lambda: not engine.live)
+    await until_over(services)
     events = [line[6:] for line in leaver.received.split(b"\n") if line.startswith(b"data: {")]
     choices = [choice for event in events for choice in json.loads(event)["choices"]]
     received = sum(len(choice["token_ids"]) for choice in choices)
@@ -167,9 +173,9 @@ async def test_a_reader_that_stops_reading_is_billed_for_what_its_connection_too
 async def test_who_leaves_before_a_whole_answer_is_billed_for_nothing_and_what_was_made_is_kept(
     client: httpx2.AsyncClient, url: str, acme: Any, services: Any, engine: Any
 ) -> None:
-    engine.step_s = 0.01
-    await Leaver(url, acme.key, {}).run(0.1)
-    await until(lambda: not engine.live)
+    engine.step_s = 0.02
+    await Leaver(url, acme.key, {}).run(wait_s=0.4)
+    await until_over(services)
     found = await billed(services)
     assert found.undelivered_tokens > 0
     assert replace_undelivered(found) == Amounts()
@@ -182,16 +188,16 @@ def replace_undelivered(amounts: Amounts) -> Amounts:
 async def test_text_that_was_held_back_is_billed_once_it_is_given(
     client: httpx2.AsyncClient, url: str, acme: Any, services: Any, engine: Any
 ) -> None:
-    engine.script, engine.step_s = "ab" + "c" * 60, 0.002
+    engine.script, engine.step_s = "ab" + "c" * 95, 0.01
     # every c may be the beginning of the stop string
     stop = "c" * 100
     leaver = Leaver(url, acme.key, {"stream": True, "stop": [stop]})
-    await leaver.run(0.1)
-    await until(lambda: not engine.live)
+    await leaver.run(num_events=2, wait_s=0.2)
+    await until_over(services)
     found = await billed(services)
     assert leaver.text == "ab"
     assert found.completion_tokens == 2
-    assert found.undelivered_tokens > 2
+    assert found.undelivered_tokens > 0
 
 
 @pytest.mark.parametrize(("is_stream", "given", "lost"), [(True, 5, 0), (False, 0, 5)])
@@ -296,3 +302,41 @@ async def test_the_end_of_an_answer_is_in_the_journal_before_it_goes_out(
     before = written()
     await complete(client)
     assert written() > before
+
+
+async def test_what_a_fallback_answers_is_billed_as_its_own(
+    client: httpx2.AsyncClient, services: Any, publish: Callable[..., Any], engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await publish("sql", 1) == 2
+    assert (await client.patch("/api/v1/adapters/sql", json={"fallback": 1})).status_code == 200
+    generate = engine.generate
+
+    async def generate_but_the_second(request: Any) -> Any:
+        if request.adapter.version == 2:
+            raise AdapterNotReady("It wasn't on the device in time.")
+        async for chunk in generate(request):
+            yield chunk
+
+    monkeypatch.setattr(engine, "generate", generate_but_the_second)
+    await complete(client)
+    (only,) = await sums(services, "adapter", "version")
+    assert (only.group, only.amounts.completion_tokens) == ({"adapter": "sql", "version": 1}, 8)
+
+
+async def test_who_uses_a_granted_adapter_pays_by_its_own_prices_under_the_owners_name(
+    url: str,
+    client: httpx2.AsyncClient,
+    services: Any,
+    make_tenant: Callable[..., Any],
+    publish: Callable[..., Any],
+    prices: PriceTable,
+) -> None:
+    globex = await make_tenant("globex")
+    await publish("sql", 3, globex)
+    async with httpx2.AsyncClient(base_url=url, headers=globex.headers) as owner:
+        assert (await owner.put("/api/v1/adapters/sql/grants/acme")).status_code < 300
+    usage = await complete(client, model="globex/sql")
+    # 2 a million, whatever kind
+    assert usage["cost"] == "0.000056"
+    (only,) = await sums(services, "tenant", "adapter")
+    assert (only.group["tenant"], only.group["adapter"], only.cost) == ("acme", "globex/sql", Decimal("0.000056"))
