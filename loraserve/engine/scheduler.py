@@ -45,6 +45,8 @@ LOOK_AHEAD = 16
 """Of the requests that wait, so many of the first have their adapters read while they wait for a place in a step."""
 LOOK_AGAIN = 16
 """Who those are is looked up again after so many steps, if nobody came or began before."""
+PROBE_DIVISOR, MIN_PROBE_ROWS = 8, 4
+"""Beside requests, a step has a probe's row for each so many of theirs, and so many at least: a certificate takes longer, and nobody's next token much."""
 AHEAD_DIVISOR = 4
 """Prompts of tenants that had more than others lately fill a step up to this part of the token budget."""
 MAX_FAIR_PREEMPTIONS = 3
@@ -75,10 +77,12 @@ class _Step:
         num_prompt_tokens: those of requests that have more than one token to go.
         preempted: who was put back for others, and isn't admitted again yet.
         is_short: whether blocks ran out.
+        num_probe_rows: that it still has room for.
     """
 
     now_s: float
     budget: int
+    num_probe_rows: int
     num_places: int = 0
     scheduled: list[ScheduledRequest] = field(default_factory=list)
     num_prompt_tokens: int = 0
@@ -205,7 +209,7 @@ class Scheduler:
         self._end_overdue(now)
         self._fail_overdue(now)
         self._accounts.age(now)
-        step = _Step(now, self._token_budget)
+        step = _Step(now, self._token_budget, self._num_probe_rows())
         if self._line.apart:
             self._compute_apart(step)
             if step.scheduled:
@@ -216,6 +220,10 @@ class Scheduler:
         self._keep_asking()
         self._look_ahead()
         return step.scheduled
+
+    def _num_probe_rows(self) -> int:
+        num_serving = sum(request.probe is None for request in self._running)
+        return max(MIN_PROBE_ROWS, num_serving // PROBE_DIVISOR) if num_serving else self._token_budget
 
     def _compute_apart(self, step: _Step) -> None:
         for request in list(self._line.apart):
@@ -244,7 +252,7 @@ class Scheduler:
             elif num_pending == 0:
                 step.num_places += 1
             # in most steps the last block has room
-            elif step.budget and (
+            elif (step.budget if request.probe is None else min(step.budget, step.num_probe_rows)) and (
                 request.num_computed_tokens < len(request.blocks) * size or self._keep(request, 1, step)
             ):
                 self._take_part(request, 1, step)
@@ -258,6 +266,9 @@ class Scheduler:
         turns = Turns(self._line, begun, step.scheduled, is_admitting=is_admitting)
         for request in turns:
             count = min(request.num_pending_tokens, self._room(request, step))
+            if count == 0 and request.probe is not None and step.budget:
+                # the others of its tenant don't wait for it
+                continue
             if count == 0:
                 turns.end_turn()
                 if step.budget == 0:
@@ -271,6 +282,8 @@ class Scheduler:
 
     def _room(self, request: Request, step: _Step) -> int:
         """How many tokens of a prompt the step has room for."""
+        if request.probe is not None:
+            return min(step.budget, step.num_probe_rows)
         if request.is_express or not self._accounts.is_ahead(request.share.account, step.now_s):
             return step.budget
         return min(step.budget, max(0, -(-self._token_budget // AHEAD_DIVISOR) - step.num_prompt_tokens))
@@ -339,6 +352,8 @@ class Scheduler:
         entry = take_part(request, count)
         step.scheduled.append(entry)
         step.budget -= count
+        if request.probe is not None:
+            step.num_probe_rows -= count
         if count > 1:
             step.num_prompt_tokens += count
         reached = entry.end + entry.num_sampled_tokens

@@ -26,6 +26,7 @@ from loraserve.engine.assembly import build_engine
 from loraserve.engine.batch import Batch
 from loraserve.engine.core import Engine
 from loraserve.engine.messages import VerifyReply
+from loraserve.engine.scheduler import MIN_PROBE_ROWS
 from loraserve.engine.verification import Verifications
 from loraserve.limits import LIMITS
 from loraserve.memory.device import CpuDevice
@@ -352,8 +353,10 @@ def test_probes_meet_the_base_and_other_adapters(
         engine.step()
     certificate(engine, world.refs["r8"])
     assert all(request == entry.request.request_id for entry in batches[0].entries)
-    # a step of their own would hold the request up
+    # a step of their own would hold the request up, and so would many of their rows in one
     assert all(any(entry.request.probe is None for entry in batch.entries) for batch in batches)
+    rows = [sum(e.num_tokens for e in batch.entries if e.request.probe is not None) for batch in batches]
+    assert max(rows) == MIN_PROBE_ROWS
     mixed = max(batches, key=lambda batch: len(batch.adapters))
     assert len(mixed.adapters) == 2
     assert mixed.adapters[0][1] > 0
