@@ -97,11 +97,17 @@ class Servers:
         self.num_live = 1 + len(live)
 
     async def _run(self) -> None:
+        is_failing = False
         while True:
             try:
                 await self.beat()
-            except LoraserveError as error:
-                logger.warning("this server's beat isn't written: %s", error)
-            except Exception:
-                logger.exception("this server's beat failed")
+                is_failing = False
+            except Exception as error:
+                # once per outage: a beat comes every other second
+                if not is_failing:
+                    foreseen = isinstance(error, LoraserveError)
+                    logger.warning(
+                        "this server's beats aren't written: %s", error, exc_info=None if foreseen else error
+                    )
+                is_failing = True
             await asyncio.sleep(LIMITS.server_beat_s)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import NoReturn
+
 import pytest
 from sqlalchemy import func, select
 
 from loraserve.db.models import ServerRow
 from loraserve.db.session import Database
+from loraserve.errors import DatabaseUnavailable
 from loraserve.limits import LIMITS
 from loraserve.tenancy.servers import Servers
 
@@ -77,6 +81,31 @@ async def test_one_that_closes_leaves_at_once(database: Database, clock: Clock) 
     await leaving.close()
     await here.beat()
     assert (here.num_live, await num_rows(database)) == (1, 1)
+
+
+async def test_while_the_database_is_away_the_last_count_stands_and_one_warning_says_so(
+    database: Database, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("loraserve.tenancy.servers.LIMITS", LIMITS.__class__(server_beat_s=0.001))
+    here, other = Servers(database, monotonic=clock), Servers(database, monotonic=clock)
+    for _ in range(2):
+        await other.beat()
+        await here.beat()
+    num_tries = 0
+
+    def away() -> NoReturn:
+        nonlocal num_tries
+        num_tries += 1
+        raise DatabaseUnavailable("away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(database, "write", away)
+        here.start()
+        while num_tries < 5:
+            await asyncio.sleep(0.001)
+        assert here.num_live == 2
+        await here.close()
+    assert [record.levelname for record in caplog.records if "beats" in record.message] == ["WARNING"]
 
 
 async def test_one_whose_row_was_removed_writes_it_again(database: Database, clock: Clock) -> None:
