@@ -67,6 +67,16 @@ async def test_a_grant_that_is_taken_back_counts_at_once(
     assert (await ask(globex, "acme/sql")).status_code == 404
 
 
+async def test_a_restored_adapter_is_granted_as_it_was(
+    client: httpx2.AsyncClient, globex: httpx2.AsyncClient, grant: Any, services: Services, acme: Any
+) -> None:
+    await grant()
+    await services.registry.delete(acme.caller.tenant, "sql", actor="test")
+    assert (await ask(globex, "acme/sql")).status_code == 404
+    await services.registry.tombstones.restore(acme.caller.tenant, "sql", actor="test")
+    assert (await ask(globex, "acme/sql")).status_code == 200
+
+
 async def test_granted_adapters_are_listed_under_their_owners_name(
     client: httpx2.AsyncClient, globex: httpx2.AsyncClient, grant: Any
 ) -> None:
