@@ -128,7 +128,7 @@ class Limits:
     """And after so long in the database."""
     max_usage_journal_bytes: int = 4 * MIB
     """Beyond it the journal is summed up. It grows only while the database is away."""
-    max_usage_rows: int = 100_000
+    max_usage_rows: int = 50_000
     """In one answer as CSV."""
     # how long an answer of the database may be used again
     auth_cache_s: float = 5.0

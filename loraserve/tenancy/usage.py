@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 
-from sqlalchemy.exc import DataError, IntegrityError
-
 from loraserve.db.session import Clock, Database, utc_now
 from loraserve.errors import LoraserveError
 from loraserve.limits import LIMITS
@@ -231,19 +229,19 @@ class UsageMeter:
     async def _recover(self, journal: LeftBehind) -> bool:
         now = self._clock()
         entries = await asyncio.to_thread(journal.entries)
-        try:
-            async with self.database.write() as session:
-                counted = await counted_sequence(session, journal.id, now)
-                totals: Totals = {}
-                for entry in entries:
-                    if entry.sequence > counted:
-                        add_to(totals, entry.amounts)
-                if totals:
-                    await count(session, journal.id, entries[-1].sequence, totals, now)
-        except (IntegrityError, DataError):
+        strangers: frozenset[str] = frozenset()
+        async with self.database.write() as session:
+            counted = await counted_sequence(session, journal.id, now)
+            totals: Totals = {}
+            for entry in entries:
+                if entry.sequence > counted:
+                    add_to(totals, entry.amounts)
+            if totals:
+                strangers = await count(session, journal.id, entries[-1].sequence, totals, now)
+        if strangers:
             refused = await asyncio.to_thread(journal.set_aside)
             logger.error(
-                "the journal of usage %s isn't of this database; it is kept as it is, and not counted", refused
+                "%s has usage of tenants that this database doesn't know; it is kept, and theirs not counted", refused
             )
             return False
         await asyncio.to_thread(journal.remove)
@@ -261,9 +259,14 @@ class UsageMeter:
         unit, now = self._unit, self._clock()
         async with self.database.write() as session:
             # A commit may have gone well though its answer never came.
+            strangers: frozenset[str] = frozenset()
             if await counted_sequence(session, self._journal.id, now) < unit.sequence:
-                await count(session, self._journal.id, unit.sequence, unit.totals, now)
+                strangers = await count(session, self._journal.id, unit.sequence, unit.totals, now)
         self._unit = None
+        if strangers:
+            # Another database was put in its place while the server ran.
+            lost = {str(key): str(amounts) for key, amounts in unit.totals.items() if key.tenant in strangers}
+            logger.error("the database doesn't know tenants whose usage isn't counted: %s", lost)
         self._counted = unit.sequence
 
     async def _run(self) -> None:

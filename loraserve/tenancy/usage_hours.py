@@ -10,7 +10,7 @@ from sqlalchemy import delete, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from loraserve.db.models import UsageHour, UsageJournal
+from loraserve.db.models import Tenant, UsageHour, UsageJournal
 from loraserve.tenancy.journal import Amounts, UsageKey
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -31,11 +31,16 @@ async def counted_sequence(session: AsyncSession, journal: str, now: datetime) -
 
 async def count(
     session: AsyncSession, journal: str, sequence: int, totals: Mapping[UsageKey, Amounts], now: datetime
-) -> None:
-    """The totals are added to their hours, and the journal is counted up to `sequence`, both or none."""
+) -> frozenset[str]:
+    """The totals are added to their hours, and the journal is counted up to `sequence`, both or none.
+
+    Returns:
+        Tenants that this database doesn't know. What they used isn't added anywhere.
+    """
     insert = _insert(session)
+    strangers = await _strangers(session, {key.tenant for key in totals})
     # One order for everybody: two replicas never wait for each other's rows.
-    keys = sorted(totals)
+    keys = sorted(key for key in totals if key.tenant not in strangers)
     for start in range(0, len(keys), _ROWS_PER_STATEMENT):
         rows = [_row(key, totals[key]) for key in keys[start : start + _ROWS_PER_STATEMENT]]
         statement = insert(UsageHour).values(rows)
@@ -46,6 +51,16 @@ async def count(
     statement = insert(UsageJournal).values(**values)
     moved = {"sequence": sequence, "updated_at": now}
     await session.execute(statement.on_conflict_do_update(index_elements=["id"], set_=moved))
+    return strangers
+
+
+async def _strangers(session: AsyncSession, tenants: set[str]) -> frozenset[str]:
+    known: set[str] = set()
+    ordered = sorted(tenants)
+    for start in range(0, len(ordered), _ROWS_PER_STATEMENT):
+        query = select(Tenant.id).where(Tenant.id.in_(ordered[start : start + _ROWS_PER_STATEMENT]))
+        known.update(await session.scalars(query))
+    return frozenset(tenants - known)
 
 
 async def forget_journal(session: AsyncSession, journal: str) -> None:

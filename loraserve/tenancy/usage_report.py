@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 from collections.abc import Mapping, Sequence
@@ -109,8 +110,7 @@ class UsageReports:
         check_limit(limit)
         position = _read_cursor(cursor, query)
         await self._meter.flush()
-        async with self._database.read() as session:
-            return await _page(session, query, limit, position)
+        return await self._page(query, limit, position)
 
     async def all(self, query: UsageQuery) -> list[UsageSum]:
         """Every sum.
@@ -119,8 +119,7 @@ class UsageReports:
             InvalidRequest: they are more than `LIMITS.max_usage_rows`.
         """
         await self._meter.flush()
-        async with self._database.read() as session:
-            page = await _page(session, query, LIMITS.max_usage_rows, None)
+        page = await self._page(query, LIMITS.max_usage_rows, None)
         if page.next_cursor is not None:
             raise InvalidRequest(
                 f"There are more than {LIMITS.max_usage_rows} sums.",
@@ -128,10 +127,20 @@ class UsageReports:
             )
         return list(page.items)
 
+    async def _page(self, query: UsageQuery, limit: int, after: tuple[str | int, ...] | None) -> Page[UsageSum]:
+        columns = _columns(query.group_by)
+        async with self._database.read() as session:
+            rows, last = await _rows(session, query, limit, after)
+            names = await _tenant_names(session, rows, columns)
+        # Thousands of sums are no reason to keep streams waiting.
+        sums = await asyncio.to_thread(_sums, rows, columns, names)
+        return Page(tuple(sums), None if last is None else _write_cursor(last))
 
-async def _page(
+
+async def _rows(
     session: AsyncSession, query: UsageQuery, limit: int, after: tuple[str | int, ...] | None
-) -> Page[UsageSum]:
+) -> tuple[Sequence[Row[Any]], tuple[str | int, ...] | None]:
+    """The rows of a page: its groups' columns, a price, amounts. And the last group, if there are more behind it."""
     keys = _keys(session, query.group_by)
     amounts = [func.sum(getattr(UsageHour, name)) for name in Amounts.__struct_fields__]
     last = None
@@ -143,14 +152,12 @@ async def _page(
             groups = groups.where(tuple_(*keys) > tuple_(*after))
         found = [tuple(row) for row in await session.execute(groups)]
         if not found:
-            return Page((), None)
+            return [], None
         shown = found[:limit]
         last = shown[-1] if len(found) > limit else None
         statement = statement.where(tuple_(*keys) >= tuple_(*shown[0]), tuple_(*keys) <= tuple_(*shown[-1]))
     statement = statement.group_by(*keys, UsageHour.price).order_by(*keys, UsageHour.price)
-    rows = (await session.execute(statement)).all()
-    names = await _tenant_names(session, rows, _columns(query.group_by))
-    return Page(tuple(_sums(rows, query.group_by, names)), None if last is None else _write_cursor(last))
+    return (await session.execute(statement)).all(), last
 
 
 def _columns(group_by: Sequence[str]) -> tuple[str, ...]:
@@ -208,8 +215,8 @@ async def _tenant_names(session: AsyncSession, rows: Sequence[Row[Any]], columns
     return names
 
 
-def _sums(rows: Sequence[Row[Any]], group_by: Sequence[str], names: Mapping[str, str]) -> list[UsageSum]:
-    columns = _columns(group_by)
+def _sums(rows: Sequence[Row[Any]], columns: Sequence[str], names: Mapping[str, str]) -> list[UsageSum]:
+    """One of each group and currency, whatever the number of its prices."""
     sums: dict[tuple[Any, ...], UsageSum] = {}
     for row in rows:
         key, tag, amounts = row[: len(columns)], row[len(columns)], Amounts(*map(int, row[len(columns) + 1 :]))

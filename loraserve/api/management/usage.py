@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
 from datetime import UTC, date, datetime
@@ -95,7 +96,7 @@ async def get_usage(
         group_by=tuple(filter(None, group_by.split(","))),
     )
     if _wants_csv(request, format):
-        content = _csv(await reports.all(query), query.group_by)
+        content = await asyncio.to_thread(_csv, await reports.all(query), query.group_by)
         headers = {"ETag": content_etag(content), "Content-Disposition": 'attachment; filename="usage.csv"'}
         return Response(content, headers=headers, media_type=_CSV)
     page = await reports.page(query, limit=limit, cursor=cursor)

@@ -195,18 +195,36 @@ async def test_a_full_disk_refuses_nothing_and_loses_nothing(
     assert await counted(database) == [("sql", 1, 0, 5, 12)]
 
 
-async def test_a_journal_of_another_database_is_set_aside_and_kept(
+async def test_a_journal_with_tenants_of_another_database_is_counted_for_the_others_and_kept(
     database: Database, meter: UsageMeter, folder: Path, acme: TenantId
 ) -> None:
     stranger = UsageMeter(database, folder)
     stranger.record(event(TenantId("0" * 26), 5))
+    stranger.record(event(acme, 2))
     stranger.seal()
     die(stranger)
     assert await meter.recover() == 0
     assert f"{stranger._journal.id}.refused" in names(folder)
-    meter.record(event(acme, 1))
+    assert await meter.recover() == 0
+    assert await counted(database) == [("sql", 1, 0, 2, 12)]
+
+
+async def test_a_tenant_that_the_database_lost_keeps_nobody_elses_usage_waiting(
+    database: Database, meter: UsageMeter, acme: TenantId, caplog: pytest.LogCaptureFixture
+) -> None:
+    meter.record(event(TenantId("0" * 26), 5))
+    meter.record(event(acme, 2))
     await meter.flush()
-    assert await counted(database) == [("sql", 1, 0, 1, 12)]
+    assert await counted(database) == [("sql", 1, 0, 2, 12)]
+    assert "0" * 26 in caplog.text
+
+
+async def test_a_thousand_adapters_are_counted_at_once(database: Database, meter: UsageMeter, acme: TenantId) -> None:
+    for number in range(1200):
+        meter.record(event(acme, number, adapter=f"a-{number}"))
+    await meter.flush()
+    found = await counted(database)
+    assert (len(found), sum(row[3] for row in found)) == (1200, 1199 * 600)
 
 
 async def test_a_closed_meter_leaves_neither_a_file_nor_a_row(database: Database, folder: Path, acme: TenantId) -> None:
@@ -236,7 +254,7 @@ async def test_recorded_events_go_to_the_database_by_themselves(
     monkeypatch.setattr(usage, "LIMITS", Limits(usage_journal_s=0.01, usage_flush_s=0.02))
     meter.start()
     meter.record(event(acme, 5))
-    for _ in range(200):
+    for _ in range(1000):
         if await counted(database):
             break
         await asyncio.sleep(0.01)
