@@ -8,16 +8,17 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
 
 from loraserve.config import EngineConfig
 from loraserve.engine import messages as m
+from loraserve.engine.live_request import LiveRequest
 from loraserve.engine.messages import GenerateRequest
-from loraserve.engine.output import Chunk, OutputProcessor, merge
+from loraserve.engine.output import Chunk, OutputProcessor
 from loraserve.engine.process import EngineProcess
+from loraserve.engine.queue_bounds import QueueBounds
 from loraserve.errors import (
     AdapterRejected,
     EngineCrashed,
@@ -35,9 +36,7 @@ from loraserve.types import (
     Certificate,
     Digest,
     EngineStats,
-    FinishReason,
     RequestId,
-    TokenOutput,
 )
 
 __all__ = ["Chunk", "EngineClient", "GenerateRequest"]
@@ -48,60 +47,8 @@ _MAX_FAILED_STARTS = 5
 _MAX_RESTART_DELAY_S = 5.0
 _STABLE_S = 10.0
 _REPLAY_PATIENCE_S = 10.0
-_NUM_STEPS_IN_FLIGHT = 2
-"""An engine may launch a step before it has sent the results of the one before: a request's step is known to have gone well once the token after its own is there."""
 _REPLAY_ALONE_S = 30.0
 """For so long new requests wait while suspects are replayed; then they are sent beside them."""
-
-
-@dataclass(slots=True, eq=False)
-class _LiveRequest:
-    """A request between admission and its end, as the server sees it. Its tokens outlive any engine process."""
-
-    request: GenerateRequest
-    output_token_ids: list[int] = field(default_factory=list)
-    outputs: list[TokenOutput] = field(default_factory=list)
-    """Received and not yet read."""
-    error: LoraserveError | None = None
-    has_news: asyncio.Event = field(default_factory=asyncio.Event)
-    is_sent: bool = False
-    """Whether the present engine process has it."""
-    num_crashes: int = 0
-    """Engine deaths in a row that it was in flight at, without a token in between."""
-    num_outputs_since_sent: int = 0
-    """Of the present engine process."""
-    has_progressed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Whether a step of the present engine process was computed for it, for certain; or nobody waits for it any more."""
-    is_finished: bool = False
-    """Whether the engine sent its last token; its reader may be behind."""
-
-    def receive(self, output: TokenOutput) -> None:
-        self.output_token_ids.extend(output.token_ids)
-        self.outputs.append(output)
-        self.is_finished = output.finish_reason is not None
-        self.num_crashes = 0
-        self.num_outputs_since_sent += 1
-        if self.is_finished or self.num_outputs_since_sent >= _NUM_STEPS_IN_FLIGHT:
-            self.has_progressed.set()
-        self.has_news.set()
-
-    def fail(self, error: LoraserveError) -> None:
-        self.error = error
-        self.has_progressed.set()
-        self.has_news.set()
-
-    async def next(self) -> TokenOutput:
-        """Return everything that came since the last call, as one output; raise what ended it otherwise."""
-        while not self.outputs:
-            if self.error is not None:
-                raise self.error
-            self.has_news.clear()
-            await self.has_news.wait()
-        output = merge(self.outputs)
-        self.outputs.clear()
-        if output.finish_reason is FinishReason.ERROR:
-            raise error_from_code(output.error_code or "", output.error_message or "The request failed.")
-        return output
 
 
 class EngineClient:
@@ -110,7 +57,7 @@ class EngineClient:
     Args:
         config: handed to each engine process.
         tokenizer: of the base; text is made here, not in the engine.
-        max_queued_requests: over the sequences that run at once; beyond it requests are refused.
+        max_queued_requests: over the sequences that run at once; beyond it those of tenants that have their part of them are refused.
         hang_timeout_s: an engine silent for so long is killed and replaced.
         on_damage: told the digest of a version, and which of its blobs the engine found damaged or gone; before whoever asked for it is.
     """
@@ -129,7 +76,7 @@ class EngineClient:
         self.stats = EngineStats()
         self._config = config
         self._tokenizer = tokenizer
-        self._max_live = config.max_num_seqs + max_queued_requests
+        self._bounds = QueueBounds(config.max_num_seqs, config.max_num_seqs + max_queued_requests)
         self._max_queue_wait_s = max_queue_wait_s
         self._hang_timeout_s = hang_timeout_s
         self._on_damage = on_damage
@@ -139,7 +86,7 @@ class EngineClient:
         self._failure: LoraserveError | None = None
         self._is_stopping = False
         self._supervisor: asyncio.Task[None] | None = None
-        self._live: dict[RequestId, _LiveRequest] = {}
+        self._live: dict[RequestId, LiveRequest] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
         self._operator_pins: dict[Digest, AdapterRef] = {}
@@ -204,6 +151,8 @@ class EngineClient:
 
         Raises:
             Overloaded: too many requests are alive, or this one waited too long for its first token.
+            RateLimited: too many of its tenant's wait.
+            DeadlineExceeded: its own time was over before its first token.
             AdapterUnavailable, EngineError: why it failed.
         """
         processor = OutputProcessor(request, self._tokenizer)
@@ -212,8 +161,7 @@ class EngineClient:
             if self._is_up:
                 self._send(live)
             try:
-                async with asyncio.timeout(self._max_queue_wait_s):
-                    output = await live.next()
+                output = await live.next(self._max_queue_wait_s)
             except TimeoutError:
                 raise Overloaded(f"No token could be made within {self._max_queue_wait_s:.0f} s.") from None
             while True:
@@ -270,18 +218,19 @@ class EngineClient:
 
     # requests
 
-    def _admit(self, request: GenerateRequest) -> _LiveRequest:
+    def _admit(self, request: GenerateRequest) -> LiveRequest:
         if self._failure is not None:
             raise EngineUnavailable(f"The engine can't be started: {self._failure}")
         if self._is_stopping:
             raise Overloaded("The server is shutting down.", retry_after_s=5.0)
-        if len(self._live) >= self._max_live:
-            raise Overloaded(f"{len(self._live)} requests are alive; no more are taken until some end.")
-        live = _LiveRequest(request)
+        self._bounds.enter(request)
+        live = LiveRequest(request)
+        if request.timeout_s is not None:
+            live.deadline_s = time.monotonic() + request.timeout_s
         self._live[request.request_id] = live
         return live
 
-    def _send(self, live: _LiveRequest) -> None:
+    def _send(self, live: LiveRequest) -> None:
         if self._process is None:
             return
         request = live.request
@@ -296,12 +245,16 @@ class EngineClient:
                 params=request.params,
                 output_token_ids=tuple(live.output_token_ids),
                 priority=request.priority,
+                weight=request.weight,
+                kv_share=request.kv_share,
+                timeout_s=live.remaining_s(time.monotonic()),
             )
         )
 
-    def _leave(self, live: _LiveRequest) -> None:
+    def _leave(self, live: LiveRequest) -> None:
         """Every ending passes here; the engine is told unless it said so itself."""
         self._live.pop(live.request.request_id, None)
+        self._bounds.leave(live.request.tenant, has_begun=live.has_begun)
         live.has_progressed.set()
         if live.is_sent and not live.is_finished and self._process is not None:
             self._process.send(m.AbortRequest(request_id=live.request.request_id))
@@ -312,6 +265,8 @@ class EngineClient:
                 for output in outputs:
                     live = self._live.get(output.request_id)
                     if live is not None:
+                        if not live.has_begun:
+                            self._bounds.note_began(live.request.tenant)
                         live.receive(output)
             case m.Heartbeat(stats=stats):
                 self.stats = stats

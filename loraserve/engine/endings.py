@@ -6,23 +6,11 @@ from loraserve.engine.request import Request
 from loraserve.errors import (
     AdapterNotReady,
     AdapterNumerics,
-    DeadlineExceeded,
     EngineError,
     InvariantViolation,
     LoraserveError,
 )
 from loraserve.memory.pager import Residency
-
-TIMEOUT = "timeout"
-"""The stop reason of an answer that ends early, since the request's own time was over."""
-
-
-def timeout_error(timeout_s: float) -> DeadlineExceeded:
-    """Its own time was over before its first token."""
-    return DeadlineExceeded(
-        f"No token could be made within the {timeout_s:g} s that the request gives itself.",
-        hint="Try again later, or with a longer timeout.",
-    )
 
 
 def overdue_error(request: Request, state: Residency, deadline_s: float) -> LoraserveError:

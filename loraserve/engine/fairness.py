@@ -1,7 +1,8 @@
 """Who has had how much: virtual token counters (VTC, arXiv:2401.00588) of tenants, and of each tenant's adapters.
 
 A counter is what was computed for somebody, in prompt tokens, by its weight. Whoever has the lowest is next. Who comes back with nothing waiting is lifted to
-the lowest of those that wait: having been away is no credit. What a tenant gets is divided among its adapters in the same way, so ten adapters have one tenant's share.
+the lowest of those that wait, less a few steps' worth: having been away is no credit but for that much, so that two or three requests of a quiet tenant that come
+close together needn't wait for one another's charges. What a tenant gets is divided among its adapters in the same way, so ten adapters have one tenant's share.
 
 One thread at a time. Nothing here knows of memory or of steps.
 """
@@ -31,6 +32,8 @@ MAX_REMEMBERED = 4096
 """Of those that have nothing in the engine, so many at most are remembered for what they had."""
 RECENT_S = 10.0
 """Service counts as recent for at least so long, and for less than twice as long."""
+MAX_LIGHT = 8
+"""A tenant with fewer requests waiting has little waiting."""
 AVERAGED_S = 0.1
 """What all had lately is added up again after so long."""
 
@@ -123,7 +126,8 @@ class Accounts:
         total_weight: of the tenants with something in the engine.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, credit: float) -> None:
+        self._credit = credit
         self.total_weight = 0.0
         self.ranking: Ranking[Account] = Ranking(_account_key)
         self._accounts: dict[TenantId, Account] = {}
@@ -201,7 +205,8 @@ class Accounts:
         account = share.account
         if not account.num_waiting:
             least = self.ranking.peek()
-            account.received = max(account.received, self._last_left if least is None else least.received)
+            reached = self._last_left if least is None else least.received
+            account.received = max(account.received, reached - self._credit)
         if not share.waiting:
             others = (other.received for other in account.shares.values() if other.waiting)
             share.received = max(share.received, min(others, default=account.last_left))
@@ -222,15 +227,16 @@ class Accounts:
             self._last_left = account.received
 
     def is_ahead(self, account: Account, now_s: float) -> bool:
-        """Whether the tenant had more than others lately, by its weight, and one of those has nothing in the queue, or a single request: it may come at any moment."""
+        """Whether the tenant had more than others lately, by its weight, and one of those had far less and has little waiting: something of it may come at any moment."""
         if self._num_recent < 2:
             return False
         if now_s - self._averaged_at_s >= AVERAGED_S:
             self._averaged_at_s = now_s
             recent = [one for one in self._accounts.values() if one.is_recent]
             self._fair_recent = sum(one.recent * one.weight for one in recent) / sum(one.weight for one in recent)
-            self._num_light = sum(one.num_waiting < 2 for one in recent)
-        return account.recent > self._fair_recent and self._num_light > (account.num_waiting < 2)
+            few = self._fair_recent / 2
+            self._num_light = sum(one.num_waiting < MAX_LIGHT and one.recent < few for one in recent)
+        return account.recent > self._fair_recent and self._num_light > 0
 
     def age(self, now_s: float) -> None:
         """What was recent may be so no more."""

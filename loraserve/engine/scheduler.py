@@ -24,11 +24,12 @@ from operator import attrgetter
 from typing import Any, Protocol
 
 from loraserve.engine.activation import find_activation
-from loraserve.engine.endings import TIMEOUT, numerics_error, overdue_error, timeout_error
+from loraserve.engine.endings import numerics_error, overdue_error
 from loraserve.engine.fairness import OUTPUT_COST, PROMPT_COST, Account, Accounts
 from loraserve.engine.line import Line, Turns
 from loraserve.engine.request import Pin, Request, Status
 from loraserve.engine.scheduled import ScheduledRequest, StepResult, take_part
+from loraserve.engine.timeouts import TIMEOUT, timeout_error
 from loraserve.errors import InvariantViolation, LoraserveError
 from loraserve.limits import LIMITS
 from loraserve.memory.facts import AdapterFacts
@@ -45,6 +46,8 @@ LOOK_AHEAD = 16
 """Of the requests that wait, so many of the first have their adapters read while they wait for a place in a step."""
 LOOK_AGAIN = 16
 """Who those are is looked up again after so many steps, if nobody came or began before."""
+CREDIT_STEPS = 4
+"""So many steps full of prompt tokens a tenant that comes back may have had less than others: beyond that, having been away is no credit."""
 PROBE_DIVISOR, MIN_PROBE_ROWS = 8, 4
 """Beside requests, a step has a probe's row for each so many of theirs, and so many at least: a certificate takes longer, and nobody's next token much."""
 AHEAD_DIVISOR = 4
@@ -118,7 +121,7 @@ class Scheduler:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._clock = clock
         self._requests: dict[RequestId, Request] = {}
-        self._accounts = Accounts()
+        self._accounts = Accounts(CREDIT_STEPS * token_budget * PROMPT_COST)
         self._line = Line(self._accounts)
         self._running: list[Request] = []  # sorted by order
         self._failed: list[TokenOutput] = []

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from loraserve.engine.fairness import OUTPUT_COST, PROMPT_COST
 from loraserve.engine.request import Request, Status
-from loraserve.engine.scheduler import AHEAD_DIVISOR, MAX_FAIR_PREEMPTIONS
+from loraserve.engine.scheduler import AHEAD_DIVISOR, CREDIT_STEPS, MAX_FAIR_PREEMPTIONS
 from loraserve.memory.pager import Residency
-from loraserve.types import TenantId
+from loraserve.types import FinishReason, TenantId
 
 from .conftest import Harness, make_ref, make_request
 
@@ -103,13 +103,14 @@ def test_a_priority_below_zero_is_before_every_tenant() -> None:
     assert behind.status is Status.WAITING
 
 
-def test_having_been_away_is_no_credit() -> None:
+def test_having_been_away_is_a_credit_of_a_few_steps_at_most() -> None:
     harness = Harness(max_num_seqs=2)
     harness.add(*[make_request(16, tenant="steady") for _ in range(300)])
-    served(harness, 100)
-    harness.add(*[make_request(16, tenant="back") for _ in range(100)])
-    total = served(harness, 40)
-    assert total["back"] == pytest.approx(total["steady"], rel=0.2)
+    served(harness, 200)
+    harness.add(*[make_request(16, tenant="back") for _ in range(150)])
+    total = served(harness, 150)
+    assert total["steady"] > 600
+    assert 0 <= total["back"] - total["steady"] <= CREDIT_STEPS * 32 * PROMPT_COST + 2 * 22
 
 
 def test_what_is_found_in_the_prefix_cache_is_not_charged(harness: Harness) -> None:
@@ -272,6 +273,41 @@ def test_the_only_running_request_of_a_tenant_may_hold_more_than_its_part() -> N
     harness.run()
     assert request.num_output_tokens == 10
     assert request.num_preemptions == 0
+
+
+# a request's own time
+
+
+def test_a_request_whose_time_is_over_before_its_first_token_is_told(harness: Harness) -> None:
+    request = make_request(adapter="cold", timeout_s=2.0, arrival_s=1.0)
+    harness.add(request, make_request(max_tokens=9))
+    harness.step()
+    harness.now = 2.9
+    assert harness.step()[1][0].finish_reason is None
+    harness.now = 3.0
+    output = next(one for one in harness.step()[1] if one.request_id == request.request_id)
+    assert (output.finish_reason, output.error_code) == (FinishReason.ERROR, "deadline_exceeded")
+    assert "2 s" in str(output.error_message)
+    check(harness)
+
+
+def test_a_request_whose_time_is_over_ends_with_the_tokens_that_it_has(harness: Harness) -> None:
+    harness.adapters.set("a", Residency.RESIDENT)
+    request = make_request(adapter="a", max_tokens=50, timeout_s=2.0)
+    harness.add(request)
+    harness.step()
+    harness.now = 2.0
+    _, (output,) = harness.step()
+    assert (output.finish_reason, output.stop_reason, output.token_ids) == (FinishReason.LENGTH, "timeout", ())
+    assert request.num_output_tokens == 1
+    assert (harness.kv.num_held, sum(harness.adapters.pins.values())) == (0, 0)
+
+
+def test_times_of_requests_that_have_ended_are_forgotten(harness: Harness) -> None:
+    for _ in range(500):
+        harness.add(make_request(1, max_tokens=1, timeout_s=3600.0))
+        harness.step()
+    assert len(harness.scheduler._timeouts) < 100
 
 
 # bounds
