@@ -352,6 +352,10 @@ class ResumableUploads:
         return row
 
 
+class BytesLost(Conflict):
+    """What was uploaded is no longer stored as it came: it must come again."""
+
+
 class StoredWeights:
     """A blob that is in the store already, in the place of staged bytes."""
 
@@ -362,7 +366,7 @@ class StoredWeights:
 
     def read(self) -> memoryview:
         """Raises:
-        Conflict: what is stored isn't what came.
+        BytesLost: what is stored isn't what came.
         StorageError
         """
         try:
@@ -375,8 +379,8 @@ class StoredWeights:
         return self.digest
 
 
-def _lost() -> Conflict:
-    return Conflict("The uploaded bytes are damaged or gone.", hint="Announce the upload anew, and send it again.")
+def _lost() -> BytesLost:
+    return BytesLost("The uploaded bytes are damaged or gone.", hint="Announce the upload anew, and send it again.")
 
 
 async def remove_upload(session: AsyncSession, row: Upload, now: datetime) -> None:

@@ -45,6 +45,9 @@ def test_sizes_are_read(text: object, expected: int) -> None:
         ({"admin_key": "short"}, "--admin-key: should have 32"),
         ({"model_id": "a b"}, "--model-id: "),
         ({"colour": "red"}, "--colour is unknown"),
+        ({"retention_s": -1}, "--retention-s: "),
+        ({"pull_allow": "https://example.org/*"}, "--pull-allow: should be patterns"),
+        ({"pull_allow": "s3://models/../*"}, "--pull-allow: should be patterns"),
     ],
 )
 def test_a_bad_flag_is_named(flags: dict[str, object], named: str) -> None:
@@ -121,3 +124,15 @@ def test_a_gpu_holds_no_adapter_in_fp32() -> None:
 def test_an_error_of_ranks_is_a_part_of_one(value: str) -> None:
     with pytest.raises(ConfigError, match="--adapter-rank-error: "):
         Settings.load(model="m", adapter_rank_error=value)
+
+
+def test_patterns_of_what_may_be_pulled_are_read_from_each_place(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    expected = ("hf://acme/*", "s3://models/sql/*")
+    assert Settings.load(model="m").pull_allow == ()
+    assert Settings.load(model="m", pull_allow="hf://acme/*, s3://models/sql/*").pull_allow == expected
+    (tmp_path / "loraserve.toml").write_text('pull-allow = ["hf://acme/*", "s3://models/sql/*"]\n')
+    assert Settings.load(model="m").pull_allow == expected
+    monkeypatch.setenv("LORASERVE_PULL_ALLOW", "s3://b/*")
+    assert Settings.load(model="m").pull_allow == ("s3://b/*",)

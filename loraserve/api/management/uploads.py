@@ -18,10 +18,10 @@ from loraserve.api.management.answers import ROOT, answer, answer_once, content_
 from loraserve.api.management.bodies import Body, read_body
 from loraserve.api.management.resources import Resource
 from loraserve.api.services import services_of
-from loraserve.errors import Conflict, InvalidRequest, PayloadTooLarge
+from loraserve.errors import InvalidRequest, PayloadTooLarge
 from loraserve.limits import LIMITS
 from loraserve.registry.records import Published
-from loraserve.registry.resumable import UploadRecord
+from loraserve.registry.resumable import BytesLost, UploadRecord
 from loraserve.tenancy.auth import Caller
 from loraserve.tenancy.idempotency import Once, StoredResponse
 from loraserve.types import Digest
@@ -152,7 +152,7 @@ async def publish_stored(
     Raises:
         InvalidRequest: the body isn't that.
         UploadNotFound: there is no such upload, or bytes are missing.
-        Conflict: its bytes are damaged or gone: they must be sent again.
+        BytesLost: its bytes are damaged or gone: they must be sent again.
     """
     uploads = services_of(request).registry.uploads
     config, blob = _read_publish(await _read_bounded(request.stream()))
@@ -171,7 +171,7 @@ async def publish_stored(
                 is_dry_run=is_dry_run,
                 once=once,
             )
-        except Conflict:
+        except BytesLost:
             # what is stored isn't what came, so that nothing says any more that it needn't come again
             await uploads.resumable.forget(caller.tenant, stored.digest)
             raise

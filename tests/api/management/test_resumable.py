@@ -213,6 +213,18 @@ async def test_bytes_that_were_damaged_since_must_come_again(
     assert (await publish(acme, config, blob)).status_code == 201
 
 
+async def test_a_refused_publish_leaves_the_upload(
+    acme: httpx2.AsyncClient, files: Upload, make_upload: Callable[..., Upload]
+) -> None:
+    config, data = files
+    other = make_upload(1)[1]
+    blob, other_blob = await uploaded(acme, data), await uploaded(acme, other)
+    headers = {"Idempotency-Key": "k"}
+    assert (await publish(acme, config, blob, headers=headers)).status_code == 201
+    assert (await publish(acme, config, other_blob, headers=headers)).status_code == 422
+    assert (await publish(acme, config, other_blob)).status_code == 201
+
+
 @pytest.mark.parametrize(
     "content_range",
     ["", "bytes */10", "bytes 5-4/10", "bytes 0-10/10", "items 0-9/10", "bytes 0-9/*", "bytes 0-99999999999999999/9"],
