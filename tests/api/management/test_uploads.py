@@ -134,9 +134,7 @@ async def test_a_malformed_body_is_a_400_and_leaves_nothing(
     assert list((store.root / "staging").iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "kind", ["text/json", "multipart/form-data", "multipart/form-data; boundary=" + "x" * 71, ""]
-)
+@pytest.mark.parametrize("kind", ["text/json", "multipart/form-data", "multipart/form-data; boundary=" + "x" * 71, ""])
 async def test_another_content_type_is_refused(acme: httpx2.AsyncClient, kind: str) -> None:
     response = await acme.post("/adapters/sql/versions", content=b"{}", headers={"Content-Type": kind})
     assert (response.status_code, response.json()["errors"][0]["field"]) == (400, "Content-Type")
