@@ -13,7 +13,7 @@ help:
 	@echo "make test             run all tests (ARGS='-m \"not slow\"' to choose)"
 	@echo "make check            formatting, lint, types, import directions, migrations"
 	@echo "make bench            our server and PEFT on the same work (ARGS='--size S --quick')"
-	@echo "make bench ARGS=PART  thousands of adapters: registered, churn, trace or metering (ARGS='registered --quick')"
+	@echo "make bench ARGS=PART  thousands of adapters, and tenants: registered, churn, trace, metering or fairness (ARGS='registered --quick')"
 	@echo "make gpu              checks and benchmarks of the GPU's kernels, under ten minutes (ARGS=--tiny: a dry run without a GPU)"
 
 # pip alone understands where this project's torch comes from; constraints.txt pins it, so that nothing pulls another.

@@ -6,7 +6,7 @@ import importlib
 import signal
 import sys
 
-PARTS = ("registered", "churn", "trace", "metering")
+PARTS = ("registered", "churn", "trace", "metering", "fairness")
 
 
 def main(arguments: list[str]) -> None:

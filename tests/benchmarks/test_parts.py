@@ -30,7 +30,7 @@ def make_turn(tokens_per_s: float) -> Turn:
     return Turn(make_summary(tokens_per_s), SEEN, HITS)
 
 
-@pytest.mark.parametrize("part", [*PARTS, "pushing", "registering", "loading"])
+@pytest.mark.parametrize("part", [*PARTS, "pushing", "registering", "loading", "noisy"])
 def test_every_part_says_what_it_does(part: str, capsys: pytest.CaptureFixture[str]) -> None:
     module = importlib.import_module(f"benchmarks.{part}")
     with pytest.raises(SystemExit, match="0"):

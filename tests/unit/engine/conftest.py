@@ -158,13 +158,16 @@ class Harness:
 
     def step(self, token_id: int = 1, **result: object) -> tuple[list[ScheduledRequest], list[TokenOutput]]:
         scheduled = self.schedule()
+        outputs = self.update(scheduled, token_id, **result)
+        assert self.kv.check() == []
+        return scheduled, outputs
+
+    def update(self, scheduled: list[ScheduledRequest], token_id: int = 1, **result: object) -> list[TokenOutput]:
         results = [
             StepResult(token_id if entry.is_sampled and entry.request.params.max_tokens else None, **result)  # type: ignore[arg-type]
             for entry in scheduled
         ]
-        outputs = self.scheduler.take_failed() + self.scheduler.update(scheduled, results)
-        assert self.kv.check() == []
-        return scheduled, outputs
+        return self.scheduler.take_failed() + self.scheduler.update(scheduled, results)
 
     def run(self, max_steps: int = 1000) -> list[TokenOutput]:
         outputs = []
