@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote, unquote_plus, urlsplit
 
 import typer
 
@@ -221,12 +221,20 @@ def _secrets(flags: dict[str, Any]) -> list[str]:
         urls.append(settings.database_url)
         found.append(settings.admin_key.get_secret_value() if settings.admin_key is not None else "")
     for url in urls:
-        try:
-            password = urlsplit(url or "").password or ""
-        except ValueError:
-            password = ""
-        found += [password, unquote(password)]
+        found += _passwords(url or "")
     return sorted({secret for secret in found if secret}, key=len, reverse=True)
+
+
+def _passwords(url: str) -> list[str]:
+    """Those of a URL, as they stand there and decoded: of its user, and of the options that PostgreSQL takes behind a question mark."""
+    try:
+        parts = urlsplit(url)
+        password = parts.password or ""
+    except ValueError:
+        return []
+    options = (option.partition("=") for option in parts.query.split("&"))
+    written = [password, *(value for name, _, value in options if "pass" in name.lower())]
+    return [*written, *map(unquote_plus, written), *map(unquote, written)]
 
 
 def _show(output: Output, checks: list[Check]) -> None:

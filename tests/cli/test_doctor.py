@@ -78,8 +78,11 @@ def test_doctor_agrees_with_a_server_of_the_same_settings_and_tells_of_others(
     assert {"base", "budget", "kv_blocks", "adapter_budget", "adapters"} <= different
 
 
-def test_doctor_shows_no_secret(examine: Callable[..., Done], real_server: Any) -> None:
-    key, url = "sk-lora-not-a-key-of-anybody", "postgresql://somebody:s3cret-p4ss@127.0.0.1:9/registry"
+@pytest.mark.parametrize(
+    "place", ["somebody:s3cret-p4ss@127.0.0.1:9/registry", "127.0.0.1:9/registry?password=s3cret-p4ss"]
+)
+def test_doctor_shows_no_secret(examine: Callable[..., Done], real_server: Any, place: str) -> None:
+    key, url = "sk-lora-not-a-key-of-anybody", f"postgresql://{place}"
     done = examine("--database-url", url, LORASERVE_URL=real_server.url, LORASERVE_API_KEY=key)
     assert done.code == 1
     assert "fail  database" in done.output

@@ -72,7 +72,7 @@ def compile_adalora(
     unsupported = refusals(config, FIELDS)
     init_r, alpha = _numbers(config, limits, malformed)
     kept = _kept_ranks(config, malformed)
-    as_lora, ranks = _unfold(tensors, malformed)
+    as_lora, ranks = _unfold(tensors, limits, malformed)
     for path, rank in ranks.items():
         meant = kept.get(path, init_r)
         if rank != meant:
@@ -150,11 +150,14 @@ def _kept_ranks(config: Mapping[str, Any], malformed: list[str]) -> dict[str, in
     return kept
 
 
-def _unfold(tensors: Mapping[str, TensorView], malformed: list[str]) -> tuple[dict[str, TensorView], dict[str, int]]:
+def _unfold(
+    tensors: Mapping[str, TensorView], limits: Limits, malformed: list[str]
+) -> tuple[dict[str, TensorView], dict[str, int]]:
     """The tensors that LoRA would have, with E multiplied into A; and each module's name in the base → its rank.
 
-    A module without a rank gets one of zeros: its tensors are there, as the config says.
+    A module without a rank gets one of zeros: its tensors are there, as the config says. They take bytes that the file doesn't, so they are counted before they are made.
     """
+    num_bytes = 0
     parts: dict[str, dict[str, TensorView]] = {}
     as_lora: dict[str, TensorView] = {}
     for name, tensor in tensors.items():
@@ -181,6 +184,12 @@ def _unfold(tensors: Mapping[str, TensorView], malformed: list[str]) -> tuple[di
             malformed.append(f"{name} has {found}: the rank must be one, and lora_E have one column.")
             continue
         ranks[name] = rank
+        num_bytes += 4 * (rank * a.shape[1] if rank else a.shape[1] + b.shape[0])
+        if num_bytes > limits.max_factors_bytes:
+            malformed.append(
+                f"The adapter would take more than {limits.max_factors_bytes:,} bytes as LoRA, in float32, with {name}."
+            )
+            break
         with np.errstate(over="ignore", invalid="ignore"):
             weighted = as_float32(a) * as_float32(e)
         as_lora[f"{path}.lora_A.weight"] = as_view(weighted if rank else np.zeros((1, a.shape[1])))

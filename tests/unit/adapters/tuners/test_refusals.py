@@ -269,6 +269,16 @@ def test_an_adapter_that_training_has_left_no_rank_is_refused(
         compile_kind(empty, make_base())
 
 
+def test_a_module_without_a_rank_takes_no_more_memory_than_any_may(
+    saved: Callable[..., Any], compile_kind: Compile, make_base: Callable[..., BaseSpec]
+) -> None:
+    # no byte of the file holds it: only its shape says how wide it is
+    wide = TensorView("F32", (0, 1 << 40), np.zeros((0, 1), np.float32))
+    adapter = changed(saved("ADALORA"), lora_A=wide, lora_E=zeros(0, 1), lora_B=zeros(32, 0))
+    with pytest.raises(AdapterFormatError, match="would take more than 1,073,741,824 bytes as LoRA"):
+        compile_kind(adapter, make_base())
+
+
 @pytest.mark.parametrize("factor", [-1, -7, 0, 1, 4, 5, 8, 10_000])
 def test_sides_are_split_as_peft_splits_them(factor: int) -> None:
     for size in (1, 2, 7, 12, 36, 97, 128, 896, 1000, 4864):
