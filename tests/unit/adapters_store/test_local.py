@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import hashlib
 import os
 import signal
@@ -65,6 +66,32 @@ def test_a_committed_blob_reads_back_under_its_digest(store: LocalStore, size: i
     assert bytes(store.read(digest)) == data
     assert store.num_bytes(digest) == size
     assert list(store.iter_digests()) == [digest]
+
+
+@pytest.mark.parametrize("size", [0, 1, (1 << 20), (2 << 20) + 5])
+def test_a_blob_comes_in_pieces_too(store: LocalStore, size: int) -> None:
+    data = os.urandom(size)
+    assert b"".join(store.read_pieces(put(store, data))) == data
+
+
+def test_of_a_damaged_blob_the_last_piece_never_comes(store: LocalStore) -> None:
+    data = bytearray(os.urandom((1 << 20) + 5))
+    digest = put(store, bytes(data))
+    data[0] ^= 1
+    replace_content(blob_path(store, digest), bytes(data))
+    pieces = store.read_pieces(digest)
+    assert len(next(pieces)) == 1 << 20
+    with pytest.raises(BlobCorrupt, match="hash to"):
+        next(pieces)
+
+
+def test_pieces_that_nobody_takes_hold_no_file_open(store: LocalStore) -> None:
+    digest = put(store)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        store.read_pieces(digest)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_what_read_returns_is_the_callers_own(store: LocalStore) -> None:
