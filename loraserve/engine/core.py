@@ -11,6 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
+
 from loraserve.config import EngineConfig
 from loraserve.engine.activation import find_activation
 from loraserve.engine.batch import Batch, build_batch
@@ -131,13 +133,16 @@ class Engine:
 
     def add(self, message: AddRequest) -> None:
         """Queue a request, or the rest of one whose first tokens were sent before a crash."""
-        if message.adapter is not None:
-            self._lookups[self.pager.tier(message.adapter.digest)] += 1
+        adapter = message.adapter
+        if adapter is not None:
+            self._lookups[self.pager.tier(adapter.digest)] += 1
+            # whose turns its load takes is who asks for it, not who lent it
+            adapter = msgspec.structs.replace(adapter, tenant=message.tenant)
         self._scheduler.add(
             Request(
                 request_id=message.request_id,
                 tenant=message.tenant,
-                adapter=message.adapter,
+                adapter=adapter,
                 params=message.params,
                 token_ids=[*message.prompt_token_ids, *message.output_token_ids],
                 num_prompt_tokens=len(message.prompt_token_ids),
