@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from loraserve import Client
+from loraserve.cli.doctor import _secrets
 from loraserve.cli.main import app
 from loraserve.demo.pack import base_dir
 from loraserve.doctor import installation
@@ -79,10 +80,19 @@ def test_doctor_agrees_with_a_server_of_the_same_settings_and_tells_of_others(
 
 
 @pytest.mark.parametrize(
-    "place", ["somebody:s3cret-p4ss@127.0.0.1:9/registry", "127.0.0.1:9/registry?password=s3cret-p4ss"]
+    "place",
+    [
+        "me:s3cret%2Bp4ss@127.0.0.1/r",
+        "127.0.0.1/r?user=me&password=s3cret%2Bp4ss",
+        "127.0.0.1/r?sslpassword=s3cret%2Bp4ss",
+    ],
 )
-def test_doctor_shows_no_secret(examine: Callable[..., Done], real_server: Any, place: str) -> None:
-    key, url = "sk-lora-not-a-key-of-anybody", f"postgresql://{place}"
+def test_doctor_knows_the_passwords_of_a_database_url(place: str) -> None:
+    assert {"s3cret%2Bp4ss", "s3cret+p4ss"} <= set(_secrets({"database_url": f"postgresql://{place}"}))
+
+
+def test_doctor_shows_no_secret(examine: Callable[..., Done], real_server: Any) -> None:
+    key, url = "sk-lora-not-a-key-of-anybody", "postgresql://somebody:s3cret-p4ss@127.0.0.1:9/registry"
     done = examine("--database-url", url, LORASERVE_URL=real_server.url, LORASERVE_API_KEY=key)
     assert done.code == 1
     assert "fail  database" in done.output
