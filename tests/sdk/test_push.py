@@ -113,6 +113,19 @@ def test_broken_connection_goes_on_from_what_arrived(
     assert len(waits) == 1
 
 
+def test_line_that_breaks_often_is_no_reason_to_give_up_while_bytes_arrive(
+    server: Any, client: Client, peft_dir: Path, waits: list[float]
+) -> None:
+    server.answer_with_upload(0)
+    for received in (100_000, 200_000, 300_000, 400_000):
+        server.break_connection()
+        server.answer_with_upload(received)
+    server.answer_with_upload(SIZE)
+    server.answer_with_version()
+    client.adapters.push(peft_dir, name="sql")
+    assert len(waits) == 4
+
+
 @pytest.mark.usefixtures("three_pieces")
 def test_tries_without_a_single_byte_come_to_an_end(
     server: Any, client: Client, peft_dir: Path, waits: list[float]

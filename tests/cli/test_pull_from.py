@@ -1,0 +1,38 @@
+"""Versions that the server fetches by itself, against a real server and a hub on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Run = Callable[..., Any]
+
+
+def test_server_fetches_a_version_by_itself(here: Run) -> None:
+    done = here("adapter", "pull", "fetched", "--from", "hf://acme/sql", "--format", "json")
+    assert (done.code, done.json["state"], done.json["result"]["version"]) == (0, "done", 1)
+    assert here("adapter", "show", "fetched", "--format", "json").json["aliases"] == {"live": 1}
+    operation = done.json["id"]
+    assert operation in here("operation", "list", "--format", "quiet").stdout.splitlines()
+    assert "fetched@1" in here("operation", "show", operation).stdout
+    assert here("operation", "cancel", operation, "--format", "json").json["state"] == "done"
+
+
+def test_pull_that_fails_says_why_and_exits_1(here: Run) -> None:
+    begun = here("adapter", "pull", "unfetched", "--from", "hf://acme/nobody", "--no-wait", "--format", "quiet")
+    assert begun.code == 0
+    done = here("operation", "wait", begun.stdout.strip(), "--timeout", "30")
+    assert done.code == 1
+    assert "has no file adapter_config.json" in done.stderr
+
+
+def test_pull_from_elsewhere_than_the_operator_allows_is_refused(here: Run) -> None:
+    done = here("adapter", "pull", "foreign", "--from", "hf://elsewhere/sql")
+    assert done.code == 1
+    assert "--pull-allow" in done.stderr
+
+
+def test_unknown_operation_names_the_command_that_lists_them(here: Run) -> None:
+    done = here("operation", "show", "01NOBODY")
+    assert done.code == 1
+    assert "loraserve operation list" in done.stderr
