@@ -154,6 +154,8 @@ class Journal:
 
     def clear(self) -> None:
         """Nothing is in it: all of it is counted."""
+        if not self.num_bytes:
+            return
         with suppress(OSError):
             os.ftruncate(self._fd, 0)
             self.num_bytes = 0

@@ -27,6 +27,7 @@ _HOUR_S = 3600
 _LOOK_S = 30.0
 """Between two looks for journals that other processes left in the folder."""
 _WARN_S = 60.0
+_CLOSE_S = 10.0
 
 
 def price_tag(currency: str, price: Price) -> str:
@@ -132,6 +133,7 @@ class UsageMeter:
         """When the first of what isn't in the database was recorded."""
         self._turn = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
+        self._is_closing = asyncio.Event()
         self._warned_at = -_WARN_S
         self.recorded = Amounts()
         """Since this process started."""
@@ -147,7 +149,10 @@ class UsageMeter:
 
     async def close(self) -> None:
         """What was recorded is in the database; where that can't be reached, in the journal, which the next start counts."""
+        self._is_closing.set()
         if self._task is not None:
+            # A transaction under way comes to its end.
+            await asyncio.wait({self._task}, timeout=_CLOSE_S)
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
@@ -271,7 +276,7 @@ class UsageMeter:
 
     async def _run(self) -> None:
         looked = flushed = -1e9
-        while True:
+        while not self._is_closing.is_set():
             now = self._monotonic()
             try:
                 self.seal()
@@ -287,7 +292,9 @@ class UsageMeter:
                 flushed = self._monotonic()
                 self._warn("usage can't be counted now (%s); its journal has it", error)
                 await self._keep()
-            await asyncio.sleep(LIMITS.usage_journal_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LIMITS.usage_journal_s):
+                    await self._is_closing.wait()
 
     async def _keep(self) -> None:
         """While the database is away the journal is all there is: it doesn't grow without end, and is on the disk."""
