@@ -137,8 +137,8 @@ class Shadows:
             adapter=shadow.adapter,
             params=params,
             priority=PRIORITY,
-            max_queued=0,
             timeout_s=None,
+            is_background=True,
         )
         copy = Copy(shadow, mine, request.adapter.version)
         self._copies.add(copy)

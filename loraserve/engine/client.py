@@ -223,7 +223,8 @@ class EngineClient:
             raise EngineUnavailable(f"The engine can't be started: {self._failure}")
         if self._is_stopping:
             raise Overloaded("The server is shutting down.", retry_after_s=5.0)
-        self._bounds.enter(request)
+        if not request.is_background:
+            self._bounds.enter(request)
         live = LiveRequest(request)
         if request.timeout_s is not None:
             live.deadline_s = time.monotonic() + request.timeout_s
@@ -254,7 +255,8 @@ class EngineClient:
     def _leave(self, live: LiveRequest) -> None:
         """Every ending passes here; the engine is told unless it said so itself."""
         self._live.pop(live.request.request_id, None)
-        self._bounds.leave(live.request.tenant, has_begun=live.has_begun)
+        if not live.request.is_background:
+            self._bounds.leave(live.request.tenant, has_begun=live.has_begun)
         live.has_progressed.set()
         if live.is_sent and not live.is_finished and self._process is not None:
             self._process.send(m.AbortRequest(request_id=live.request.request_id))
@@ -265,7 +267,7 @@ class EngineClient:
                 for output in outputs:
                     live = self._live.get(output.request_id)
                     if live is not None:
-                        if not live.has_begun:
+                        if not live.has_begun and not live.request.is_background:
                             self._bounds.note_began(live.request.tenant)
                         live.receive(output)
             case m.Heartbeat(stats=stats):

@@ -40,6 +40,8 @@ class GenerateRequest(Struct, frozen=True):
     """How many of its tenant's requests may wait for their first token while every place is taken; 0: no bound of its own."""
     timeout_s: float | None = None
     """From its arrival; then it ends with what there is."""
+    is_background: bool = False
+    """Nobody waits for it: it takes no place in a queue's bounds, and so no other's. Whoever sends such requests bounds them."""
 
 
 class AddRequest(Struct, frozen=True, tag="add"):

@@ -19,6 +19,7 @@ from loraserve.api.openai.stream import EventStream, WholeAnswer
 from loraserve.api.openai.usage import Usage
 from loraserve.api.services import Services
 from loraserve.api.shadow import Copy
+from loraserve.engine.timeouts import TIMEOUT
 from loraserve.errors import (
     AdapterNumerics,
     AdapterRejected,
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
 _QUEUE_SIZE = 16
 """Chunks between the engine's stream and a slow reader; beyond it the engine's client merges what comes."""
 
-TIMEOUT = "timeout"
-"""The stop reason of an answer that ended early, since its request's time was over."""
 _LEAST_TIMEOUT_S = 0.001
 
 T = TypeVar("T")

@@ -122,6 +122,7 @@ async def test_a_copy_runs_on_the_shadow_version_and_its_answer_is_dropped(
     assert (copy.adapter, copy.tenant, copy.priority) == (shadow.adapter, live.tenant, PRIORITY)
     assert (copy.prompt_token_ids, copy.params.seed) == (live.prompt_token_ids, live.params.seed)
     assert copy.params.logprobs is None, "nobody looks at them"
+    assert (live.is_background, copy.is_background) == (False, True)
 
 
 async def test_equal_answers_are_counted_as_equal(
