@@ -297,3 +297,22 @@ def test_a_worker_does_not_spin_while_every_request_waits_for_a_place(world, mak
             worker._receive()
             engine.step()
         assert time.monotonic() - started > 0.015
+
+
+def test_a_lent_adapter_is_loaded_in_the_turn_of_who_asks(world, make_engine, monkeypatch):
+    engine = make_engine()
+    asked = []
+    request = engine.pager.request
+    monkeypatch.setattr(engine.pager, "request", lambda ref: asked.append(ref.tenant) or request(ref))
+    engine.add(
+        AddRequest(
+            request_id=RequestId("r"),
+            tenant=TenantId("borrower"),
+            adapter=world.refs["rs"],
+            prompt_token_ids=(5, 6, 7),
+            params=SamplingParams(max_tokens=1, temperature=0.0),
+        )
+    )
+    while engine.has_requests:
+        engine.step()
+    assert set(asked) == {"borrower"}
