@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 LEASE = "gc"
 _LEASE_LENGTH = timedelta(seconds=120)
-_MARKED_AT_ONCE, _DELETED_AT_ONCE, _EXPIRED_AT_ONCE = 400, 16, 50
+# Few are deleted in one transaction: on SQLite every other writer waits for it.
+_MARKED_AT_ONCE, _DELETED_AT_ONCE, _EXPIRED_AT_ONCE = 400, 8, 50
 _FIRST_PASS_S = 60.0
 
 
