@@ -217,6 +217,12 @@ class EngineStats(Struct, frozen=True):
     num_waiting: int = 0
     num_waiting_for_adapter: int = 0
     num_preemptions: int = 0
+    num_fair_preemptions: int = 0
+    """Of those, for the sake of a tenant that had less than its part, or by one that held more than it may."""
+    num_timeouts: int = 0
+    """Requests that ended since their own time was over."""
+    num_tenants: int = 0
+    """Those with a request in the engine."""
     num_kv_blocks: int = 0
     num_kv_blocks_used: int = 0
     """Referenced by a sequence."""

@@ -134,9 +134,16 @@ class EngineCollector(Collector):
         )
         yield counter("loraserve_engine_steps", "Forward passes.", stats.num_steps)
         yield counter("loraserve_engine_step_seconds", "Seconds spent in forward passes.", stats.step_s)
+        yield counter("loraserve_preemptions", "Sequences that were put back and start over.", stats.num_preemptions)
         yield counter(
-            "loraserve_preemptions", "Sequences that were put back for lack of KV blocks.", stats.num_preemptions
+            "loraserve_fair_preemptions",
+            "Of those, for a tenant that had less than its part, or by one that held more than it may.",
+            stats.num_fair_preemptions,
         )
+        yield counter(
+            "loraserve_request_timeouts", "Requests that ended since their own time was over.", stats.num_timeouts
+        )
+        yield gauge("loraserve_tenants_active", "Tenants with a request in the engine.", stats.num_tenants)
         yield counter("loraserve_engine_prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens)
         yield counter("loraserve_engine_generation_tokens", "Tokens sampled.", stats.generation_tokens)
         blocks = GaugeMetricFamily("loraserve_kv_blocks", "KV blocks by state.", labels=["state"])

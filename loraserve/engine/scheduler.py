@@ -108,6 +108,10 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_preemptions = 0
+        self.num_fair_preemptions = 0
+        """Of those, for a tenant that had less than its part of the places or of the KV blocks, or by one that held more than it may."""
+        self.num_timeouts = 0
+        """Requests that ended since their own time was over."""
         self.base_prefix_tokens_hit = 0
         self.adapter_wait_s = Timings()
         """What each request for an adapter waited for it, probes left out: counted when the wait is over, however it ended."""
@@ -318,12 +322,14 @@ class Scheduler:
             victim = self._find_over(lambda other: self._holds_more(other.share.account))
             if victim is None:
                 break
+            self.num_fair_preemptions += 1
             self._preempt(victim, step)
             has_blocks = self._reserve(request, count)
         victim = None
         if has_blocks and len(self._running) >= step.num_places:
             victim = self._find_over(lambda other: self._has_places_to_give(other.share.account))
             if victim is not None:
+                self.num_fair_preemptions += 1
                 self._preempt(victim, step)
         if not has_blocks or len(self._running) >= step.num_places:
             # In order: a later, shorter request must not starve this one of blocks.
@@ -381,6 +387,7 @@ class Scheduler:
             _, _, request = heapq.heappop(self._timeouts)
             if request.status is Status.FINISHED:
                 continue
+            self.num_timeouts += 1
             if request.num_output_tokens:
                 self._end(request)
                 output = TokenOutput(
@@ -534,6 +541,7 @@ class Scheduler:
                 account = request.share.account
                 own = [r for r in self._running if r.share.account is account and id(r) not in taken]
                 victim = own[-1]
+                self.num_fair_preemptions += 1
             elif self._reserve(request, count):
                 return True
             else:
