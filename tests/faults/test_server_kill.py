@@ -10,7 +10,10 @@ import json
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx2
@@ -19,10 +22,10 @@ from changing_worker import SHARED, Files, Worker, multipart, revision_of
 from expected_state import LIVE
 from forked_server import ForkedServer
 from server_process import ADMIN_KEY
-from sqlalchemy import func, select
+from sqlalchemy import Delete, delete, func, select
 
 from adapters_store import LocalStore
-from loraserve.db.models import AdapterVersion, AuditRow
+from loraserve.db.models import AdapterVersion, AuditRow, Lease, Upload, UploadChunk
 from loraserve.db.session import Database
 from loraserve.types import BaseSpec
 
@@ -30,6 +33,8 @@ NUM_KILLS = int(os.environ.get("LORASERVE_KILLS", "20"))
 SEED = int(os.environ.get("LORASERVE_KILLS_SEED", "20261121"))
 NUM_WORKERS = 4
 MAX_LIFE_S = 0.25
+GRACE_S = 1.0
+"""Of the collector: longer than a publish takes here."""
 
 
 @pytest.fixture
@@ -47,55 +52,129 @@ def make_files(make_upload: Callable[..., tuple[bytes, bytes]]) -> Callable[[], 
 
 
 @pytest.fixture
-def server(tmp_path: Path, small_base: BaseSpec, database_url: str) -> Iterator[ForkedServer]:
-    with ForkedServer(tmp_path / "data", small_base, {"database_url": database_url}) as server:
-        yield server
+def store(tmp_path: Path) -> LocalStore:
+    """The server's blobs."""
+    return LocalStore(tmp_path / "data" / "blobs")
 
 
-async def test_what_was_acknowledged_over_http_is_there_after_every_kill_and_nothing_is_there_by_half(
-    server: ForkedServer, make_files: Callable[[], Files], database_url: str
-) -> None:
+@dataclass
+class Tenant:
+    """Workers that change one tenant's adapters, and the adapter whose alias all of them move."""
+
+    workers: list[Worker]
+    shared_moves: dict[int, int]
+    """Revision → version, of every acknowledged move of that alias."""
+    client: httpx2.AsyncClient
+    rng: random.Random
+
+    async def change_until_killed(self, server: ForkedServer, max_life_s: float) -> None:
+        working = [asyncio.create_task(worker.work()) for worker in self.workers]
+        await asyncio.sleep(self.rng.uniform(0, max_life_s))
+        await asyncio.to_thread(server.kill)
+        await asyncio.gather(*working)
+
+    async def settle(self, store: LocalStore) -> None:
+        """After a restart: everything is as it was acknowledged."""
+        for worker in self.workers:
+            await worker.settle(store)
+        found = await self.client.get(f"/adapters/{SHARED}/aliases/{LIVE}")
+        revision, version = revision_of(found), found.json()["version"]
+        assert revision >= max(self.shared_moves), "an acknowledged move is lost"
+        assert self.shared_moves.setdefault(revision, version) == version
+
+
+@asynccontextmanager
+async def tenant_of(
+    server: ForkedServer, make_files: Callable[[], Files], *, is_restoring: bool = True
+) -> AsyncIterator[Tenant]:
     rng = random.Random(SEED)
     headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
-    server.start()
-    store = LocalStore(server.data_dir / "blobs")
-    shared_moves: dict[int, int] = {}
-    workers: list[Worker] = []
     async with httpx2.AsyncClient(base_url=f"{server.url}/api/v1", headers=headers, timeout=30) as client:
-        for number in range(NUM_WORKERS):
-            workers.append(Worker(number, client, random.Random(rng.random()), make_files, shared_moves))
         for _ in range(2):
             boundary, body = multipart(make_files())
             sent = {"Content-Type": f"multipart/form-data; boundary={boundary}"}
             (await client.post(f"/adapters/{SHARED}/versions", content=body, headers=sent)).raise_for_status()
         found = await client.get(f"/adapters/{SHARED}/aliases/{LIVE}")
-        shared_moves[revision_of(found)] = found.json()["version"]
-        for _ in range(NUM_KILLS):
-            working = [asyncio.create_task(worker.work()) for worker in workers]
-            await asyncio.sleep(rng.uniform(0, MAX_LIFE_S))
-            await asyncio.to_thread(server.kill)
-            await asyncio.gather(*working)
-            await asyncio.to_thread(server.start)
-            assert os.listdir(server.data_dir / "blobs" / "staging") == []
-            for worker in workers:
-                await worker.settle(store)
-            found = await client.get(f"/adapters/{SHARED}/aliases/{LIVE}")
-            revision, version = revision_of(found), found.json()["version"]
-            assert revision >= max(shared_moves), "an acknowledged move is lost"
-            assert shared_moves.setdefault(revision, version) == version
-    assert server.end(signal.SIGTERM) == 0
-    assert sum(worker.num_acknowledged for worker in workers) >= 5 * NUM_KILLS
-    await check_rows(database_url, store)
+        moves = {revision_of(found): found.json()["version"]}
+        workers = [
+            Worker(number, client, random.Random(rng.random()), make_files, moves, is_restoring)
+            for number in range(NUM_WORKERS)
+        ]
+        yield Tenant(workers, moves, client, rng)
 
 
-async def check_rows(database_url: str, store: LocalStore) -> None:
-    """Every version's row, the deleted ones' too, has its blobs and its one line in the audit."""
-    database = Database(database_url)
-    async with database.read() as session:
-        versions = (await session.scalars(select(AdapterVersion))).all()
-        audited = await session.scalar(select(func.count()).where(AuditRow.action == "version.publish"))
-    await database.dispose()
+async def test_what_was_acknowledged_over_http_is_there_after_every_kill_and_nothing_is_there_by_half(
+    tmp_path: Path,
+    small_base: BaseSpec,
+    database_url: str,
+    store: LocalStore,
+    make_files: Callable[[], Files],
+) -> None:
+    with ForkedServer(tmp_path / "data", small_base, {"database_url": database_url}) as server:
+        server.start()
+        async with tenant_of(server, make_files) as tenant:
+            for _ in range(NUM_KILLS):
+                await tenant.change_until_killed(server, MAX_LIFE_S)
+                await asyncio.to_thread(server.start)
+                assert os.listdir(store.root / "staging") == []
+                await tenant.settle(store)
+        assert server.end(signal.SIGTERM) == 0
+    assert sum(worker.num_acknowledged for worker in tenant.workers) >= 5 * NUM_KILLS
+    versions, num_audited = await read_rows(database_url)
+    assert num_audited == len(versions)
     for version in versions:
+        # the deleted ones' too: they can be restored
         assert store.read(version.config_blob)
         assert store.read(version.weights_blob)
-    assert audited == len(versions)
+
+
+async def test_killed_among_uploads_the_collector_takes_what_is_needless_and_nothing_else(
+    tmp_path: Path, small_base: BaseSpec, database_url: str, store: LocalStore, make_files: Callable[[], Files]
+) -> None:
+    settings = {"database_url": database_url, "retention_s": "0"}
+    settings |= {"limits.gc_grace_s": str(GRACE_S), "limits.gc_interval_s": "0.05"}
+    with ForkedServer(tmp_path / "data", small_base, settings) as server:
+        server.start()
+        async with tenant_of(server, make_files, is_restoring=False) as tenant:
+            for _ in range(3):
+                await tenant.change_until_killed(server, 3 * GRACE_S)
+                # as after two minutes: the killed server's turn is over
+                await run_on(database_url, delete(Lease))
+                await asyncio.to_thread(server.start)
+                await tenant.settle(store)
+            for worker in tenant.workers[::2]:
+                if worker.state.is_there:
+                    await worker.delete()
+            # of a publish that was acknowledged right before a kill, the upload is there still
+            await run_on(database_url, delete(UploadChunk))
+            await run_on(database_url, delete(Upload))
+            versions, _ = await read_rows(database_url)
+            gone = [version.weights_blob for version in versions if version.deleted_at is not None]
+            assert gone
+            deadline = time.monotonic() + 60
+            while any(map(store.exists, gone)):
+                assert time.monotonic() < deadline, "needless blobs are still there"
+                await asyncio.sleep(0.1)
+        assert server.end(signal.SIGTERM) == 0
+    for version in versions:
+        if version.deleted_at is None:
+            assert store.read(version.config_blob)
+            assert store.read(version.weights_blob)
+
+
+async def run_on(database_url: str, statement: Delete) -> None:
+    database = Database(database_url)
+    async with database.write() as session:
+        await session.execute(statement)
+    await database.dispose()
+
+
+async def read_rows(database_url: str) -> tuple[list[AdapterVersion], int]:
+    """Every version's row, and how many lines of the audit say that one was published."""
+    database = Database(database_url)
+    async with database.read() as session:
+        versions = list((await session.scalars(select(AdapterVersion))).all())
+        session.expunge_all()
+        audited = await session.scalar(select(func.count()).where(AuditRow.action == "version.publish"))
+    await database.dispose()
+    return versions, audited or 0

@@ -62,6 +62,8 @@ class Worker:
     make_files: Callable[[], Files]
     shared_moves: dict[int, int]
     """Revision → version, of every acknowledged move of the alias that all workers move."""
+    is_restoring: bool = True
+    """False: what is deleted is gone for good."""
     state: Expected = field(default_factory=Expected)
     pending: Expected | None = None
     files: dict[str, Files] = field(default_factory=dict)
@@ -91,9 +93,10 @@ class Worker:
         possible += [self._delete_alias] if state.aliases else []
         possible += [self._delete_version] if unused else []
         possible += [self._roll_back] * 2 if state.can_roll_back() else []
-        possible += [self._restore_version] if state.is_there and state.can_restore() else []
-        possible += [self._delete] if len(state.versions) > 2 else []
-        possible += [self._restore] * 4 if state.before_delete is not None else []
+        if self.is_restoring:
+            possible += [self._restore_version] if state.is_there and state.can_restore() else []
+            possible += [self._restore] * 4 if state.before_delete is not None else []
+        possible += [self.delete] if len(state.versions) > 2 else []
         return possible
 
     async def _publish(self) -> None:
@@ -198,7 +201,7 @@ class Worker:
         self.pending = self.state.without_version(number)
         await self._expect_204(f"/adapters/{self.name}/versions/{number}")
 
-    async def _delete(self) -> None:
+    async def delete(self) -> None:
         self.pending = self.state.deleted()
         await self._expect_204(f"/adapters/{self.name}")
 

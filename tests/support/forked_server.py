@@ -2,7 +2,7 @@
 
 All of it is real but the engine's process: a stand-in with a base of its own certifies whatever it is asked, and answers with one letter. As a program:
 
-    python forked_server.py BASE.json KEY=VALUE… < commands        # settings of loraserve serve
+    python forked_server.py BASE.json KEY=VALUE… < commands        # settings of loraserve serve; limits.KEY=VALUE: of Limits
 
 A line ``start`` on stdin, or ``start POINT=ACTION`` (as in LORASERVE_FAULTS), forks a server; its pid is a line on stdout, and so is
 how it ended (the number of the signal, negative). At the end of stdin it is killed.
@@ -26,6 +26,7 @@ import msgspec
 from server_process import ADMIN_KEY, START_S, environment, free_port
 
 from loraserve.demo.pack import base_dir
+from loraserve.limits import LIMITS
 from loraserve.types import BaseSpec
 
 
@@ -36,6 +37,7 @@ class ForkedServer:
     data_dir: Path
     base: BaseSpec
     settings: dict[str, str] = field(default_factory=dict)
+    """Of ``loraserve serve``; ``limits.KEY`` is another bound than `Limits` has."""
     port: int = field(default_factory=free_port)
     pid: int | None = None
     _program: subprocess.Popen[str] | None = None
@@ -131,6 +133,10 @@ class ForkedServer:
 
 
 def main() -> None:
+    given = dict(argument.split("=", 1) for argument in sys.argv[2:])
+    for name in [name for name in given if name.startswith("limits.")]:
+        # before anything reads one
+        object.__setattr__(LIMITS, name.removeprefix("limits."), float(given.pop(name)))
     from loraserve.api import server
     from loraserve.engine.client import EngineClient
     from loraserve.engine.messages import GenerateRequest
@@ -140,7 +146,7 @@ def main() -> None:
     from loraserve.types import AdapterRef, AdapterResidency, Certificate, FinishReason
 
     base = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=BaseSpec)
-    settings = Settings.load(**dict(argument.split("=", 1) for argument in sys.argv[2:]))
+    settings = Settings.load(**given)
 
     class StandIn(EngineClient):
         """Up at once, with `base`; finds every adapter right, and holds none."""
