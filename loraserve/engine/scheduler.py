@@ -13,30 +13,29 @@ from __future__ import annotations
 
 import heapq
 import logging
-import math
 import time
-from array import array
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 from loraserve.engine.activation import find_activation
+from loraserve.engine.adapter_waits import AdapterSource, AdapterWaits
 from loraserve.engine.endings import numerics_error, overdue_error
-from loraserve.engine.fairness import OUTPUT_COST, PROMPT_COST, Account, Accounts
+from loraserve.engine.fairness import OUTPUT_COST, PROMPT_COST, Accounts
+from loraserve.engine.holdings import Holdings
 from loraserve.engine.line import Line, Turns
-from loraserve.engine.request import Pin, Request, Status
+from loraserve.engine.request import Request, Status
 from loraserve.engine.scheduled import ScheduledRequest, StepResult, take_part
 from loraserve.engine.timeouts import TIMEOUT, timeout_error
 from loraserve.errors import InvariantViolation, LoraserveError
 from loraserve.limits import LIMITS
-from loraserve.memory.facts import AdapterFacts
 from loraserve.memory.kv_cache import BlockId, KVCache
 from loraserve.memory.pager import Residency
 from loraserve.memory.timings import Timings
-from loraserve.types import AdapterRef, Digest, FinishReason, RequestId, TokenOutput
+from loraserve.types import AdapterRef, FinishReason, RequestId, TokenOutput
 
 logger = logging.getLogger(__name__)
 
@@ -54,20 +53,6 @@ AHEAD_DIVISOR = 4
 """Prompts of tenants that had more than others lately fill a step up to this part of the token budget."""
 MAX_FAIR_PREEMPTIONS = 3
 """A request that was put back so often isn't put back for fairness' sake any more: it is one of those of which the youngest goes, and so will end."""
-
-
-class AdapterSource(Protocol):
-    """What the scheduler asks of the pager. None of the calls blocks."""
-
-    @property
-    def is_line_closed(self) -> bool: ...
-    @property
-    def mean_load_s(self) -> float: ...
-    def request(self, ref: AdapterRef) -> Residency: ...
-    def error(self, digest: Digest) -> LoraserveError | None: ...
-    def pin(self, digest: Digest) -> Pin: ...
-    def facts(self, digest: Digest) -> AdapterFacts: ...
-    def prefetch(self, refs: Sequence[AdapterRef]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -119,19 +104,21 @@ class Scheduler:
         self._adapters = adapters
         self._max_num_seqs = max_num_seqs
         self._token_budget = token_budget
-        self._adapter_deadline_s = adapter_deadline_s
-        # no request's wait for its adapter is over its deadline before this
-        self._next_deadline_s = math.inf
         self._eos_token_ids = frozenset(eos_token_ids)
         self._clock = clock
         self._requests: dict[RequestId, Request] = {}
         self._accounts = Accounts(CREDIT_STEPS * token_budget * PROMPT_COST)
         self._line = Line(self._accounts)
+        self._holdings = Holdings(kv, self._accounts, max_num_seqs)
         self._running: list[Request] = []  # sorted by order
         self._failed: list[TokenOutput] = []
-        # of those that wait, the ones that wait for their adapter, since when they do
-        self._cold: dict[RequestId, Request] = {}
-        self._num_cold: Counter[Digest] = Counter()
+        self._waits = AdapterWaits(
+            adapters,
+            kv.prefill_pace,
+            max_load_cost=token_budget * PROMPT_COST,
+            deadline_s=adapter_deadline_s,
+            clock=clock,
+        )
         # (when its time is over, number, the request): of those that said how long they have
         self._timeouts: list[tuple[float, int, Request]] = []
         self._ahead: list[Request] = []
@@ -152,7 +139,7 @@ class Scheduler:
 
     @property
     def num_waiting_for_adapter(self) -> int:
-        return len(self._cold)
+        return len(self._waits)
 
     @property
     def num_tenants(self) -> int:
@@ -224,7 +211,7 @@ class Scheduler:
         begun = self._decode(step)
         if begun or (self._line.has_others and not step.is_short):
             self._take_turns(step, begun)
-        self._keep_asking()
+        self._waits.keep_asking(self._line.express)
         self._look_ahead()
         return step.scheduled
 
@@ -238,7 +225,7 @@ class Scheduler:
                 return
             if self._has_adapter(request):
                 count = min(request.num_pending_tokens, step.budget)
-                if not self._reserve(request, count):
+                if not self._holdings.reserve(request, count):
                     return
                 self._begin(request, count, step)
 
@@ -299,7 +286,7 @@ class Scheduler:
         """The request begins, if it can: otherwise it waits on, and so does whoever would be in its way."""
         account = request.share.account
         is_full = len(self._running) >= step.num_places
-        if is_full and not self._lacks_places(account) and not request.is_express:
+        if is_full and not self._holdings.lacks_places(account) and not request.is_express:
             turns.end_turn()
             return
         if any(request is other for other in step.preempted):
@@ -311,29 +298,29 @@ class Scheduler:
                 turns.end_share()
             return
         if not request.wants_prompt_logprobs and request.probe is None:
-            self._take_prefix(request)
+            self._holdings.take_prefix(request)
         count = min(request.num_pending_tokens, self._room(request, step))
-        if self._exceeds_share(request, count):
-            self._drop_blocks(request, is_use=False)
+        if self._holdings.exceeds_share(request, count):
+            self._holdings.drop_blocks(request, is_use=False)
             turns.end_turn()
             return
-        has_blocks = self._reserve(request, count)
-        while not has_blocks and self._is_below_share(request):
-            victim = self._find_over(lambda other: self._holds_more(other.share.account))
+        has_blocks = self._holdings.reserve(request, count)
+        while not has_blocks and self._holdings.is_below_share(request):
+            victim = self._find_over(lambda other: self._holdings.holds_more(other.share.account))
             if victim is None:
                 break
             self.num_fair_preemptions += 1
             self._preempt(victim, step)
-            has_blocks = self._reserve(request, count)
+            has_blocks = self._holdings.reserve(request, count)
         victim = None
         if has_blocks and len(self._running) >= step.num_places:
-            victim = self._find_over(lambda other: self._has_places_to_give(other.share.account))
+            victim = self._find_over(lambda other: self._holdings.has_places_to_give(other.share.account))
             if victim is not None:
                 self.num_fair_preemptions += 1
                 self._preempt(victim, step)
         if not has_blocks or len(self._running) >= step.num_places:
             # In order: a later, shorter request must not starve this one of blocks.
-            self._drop_blocks(request, is_use=False)
+            self._holdings.drop_blocks(request, is_use=False)
             turns.is_admitting = False
             return
         self._begin(request, count, step)
@@ -399,22 +386,15 @@ class Scheduler:
 
     def _fail_overdue(self, now: float) -> None:
         """End the requests that have waited for their adapter up to the deadline. Its load goes on, for whoever asks next."""
-        if now < self._next_deadline_s:
-            return
-        self._next_deadline_s = math.inf
-        for request in list(self._cold.values()):
-            if request.adapter is None or request.adapter_wait_started_s is None:
-                continue
-            deadline_s = request.adapter_wait_started_s + self._adapter_deadline_s
-            if now < deadline_s:
-                self._next_deadline_s = min(self._next_deadline_s, deadline_s)
+        for request in self._waits.overdue(now):
+            if request.adapter is None:
                 continue
             state = self._adapters.request(request.adapter)
             if state in (Residency.LOADING, Residency.WAITING_FOR_SPACE):
-                self._failed.append(self.fail(request, overdue_error(request, state, self._adapter_deadline_s)))
+                self._failed.append(self.fail(request, overdue_error(request, state, self._waits.deadline_s)))
             elif state is Residency.RESIDENT:
                 # it is there, and the request waits for a place in a step: that has its own bound
-                self._end_adapter_wait(request)
+                self._waits.end(request)
             else:
                 self._fail_load(request, request.adapter)
 
@@ -423,41 +403,6 @@ class Scheduler:
         self._failed.append(self.fail(request, error or LoraserveError("the adapter could not be loaded")))
 
     # adapters
-
-    def _begin_adapter_wait(self, request: Request, digest: Digest) -> None:
-        now = request.adapter_wait_started_s = self._clock()
-        self._next_deadline_s = min(self._next_deadline_s, now + self._adapter_deadline_s)
-        self._cold[request.request_id] = request
-        self._num_cold[digest] += 1
-        request.share.num_cold += 1
-        if self._num_cold[digest] == 1:
-            # whoever is the first that wants it has it brought
-            num_tokens = self._adapters.mean_load_s / self._kv.prefill_pace.seconds_per_unit
-            request.share.charge(min(num_tokens, self._token_budget) * PROMPT_COST)
-
-    def _end_adapter_wait(self, request: Request) -> None:
-        if request.adapter is not None and request.adapter_wait_started_s is not None:
-            request.adapter_wait_s += self._clock() - request.adapter_wait_started_s
-            request.adapter_wait_started_s = None
-            del self._cold[request.request_id]
-            request.share.num_cold -= 1
-            self._num_cold[request.adapter.digest] -= 1
-            if not self._num_cold[request.adapter.digest]:
-                del self._num_cold[request.adapter.digest]
-
-    def _keep_asking(self) -> None:
-        """Ask on for the request that has waited longest for its adapter, also in steps that can admit nobody.
-
-        The pager forgets who doesn't ask, and evicts what isn't used: it could lose its adapter again and again while the places go to others. Only that one: two
-        that wait for one place would evict each other.
-        """
-        if not self._cold:
-            return
-        request = next(iter(self._cold.values()))
-        if self._line.express:
-            request = next((other for other in self._line.express if other.request_id in self._cold), request)
-        if request.adapter is not None:
-            self._adapters.request(request.adapter)
 
     def _look_ahead(self) -> None:
         """Adapters of those whose turn is soonest are read meanwhile."""
@@ -495,7 +440,7 @@ class Scheduler:
                 invocation_token_ids = self._adapters.facts(digest).invocation_token_ids
                 # in the prompt alone: neither an answer, nor what of it came before a crash, moves it
                 request.activation = find_activation(digest, invocation_token_ids, request.prompt_token_ids)
-                self._end_adapter_wait(request)
+                self._waits.end(request)
                 if request.probe is None:
                     self.adapter_wait_s.add(request.adapter_wait_s)
                 return True
@@ -504,45 +449,21 @@ class Scheduler:
                 return False
             case _:
                 if request.adapter_wait_started_s is None:
-                    self._begin_adapter_wait(request, request.adapter.digest)
+                    self._waits.begin(request, request.adapter.digest)
                 return False
 
     # memory and places
 
-    def _take_prefix(self, request: Request) -> None:
-        # The last token is always computed: its logits are what the step is for.
-        blocks, keys = self._kv.match_prefix(
-            request.prefix_root, request.token_ids, request.num_tokens - 1, request.activation
-        )
-        request.blocks, request.block_keys = array("i", blocks), keys
-        request.num_computed_tokens = len(blocks) * self._kv.block_size
-        request.share.account.num_blocks += len(blocks)
-
-    def _reserve(self, request: Request, count: int) -> bool:
-        """Give the request the blocks that its next ``count`` tokens need."""
-        needed = self._num_needed_blocks(request, count)
-        if needed <= 0:
-            return True
-        blocks = self._kv.allocate(needed)
-        if blocks is None:
-            return False
-        request.blocks.extend(blocks)
-        request.share.account.num_blocks += needed
-        return True
-
-    def _num_needed_blocks(self, request: Request, count: int) -> int:
-        return -(-(request.num_computed_tokens + count) // self._kv.block_size) - len(request.blocks)
-
     def _keep(self, request: Request, count: int, step: _Step) -> bool:
         """Give a running request the blocks that it needs, if need be of others; False if it is put back itself."""
         while True:
-            if self._exceeds_share(request, count):
+            if self._holdings.exceeds_share(request, count):
                 taken = {id(entry.request) for entry in step.scheduled}
                 account = request.share.account
                 own = [r for r in self._running if r.share.account is account and id(r) not in taken]
                 victim = own[-1]
                 self.num_fair_preemptions += 1
-            elif self._reserve(request, count):
+            elif self._holdings.reserve(request, count):
                 return True
             else:
                 step.is_short = True
@@ -551,40 +472,12 @@ class Scheduler:
             if victim is request:
                 return False
 
-    def _exceeds_share(self, request: Request, count: int) -> bool:
-        """Whether its tenant would hold more KV blocks than it may. The only one of a tenant that runs may."""
-        account = request.share.account
-        if account.kv_share >= 1.0 or account.num_running <= (request.status is Status.RUNNING):
-            return False
-        needed = max(0, self._num_needed_blocks(request, count))
-        return needed > 0 and account.num_blocks + needed > account.kv_share * self._kv.num_blocks
-
-    def _is_below_share(self, request: Request) -> bool:
-        """Whether its tenant holds less than its part of the KV blocks, beside others."""
-        return not request.is_express and self._accounts.num_live > 1 and not self._holds_more(request.share.account)
-
-    def _holds_more(self, account: Account) -> bool:
-        """Whether the tenant holds more than its part of the KV blocks, by the weights of all that are here."""
-        return account.num_blocks * self._accounts.total_weight > self._kv.num_blocks * account.weight
-
-    def _num_due_places(self, account: Account) -> int:
-        """A tenant's part of the places, by the weights of all that are here; one at least."""
-        return max(1, int(self._max_num_seqs * account.weight / self._accounts.total_weight))
-
-    def _lacks_places(self, account: Account) -> bool:
-        return account.num_running < self._num_due_places(account)
-
-    def _has_places_to_give(self, account: Account) -> bool:
-        """More than a part of one beyond what is due."""
-        due = self._max_num_seqs * account.weight / self._accounts.total_weight
-        return account.num_running >= max(2.0, due + 1.0)
-
     def _has_place_to_give(self) -> bool:
         """Whether some tenant has more than its part of the places, beside others."""
         if self._accounts.num_live < 2:
             return False
         accounts = {id(request.share.account): request.share.account for request in self._running}
-        return any(map(self._has_places_to_give, accounts.values()))
+        return any(map(self._holdings.has_places_to_give, accounts.values()))
 
     def _find_over(self, is_over: Callable[[Request], bool]) -> Request | None:
         """Of the running requests of tenants that have more than their part, the one that loses least, in this step already or not: the youngest of those that
@@ -615,7 +508,7 @@ class Scheduler:
                 for other in candidates
                 if other.num_preemptions < MAX_FAIR_PREEMPTIONS
                 and not other.is_express
-                and self._holds_more(other.share.account)
+                and self._holdings.holds_more(other.share.account)
             ]
             candidates = over or candidates
         return min(candidates, key=lambda other: other.num_pending_tokens > 0)
@@ -630,7 +523,7 @@ class Scheduler:
                 break
         self._running.remove(request)
         request.share.account.num_running -= 1
-        self._drop_blocks(request, is_use=False)
+        self._holdings.drop_blocks(request, is_use=False)
         request.status = Status.WAITING
         request.num_preemptions += 1
         self.num_preemptions += 1
@@ -645,13 +538,6 @@ class Scheduler:
         if entry.num_sampled_tokens:
             request.num_charged_tokens -= 1
             request.share.charge(-OUTPUT_COST)
-
-    def _drop_blocks(self, request: Request, *, is_use: bool = True) -> None:
-        self._kv.release([BlockId(block) for block in request.blocks], is_use=is_use)
-        request.share.account.num_blocks -= len(request.blocks)
-        request.blocks = array("i")
-        request.block_keys = []
-        request.num_computed_tokens = 0
 
     def _leave_line(self, request: Request) -> None:
         self._line.remove(request)
@@ -781,8 +667,8 @@ class Scheduler:
         else:
             self._leave_line(request)
         request.status = Status.FINISHED
-        self._drop_blocks(request)
-        self._end_adapter_wait(request)
+        self._holdings.drop_blocks(request)
+        self._waits.end(request)
         self._accounts.close(request.share)
         if request.pin is None and request.adapter_wait_s > 0 and request.probe is None:
             self.adapter_wait_s.add(request.adapter_wait_s)
