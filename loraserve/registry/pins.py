@@ -166,7 +166,6 @@ class Pins:
                     await once.finish(session, True)
             if is_wanted is not None or self._engine is None:
                 return True
-            self._told.setdefault(ref.digest, ref)
             return await _within(wait_s, self._unpin(self._engine, ref)) and ref.digest not in self._told
 
     async def sync(self) -> None:

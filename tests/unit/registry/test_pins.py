@@ -215,16 +215,24 @@ async def test_an_unpin_that_the_engine_missed_is_made_up_for(publish: Any, make
     assert server.engine.held == set()
 
 
+@pytest.mark.parametrize("is_alone", [True, False])
 async def test_nothing_is_held_for_a_deleted_version_until_it_is_restored(
-    publish: Any, make_server: Any, acme: TenantId
+    publish: Any, make_server: Any, acme: TenantId, is_alone: bool
 ) -> None:
     server = make_server()
-    digest = (await publish(via=server.registry)).version.digest
+    registry = server.registry
+    digest = (await publish(via=registry, is_promoting=False)).version.digest
     await pin(server, acme)
-    await server.registry.delete(acme, "sql", actor="x")
+    if is_alone:
+        await registry.delete_version(acme, "sql", 1, actor="x")
+    else:
+        await registry.delete(acme, "sql", actor="x")
     await server.sync()
     assert server.engine.held == set()
-    await server.registry.tombstones.restore(acme, "sql", actor="x")
+    if is_alone:
+        await registry.tombstones.restore_version(acme, "sql", 1, actor="x")
+    else:
+        await registry.tombstones.restore(acme, "sql", actor="x")
     await server.sync()
     assert server.engine.held == {digest}
 
