@@ -167,7 +167,7 @@ class Engine:
             tenant=TenantId(""), name="", version=0, digest=digest, config_blob=digest, weights_blob=digest
         )
         request = self._probe_request(probe, ref)
-        request.pin = self.pager.pin(digest)
+        request.pin = self.pager.pin(digest, is_use=False)
         invocation_token_ids = self.pager.facts(digest).invocation_token_ids
         request.activation = find_activation(digest, invocation_token_ids, request.prompt_token_ids)
         self._scheduler.add(request)

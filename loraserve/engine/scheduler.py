@@ -436,7 +436,7 @@ class Scheduler:
             case Residency.RESIDENT:
                 # Pinned before any KV block is taken, and kept across preemption: a request that holds KV can always run.
                 digest = request.adapter.digest
-                request.pin = self._adapters.pin(digest)
+                request.pin = self._adapters.pin(digest, is_use=request.probe is None)
                 invocation_token_ids = self._adapters.facts(digest).invocation_token_ids
                 # in the prompt alone: neither an answer, nor what of it came before a crash, moves it
                 request.activation = find_activation(digest, invocation_token_ids, request.prompt_token_ids)

@@ -195,8 +195,11 @@ class AdapterPool:
         """
         return self._landed(digest).facts
 
-    def pin(self, digest: Digest, now_s: float) -> Pin:
+    def pin(self, digest: Digest, now_s: float, *, is_use: bool = True) -> Pin:
         """A pin on a resident adapter, which stays until the pin's release; it has been used once more.
+
+        Args:
+            is_use: False of one that nobody asked for: it says nothing of how soon the adapter is wanted again.
 
         Raises:
             InvariantViolation: it isn't resident.
@@ -205,9 +208,10 @@ class AdapterPool:
         with _Accounted(self, resident):
             resident.num_pins += 1
         self.num_pins += 1
-        resident.last_used_s, resident.awaited = now_s, NEVER
-        self._residents.move_to_end(digest)
-        self.popularity.use(digest, now_s)
+        if is_use:
+            resident.last_used_s, resident.awaited = now_s, NEVER
+            self._residents.move_to_end(digest)
+            self.popularity.use(digest, now_s)
         return Pin(self, digest)
 
     def set_operator_pin(self, digest: Digest, is_pinned: bool) -> None:

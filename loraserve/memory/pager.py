@@ -299,13 +299,16 @@ class Pager:
         return changed
 
     @timed
-    def pin(self, digest: Digest) -> Pin:
+    def pin(self, digest: Digest, *, is_use: bool = True) -> Pin:
         """A pin on an adapter that `request` has just called RESIDENT.
+
+        Args:
+            is_use: False of a probe, which nobody waits for: it makes the adapter no more popular.
 
         Raises:
             InvariantViolation: it isn't resident.
         """
-        return self._pool.pin(digest, self._clock())
+        return self._pool.pin(digest, self._clock(), is_use=is_use)
 
     def resident(self, digest: Digest) -> PackedAdapter | int:
         """What a step names a resident adapter by: its packed tensors on a CPU, its slot in the pool on a GPU.

@@ -104,6 +104,8 @@ class Adapters:
     """Of those that don't act on every token."""
     is_line_closed: bool = False
     mean_load_s: float = 0.0
+    num_uses: int = 0
+    """Pins that count as one of their adapter."""
     ahead: list[str] = field(default_factory=list)
     """Names, of the last look ahead."""
 
@@ -114,7 +116,8 @@ class Adapters:
     def error(self, digest: Digest) -> LoraserveError | None:
         return AdapterCorrupt("bad bytes")
 
-    def pin(self, digest: Digest) -> CountedPin:
+    def pin(self, digest: Digest, *, is_use: bool = True) -> CountedPin:
+        self.num_uses += is_use
         return CountedPin(self, digest)
 
     def facts(self, digest: Digest) -> AdapterFacts:

@@ -2,6 +2,7 @@ import random
 
 import pytest
 
+from loraserve.engine.probe import Probe
 from loraserve.engine.request import Status
 from loraserve.memory.pager import Residency
 from loraserve.types import FinishReason
@@ -81,6 +82,28 @@ def test_a_running_request_pins_its_adapter_until_it_ends(harness):
     assert harness.adapters.pins[make_ref("a").digest] == 1
     harness.step()
     assert harness.adapters.pins[make_ref("a").digest] == 0
+
+
+def test_a_probe_is_no_use_of_its_adapter(harness):
+    harness.adapters.set("a", Residency.RESIDENT)
+    probed, asked = make_request(adapter="a", max_tokens=1), make_request(adapter="a", max_tokens=1)
+    probed.probe = Probe(probed.request_id, probed.token_ids)
+    harness.add(probed, asked)
+    harness.schedule()
+    assert (sum(harness.adapters.pins.values()), harness.adapters.num_uses) == (2, 1)
+
+
+def test_a_lookup_in_the_prefix_cache_counts_when_the_request_begins(harness):
+    harness = Harness(num_blocks=4, block_size=4)
+    harness.add(make_request(12, max_tokens=4))
+    harness.step()
+    blocked = make_request(8, max_tokens=1)
+    harness.add(blocked)
+    harness.step()
+    harness.step()
+    assert (blocked.status, harness.kv.prefix_tokens_queried) == (Status.WAITING, 12)
+    harness.run()
+    assert harness.kv.prefix_tokens_queried == 12 + 8
 
 
 def test_a_request_whose_adapter_fails_ends_alone(harness):

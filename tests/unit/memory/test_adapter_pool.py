@@ -82,3 +82,14 @@ def test_check_sees_a_lost_pin(pool: AdapterPool, make: Any) -> None:
     pool.pin(make.digest("a"), 0.0)
     pool.num_pins -= 1
     assert pool.check() == ["adapter pool: 1 pins are counted as 0"]
+
+
+def test_a_pin_that_is_no_use_keeps_the_adapter_and_makes_it_no_more_popular(pool: AdapterPool, make: Any) -> None:
+    digest = make.digest("a")
+    pin = pool.pin(digest, 1.0, is_use=False)
+    assert pool.num_pins == 1
+    assert pool.popularity.per_second(digest, 1.0) == 0.0
+    pin.release()
+    pool.pin(digest, 2.0).release()
+    assert pool.popularity.per_second(digest, 2.0) > 0.0
+    assert pool.check() == []
