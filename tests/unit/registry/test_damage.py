@@ -53,7 +53,9 @@ async def test_every_version_in_a_damaged_blob_is_quarantined_and_no_other(
     assert [(row.target, row.actor, row.detail["blob"]) for row in rows] == [("sql@1", "server", getattr(bad, blob))]
 
 
-async def test_a_second_report_changes_nothing_but_its_instant(publish: Any, registry: Registry, acme: TenantId) -> None:
+async def test_a_second_report_changes_nothing_but_its_instant(
+    publish: Any, registry: Registry, acme: TenantId
+) -> None:
     bad = (await publish()).version
     await registry.damages.quarantine(bad.digest, bad.weights_blob)
     before = await registry.get_version(acme, "sql", 1)
