@@ -1,0 +1,90 @@
+"""Every route × every kind of credential, generated from the application's own list of routes."""
+
+from __future__ import annotations
+
+import httpx2
+import pytest
+from fastapi import FastAPI
+from whole_app import ADMIN_KEY, SCOPES, World, bearer, routes_of, send
+
+OPEN = {"GET /livez", "GET /readyz", "GET /health"}
+
+
+async def statuses(client: httpx2.AsyncClient, app: FastAPI, world: World, headers: dict[str, str]) -> dict[str, int]:
+    """What each route that needs a key answers."""
+    return {
+        str(route): (await send(client, route, world.things, headers)).status_code
+        for route in routes_of(app)
+        if route.scope != "open"
+    }
+
+
+def test_no_route_is_open_but_the_probes(app: FastAPI) -> None:
+    assert {str(route) for route in routes_of(app) if route.scope == "open"} == OPEN
+
+
+async def test_probes_answer_without_a_key(client: httpx2.AsyncClient, app: FastAPI) -> None:
+    for path in ("/livez", "/readyz", "/health"):
+        assert (await client.get(path)).status_code == 200
+
+
+@pytest.mark.parametrize("key", ["none", "made up", "malformed", "revoked", "expired"])
+async def test_a_key_that_does_not_work_opens_no_route(
+    client: httpx2.AsyncClient, app: FastAPI, world: World, key: str
+) -> None:
+    headers = {
+        "none": {},
+        "made up": bearer("sk-lora-" + "a" * 43),
+        "malformed": {"authorization": world.keys["acme"]},
+        "revoked": bearer(world.keys["revoked"]),
+        "expired": bearer(world.keys["expired"]),
+    }[key]
+    answers = await statuses(client, app, world, headers)
+    assert {route: status for route, status in answers.items() if status != 401} == {}
+
+
+async def test_bad_keys_can_not_be_told_apart(client: httpx2.AsyncClient, app: FastAPI, world: World) -> None:
+    for route in routes_of(app):
+        if route.scope == "open":
+            continue
+        answers = {
+            (await send(client, route, world.things, bearer(key))).content
+            for key in ("sk-lora-" + "a" * 43, world.keys["revoked"], world.keys["expired"])
+        }
+        assert len(answers) == 1, route
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+async def test_a_scope_opens_its_own_routes_alone(
+    client: httpx2.AsyncClient, app: FastAPI, world: World, scope: str
+) -> None:
+    answers = await statuses(client, app, world, bearer(world.keys[scope]))
+    scopes = {str(route): route.scope for route in routes_of(app)}
+    refused = {route for route, status in answers.items() if status == 403}
+    # acme's prefix is not this key's: a 404, once the scope is there
+    assert refused == {route for route in answers if scopes[route] != scope}
+    assert 401 not in answers.values()
+
+
+async def test_a_tenants_key_opens_no_admin_route(client: httpx2.AsyncClient, app: FastAPI, world: World) -> None:
+    answers = await statuses(client, app, world, bearer(world.keys["acme"]))
+    admin = {str(route) for route in routes_of(app) if route.scope == "admin"}
+    assert {route for route, status in answers.items() if status in (401, 403)} == admin
+
+
+@pytest.mark.parametrize("tenant", [None, "acme"])
+async def test_an_admin_key_opens_every_route(
+    client: httpx2.AsyncClient, app: FastAPI, world: World, tenant: str | None
+) -> None:
+    headers = bearer(ADMIN_KEY) | ({} if tenant is None else {"x-tenant": tenant})
+    answers = await statuses(client, app, world, headers)
+    refused = {route: status for route, status in answers.items() if status in (401, 403) or status >= 500}
+    # whose source this server's operator doesn't allow to anyone
+    assert refused == {"POST /api/v1/adapters/{name}/pulls": 403}
+
+
+async def test_an_admin_key_acts_for_no_tenant_that_is_absent(
+    client: httpx2.AsyncClient, app: FastAPI, world: World
+) -> None:
+    answers = await statuses(client, app, world, bearer(ADMIN_KEY) | {"x-tenant": "nobody"})
+    assert {route: status for route, status in answers.items() if status != 404} == {}

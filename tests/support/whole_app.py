@@ -1,0 +1,137 @@
+"""Requests to every route of the application, and an engine under it that stands still."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx2
+from fastapi import FastAPI
+
+from loraserve.api.scopes import declared_scopes
+from loraserve.engine.messages import GenerateRequest
+from loraserve.engine.output import Chunk
+from loraserve.types import AdapterRef, AdapterResidency, BaseSpec, Certificate, EngineStats, FinishReason
+
+ADMIN_KEY = "admin-key-of-the-contract-" + "x" * 20
+SCOPES = ("inference", "adapters:read", "adapters:write")
+
+
+@dataclass
+class StillEngine:
+    """Answers every request with one token, holds no adapter, and passes every adapter."""
+
+    base: BaseSpec
+    certificate: Certificate
+    stats: EngineStats = field(default_factory=EngineStats)
+    is_ready: bool = True
+    is_live: bool = True
+    num_restarts: int = 0
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        yield Chunk(
+            text="a",
+            token_ids=(1,),
+            logprobs=None,
+            prompt_logprobs=None,
+            finish_reason=FinishReason.LENGTH,
+            stop_reason=None,
+            num_cached_tokens=0,
+            queue_s=0.0,
+            adapter_s=0.0,
+            prefill_s=0.0,
+        )
+
+    async def warm(self, ref: AdapterRef) -> None: ...
+
+    async def pin(self, ref: AdapterRef) -> None: ...
+
+    async def unpin(self, ref: AdapterRef) -> None: ...
+
+    async def verify(self, ref: AdapterRef) -> Certificate:
+        return self.certificate
+
+    async def residency(self) -> tuple[AdapterResidency, ...]:
+        return ()
+
+
+@dataclass(frozen=True)
+class Route:
+    method: str
+    path: str
+    """With its parameters in braces."""
+    scope: str
+
+    def __str__(self) -> str:
+        return f"{self.method} {self.path}"
+
+
+def routes_of(app: FastAPI) -> tuple[Route, ...]:
+    """Each method of each route on its own."""
+    return tuple(
+        Route(method, path, *scopes) for path, methods, scopes in declared_scopes(app) for method in sorted(methods)
+    )
+
+
+@dataclass(frozen=True)
+class World:
+    """acme's things, and keys."""
+
+    things: dict[str, str]
+    """By the name of a path's parameter."""
+    keys: dict[str, str]
+    """``acme``, ``globex``, ``admin``, and globex's with one scope or that don't work."""
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "POST /v1/completions": {"json": {"model": "{model}", "prompt": "x", "max_tokens": 1}},
+    "POST /v1/chat/completions": {
+        "json": {"model": "{model}", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    },
+    "POST /tokenize": {"json": {"model": "{model}", "prompt": "x"}},
+    "POST /detokenize": {"json": {"model": "{model}", "tokens": [1]}},
+    "POST /api/v1/adapters/{name}/versions": {"json": {"config": {}, "blob": "{sha256}"}},
+    "POST /api/v1/adapters/{name}/pulls": {"json": {"source": "s3://models/{name}"}},
+    "PATCH /api/v1/adapters/{name}": {"json": {"notes": "x"}},
+    "PATCH /api/v1/adapters/{name}/versions/{number}": {"json": {"notes": "x"}},
+    "PUT /api/v1/adapters/{name}/aliases/{alias}": {"json": {"version": 1}},
+    "POST /api/v1/uploads": {"json": {"sha256": "{sha256}", "size": 1}},
+    "PATCH /api/v1/uploads/{upload_id}": {"content": b"x", "headers": {"content-range": "bytes 0-0/1"}},
+    "POST /api/v1/tenants": {"json": {"name": "{tenant}"}},
+    "PATCH /api/v1/tenants/{tenant}": {"json": {"weight": 2}},
+    "POST /api/v1/tenants/{tenant}/keys": {"json": {"name": "another"}},
+}
+"""What each route with a body is sent; braces stand for things of the world."""
+WITHOUT_BODY = ("restore", "verify", "warm", "pin", "unpin", "rollback", "grants/{tenant}")
+
+
+async def send(
+    client: httpx2.AsyncClient, route: Route, things: dict[str, str], headers: dict[str, str]
+) -> httpx2.Response:
+    """Call the route with a request that it can read, for these things."""
+    path = route.path
+    for name, value in things.items():
+        path = path.replace("{" + name + "}", value).replace("{" + name + ":path}", value)
+    assert "{" not in path, f"{route} has a parameter that the world has nothing for"
+    how = BODIES.get(str(route).replace(" /t/{tenant}/", " /"), {})
+    if not how and route.method in ("POST", "PUT", "PATCH"):
+        assert route.path.endswith(WITHOUT_BODY), f"{route} has no request in BODIES"
+    headers = headers | how.get("headers", {})
+    body = _filled(how["json"], things) if "json" in how else None
+    return await client.request(route.method, path, json=body, content=how.get("content"), headers=headers)
+
+
+def _filled(value: Any, things: dict[str, str]) -> Any:
+    if isinstance(value, dict):
+        return {key: _filled(item, things) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_filled(item, things) for item in value]
+    if isinstance(value, str):
+        for name, thing in things.items():
+            value = value.replace("{" + name + "}", thing)
+    return value
