@@ -74,14 +74,24 @@ def test_a_sum_answers_as_its_parts_say(loraserve: Run, client: Client, sql_dir:
     assert "no-such" in refused.stderr
 
 
+COMPLETE = {
+    "id": "01UP",
+    "sha256": "ab" * 32,
+    "size": 1,
+    "received": 1,
+    "is_complete": True,
+    "expires_at": "2026-01-02T03:04:05Z",
+}
+
+
 @pytest.fixture
 def quarantining_url() -> Iterator[str]:
-    """A server all of whose answers are a version in quarantine."""
+    """A server that has every upload already, and all of whose versions are in quarantine."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers.get("content-length", 0)))
-            body = json.dumps(QUARANTINED).encode()
+            body = json.dumps(COMPLETE if self.path == "/api/v1/uploads" else QUARANTINED).encode()
             self.send_response(201)
             self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(body)))
