@@ -90,6 +90,22 @@ def scripts(engine: Any, monkeypatch: pytest.MonkeyPatch) -> dict[int, str | Exc
     return scripts
 
 
+@pytest.fixture
+def gate(engine: Any, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Copies have no token before it is set."""
+    gate = asyncio.Event()
+    generate = engine.generate
+
+    async def gated(request: Any) -> AsyncGenerator[Any, None]:
+        if request.priority == PRIORITY:
+            await gate.wait()
+        async for chunk in generate(request):
+            yield chunk
+
+    monkeypatch.setattr(engine, "generate", gated)
+    return gate
+
+
 async def compared(services: Any, acme: Any) -> Any:
     """What is kept of the copies that were compared; they are at their end."""
     await until(lambda: services.shadows.num_live == 0)
@@ -141,11 +157,11 @@ async def test_equal_answers_are_counted_as_equal(
 async def test_a_copy_waits_until_the_answer_has_begun(
     client: httpx2.AsyncClient, services: Any, engine: Any, acme: Any, shadow: Shadow
 ) -> None:
-    engine.step_s = 0.05
+    engine.step_s = 0.3
     asking = asyncio.create_task(ask(client, max_tokens=2))
     await until(lambda: len(engine.seen) == 1)
     await asyncio.sleep(0.02)
-    assert len(engine.seen) == 1
+    assert services.shadows.num_live == 0
     await asking
     assert len(engine.seen) == 2
     await compared(services, acme)
@@ -228,29 +244,34 @@ async def test_a_busy_server_makes_no_copies(
 
 
 async def test_a_copy_gives_way_to_requests_that_wait(
-    client: httpx2.AsyncClient, services: Any, engine: Any, acme: Any, shadow: Shadow, monkeypatch: pytest.MonkeyPatch
+    client: httpx2.AsyncClient,
+    services: Any,
+    engine: Any,
+    acme: Any,
+    shadow: Shadow,
+    gate: asyncio.Event,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("loraserve.api.shadow._LOOK_S", 0.01)
-    engine.step_s = 0.005
-    asking = asyncio.create_task(ask(client, max_tokens=40))
+    assert (await ask(client)).status_code == 200
     await until(lambda: services.shadows.num_live == 1)
-    # it may be the copy itself that waits
+    # it is the copy itself that waits
     engine.stats = EngineStats(num_waiting=1)
-    await asyncio.sleep(0.012)
+    await asyncio.sleep(0.05)
     assert services.shadows.num_live == 1
     engine.stats = EngineStats(num_waiting=2)
     await until(lambda: services.shadows.num_live == 0)
-    assert (await asking).status_code == 200
     assert outcomes(services) == {"dropped": 1}
     assert await compared(services, acme) == ()
 
 
 async def test_a_client_that_leaves_takes_the_copy_along(
-    client: httpx2.AsyncClient, services: Any, engine: Any, acme: Any, shadow: Shadow
+    client: httpx2.AsyncClient, services: Any, engine: Any, acme: Any, shadow: Shadow, gate: asyncio.Event
 ) -> None:
-    engine.step_s = 0.01
-    with pytest.raises(httpx2.ReadTimeout):
-        await client.post("/v1/completions", json={"model": "sql", "prompt": "x", "max_tokens": 100}, timeout=0.1)
+    engine.step_s = 0.05
+    asking = asyncio.create_task(ask(client, max_tokens=50))
+    await until(lambda: services.shadows.num_live == 1)
+    asking.cancel()
     await until(lambda: not engine.live)
     assert await compared(services, acme) == ()
     assert outcomes(services) == {"abandoned": 1}
@@ -260,23 +281,20 @@ async def test_a_client_that_leaves_takes_the_copy_along(
 async def test_copies_are_few_and_no_tenant_has_them_all(
     client: httpx2.AsyncClient,
     services: Any,
-    engine: Any,
     acme: Any,
     shadow: Shadow,
+    gate: asyncio.Event,
     make_tenant: Any,
     url: str,
     limits: Limits,
 ) -> None:
     globex = await make_tenant("globex")
-    engine.step_s = 0.02
-    asking = [asyncio.create_task(ask(client)) for _ in range(3)]
     async with httpx2.AsyncClient(base_url=url, headers=globex.headers, timeout=10) as theirs:
-        await until(lambda: len(engine.seen) == 5)
-        assert services.shadows.num_live == 2
-        asking += [asyncio.create_task(ask(theirs)) for _ in range(2)]
-        await until(lambda: outcomes(services) == {"dropped": 2})
-        assert services.shadows.num_live == 3
-        await asyncio.gather(*asking)
+        await asyncio.gather(*(ask(client) for _ in range(3)))
+        assert (services.shadows.num_live, outcomes(services)) == (2, {"dropped": 1})
+        await asyncio.gather(*(ask(theirs) for _ in range(2)))
+        assert (services.shadows.num_live, outcomes(services)) == (3, {"dropped": 2})
+    gate.set()
     await compared(services, acme)
     assert services.shadows._num_by_tenant == {}
 
