@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from fastapi.routing import iter_route_contexts
 
 from loraserve import __version__
-from loraserve.api import errors, health, management, metrics, openai, scopes
+from loraserve.api import errors, health, management, metrics, openai, openapi, scopes
 from loraserve.api.counters import EngineCollector
 from loraserve.api.guard import Guard
 from loraserve.api.services import Services
@@ -40,6 +40,7 @@ def create_app(services: Services) -> FastAPI:
     for prefix in ("", "/t/{tenant}"):
         app.include_router(openai.router, prefix=prefix)
     app.include_router(management.router)
+    app.include_router(openapi.router)
     scopes.audit(app)
     app.add_middleware(Guard, metrics=services.metrics, limits=services.limits, route_names=_route_names(app))
     return app

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from loraserve.api import scopes
 from loraserve.api.management.answers import ROOT, answer, answer_once, content_etag, created, encode
 from loraserve.api.management.multipart import multipart_boundary, read_upload
-from loraserve.api.management.resources import AdapterResource, Resource, VersionResource, page_of
+from loraserve.api.management.resources import AdapterResource, PageResource, Resource, VersionResource, page_of
 from loraserve.api.management.uploads import is_json, publish_stored
 from loraserve.api.services import services_of
 from loraserve.errors import InvalidRequest
@@ -95,7 +95,7 @@ def _published(published: Published) -> StoredResponse:
     return created(resource, location, status=201 if published.is_new else 200)
 
 
-@router.get("", response_model=None)
+@router.get("", response_model=PageResource[AdapterResource])
 async def list_adapters(
     request: Request, limit: int = 50, cursor: str | None = None, caller: Caller = Depends(_reader)
 ) -> Response:
@@ -116,7 +116,7 @@ async def delete_adapter(name: str, request: Request, caller: Caller = Depends(_
     return Response(status_code=204)
 
 
-@router.get("/{name}/versions", response_model=None)
+@router.get("/{name}/versions", response_model=PageResource[VersionResource])
 async def list_versions(
     name: str, request: Request, limit: int = 50, cursor: str | None = None, caller: Caller = Depends(_reader)
 ) -> Response:

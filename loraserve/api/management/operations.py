@@ -12,7 +12,7 @@ from starlette.responses import Response
 from loraserve.api import scopes
 from loraserve.api.management.answers import ROOT, answer, answer_once, content_etag, created, encode
 from loraserve.api.management.bodies import Body, read_body
-from loraserve.api.management.resources import Resource, page_of
+from loraserve.api.management.resources import PageResource, Resource, page_of
 from loraserve.api.services import services_of
 from loraserve.registry.operations import OperationRecord
 from loraserve.tenancy.auth import Caller
@@ -84,7 +84,7 @@ def _begun(record: OperationRecord) -> StoredResponse:
     return created(OperationResource.of(record), f"{ROOT}/operations/{record.id}", status=202)
 
 
-@router.get("/operations", response_model=None)
+@router.get("/operations", response_model=PageResource[OperationResource])
 async def list_operations(
     request: Request, limit: int = 50, cursor: str | None = None, caller: Caller = Depends(_reader)
 ) -> Response:

@@ -24,7 +24,7 @@ router = APIRouter()
 _reader = scopes.require(scopes.ADAPTERS_READ)
 
 
-@router.get("/residency", response_model=None)
+@router.get("/residency", response_model=ResidencyPageResource)
 async def get_residency(
     request: Request,
     limit: int = 50,

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from loraserve.api import scopes
 from loraserve.api.management.answers import answer
-from loraserve.api.management.resources import AuditResource, Resource, page_of
+from loraserve.api.management.resources import AuditResource, PageResource, Resource, page_of
 from loraserve.api.services import services_of
 from loraserve.tenancy.auth import Caller
 
@@ -66,13 +66,13 @@ async def get_base(request: Request, caller: Caller = Depends(_reader)) -> Respo
     )
 
 
-@router.get("/limits", response_model=None)
+@router.get("/limits", response_model=LimitsResource)
 async def get_limits(request: Request, caller: Caller = Depends(_reader)) -> Response:
     """Every bound of this server."""
     return answer(request, LimitsResource.model_validate(services_of(request).limits.as_dict()))
 
 
-@router.get("/audit", response_model=None)
+@router.get("/audit", response_model=PageResource[AuditResource])
 async def list_audit(
     request: Request, limit: int = 50, cursor: str | None = None, caller: Caller = Depends(_reader)
 ) -> Response:

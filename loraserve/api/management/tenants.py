@@ -17,7 +17,7 @@ from loraserve.api.management.answers import (
     encode,
 )
 from loraserve.api.management.bodies import Body, KeyCreate, read_body
-from loraserve.api.management.resources import KeyResource, TenantResource, page_of
+from loraserve.api.management.resources import KeyResource, PageResource, TenantResource, page_of
 from loraserve.api.services import services_of
 from loraserve.errors import Conflict
 from loraserve.tenancy.auth import Caller
@@ -104,7 +104,7 @@ async def create_tenant(request: Request, caller: Caller = Depends(_admin)) -> R
     return await answer_once(request, caller, await request.body(), work, render)
 
 
-@router.get("", response_model=None)
+@router.get("", response_model=PageResource[TenantResource])
 async def list_tenants(
     request: Request, limit: int = 50, cursor: str | None = None, caller: Caller = Depends(_admin)
 ) -> Response:
@@ -182,7 +182,7 @@ async def create_key(tenant: str, request: Request, caller: Caller = Depends(_ad
     return Response(content, 201, headers, media_type="application/json")
 
 
-@router.get("/{tenant}/keys", response_model=None)
+@router.get("/{tenant}/keys", response_model=PageResource[KeyResource])
 async def list_keys(
     tenant: str, request: Request, limit: int = 50, cursor: str | None = None, caller: Caller = Depends(_admin)
 ) -> Response:

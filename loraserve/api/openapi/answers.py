@@ -1,0 +1,160 @@
+"""What the inference routes, the probes and errors answer, as models: the routes themselves write dicts, for speed."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class Health(_Answer):
+    status: Literal["ok", "unavailable"]
+
+
+class Model(_Answer):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    """The base's id; null: this is the base."""
+    max_model_len: int
+
+
+class ModelList(_Answer):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class PromptDetails(_Answer):
+    cached_tokens: int
+
+
+class TokenUsage(_Answer):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    cost: str = ""
+    """Exact, as decimal text. It is there where the tenant has prices, as is `currency`."""
+    currency: str = ""
+
+
+class ListedLogprobs(_Answer):
+    """Lists of one length."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class _Choice(_Answer):
+    index: int
+    finish_reason: Literal["stop", "length"]
+    stop_reason: int | str | None
+    """The stop token or string that ended it, or ``timeout``."""
+    token_ids: list[int] = Field(default=[])
+    """With return_token_ids, as are `prompt_token_ids`."""
+
+
+class CompletionChoice(_Choice):
+    text: str
+    logprobs: ListedLogprobs | None
+    prompt_token_ids: list[int] = Field(default=[])
+
+
+class Completion(_Answer):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: TokenUsage
+
+
+class ChatMessage(_Answer):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatToken(_Answer):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprobs(ChatToken):
+    top_logprobs: list[ChatToken]
+
+
+class ChatLogprobs(_Answer):
+    content: list[ChatTokenLogprobs]
+    refusal: None
+
+
+class ChatChoice(_Choice):
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+
+
+class ChatCompletion(_Answer):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: TokenUsage
+    prompt_token_ids: list[int] = Field(default=[])
+
+
+class Tokens(_Answer):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str | None] | None
+    """With return_token_strs."""
+
+
+class Text(_Answer):
+    prompt: str
+
+
+class ErrorDetail(_Answer):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class Error(_Answer):
+    """OpenAI's envelope."""
+
+    error: ErrorDetail
+
+
+class ProblemDetail(_Answer):
+    detail: str
+    field: str | None
+
+
+class Problem(_Answer):
+    """RFC 9457's problem document."""
+
+    type: Literal["about:blank"]
+    title: str
+    status: int
+    detail: str
+    code: str
+    """Stable, for programs."""
+    errors: list[ProblemDetail]
+    """One entry per thing that is wrong."""
+    request_id: str | None
+    received: int = 0
+    """With ``upload_offset_mismatch``: where the next piece begins."""

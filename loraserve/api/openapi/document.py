@@ -1,0 +1,211 @@
+"""The whole description: what the framework reads from the routes' signatures, and what `operations` says beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from fastapi.routing import iter_route_contexts
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from loraserve.api import scopes
+from loraserve.api.errors import MANAGEMENT_PREFIX
+from loraserve.api.openapi import operations as told
+from loraserve.api.openapi.answers import Error, Problem
+from loraserve.api.openapi.operations import JSON, Content
+
+Node = dict[str, Any]
+
+_TENANT_PREFIX = "/t/{tenant}"
+_PROBLEM = "application/problem+json"
+_REFERENCE = "#/components/schemas/{model}"
+_SECURITY = "key"
+
+# Refusals of the guard and of the key, which any route with one may give; 429: a rate or a quota.
+_ANY = (400, 401, 403, 404, 408, 413, 429, 431, 500, 503)
+_CHANGES = (409, 422)
+
+_PROMPT: Node = {
+    "description": "A text, or its tokens, or several of either.",
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}},
+        {"type": "array", "items": {"type": "integer"}},
+        {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+    ],
+}
+_MESSAGES: Node = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "properties": {
+            "role": {"type": "string"},
+            "content": {
+                "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]
+            },
+            "name": {"type": "string"},
+        },
+        "required": ["role"],
+    },
+}
+_STOP: Node = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
+_LOGIT_BIAS: Node = {
+    "anyOf": [{"type": "object", "additionalProperties": {"type": "number"}}, {"type": "null"}],
+    "description": "Token id → what is added to its logit.",
+}
+# Fields that the models leave to code with better messages.
+_FIELDS: Mapping[str, Node] = {"prompt": _PROMPT, "messages": _MESSAGES, "stop": _STOP, "logit_bias": _LOGIT_BIAS}
+
+
+def describe(app: FastAPI) -> Node:
+    """OpenAPI 3.1 of every route of `app`: parameters, body, each answer, each error, and the scope that a key needs."""
+    document = get_openapi(
+        title=app.title,
+        version=app.version,
+        description="Serve thousands of LoRA adapters from one resident base model.",
+        routes=app.routes,
+    )
+    schemas = document.setdefault("components", {}).setdefault("schemas", {})
+    for unused in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(unused, None)
+    schemas.update(_schemas())
+    document["components"]["securitySchemes"] = {
+        _SECURITY: {"type": "http", "scheme": "bearer", "description": "A key: `sk-lora-…`."}
+    }
+    scope_of = {
+        (context.path_format, method): next(iter(declared))
+        for context, (_, methods, declared) in zip(
+            iter_route_contexts(app.routes), scopes.declared_scopes(app), strict=True
+        )
+        for method in methods
+    }
+    for path, item in document["paths"].items():
+        for method, operation in item.items():
+            _complete(operation, path, method.upper(), scope_of[path, method.upper()])
+    return document
+
+
+def _complete(operation: Node, path: str, method: str, scope: str) -> None:
+    """Add what the signature of the route didn't say."""
+    key = f"{method} {path.removeprefix(_TENANT_PREFIX)}"
+    is_open, is_management = scope == "open", path.startswith(MANAGEMENT_PREFIX)
+    text: str = operation.get("description", "")
+    text = text.partition("\n\nRaises")[0].partition("\nRaises")[0]
+    operation["description"] = text or f"{operation['summary']}."
+    operation["tags"] = [_tag(path)]
+    operation["security"] = [] if is_open else [{_SECURITY: [scope]}]
+    operation["parameters"] = _parameters(operation, key, path, is_open=is_open)
+    body = told.BODIES.get(key)
+    if body is not None:
+        operation["requestBody"] = {"required": True, "content": _content(body)}
+    operation["responses"] = dict(sorted(_responses(operation["responses"], key, is_management, is_open).items()))
+
+
+def _tag(path: str) -> str:
+    if not path.startswith(MANAGEMENT_PREFIX):
+        return "server" if path in ("/livez", "/readyz", "/health", "/metrics") else "inference"
+    return path.removeprefix(MANAGEMENT_PREFIX).split("/")[1].removesuffix(".json")
+
+
+def _parameters(operation: Node, key: str, path: str, *, is_open: bool) -> list[Node]:
+    parameters: list[Node] = list(operation.get("parameters", ()))
+    if path.startswith(_TENANT_PREFIX):
+        parameters.insert(0, _parameter("tenant", "The tenant to act for.", where="path"))
+    if is_open:
+        return parameters
+    method = key.partition(" ")[0]
+    if not path.startswith(_TENANT_PREFIX):
+        parameters.append(_parameter("X-Tenant", "For an admin key: the tenant to act for."))
+    if MANAGEMENT_PREFIX in path and method == "POST":
+        parameters.append(_parameter("Idempotency-Key", "The same request again, with this key, gets the same answer."))
+    if MANAGEMENT_PREFIX in path and method == "GET":
+        parameters.append(_parameter("If-None-Match", "ETags of states that are known: 304 if it is still one."))
+    if key in told.CONDITIONAL:
+        parameters.append(_parameter("If-Match", "The ETag of the state to change: 412 if it is another one."))
+    if key == "PUT /api/v1/adapters/{name}/aliases/{alias}":
+        parameters.append(_parameter("If-None-Match", "`*`: only if there is no such alias yet; 412 if there is."))
+    if key == "PATCH /api/v1/uploads/{upload_id}":
+        piece = _parameter("Content-Range", "bytes FIRST-LAST/SIZE", is_required=True)
+        piece["schema"]["pattern"] = "^bytes [0-9]{1,15}-[0-9]{1,15}/[0-9]{1,15}$"
+        parameters.append(piece)
+    return parameters
+
+
+def _parameter(name: str, description: str, *, where: str = "header", is_required: bool = False) -> Node:
+    schema = {"type": "string"}
+    return {
+        "name": name,
+        "in": where,
+        "required": is_required or where == "path",
+        "description": description,
+        "schema": schema,
+    }
+
+
+def _responses(given: Node, key: str, is_management: bool, is_open: bool) -> Node:
+    usual = next(status for status in given if status.startswith("2"))
+    answer = given[usual]
+    if key in told.ANSWERS:
+        answer["content"] = _content(told.ANSWERS[key])
+    if key in told.MORE_FORMS:
+        answer["content"] |= _content(told.MORE_FORMS[key])
+    answer["description"] = HTTPStatus(int(usual)).phrase
+    responses = {usual: answer}
+    for status in told.MORE_STATUSES.get(key, ()):
+        responses[str(status)] = answer | {"description": HTTPStatus(status).phrase}
+    if is_open:
+        return responses | {"503": answer | {"description": "Not now."}}
+    if is_management and key.startswith("GET "):
+        responses["304"] = {"description": "It is as If-None-Match says."}
+    for status in _errors(key, is_management):
+        responses[str(status)] = {
+            "description": HTTPStatus(status).phrase,
+            "content": {_PROBLEM: _named(Problem)} if is_management else {JSON: _named(Error)},
+        }
+    return responses
+
+
+def _errors(key: str, is_management: bool) -> set[int]:
+    found = set(_ANY)
+    if not is_management:
+        # a version in quarantine; a timeout of the request's own
+        return found | {409} | ({504} if "completions" in key else set())
+    if not key.startswith("GET "):
+        found |= set(_CHANGES)
+    if key in told.CONDITIONAL:
+        found.add(412)
+    if key in told.STORING:
+        found.add(507)
+    return found
+
+
+def _content(content: Content) -> Node:
+    return {
+        media: {"schema": dict(kind)} if isinstance(kind, Mapping) else _named(kind) for media, kind in content.items()
+    }
+
+
+def _named(model: type[BaseModel]) -> Node:
+    return {"schema": {"$ref": _REFERENCE.format(model=model.__name__)}}
+
+
+def _schemas() -> Node:
+    """The models that `operations` names, and those in them."""
+    bodies = [kind for content in told.BODIES.values() for kind in content.values() if isinstance(kind, type)]
+    answers: list[type[BaseModel]] = [Error, Problem]
+    answers += [kind for content in told.ANSWERS.values() for kind in content.values() if isinstance(kind, type)]
+    _, read = models_json_schema([(model, "validation") for model in bodies], ref_template=_REFERENCE)
+    _, written = models_json_schema([(model, "serialization") for model in answers], ref_template=_REFERENCE)
+    schemas: Node = {**read["$defs"], **written["$defs"]}
+    for model in bodies:
+        properties = schemas[model.__name__]["properties"]
+        for name, schema in _FIELDS.items():
+            # {} and a title: anything
+            if name in properties and "type" not in properties[name] and "anyOf" not in properties[name]:
+                properties[name] = schema
+    return schemas

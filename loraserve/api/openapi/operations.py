@@ -1,0 +1,118 @@
+"""What the routes' signatures don't say: their bodies, their headers, and their answers beside the usual one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from loraserve.api.management.bodies import AdapterEdit, AliasChange, KeyCreate, VersionEdit
+from loraserve.api.management.operations import PullCreate
+from loraserve.api.management.tenants import TenantCreate, TenantPatch
+from loraserve.api.management.uploads import UploadCreate
+from loraserve.api.openai.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from loraserve.api.openapi.answers import ChatCompletion, Completion, Health, Model, ModelList, Text, Tokens
+
+Schema = Mapping[str, Any]
+Content = Mapping[str, type[BaseModel] | Schema]
+"""Media type → what is in it."""
+
+JSON, BYTES, EVENTS, CSV = "application/json", "application/octet-stream", "text/event-stream", "text/csv"
+METRICS = "text/plain"
+_BINARY: Schema = {"type": "string", "format": "binary"}
+_EVENTS: Schema = {"type": "string", "description": "`data: {…}` lines, and `data: [DONE]` at the end."}
+_SHA256: Schema = {"type": "string", "pattern": "^[0-9a-f]{64}$"}
+
+_UPLOADED_FILES: Schema = {
+    "type": "object",
+    "properties": {"config": _BINARY, "weights": _BINARY},
+    "required": ["config", "weights"],
+}
+_STORED_UPLOAD: Schema = {
+    "type": "object",
+    "properties": {"config": {"type": "object", "description": "adapter_config.json"}, "blob": _SHA256},
+    "required": ["config", "blob"],
+    "additionalProperties": False,
+}
+
+BODIES: Mapping[str, Content] = {
+    "POST /v1/completions": {JSON: CompletionBody},
+    "POST /v1/chat/completions": {JSON: ChatBody},
+    "POST /tokenize": {JSON: TokenizeBody},
+    "POST /detokenize": {JSON: DetokenizeBody},
+    "POST /api/v1/adapters/{name}/versions": {"multipart/form-data": _UPLOADED_FILES, JSON: _STORED_UPLOAD},
+    "POST /api/v1/adapters/{name}/pulls": {JSON: PullCreate},
+    "PATCH /api/v1/adapters/{name}": {JSON: AdapterEdit},
+    "PATCH /api/v1/adapters/{name}/versions/{number}": {JSON: VersionEdit},
+    "PUT /api/v1/adapters/{name}/aliases/{alias}": {JSON: AliasChange},
+    "POST /api/v1/uploads": {JSON: UploadCreate},
+    "PATCH /api/v1/uploads/{upload_id}": {BYTES: _BINARY},
+    "POST /api/v1/tenants": {JSON: TenantCreate},
+    "PATCH /api/v1/tenants/{tenant}": {JSON: TenantPatch},
+    "POST /api/v1/tenants/{tenant}/keys": {JSON: KeyCreate},
+}
+"""By method and path; what is there under /t/{tenant} too is the same there."""
+
+NO_BODY = frozenset(
+    {
+        "PUT /api/v1/adapters/{name}/grants/{tenant}",
+        "POST /api/v1/adapters/{name}/restore",
+        "POST /api/v1/adapters/{name}/versions/{number}/restore",
+        "POST /api/v1/adapters/{name}/versions/{number}/verify",
+        "POST /api/v1/adapters/{name}/versions/{number}/warm",
+        "POST /api/v1/adapters/{name}/versions/{number}/pin",
+        "POST /api/v1/adapters/{name}/versions/{number}/unpin",
+        "POST /api/v1/adapters/{name}/aliases/{alias}/rollback",
+    }
+)
+"""Those that could have one, and take none."""
+
+ANSWERS: Mapping[str, Content] = {
+    "GET /livez": {JSON: Health},
+    "GET /readyz": {JSON: Health},
+    "GET /health": {JSON: Health},
+    "GET /metrics": {METRICS: {"type": "string"}},
+    "GET /v1/models": {JSON: ModelList},
+    "GET /v1/models/{model}": {JSON: Model},
+    "POST /v1/completions": {JSON: Completion, EVENTS: _EVENTS},
+    "POST /v1/chat/completions": {JSON: ChatCompletion, EVENTS: _EVENTS},
+    "POST /tokenize": {JSON: Tokens},
+    "POST /detokenize": {JSON: Text},
+    "GET /api/v1/adapters/{name}/versions/{number}/files/{file}": {JSON: {"type": "object"}, BYTES: _BINARY},
+}
+"""Of those whose signature doesn't say it."""
+
+MORE_FORMS: Mapping[str, Content] = {"GET /api/v1/usage": {CSV: {"type": "string"}}}
+"""Beside the JSON that the signature says."""
+
+MORE_STATUSES: Mapping[str, tuple[int, ...]] = {
+    "POST /api/v1/adapters/{name}/versions": (200,),
+    "POST /api/v1/uploads": (200,),
+    "PUT /api/v1/adapters/{name}/aliases/{alias}": (201,),
+    "PUT /api/v1/adapters/{name}/grants/{tenant}": (201,),
+    "POST /api/v1/adapters/{name}/versions/{number}/warm": (202,),
+    "POST /api/v1/adapters/{name}/versions/{number}/pin": (202,),
+    "POST /api/v1/adapters/{name}/versions/{number}/unpin": (202,),
+}
+"""Other statuses with the same answer."""
+
+CONDITIONAL = frozenset(
+    {
+        "PUT /api/v1/adapters/{name}/aliases/{alias}",
+        "DELETE /api/v1/adapters/{name}/aliases/{alias}",
+        "POST /api/v1/adapters/{name}/aliases/{alias}/rollback",
+        "PATCH /api/v1/tenants/{tenant}",
+    }
+)
+"""Those that heed ``If-Match``."""
+
+STORING = frozenset(
+    {
+        "POST /api/v1/adapters/{name}/versions",
+        "POST /api/v1/adapters/{name}/pulls",
+        "POST /api/v1/uploads",
+        "PATCH /api/v1/uploads/{upload_id}",
+    }
+)
+"""Those that can find the store full."""
