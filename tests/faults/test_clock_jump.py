@@ -40,7 +40,8 @@ def test_requests_that_run_and_wait_when_the_clock_jumps_a_day_are_answered_as_e
                 client.adapters.push(str(adapter_dirs()[style]), name=style)
 
         def complete(model: str) -> dict[str, Any]:
-            body = {"model": model, "prompt": "list the tickets", "max_tokens": 64, "temperature": 0}
+            # a timeout that is far off, and isn't a day
+            body = {"model": model, "prompt": "list the tickets", "max_tokens": 64, "temperature": 0, "timeout": 600}
             headers = {"authorization": f"Bearer {key}"}
             url = f"{server.url}/v1/completions"
             answer = httpx2.post(url, json=body | {"ignore_eos": True}, headers=headers, timeout=60)
