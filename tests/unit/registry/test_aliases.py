@@ -217,7 +217,7 @@ async def test_a_granted_adapter_answers_to_its_owners_name_and_to_nobody_else(
 ) -> None:
     await publish()
     theirs = parse_terms("acme/sql", "base")
-    with pytest.raises(ModelNotFound) as absent:
+    with pytest.raises(ModelNotFound, match='"acme/sql"') as absent:
         await registry.bind(globex, theirs, sticky=None)
     async with database.write() as session:
         adapter = await AdapterRepository(session, acme).adapter("sql")
