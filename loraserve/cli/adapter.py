@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loraserve import errors
+from loraserve.cli.alias_view import ALIAS_COLUMNS
 from loraserve.cli.arguments import key_values, split_version
 from loraserve.cli.operation import show_operation, wait_for
 from loraserve.cli.options import ActForOption, FormatOption, UrlOption, connected
@@ -174,9 +175,15 @@ def show(
             return
         adapter = client.adapters.get(name)
         output.one(adapter, ADAPTER_DETAILS, name="name")
-        live = adapter.aliases.get("live")
         # Programs asked for one thing, and get it.
-        if live is not None and output.format is Format.HUMAN:
+        if output.format is not Format.HUMAN:
+            return
+        aliases = list(client.adapters.aliases(name))
+        if any(alias.split or alias.shadow for alias in aliases):
+            # one version isn't all that such an alias means
+            output.rows(aliases, ALIAS_COLUMNS, name="alias", empty="")
+        live = adapter.aliases.get("live")
+        if live is not None:
             show_version(output, client.adapters.version(name, live))
 
 

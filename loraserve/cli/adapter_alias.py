@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from loraserve.cli.adapter import NameArgument
+from loraserve.cli.alias_view import ALIAS_COLUMNS, ALIAS_DETAILS
 from loraserve.cli.arguments import version_numbers
 from loraserve.cli.options import ActForOption, FormatOption, UrlOption, connected
 from loraserve.cli.output import Column
@@ -16,20 +17,6 @@ AliasArgument = Annotated[str, typer.Argument(metavar="ALIAS", help="`live` is w
 LiveArgument = Annotated[str, typer.Argument(metavar="ALIAS", help="`live` is what NAME alone means.")]
 IfMatchOption = Annotated[str | None, typer.Option(help="Only if its ETag is still this one.")]
 
-ALIAS_COLUMNS = (
-    Column("ALIAS", "alias"),
-    Column("VERSION", "version"),
-    Column("SPLIT", lambda alias: _split(alias.split)),
-    Column("SHADOW", lambda alias: _shadow(alias.shadow)),
-    Column("UPDATED", "updated_at"),
-)
-ALIAS_DETAILS = (
-    Column("alias", "alias"),
-    Column("version", "version"),
-    Column("split", lambda alias: _split(alias.split)),
-    Column("shadow", lambda alias: _shadow(alias.shadow)),
-    Column("etag", "etag"),
-)
 SHADOW_COLUMNS = (
     Column("HOUR", "hour"),
     Column("VERSION", "version"),
@@ -47,19 +34,6 @@ def register(app: typer.Typer) -> None:
     """The commands of this file are `app`'s."""
     for command in (alias, aliases, unalias, rollback, shadow):
         app.command()(command)
-
-
-def _split(split: object) -> str | None:
-    """``90 % of 3, 10 % of 4``."""
-    if not isinstance(split, list) or not split:
-        return None
-    total = sum(one.weight for one in split)
-    return ", ".join(f"{100 * one.weight / total:.4g} % of {one.version}" for one in split)
-
-
-def _shadow(shadow: object) -> str | None:
-    share, version = getattr(shadow, "share", None), getattr(shadow, "version", None)
-    return None if share is None else f"{100 * share:.4g} % to {version}"
 
 
 def _part(count: int, total: int) -> str | None:

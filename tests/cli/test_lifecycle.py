@@ -28,6 +28,7 @@ def test_alias_splits_its_traffic_and_rolls_back(here: Run, client: Client, sql_
     assert done.code == 0
     assert [(part["version"], part["weight"]) for part in done.json["split"]] == [(1, 90), (2, 10)]
     assert "90 % of 1, 10 % of 2" in here("adapter", "aliases", "split").stdout
+    assert "90 % of 1, 10 % of 2" in here("adapter", "show", "split").stdout
     back = here("adapter", "rollback", "split", "--format", "json")
     assert (back.code, back.json["version"], back.json["split"]) == (0, 2, None)
 

@@ -1,0 +1,33 @@
+"""How an alias is shown: where it points, or how its traffic is shared."""
+
+from __future__ import annotations
+
+from loraserve.cli.output import Column
+
+ALIAS_COLUMNS = (
+    Column("ALIAS", "alias"),
+    Column("VERSION", "version"),
+    Column("SPLIT", lambda alias: _split(alias.split)),
+    Column("SHADOW", lambda alias: _shadow(alias.shadow)),
+    Column("UPDATED", "updated_at"),
+)
+ALIAS_DETAILS = (
+    Column("alias", "alias"),
+    Column("version", "version"),
+    Column("split", lambda alias: _split(alias.split)),
+    Column("shadow", lambda alias: _shadow(alias.shadow)),
+    Column("etag", "etag"),
+)
+
+
+def _split(split: object) -> str | None:
+    """``90 % of 3, 10 % of 4``."""
+    if not isinstance(split, list) or not split:
+        return None
+    total = sum(one.weight for one in split)
+    return ", ".join(f"{100 * one.weight / total:.4g} % of {one.version}" for one in split)
+
+
+def _shadow(shadow: object) -> str | None:
+    share, version = getattr(shadow, "share", None), getattr(shadow, "version", None)
+    return None if share is None else f"{100 * share:.4g} % to {version}"
