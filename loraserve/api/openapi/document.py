@@ -84,10 +84,25 @@ def describe(app: FastAPI) -> Node:
         )
         for method in methods
     }
+    _plain_lists(schemas)
     for path, item in document["paths"].items():
         for method, operation in item.items():
             _complete(operation, path, method.upper(), scope_of[path, method.upper()])
     return document
+
+
+def _plain_lists(node: Any) -> None:
+    """Describe the items of a list of fixed length once, where they are alike: not every tool reads ``prefixItems``."""
+    if isinstance(node, dict):
+        items = node.get("prefixItems")
+        if isinstance(items, list) and items and all(item == items[0] for item in items):
+            del node["prefixItems"]
+            node["items"] = items[0]
+        for child in node.values():
+            _plain_lists(child)
+    elif isinstance(node, list):
+        for child in node:
+            _plain_lists(child)
 
 
 def _complete(operation: Node, path: str, method: str, scope: str) -> None:

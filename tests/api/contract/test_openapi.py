@@ -99,6 +99,16 @@ def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
     assert schemas.keys() <= found
 
 
+def test_a_list_of_fixed_length_is_said_so_that_every_tool_reads_it(document: dict[str, Any]) -> None:
+    modules = document["components"]["schemas"]["BaseResource"]["properties"]["modules"]
+    assert modules["additionalProperties"] == {
+        "type": "array",
+        "items": {"type": "integer"},
+        "minItems": 2,
+        "maxItems": 2,
+    }
+
+
 def test_what_is_told_beside_the_signatures_is_told_of_routes_that_exist(app: FastAPI) -> None:
     routes = {str(route).replace(":path}", "}") for route in routes_of(app)}
     told = {*TOLD_BODIES, *ANSWERS, *MORE_FORMS, *MORE_STATUSES, *NO_BODY, *CONDITIONAL, *STORING}
