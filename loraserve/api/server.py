@@ -69,28 +69,29 @@ async def _serve(settings: Settings) -> int:
     listener = _listen(settings)
     with listener:
         services, database = await _make_services(settings)
-        usage = services.usage
-        servers = Servers(database)
+        registry, usage, servers = services.registry, services.usage, Servers(database)
         services.admissions = Admissions(num_servers=lambda: servers.num_live)
-        try:
+        # ended from the last to the first, each also when another's end fails
+        async with contextlib.AsyncExitStack() as ending:
+            for end in (
+                database.dispose,
+                registry.shadow_hours.close,
+                registry.strikes.close,
+                registry.damages.close,
+                registry.collector.close,
+                registry.operations.close,
+                servers.close,
+                *([usage.close] if usage is not None else []),
+                services.engine.stop,
+                registry.pins.close,
+            ):
+                ending.push_async_callback(end)
             servers.start()
-            services.registry.collector.start()
-            services.registry.pins.start()
+            registry.collector.start()
+            registry.pins.start()
             if usage is not None:
                 usage.start()
             return await _Lifetime(services, listener, settings.grace_s).run()
-        finally:
-            await services.registry.pins.close()
-            await services.engine.stop()
-            if usage is not None:
-                await usage.close()
-            await servers.close()
-            await services.registry.operations.close()
-            await services.registry.collector.close()
-            await services.registry.damages.close()
-            await services.registry.strikes.close()
-            await services.registry.shadow_hours.close()
-            await database.dispose()
 
 
 def _listen(settings: Settings) -> socket.socket:

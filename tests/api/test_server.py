@@ -122,7 +122,7 @@ def test_the_first_start_prints_a_working_admin_key_once(tmp_path: Path) -> None
         (("--device", "cuda"), "--device cuda"),
         (("--model", "/nowhere/at/all"), "/nowhere/at/all"),
         (("--database-url", "mysql://x/y"), "mysql"),
-        (("--store-url", "s3://bucket"), "s3"),
+        (("--store-url", "ftp://host/blobs"), "ftp"),
     ],
 )
 def test_a_server_that_cannot_start_says_why_and_ends_with_2(

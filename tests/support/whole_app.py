@@ -110,14 +110,19 @@ BODIES: dict[str, dict[str, Any]] = {
 WITHOUT_BODY = ("restore", "verify", "warm", "pin", "unpin", "rollback", "grants/{tenant}")
 
 
+def filled(path: str, things: dict[str, str]) -> str:
+    """The path with a thing for each of its parameters."""
+    for name, value in things.items():
+        path = path.replace("{" + name + "}", value).replace("{" + name + ":path}", value)
+    assert "{" not in path, f"{path} has a parameter that the world has nothing for"
+    return path
+
+
 async def send(
     client: httpx2.AsyncClient, route: Route, things: dict[str, str], headers: dict[str, str]
 ) -> httpx2.Response:
     """Call the route with a request that it can read, for these things."""
-    path = route.path
-    for name, value in things.items():
-        path = path.replace("{" + name + "}", value).replace("{" + name + ":path}", value)
-    assert "{" not in path, f"{route} has a parameter that the world has nothing for"
+    path = filled(route.path, things)
     how = BODIES.get(str(route).replace(" /t/{tenant}/", " /"), {})
     if not how and route.method in ("POST", "PUT", "PATCH"):
         assert route.path.endswith(WITHOUT_BODY), f"{route} has no request in BODIES"

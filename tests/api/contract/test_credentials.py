@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx2
 import pytest
 from fastapi import FastAPI
-from whole_app import ADMIN_KEY, SCOPES, World, bearer, routes_of, send
+from whole_app import ADMIN_KEY, SCOPES, World, bearer, filled, routes_of, send
 
 OPEN = {"GET /livez", "GET /readyz", "GET /health"}
 
@@ -88,3 +88,16 @@ async def test_an_admin_key_acts_for_no_tenant_that_is_absent(
 ) -> None:
     answers = await statuses(client, app, world, bearer(ADMIN_KEY) | {"x-tenant": "nobody"})
     assert {route: status for route, status in answers.items() if status != 404} == {}
+
+
+async def test_a_path_takes_no_method_but_its_own(client: httpx2.AsyncClient, app: FastAPI, world: World) -> None:
+    taken: dict[str, set[str]] = {}
+    for route in routes_of(app):
+        taken.setdefault(route.path, set()).add(route.method)
+    for path, methods in taken.items():
+        for method in {"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"} - methods:
+            answer = await client.request(method, filled(path, world.things), headers=bearer(ADMIN_KEY))
+            assert answer.status_code == 405, (method, path)
+            body = answer.json()
+            code = body["code"] if path.startswith("/api/v1") else body["error"]["code"]
+            assert code == "method_not_allowed", (method, path)

@@ -163,3 +163,22 @@ async def test_what_is_done_to_a_namesake_reaches_nobody_elses(
     assert done["PATCH /api/v1/adapters/{name}"] == done["PUT /api/v1/adapters/{name}/aliases/{alias}"] == 200
     assert done["DELETE /api/v1/adapters/{name}/grants/{tenant}"] == done["DELETE /api/v1/adapters/{name}"] == 204
     assert await snapshot(client, app, world) == before
+
+
+async def test_who_was_granted_an_adapter_manages_nothing_of_it(
+    client: httpx2.AsyncClient, app: FastAPI, world: World
+) -> None:
+    acme, globex = bearer(world.keys["acme"]), bearer(world.keys["globex"])
+    granted = await client.put("/api/v1/adapters/acmesql/grants/globex", headers=acme)
+    assert granted.status_code == 201
+    before = await snapshot(client, app, world)
+    absent = world.things | ABSENT
+    for route in filter(is_a_tenants, routes_of(app)):
+        if "{name}" not in route.path:
+            continue
+        theirs = said(await send(client, route, world.things, globex), world.things)
+        assert theirs == said(await send(client, route, absent, globex), absent), route
+        assert theirs[0] == 404, route
+    assert await snapshot(client, app, world) == before
+    used = {"model": "acme/acmesql", "prompt": "x", "max_tokens": 1}
+    assert (await client.post("/v1/completions", json=used, headers=globex)).status_code == 200
