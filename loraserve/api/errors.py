@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import iter_route_contexts
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -174,7 +175,8 @@ def install(app: FastAPI) -> None:
     async def on_http_exception(request: Request, error: Exception) -> Response:
         if not isinstance(error, HTTPException):
             return respond(request, unforeseen(error))
-        return respond(request, from_http_exception(error), error.headers if error.status_code == 405 else None)
+        headers = {"allow": _allowed(request)} if error.status_code == 405 else None
+        return respond(request, from_http_exception(error), headers)
 
     async def on_validation_error(request: Request, error: Exception) -> Response:
         if not isinstance(error, RequestValidationError):
@@ -184,6 +186,16 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(LoraserveError, on_loraserve_error)
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(RequestValidationError, on_validation_error)
+
+
+def _allowed(request: Request) -> str:
+    """The methods of every route with the request's path; the framework names the first one's."""
+    path = request.scope["path"]
+    methods: set[str] = set()
+    for context in iter_route_contexts(request.app.routes):
+        if context.path_regex is not None and context.path_regex.match(path):
+            methods |= context.methods or set()
+    return ", ".join(sorted(methods))
 
 
 def unforeseen(error: BaseException) -> LoraserveError:

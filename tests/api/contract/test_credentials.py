@@ -98,6 +98,7 @@ async def test_a_path_takes_no_method_but_its_own(client: httpx2.AsyncClient, ap
         for method in {"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"} - methods:
             answer = await client.request(method, filled(path, world.things), headers=bearer(ADMIN_KEY))
             assert answer.status_code == 405, (method, path)
+            assert set(answer.headers["allow"].split(", ")) == methods, (method, path)
             body = answer.json()
             code = body["code"] if path.startswith("/api/v1") else body["error"]["code"]
             assert code == "method_not_allowed", (method, path)
