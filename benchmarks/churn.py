@@ -300,7 +300,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--size", default="S", choices=sorted(BUDGETS))
     parser.add_argument("--quick", action="store_true", help="40 of each in one round")
     parser.add_argument("--count", type=int, help="cold adapters, and uploads (default: 200)")
-    parser.add_argument("--rate", type=float, default=2.0, help="of each, a second")
+    parser.add_argument("--rate", type=float, default=1.0, help="of each, a second")
     parser.add_argument("--rounds", type=int, help="the count is divided among them (default: 2)")
     parser.add_argument("--quantize", default="none", choices=("none", "int8"))
     parser.add_argument("--memory-budget", help="the device's")
