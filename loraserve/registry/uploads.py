@@ -11,7 +11,7 @@ from adapters_store.base import BlobStore, StagedBlob
 from loraserve import faults
 from loraserve.db.idempotency import Once
 from loraserve.db.session import Clock, Database
-from loraserve.errors import QuotaExceeded
+from loraserve.errors import Overloaded, QuotaExceeded
 from loraserve.limits import LIMITS
 from loraserve.registry.certificates import Certificates
 from loraserve.registry.changes import point_alias, record_change
@@ -138,7 +138,7 @@ class Uploads:
             QuotaExceeded: the tenant may not hold another adapter or as many bytes.
             StorageFull, StorageError: the bytes can't be kept.
             Conflict: those that are in the store already are damaged: they must be uploaded again.
-            Overloaded: they were collected meanwhile; the same request works again.
+            Overloaded: they were collected, or the version that has them deleted, meanwhile; the same request works again.
             Replay: `once` was used before.
         """
         self.check_name(name)
@@ -192,6 +192,13 @@ class Uploads:
             adapter, is_new_adapter = await repository.adapter_to_publish(name, now)
             found = await repository.version_of_digest(name, inspected.digest)
             if found is None:
+                if known is not None and parity is None:
+                    # what it was found to be went with it: new, it needs a certificate of its own
+                    raise Overloaded(
+                        f"{name}@{known[1].number} has these bytes, and was deleted meanwhile.",
+                        hint="Send the same request again.",
+                        retry_after_s=1,
+                    )
                 if parity is not None and parity.status == SKIPPED:
                     failure = await self._certificates.known_failure(
                         session, tenant, inspected.digest, Digest(base.digest)

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from adapters_store import LocalStore
+from loraserve import faults
 from loraserve.adapters.compiler import compile_adapter
 from loraserve.db.idempotency import Once, Replay, StoredResponse
 from loraserve.errors import (
@@ -328,3 +329,26 @@ async def test_the_same_bytes_under_another_name_do_not_end_a_failed_ones_quaran
     assert (await publish(seed=1, via=certified)).version.state == "ready"
     certifying.outcome = make_certificate()
     assert (await certified.certificates.verify(acme, "twin", 1, actor="test")).state == "ready"
+
+
+async def test_a_version_that_is_deleted_while_its_bytes_come_again_takes_its_quarantine_along_to_the_next_try(
+    publish: Any, certified: Registry, certifying: Any, acme: TenantId, failed: Certificate
+) -> None:
+    certifying.outcome = failed
+    await publish(via=certified)
+    loop, is_deleted = asyncio.get_running_loop(), False
+
+    def delete() -> None:
+        nonlocal is_deleted
+        if not is_deleted:
+            is_deleted = True
+            deleting = certified.delete_version(acme, "sql", 1, actor="test")
+            asyncio.run_coroutine_threadsafe(deleting, loop).result(10)
+
+    # between what the publish knows of the version and its transaction
+    with faults.arm("blob.fsync", delete), pytest.raises(Overloaded, match="deleted meanwhile"):
+        await publish(via=certified)
+    assert is_deleted
+    assert (await certified.list_versions(acme, "sql")).items == ()
+    again = (await publish(via=certified)).version
+    assert (again.version, again.state, parity_of(again)["status"]) == (2, "quarantined", "failed")
