@@ -167,8 +167,9 @@ class AdapterRepository:
         Raises:
             TenantNotFound: it was deleted meanwhile.
         """
-        query = select(Tenant).where(Tenant.id == self.tenant, Tenant.deleted_at.is_(None)).with_for_update()
-        row = (await self._session.scalars(query)).one_or_none()
+        # Its key stays: rows that refer to the tenant, as an audit's do, needn't wait, and so can't wait in a circle.
+        query = select(Tenant).where(Tenant.id == self.tenant, Tenant.deleted_at.is_(None))
+        row = (await self._session.scalars(query.with_for_update(key_share=True))).one_or_none()
         if row is None:
             raise TenantNotFound("There is no such tenant.")
         return row

@@ -198,7 +198,7 @@ class Keys:
             if once is not None:
                 await once.begin(session)
             # The tenant's row lock makes the count below hold until the commit.
-            await session.scalar(select(Tenant.id).where(Tenant.id == tenant).with_for_update())
+            await session.scalar(select(Tenant.id).where(Tenant.id == tenant).with_for_update(key_share=True))
             mine = select(func.count()).select_from(ApiKey).where(ApiKey.tenant_id == tenant, *is_usable(now))
             if (await session.scalar(mine) or 0) >= LIMITS.max_keys_per_tenant:
                 raise QuotaExceeded(

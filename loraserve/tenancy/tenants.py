@@ -94,7 +94,7 @@ async def find_tenant(session: AsyncSession, name: str, *, is_locking: bool = Fa
     query = select(Tenant).where(Tenant.name == name, Tenant.deleted_at.is_(None))
     row = None
     if is_name(name):
-        row = (await session.scalars(query.with_for_update() if is_locking else query)).one_or_none()
+        row = (await session.scalars(query.with_for_update(key_share=True) if is_locking else query)).one_or_none()
     if row is None:
         raise tenant_not_found()
     return row

@@ -26,7 +26,7 @@ from loraserve.errors import (
 )
 from loraserve.limits import LIMITS
 from loraserve.registry.model_name import parse_model
-from loraserve.registry.records import Published
+from loraserve.registry.records import Aim, Published
 from loraserve.registry.service import Registry
 from loraserve.tenancy.auth import Authenticator
 from loraserve.tenancy.tenants import TenantLimits
@@ -231,3 +231,21 @@ async def test_an_idempotency_key_is_free_again_after_a_failure(publish: Any) ->
     with faults.arm("registry.before_commit", "EIO"), pytest.raises(Exception, match="can't be reached"):
         await publish(once=once_for())
     assert (await publish(once=once_for())).version.version == 1
+
+
+async def test_publishes_and_alias_moves_of_one_adapter_do_not_wait_in_a_circle(
+    publish: Any, registry: Registry, acme: TenantId
+) -> None:
+    await publish(seed=0)
+
+    async def move(alias: str) -> None:
+        for _ in range(15):
+            await registry.aliases.set(acme, "sql", alias, Aim(1), actor="test")
+
+    async def push(first: int) -> None:
+        for seed in range(first, first + 8):
+            await publish(seed=seed)
+
+    # whoever waits for whom ends by an error of the database
+    await asyncio.gather(push(1), push(101), move("live"), move("canary"), move("other"))
+    assert (await registry.get(acme, "sql")).num_versions == 17
