@@ -404,7 +404,7 @@ async def _check_room(
         )
     if max_stored_bytes is None:
         return
-    # what was published is counted as a version
+    # What was published is counted as a version: only of a complete upload is it known that it has those bytes.
     published = (
         select(AdapterVersion.id)
         .join(Adapter, Adapter.id == AdapterVersion.adapter_id)
@@ -414,7 +414,7 @@ async def _check_room(
             AdapterVersion.deleted_at.is_(None),
         )
     )
-    query = select(func.sum(Upload.size)).where(*mine, ~published.exists())
+    query = select(func.sum(Upload.size)).where(*mine, ~(Upload.is_complete & published.exists()))
     uploading = int(await session.scalar(query) or 0)
     stored = await AdapterRepository(session, tenant).stored_bytes()
     if stored + uploading + size > max_stored_bytes:

@@ -307,6 +307,19 @@ async def test_uploads_count_against_what_a_tenant_may_store(
     assert (await announce(acme, bytes(50))).status_code == 201
 
 
+async def test_an_upload_under_a_published_digest_counts_while_it_is_not_known_to_have_those_bytes(
+    admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, push: Any, files: Upload
+) -> None:
+    config, data = files
+    assert (await push(acme)).status_code == 201
+    limit = {"limits": {"max_stored_bytes": len(config) + len(data) + 1000}}
+    assert (await admin.patch("/tenants/acme", json=limit)).status_code == 200
+    body = {"sha256": hashlib.sha256(data).hexdigest()}
+    assert (await acme.post("/uploads", json={**body, "size": 900})).status_code == 201
+    refused = await acme.post("/uploads", json={**body, "size": 800})
+    assert (refused.status_code, refused.json()["code"]) == (429, "insufficient_quota")
+
+
 async def test_the_number_of_open_uploads_is_bounded(acme: httpx2.AsyncClient) -> None:
     for number in range(LIMITS.max_open_uploads_per_tenant):
         assert (await announce(acme, bytes([number]))).status_code == 201
