@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal, localcontext
 from typing import Any
@@ -58,6 +58,15 @@ class PriceTable:
         """The table as `read_prices` takes it, with everything said that it filled in."""
         adapters = {name: price.as_json() for name, price in self.adapters.items()}
         return {"currency": self.currency, **self.price.as_json(), "adapters": adapters}
+
+
+def highest(prices: Sequence[Price]) -> Price:
+    """Each amount as the dearest of `prices`, at least one, has it."""
+    return Price(
+        prompt=max(price.prompt for price in prices),
+        cached=max(price.cached for price in prices),
+        completion=max(price.completion for price in prices),
+    )
 
 
 def read_prices(value: Mapping[str, Any]) -> PriceTable | None:

@@ -26,6 +26,15 @@ if TYPE_CHECKING:
     from loraserve.tenancy.auth import Caller
 
 
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What a request's words for its model came to."""
+
+    binding: Binding
+    granted: tuple[str, ...] = ()
+    """``OWNER/NAME`` of those that were asked for under another tenant's name."""
+
+
 async def resolve_model(
     services: Services,
     caller: Caller,
@@ -33,7 +42,7 @@ async def resolve_model(
     adapters: Sequence[WeightedAdapter] | None = None,
     *,
     user: str | None = None,
-) -> Binding:
+) -> Model:
     """What answers for `model`, bound for the whole request: an adapter version, the sum of several, or the base.
 
     Args:
@@ -56,7 +65,8 @@ async def resolve_model(
             param="adapters",
             hint="Send adapters with the base's id as model, or write the sum as model: a+0.5*b.",
         )
-    return await services.registry.bind(caller.tenant, terms, sticky=user)
+    binding = await services.registry.bind(caller.tenant, terms, sticky=user)
+    return Model(binding, tuple(term.adapter.path for term in terms if term.adapter.owner is not None))
 
 
 def check_priority(body: InferenceBody, caller: Caller) -> None:
@@ -89,6 +99,8 @@ class Answering:
     answerer: Answerer
     prompts: Sequence[Prompt]
     ignored: tuple[str, ...]
+    granted: tuple[str, ...] = ()
+    """As `Model` has them."""
 
     @property
     def adapter(self) -> AdapterRef | None:
@@ -101,12 +113,13 @@ class Answering:
         prefix: str,
         services: Services,
         body: InferenceBody,
-        binding: Binding,
+        model: Model,
         prompts: Sequence[Prompt],
         ignored: tuple[str, ...],
     ) -> Answering:
-        answerer = Answerer(binding, services.engine.base.id)
-        return cls(f"{prefix}-{ULID()}", int(services.clock()), services, body, answerer, prompts, ignored)
+        answerer = Answerer(model.binding, services.engine.base.id)
+        ident = f"{prefix}-{ULID()}"
+        return cls(ident, int(services.clock()), services, body, answerer, prompts, ignored, model.granted)
 
     def requests(self, caller: Caller, sampling: Sampling, max_tokens: Sequence[int]) -> list[GenerateRequest]:
         """The engine's requests in the order of the choices: the first prompt's n, then the second's."""

@@ -51,7 +51,7 @@ async def create_chat_completion(
     asked = _asked_tokens(body)
     check_priority(body, caller)
     base = services.engine.base
-    binding = await resolve_model(services, caller, body.model, body.adapters, user=body.user)
+    model = await resolve_model(services, caller, body.model, body.adapters, user=body.user)
     sampling = read_sampling(body, base, logprobs=body.top_logprobs if body.logprobs else None)
     prompt = await read_chat(
         body.messages,
@@ -63,7 +63,7 @@ async def create_chat_completion(
     max_tokens = choose_max_tokens(asked, None, len(prompt.token_ids), base, "messages")
     admitted = reserve(request, [prompt], [max_tokens], body.n, is_bounded=asked is not None)
 
-    answering = Answering.begin("chatcmpl", services, body, binding, [prompt], ignored)
+    answering = Answering.begin("chatcmpl", services, body, model, [prompt], ignored)
     generation = Generation(services, answering.requests(caller, sampling, [max_tokens]), answerer=answering.answerer)
     choices = [_Choice(answering, body, index) for index in range(body.n)]
     usage = Usage(answering, caller, admitted)

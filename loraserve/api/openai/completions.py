@@ -54,7 +54,7 @@ async def create_completion(
     _check_combination(body)
     check_priority(body, caller)
     base = services.engine.base
-    binding = await resolve_model(services, caller, body.model, body.adapters, user=body.user)
+    model = await resolve_model(services, caller, body.model, body.adapters, user=body.user)
     prompts = await read_prompts(body.prompt, services, add_special_tokens=body.add_special_tokens)
     check_num_choices(len(prompts), body.n)
     is_scoring = body.max_tokens == 0
@@ -62,7 +62,7 @@ async def create_completion(
     max_tokens = [_max_tokens(body, len(prompt.token_ids), services) for prompt in prompts]
     admitted = reserve(request, prompts, max_tokens, body.n, is_bounded=True)
 
-    answering = Answering.begin("cmpl", services, body, binding, prompts, ignored)
+    answering = Answering.begin("cmpl", services, body, model, prompts, ignored)
     generation = Generation(
         services, answering.requests(caller, sampling, max_tokens), answerer=answering.answerer, is_scoring=is_scoring
     )

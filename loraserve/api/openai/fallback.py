@@ -7,6 +7,7 @@ from urllib.parse import quote
 from loraserve.errors import AdapterUnavailable
 from loraserve.registry.binding import Binding, Shadow
 from loraserve.registry.composition import label
+from loraserve.types import AdapterRef
 
 HEADER = "x-loraserve-adapter"
 
@@ -33,6 +34,11 @@ class Answerer:
     @property
     def has_fallen_back(self) -> bool:
         return self._from is not None
+
+    @property
+    def candidates(self) -> tuple[AdapterRef | None, ...]:
+        """Whatever may be `adapter`, now or later."""
+        return (self.adapter,) if self._fallback is None else (self.adapter, self._fallback.adapter)
 
     @property
     def shadow(self) -> Shadow | None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loraserve.registry.composition import label
-from loraserve.registry.model_name import parse_model
+from loraserve.tenancy.prices import highest
 from loraserve.tenancy.usage import UsageEvent, plain, price_tag
 
 if TYPE_CHECKING:
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from loraserve.engine.client import Chunk
     from loraserve.tenancy.admission import Admitted
     from loraserve.tenancy.auth import Caller
-    from loraserve.tenancy.prices import Price
-    from loraserve.types import AdapterRef
+    from loraserve.tenancy.prices import Price, PriceTable
+    from loraserve.types import AdapterRef, TenantId
 
 _MAX_LABEL = 255
 """Of a sum, as usage keeps it."""
@@ -35,6 +35,12 @@ class Usage:
         self._admitted = admitted
         self._lengths = [len(prompt.token_ids) for prompt in answering.prompts]
         self._n = answering.body.n
+        table = caller.policy.prices
+        self._prices: dict[str, Price] = {}
+        """By digest (the base: empty), of whatever may answer. Found before the engine is asked: counting can't fail."""
+        if table is not None:
+            for adapter in answering.answerer.candidates:
+                self._prices[_digest(adapter)] = _price_of(table, caller.tenant, adapter, answering.granted)
         self._completion_tokens = 0
         self._cached: dict[int, int] = {}
         """Prompt → how many of its tokens were in the prefix cache."""
@@ -157,16 +163,27 @@ class Usage:
         )
 
     def _price(self) -> Price | None:
-        """Of the adapter that answers, as the tenant calls it."""
-        table, adapter = self._caller.policy.prices, self._answering.adapter
-        if table is None:
-            return None
-        if adapter is None or adapter.parts or not table.adapters:
-            return table.price
-        if adapter.tenant == self._caller.tenant:
-            return table.price_of(adapter.name)
-        owner = parse_model(self._answering.body.model, self._answering.services.engine.base.id).owner
-        return table.price_of(f"{owner}/{adapter.name}")
+        """Of what answers now; None: the tenant has no prices."""
+        return self._prices.get(_digest(self._answering.adapter))
+
+
+def _digest(adapter: AdapterRef | None) -> str:
+    return "" if adapter is None else adapter.digest
+
+
+def _price_of(table: PriceTable, tenant: TenantId, adapter: AdapterRef | None, granted: Sequence[str]) -> Price:
+    """Of the adapter, as the tenant calls it.
+
+    Args:
+        granted: ``OWNER/NAME`` of those that the request names so.
+    """
+    if adapter is None or adapter.parts:
+        return table.price
+    if adapter.tenant == tenant:
+        return table.price_of(adapter.name)
+    # more than one only in a sum of two owners' adapters of one name
+    paths = [path for path in granted if path.rpartition("/")[2] == adapter.name]
+    return highest([table.price_of(path) for path in paths] or [table.price])
 
 
 def _name(adapter: AdapterRef | None) -> str:

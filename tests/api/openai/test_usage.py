@@ -323,6 +323,15 @@ async def test_what_a_fallback_answers_is_billed_as_its_own(
     assert (only.group, only.amounts.completion_tokens) == ({"adapter": "sql", "version": 1}, 8)
 
 
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"model": "globex/sql"},
+        {"model": "1*globex/sql"},
+        {"model": "globex/sql+0*sql"},
+        {"adapters": [{"name": "globex/sql"}]},
+    ],
+)
 async def test_who_uses_a_granted_adapter_pays_by_its_own_prices_under_the_owners_name(
     url: str,
     client: httpx2.AsyncClient,
@@ -330,12 +339,14 @@ async def test_who_uses_a_granted_adapter_pays_by_its_own_prices_under_the_owner
     make_tenant: Callable[..., Any],
     publish: Callable[..., Any],
     prices: PriceTable,
+    engine: Any,
+    named: dict[str, Any],
 ) -> None:
     globex = await make_tenant("globex")
     await publish("sql", 3, globex)
     async with httpx2.AsyncClient(base_url=url, headers=globex.headers) as owner:
         assert (await owner.put("/api/v1/adapters/sql/grants/acme")).status_code < 300
-    usage = await complete(client, model="globex/sql")
+    usage = await complete(client, **{"model": engine.base.id, **named})
     # 2 a million, whatever kind
     assert usage["cost"] == "0.000056"
     (only,) = await sums(services, "tenant", "adapter")
