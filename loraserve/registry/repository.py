@@ -161,18 +161,28 @@ class AdapterRepository:
 
     # --- changes ---
 
+    async def tenant_row(self, *, is_locking: bool = False) -> Tenant:
+        """The tenant's row.
+
+        Raises:
+            TenantNotFound: it was deleted meanwhile.
+        """
+        query = select(Tenant).where(Tenant.id == self.tenant, Tenant.deleted_at.is_(None))
+        if is_locking:
+            # Its key stays: rows that refer to the tenant, as an audit's do, needn't wait, and so can't wait in a circle.
+            query = query.with_for_update(key_share=True)
+        row = (await self._session.scalars(query)).one_or_none()
+        if row is None:
+            raise TenantNotFound("There is no such tenant.")
+        return row
+
     async def lock_tenant(self) -> Tenant:
         """The tenant's row, locked: what is counted of the tenant holds until the commit.
 
         Raises:
             TenantNotFound: it was deleted meanwhile.
         """
-        # Its key stays: rows that refer to the tenant, as an audit's do, needn't wait, and so can't wait in a circle.
-        query = select(Tenant).where(Tenant.id == self.tenant, Tenant.deleted_at.is_(None))
-        row = (await self._session.scalars(query.with_for_update(key_share=True))).one_or_none()
-        if row is None:
-            raise TenantNotFound("There is no such tenant.")
-        return row
+        return await self.tenant_row(is_locking=True)
 
     def touch(self, adapter: Adapter, now: datetime) -> int:
         """The adapter's next revision, for a change in this transaction."""
@@ -227,6 +237,11 @@ class AdapterRepository:
         )
 
     # --- counts and lists ---
+
+    async def has_adapter(self, name: str) -> bool:
+        """Whether the tenant has a live adapter of that name."""
+        query = select(Adapter.id).where(self._mine(), Adapter.name == name, Adapter.deleted_at.is_(None))
+        return await self._session.scalar(query) is not None
 
     async def num_adapters(self) -> int:
         query = select(func.count()).select_from(Adapter).where(self._mine(), Adapter.deleted_at.is_(None))

@@ -20,7 +20,7 @@ from adapters_store.base import BlobStore, StagedBlob
 from loraserve import faults
 from loraserve.db import audit
 from loraserve.db.idempotency import Once
-from loraserve.db.models import Adapter, AdapterVersion, Upload, UploadChunk
+from loraserve.db.models import Upload, UploadChunk
 from loraserve.db.session import Clock, Database
 from loraserve.errors import (
     BlobCorrupt,
@@ -28,13 +28,13 @@ from loraserve.errors import (
     Conflict,
     InvalidRequest,
     PayloadTooLarge,
-    QuotaExceeded,
     UploadDigestMismatch,
     UploadNotFound,
     UploadOffsetMismatch,
 )
 from loraserve.limits import KIB, LIMITS, MIB
 from loraserve.registry.places import Places
+from loraserve.registry.quota import check_room
 from loraserve.registry.references import doom, keep
 from loraserve.registry.repository import AdapterRepository
 from loraserve.types import Digest, TenantId
@@ -112,7 +112,7 @@ class ResumableUploads:
             row = await self._begun(session, tenant, sha256, size, now)
             is_new = row is None
             if row is None:
-                await _check_room(session, tenant, limits.get("max_stored_bytes"), size, now)
+                await check_room(session, tenant, limits, size, now)
                 row = Upload(
                     id=str(ULID.from_datetime(now)),
                     tenant_id=tenant,
@@ -389,39 +389,6 @@ async def remove_upload(session: AsyncSession, row: Upload, now: datetime) -> No
     await session.execute(delete(UploadChunk).where(UploadChunk.upload_id == row.id))
     await session.delete(row)
     await doom(session, [*map(Digest, digests), *([Digest(row.sha256)] if row.is_complete else [])], now)
-
-
-async def _check_room(
-    session: AsyncSession, tenant: TenantId, max_stored_bytes: int | None, size: int, now: datetime
-) -> None:
-    """Return if the tenant, whose row is locked, may have another upload of that size."""
-    mine = (Upload.tenant_id == tenant, Upload.expires_at > now)
-    num_open = await session.scalar(select(func.count()).select_from(Upload).where(*mine)) or 0
-    if num_open >= LIMITS.max_open_uploads_per_tenant:
-        raise QuotaExceeded(
-            f"{num_open} uploads of this tenant are open, the most it may have.",
-            hint="Delete one, or wait until one expires.",
-        )
-    if max_stored_bytes is None:
-        return
-    # What was published is counted as a version: only of a complete upload is it known that it has those bytes.
-    published = (
-        select(AdapterVersion.id)
-        .join(Adapter, Adapter.id == AdapterVersion.adapter_id)
-        .where(
-            Adapter.tenant_id == tenant,
-            AdapterVersion.weights_blob == Upload.sha256,
-            AdapterVersion.deleted_at.is_(None),
-        )
-    )
-    query = select(func.sum(Upload.size)).where(*mine, ~(Upload.is_complete & published.exists()))
-    uploading = int(await session.scalar(query) or 0)
-    stored = await AdapterRepository(session, tenant).stored_bytes()
-    if stored + uploading + size > max_stored_bytes:
-        raise QuotaExceeded(
-            f"The tenant stores {stored} bytes, uploads {uploading} and may store {max_stored_bytes}; this upload has {size}.",
-            hint="Delete versions or uploads, or ask for more.",
-        )
 
 
 def _assemble(store: BlobStore, chunks: Sequence[_Chunk], sha256: Digest) -> tuple[bool, _Chunk | None]:

@@ -11,7 +11,7 @@ from adapters_store.base import BlobStore, StagedBlob
 from loraserve import faults
 from loraserve.db.idempotency import Once
 from loraserve.db.session import Clock, Database
-from loraserve.errors import Overloaded, QuotaExceeded
+from loraserve.errors import Overloaded
 from loraserve.limits import LIMITS
 from loraserve.registry.certificates import Certificates
 from loraserve.registry.changes import point_alias, record_change
@@ -20,6 +20,7 @@ from loraserve.registry.inspection import Inspected, inspect_upload
 from loraserve.registry.model_name import LIVE, check_adapter_name
 from loraserve.registry.parity import SKIPPED, Parity
 from loraserve.registry.places import Places
+from loraserve.registry.quota import check_quota
 from loraserve.registry.records import CHECKED, QUARANTINED, READY, Published, VersionRecord
 from loraserve.registry.references import keep, keep_stored
 from loraserve.registry.repository import AdapterRepository
@@ -157,6 +158,15 @@ class Uploads:
                 if known is not None:
                     return Published(await repository.version_record(*known), is_new=False)
                 return Published(self._preview(tenant, name, inspected, size_bytes), is_new=True)
+            if known is None:
+                # What will be refused keeps no bytes, and the engine isn't asked. What counts is the look under the lock below.
+                await check_quota(
+                    repository,
+                    (await repository.tenant_row()).limits,
+                    is_new_adapter=not await repository.has_adapter(name),
+                    size_bytes=size_bytes,
+                    is_counted=False,
+                )
         had_damage = known is not None and is_damaged(known[1].checks)
         config_blob, weights_blob = Digest(hashlib.sha256(config).hexdigest()), weights.digest
         # Of an equal version that other files hold, these are not needed. The same files are written again: what is acknowledged here
@@ -294,26 +304,3 @@ def _checks(inspected: Inspected, parity: Parity | None) -> tuple[Mapping[str, A
 
 def _inspect(config: bytes, weights: Weights, base: BaseSpec) -> Inspected:
     return inspect_upload(config, weights.read(), base)
-
-
-async def check_quota(
-    repository: AdapterRepository, limits: dict[str, int | None], *, is_new_adapter: bool, size_bytes: int
-) -> None:
-    """Return if the tenant, whose row is locked, may hold this too. The adapter's own row is counted already."""
-    max_adapters = min(
-        LIMITS.max_adapters_per_tenant, _or_none(limits.get("max_adapters"), LIMITS.max_adapters_per_tenant)
-    )
-    if is_new_adapter and (found := await repository.num_adapters()) > max_adapters:
-        raise QuotaExceeded(
-            f"The tenant has {found - 1} adapters; it may have {max_adapters}.", hint="Delete one, or ask for more."
-        )
-    max_bytes = limits.get("max_stored_bytes")
-    if max_bytes is not None and (stored := await repository.stored_bytes()) + size_bytes > max_bytes:
-        raise QuotaExceeded(
-            f"The tenant stores {stored} bytes and may store {max_bytes}; this takes {size_bytes} more.",
-            hint="Delete versions, or ask for more.",
-        )
-
-
-def _or_none(value: int | None, default: int) -> int:
-    return default if value is None else value

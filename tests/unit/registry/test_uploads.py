@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -37,6 +38,18 @@ SQL = parse_model("sql", "base")
 
 def once_for(key: str = "k", fingerprint: str = "f") -> Once[Published]:
     return Once("owner", key, fingerprint, lambda result: StoredResponse(201, {}, str(result.version.version).encode()))
+
+
+@pytest.fixture
+async def small_tenant(database: Database) -> Callable[..., Awaitable[TenantId]]:
+    """A function that makes a tenant with limits."""
+    authenticator = Authenticator(database, admin_key="a" * 32)
+    await authenticator.open()
+
+    async def make(**limits: int) -> TenantId:
+        return (await authenticator.tenants.create("small", actor="test", limits=TenantLimits(**limits))).id
+
+    return make
 
 
 async def test_a_version_says_what_was_published_and_live_names_it(
@@ -183,12 +196,11 @@ async def test_a_failure_before_the_commit_leaves_no_row(publish: Any, registry:
     assert (await publish()).version.version == 1
 
 
-async def test_quotas_count_what_is_there(publish: Any, database: Database, registry: Registry) -> None:
-    authenticator = Authenticator(database, admin_key="a" * 32)
-    await authenticator.open()
+async def test_quotas_count_what_is_there(
+    publish: Any, registry: Registry, small_tenant: Callable[..., Awaitable[TenantId]]
+) -> None:
     size = (await publish("probe", is_dry_run=True)).version.size_bytes
-    limits = TenantLimits(max_adapters=2, max_stored_bytes=size * 3 + 64)
-    small = (await authenticator.tenants.create("small", actor="test", limits=limits)).id
+    small = await small_tenant(max_adapters=2, max_stored_bytes=size * 3 + 64)
     await publish("a", tenant=small)
     await publish("b", tenant=small)
     with pytest.raises(QuotaExceeded, match="2 adapters"):
@@ -198,6 +210,25 @@ async def test_quotas_count_what_is_there(publish: Any, database: Database, regi
         await publish("a", seed=2, tenant=small)
     await registry.delete(small, "b", actor="test")
     await publish("c", tenant=small)
+
+
+async def test_what_a_quota_refuses_keeps_no_bytes_and_asks_no_engine(
+    publish: Any,
+    database: Database,
+    store: LocalStore,
+    certified: Registry,
+    certifying: Any,
+    small_tenant: Callable[..., Awaitable[TenantId]],
+) -> None:
+    size = (await publish("probe", is_dry_run=True)).version.size_bytes
+    small = await small_tenant(max_adapters=1, max_stored_bytes=size + 64)
+    await publish("a", tenant=small, via=certified)
+    before, num_asked = set(store.iter_digests()), len(certifying.asked)
+    for name in ("a", "b"):
+        with pytest.raises(QuotaExceeded):
+            await publish(name, seed=1, tenant=small, via=certified)
+    assert set(store.iter_digests()) == before
+    assert len(certifying.asked) == num_asked
 
 
 async def test_a_deleted_tenant_publishes_nothing(publish: Any, database: Database, globex: TenantId) -> None:

@@ -1,0 +1,96 @@
+"""What a tenant may hold: adapters and bytes, with those that are on their way in, and those that may still come back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+
+from sqlalchemy import func, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from loraserve.db.models import Adapter, AdapterVersion, Upload
+from loraserve.errors import QuotaExceeded
+from loraserve.limits import LIMITS
+from loraserve.registry.repository import AdapterRepository
+from loraserve.types import TenantId
+
+Limits = Mapping[str, int | None]
+"""A tenant's own, as its row has them."""
+
+
+async def check_quota(
+    repository: AdapterRepository,
+    limits: Limits,
+    *,
+    is_new_adapter: bool,
+    size_bytes: int,
+    is_counted: bool = True,
+) -> None:
+    """Return if the tenant may hold this too. It holds until the commit where the tenant's row is locked.
+
+    Args:
+        is_counted: whether a new adapter's own row is there already.
+
+    Raises:
+        QuotaExceeded
+    """
+    max_adapters = min(
+        LIMITS.max_adapters_per_tenant, _or_none(limits.get("max_adapters"), LIMITS.max_adapters_per_tenant)
+    )
+    if is_new_adapter and (others := await repository.num_adapters() - is_counted) >= max_adapters:
+        raise QuotaExceeded(
+            f"The tenant has {others} adapters; it may have {max_adapters}.", hint="Delete one, or ask for more."
+        )
+    max_bytes = limits.get("max_stored_bytes")
+    if max_bytes is not None and (stored := await repository.stored_bytes()) + size_bytes > max_bytes:
+        raise QuotaExceeded(
+            f"The tenant stores {stored} bytes and may store {max_bytes}; this takes {size_bytes} more.",
+            hint="Delete versions, or ask for more.",
+        )
+
+
+async def check_room(session: AsyncSession, tenant: TenantId, limits: Limits, size: int, now: datetime) -> None:
+    """Return if the tenant, whose row is locked, may have another upload of that size.
+
+    Raises:
+        QuotaExceeded
+    """
+    mine = (Upload.tenant_id == tenant, Upload.expires_at > now)
+    num_open = await session.scalar(select(func.count()).select_from(Upload).where(*mine)) or 0
+    if num_open >= LIMITS.max_open_uploads_per_tenant:
+        raise QuotaExceeded(
+            f"{num_open} uploads of this tenant are open, the most it may have.",
+            hint="Delete one, or wait until one expires.",
+        )
+    max_bytes = limits.get("max_stored_bytes")
+    if max_bytes is None:
+        return
+    uploading = await uploading_bytes(session, tenant, now)
+    stored = await AdapterRepository(session, tenant).stored_bytes()
+    if stored + uploading + size > max_bytes:
+        raise QuotaExceeded(
+            f"The tenant stores {stored} bytes, uploads {uploading} and may store {max_bytes}; this upload has {size}.",
+            hint="Delete versions or uploads, or ask for more.",
+        )
+
+
+async def uploading_bytes(session: AsyncSession, tenant: TenantId, now: datetime) -> int:
+    """Of the tenant's open uploads, at their full sizes, but for those that are published: these are counted as versions."""
+    # Only of a complete upload is it known that it has those bytes.
+    published = (
+        select(AdapterVersion.id)
+        .join(Adapter, Adapter.id == AdapterVersion.adapter_id)
+        .where(
+            Adapter.tenant_id == tenant,
+            AdapterVersion.weights_blob == Upload.sha256,
+            AdapterVersion.deleted_at.is_(None),
+        )
+    )
+    query = select(func.sum(Upload.size)).where(
+        Upload.tenant_id == tenant, Upload.expires_at > now, ~(Upload.is_complete & published.exists())
+    )
+    return int(await session.scalar(query) or 0)
+
+
+def _or_none(value: int | None, default: int) -> int:
+    return default if value is None else value
