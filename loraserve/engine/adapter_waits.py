@@ -84,7 +84,7 @@ class AdapterWaits:
         self._next_deadline_s = min(self._next_deadline_s, now + self.deadline_s)
         self._cold[request.request_id] = request
         self._num_cold[digest] += 1
-        request.share.num_cold += 1
+        request.share.num_cold += _is_in_its_share(request)
         if self._num_cold[digest] == 1:
             num_tokens = self._adapters.mean_load_s / self._prefill_pace.seconds_per_unit
             request.share.charge(min(num_tokens * PROMPT_COST, self._max_load_cost))
@@ -95,7 +95,7 @@ class AdapterWaits:
             request.adapter_wait_s += self._clock() - request.adapter_wait_started_s
             request.adapter_wait_started_s = None
             del self._cold[request.request_id]
-            request.share.num_cold -= 1
+            request.share.num_cold -= _is_in_its_share(request)
             self._num_cold[request.adapter.digest] -= 1
             if not self._num_cold[request.adapter.digest]:
                 del self._num_cold[request.adapter.digest]
@@ -113,3 +113,8 @@ class AdapterWaits:
             request = next((other for other in express if other.request_id in self._cold), request)
         if request.adapter is not None:
             self._adapters.request(request.adapter)
+
+
+def _is_in_its_share(request: Request) -> bool:
+    """Whether it waits among its tenant's others, and not apart from them."""
+    return not request.is_express and not (request.probe is not None and request.probe.has_own_step)

@@ -174,7 +174,8 @@ class Engine:
 
     def _probe_request(self, probe: Probe, adapter: AdapterRef | None) -> Request:
         prompt = list(probe.token_ids[: probe.num_prompt_tokens])
-        tenant = TenantId("") if adapter is None else adapter.tenant
+        # nobody's: a certificate is no tenant's use of the engine, and has no weight or limits of one
+        tenant = TenantId("")
         return Request(
             request_id=probe.request_id,
             tenant=tenant,

@@ -76,6 +76,7 @@ class Account:
         ranking: those of its shares of which a request waits, but for those that have their turn just now.
         num_blocks: KV blocks that its requests hold; one that several share is counted for each.
         is_recent: whether it had something in the engine lately.
+        is_nobody: whether its requests are the engine's own, which have turns like a tenant's, and take no part from any.
     """
 
     tenant: TenantId
@@ -89,6 +90,7 @@ class Account:
     num_running: int = 0
     num_blocks: int = 0
     is_recent: bool = False
+    is_nobody: bool = False
     ranking: Ranking[Share] = field(default_factory=lambda: Ranking(_share_key), repr=False)
     rank: Key | None = None
     # the counter of its adapter that was the last to have something waiting
@@ -153,23 +155,22 @@ class Accounts:
             for share in account.shares.values():
                 yield from share.waiting
 
-    def open(self, tenant: TenantId, adapter: Digest | None, weight: float, kv_share: float) -> Share:
-        """The share that a request which has come belongs to. Weight and part of the memory are its tenant's from now on."""
+    def open(
+        self, tenant: TenantId, adapter: Digest | None, weight: float, kv_share: float, *, is_nobody: bool = False
+    ) -> Share:
+        """The share that a request which has come belongs to. Weight and part of the memory are its tenant's from now on.
+
+        Args:
+            is_nobody: whether it's the engine's own, by a tenant that has no others.
+        """
         account = self._accounts.get(tenant)
         if account is None:
             if len(self._accounts) >= 2 * self._num_live + MAX_REMEMBERED:
                 self._accounts = {key: kept for key, kept in self._accounts.items() if kept.num_live}
                 self._num_recent = sum(kept.is_recent for kept in self._accounts.values())
-            account = self._accounts[tenant] = Account(tenant)
-        if account.num_live:
-            self.total_weight -= account.weight
-        else:
-            self._num_live += 1
-        if not account.is_recent:
-            account.is_recent = True
-            self._num_recent += 1
-        account.weight, account.kv_share = weight, kv_share
-        self.total_weight += weight
+            account = self._accounts[tenant] = Account(tenant, is_nobody=is_nobody)
+        if not account.is_nobody:
+            self._count(account, weight, kv_share)
         share = account.shares.get(adapter)
         if share is None:
             if len(account.shares) >= 2 * account.num_live + MAX_REMEMBERED:
@@ -180,6 +181,18 @@ class Accounts:
         share.num_live += 1
         return share
 
+    def _count(self, account: Account, weight: float, kv_share: float) -> None:
+        """A tenant is among those that share the engine."""
+        if account.num_live:
+            self.total_weight -= account.weight
+        else:
+            self._num_live += 1
+        if not account.is_recent:
+            account.is_recent = True
+            self._num_recent += 1
+        account.weight, account.kv_share = weight, kv_share
+        self.total_weight += weight
+
     def close(self, share: Share) -> None:
         """One of its requests has ended. Once a tenant has none, its adapters owe each other nothing; once nobody has any, no tenant does."""
         account = share.account
@@ -187,8 +200,9 @@ class Accounts:
         account.num_live -= 1
         share.num_live -= 1
         if account.num_live == 0:
-            self._num_live -= 1
-            self.total_weight -= account.weight
+            if not account.is_nobody:
+                self._num_live -= 1
+                self.total_weight -= account.weight
             account.shares.clear()
             account.ranking.clear()
             account.last_left = 0.0
@@ -245,7 +259,7 @@ class Accounts:
         self._aged_at_s = now_s
         for account in self._accounts.values():
             account.served_before, account.served_until = account.served_until, account.served
-            account.is_recent = account.num_live > 0 or account.recent > 0.0
+            account.is_recent = not account.is_nobody and (account.num_live > 0 or account.recent > 0.0)
         self._num_recent = sum(account.is_recent for account in self._accounts.values())
 
     def check(self) -> list[str]:
@@ -264,8 +278,9 @@ class Accounts:
             if not account.num_live and (account.num_blocks or account.num_running):
                 problems.append(f"tenant {account.tenant} has no request, and holds something")
         live = [account for account in self._accounts.values() if account.num_live]
-        if len(live) != self._num_live or sum(one.num_live for one in live) != self._num_live_requests:
+        tenants = [account for account in live if not account.is_nobody]
+        if len(tenants) != self._num_live or sum(one.num_live for one in live) != self._num_live_requests:
             problems.append("tenants with live requests are miscounted")
-        if not math.isclose(sum(one.weight for one in live), self.total_weight, abs_tol=1e-6):
+        if not math.isclose(sum(one.weight for one in tenants), self.total_weight, abs_tol=1e-6):
             problems.append(f"weights add up to {self.total_weight}")
         return problems

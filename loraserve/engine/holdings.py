@@ -41,19 +41,35 @@ class Holdings:
         return -(-(request.num_computed_tokens + count) // self._kv.block_size) - len(request.blocks)
 
     def exceeds_share(self, request: Request, count: int) -> bool:
-        """Whether its tenant would hold more KV blocks than it may. The only one of a tenant that runs may."""
+        """Whether its tenant would hold more KV blocks than it may. The only one of a tenant that runs may.
+
+        Who waits is judged by all of its tokens: begun with a part of them, it would be put back for the others of its tenant again and again.
+        """
         account = request.share.account
         if account.kv_share >= 1.0 or account.num_running <= (request.status is Status.RUNNING):
             return False
+        if request.status is not Status.RUNNING:
+            count = request.num_pending_tokens
         needed = max(0, self._num_needed_blocks(request, count))
         return needed > 0 and account.num_blocks + needed > account.kv_share * self._kv.num_blocks
 
+    def fits_whole(self, request: Request) -> bool:
+        """Whether there are blocks for all of its tokens."""
+        return self._num_needed_blocks(request, request.num_pending_tokens) <= self._kv.num_available
+
     def is_below_share(self, request: Request) -> bool:
-        """Whether its tenant holds less than its part of the KV blocks, beside others."""
-        return not request.is_express and self._accounts.num_live > 1 and not self.holds_more(request.share.account)
+        """Whether its tenant holds less than its part of the KV blocks, beside others. Nobody's requests have none."""
+        return (
+            not request.is_express
+            and not request.share.account.is_nobody
+            and self._accounts.num_live > 1
+            and not self.holds_more(request.share.account)
+        )
 
     def holds_more(self, account: Account) -> bool:
         """Whether the tenant holds more than its part of the KV blocks, by the weights of all that are here."""
+        if account.is_nobody:
+            return False
         return account.num_blocks * self._accounts.total_weight > self._kv.num_blocks * account.weight
 
     def _num_due_places(self, account: Account) -> int:
@@ -62,10 +78,12 @@ class Holdings:
 
     def lacks_places(self, account: Account) -> bool:
         """Less than its part, which is one at least."""
-        return account.num_running < self._num_due_places(account)
+        return not account.is_nobody and account.num_running < self._num_due_places(account)
 
     def has_places_to_give(self, account: Account) -> bool:
         """More than a part of one beyond what is due."""
+        if account.is_nobody:
+            return False
         due = self._max_num_seqs * account.weight / self._accounts.total_weight
         return account.num_running >= max(2.0, due + 1.0)
 

@@ -225,6 +225,7 @@ class _Turn:
         self.was_served = False
         self._num_begun = 0
         self._shares: list[Share] = []
+        self._has_share: set[int] = set()
         # (priority of its next request, what it had, that request's age), which of the shares, the request, those after it
         self._heap: list[tuple[Key, int, Request, Iterator[Request]]] = []
         self._current: Share | None = None
@@ -254,7 +255,8 @@ class _Turn:
         following = self.account.ranking.peek()
         while following is not None and (not self._heap or (following.rank or NEVER) < self._heap[0][0]):
             self.account.ranking.pop()
-            if following not in self._shares:
+            if id(following) not in self._has_share:
+                self._has_share.add(id(following))
                 self._shares.append(following)
                 self._push(len(self._shares) - 1, iter(tuple(following.waiting)))
             following = self.account.ranking.peek()

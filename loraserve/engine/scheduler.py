@@ -154,7 +154,10 @@ class Scheduler:
         """The request waits for its turn. What it came with beside its prompt was computed before, and is charged to nobody again."""
         self._requests[request.request_id] = request
         adapter = None if request.adapter is None else request.adapter.digest
-        request.share = self._accounts.open(request.tenant, adapter, request.weight, request.kv_share)
+        is_nobody = request.probe is not None
+        request.share = self._accounts.open(
+            request.tenant, adapter, request.weight, request.kv_share, is_nobody=is_nobody
+        )
         if request.num_output_tokens:
             request.num_charged_tokens = request.num_tokens
         if request.timeout_s is not None:
@@ -235,7 +238,7 @@ class Scheduler:
         Those whose last token is in flight have no part in this step, and keep no place in it from others.
         """
         begun, size = [], self._kv.block_size
-        step.num_places = self._max_num_seqs
+        step.num_places = self._max_num_seqs + sum(request.num_pending_tokens == 0 for request in self._running)
         for request in list(self._running):
             num_pending = request.num_pending_tokens
             if request.status is not Status.RUNNING:
@@ -243,11 +246,11 @@ class Scheduler:
                 continue
             if num_pending > 1:
                 begun.append(request)
-            elif num_pending == 0:
-                step.num_places += 1
             # in most steps the last block has room
-            elif (step.budget if request.probe is None else min(step.budget, step.num_probe_rows)) and (
-                request.num_computed_tokens < len(request.blocks) * size or self._keep(request, 1, step)
+            elif (
+                num_pending
+                and (step.budget if request.probe is None else min(step.budget, step.num_probe_rows))
+                and (request.num_computed_tokens < len(request.blocks) * size or self._keep(request, 1, step))
             ):
                 self._take_part(request, 1, step)
         return begun
@@ -304,7 +307,10 @@ class Scheduler:
             self._holdings.drop_blocks(request, is_use=False)
             turns.end_turn()
             return
-        has_blocks = self._holdings.reserve(request, count)
+        # Who was put back for want of blocks waits for all that it needs: begun with a part of them, it would be put back again.
+        has_blocks = (not request.num_preemptions or self._holdings.fits_whole(request)) and self._holdings.reserve(
+            request, count
+        )
         while not has_blocks and self._holdings.is_below_share(request):
             victim = self._find_over(lambda other: self._holdings.holds_more(other.share.account))
             if victim is None:
@@ -521,6 +527,9 @@ class Scheduler:
                 step.budget += entry.num_tokens
                 self._undo(entry)
                 break
+        if request.num_pending_tokens == 0:
+            # its place was free already
+            step.num_places -= 1
         self._running.remove(request)
         request.share.account.num_running -= 1
         self._holdings.drop_blocks(request, is_use=False)

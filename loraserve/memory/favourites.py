@@ -7,13 +7,16 @@ from collections.abc import Callable
 
 from cachetools import LRUCache
 
-from loraserve.memory.popularity import Popularity
+from loraserve.memory.popularity import MEMORY_S, Popularity
 from loraserve.types import AdapterRef, Digest, TenantId
 
 MAX_REFS = 1024
 """Of more adapters, those that were asked for longest ago are nobody's favourites."""
 LOOK_EVERY_S = 1.0
 """A look at all of them takes half a millisecond of the step's thread, so it isn't taken at each step."""
+
+MIN_USES_PER_S = 0.1 / MEMORY_S
+"""What is used less of late is nobody's favourite: one use counts as one for some ten minutes, and what was deleted since isn't read for ever."""
 
 
 class Favourites:
@@ -34,6 +37,10 @@ class Favourites:
         if len(self._refs) > MAX_REFS:
             self._refs.popitem(last=False)
 
+    def forget(self, digest: Digest) -> None:
+        """It isn't brought back unless somebody asks for it again."""
+        self._refs.pop(digest, None)
+
     def next(self, now_s: float, is_wanted: Callable[[Digest], bool]) -> AdapterRef | None:
         """The adapter to bring back first: the tenant whose turn is longest ago, and of its own the most used. None at most times, and when none is wanted.
 
@@ -47,7 +54,7 @@ class Favourites:
         for digest, ref in self._refs.items():
             uses = self._popularity.per_second(digest, now_s)
             # of the rarely used, the question is cheaper than the answer
-            if uses > best.get(ref.tenant, (0.0, ref))[0] and is_wanted(digest):
+            if uses > best.get(ref.tenant, (MIN_USES_PER_S, ref))[0] and is_wanted(digest):
                 best[ref.tenant] = (uses, ref)
         if not best:
             return None

@@ -169,6 +169,7 @@ class Pager:
         self._num_loads = 0
         self._num_load_failures = 0
         self._load_s = 0.0
+        self._good_load_s = 0.0
         self._num_brought_back = 0
         self._host_load_s = Timings()
         self._device_load_s = Timings()
@@ -195,7 +196,7 @@ class Pager:
     @property
     def mean_load_s(self) -> float:
         """What a load took, on average; 0 until there was one."""
-        return self._load_s / self._num_loads if self._num_loads else 0.0
+        return self._good_load_s / self._num_loads if self._num_loads else 0.0
 
     @property
     def is_line_closed(self) -> bool:
@@ -557,6 +558,7 @@ class Pager:
                 changed.append(digest)
                 continue
             self._num_loads += 1
+            self._good_load_s += result.elapsed_s
             self._host_load_s.add(result.elapsed_s)
             if self._pool.device.is_host_memory:
                 self._pool.load_pace.note(result.outcome.num_bytes, result.elapsed_s)
@@ -571,6 +573,8 @@ class Pager:
         delay = min(RETRY_S * 2 ** min(num_failures - 1, 16), MAX_RETRY_S)
         self._failures[digest] = _Failure(error, now + delay, num_failures)
         self._operator_pins.discard(digest)
+        # who wants it asks again; by itself nobody reads what is damaged or gone
+        self._favourites.forget(digest)
         self._leave_line(digest)
 
     def _join_line(self, wait: _Wait, tenant: TenantId) -> None:

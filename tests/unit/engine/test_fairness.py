@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loraserve.engine.fairness import OUTPUT_COST, PROMPT_COST
+from loraserve.engine.probe import Probe
 from loraserve.engine.request import Request, Status
 from loraserve.engine.scheduler import AHEAD_DIVISOR, CREDIT_STEPS, MAX_FAIR_PREEMPTIONS
 from loraserve.memory.pager import Residency
@@ -463,3 +464,62 @@ def test_random_traffic_of_tenants_always_ends_with_nothing_held() -> None:
         assert harness.kv.num_held == 0
         assert not any(harness.adapters.pins.values())
     assert num_preemptions > 0
+
+
+def make_probe(tenant: str = "", **options: object) -> Request:
+    request = make_request(27, tenant=tenant, max_tokens=4, **options)  # type: ignore[arg-type]
+    request.probe = Probe(request.request_id, [1] * 30)
+    return request
+
+
+def test_a_certificates_probe_is_no_tenant_beside_whom_others_had_much() -> None:
+    def num_tokens(has_probe: bool) -> int:
+        harness, total = Harness(num_blocks=4096, block_size=16, max_num_seqs=64, token_budget=512), 0
+        for number in range(60):
+            harness.now += 0.1
+            while harness.scheduler.num_waiting < 20:
+                harness.add(make_request(400, tenant="a", max_tokens=2))
+            if has_probe and number == 20:
+                harness.add(make_probe())
+            total += sum(entry.num_tokens for entry in harness.step()[0])
+        check(harness)
+        return total
+
+    assert num_tokens(has_probe=True) == num_tokens(has_probe=False)
+
+
+def test_nobody_is_put_back_for_a_probe() -> None:
+    harness = Harness(max_num_seqs=4)
+    running = [make_request(4, tenant="a", max_tokens=40) for _ in range(4)]
+    harness.add(*running)
+    harness.step()
+    harness.add(make_probe())
+    for _ in range(6):
+        harness.step()
+    assert [request.num_preemptions for request in running] == [0] * 4
+    check(harness)
+
+
+def test_a_long_prompt_of_a_tenant_with_a_part_of_the_memory_is_not_put_back_for_its_short_ones() -> None:
+    harness = Harness(num_blocks=64, block_size=4, max_num_seqs=8, token_budget=32)
+    long = make_request(112, tenant="a", kv_share=0.5, max_tokens=2)
+    for number in range(200):
+        harness.now += 0.05
+        if number % 3 == 0 and harness.scheduler.num_waiting < 12:
+            harness.add(make_request(16, tenant="a", kv_share=0.5, max_tokens=12))
+        if number == 20:
+            harness.add(long)
+        harness.step()
+        if long.status is Status.FINISHED:
+            break
+    assert long.status is Status.FINISHED
+    assert long.num_preemptions <= 1
+    check(harness)
+
+
+def test_requests_that_wait_apart_from_their_share_leave_its_others_their_deadlines() -> None:
+    harness = Harness()
+    harness.adapters.set("cold", Residency.LOADING)
+    harness.add(make_request(adapter="cold", priority=-1), *[make_request(adapter="cold") for _ in range(5)])
+    harness.step()
+    assert harness.scheduler.num_waiting_for_adapter == 6

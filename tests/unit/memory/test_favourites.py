@@ -12,7 +12,7 @@ from loraserve.memory.adapter_pool import Pin
 from loraserve.memory.favourites import LOOK_EVERY_S, MAX_REFS, Favourites
 from loraserve.memory.host_cache import HostCache
 from loraserve.memory.pager import Pager, Residency
-from loraserve.memory.popularity import Popularity
+from loraserve.memory.popularity import MEMORY_S, Popularity
 from loraserve.types import AdapterRef, Digest, TenantId, Tier
 
 MakePager = Callable[..., Pager]
@@ -144,3 +144,29 @@ def test_looking_at_the_host_cache_changes_nothing_of_who_goes_next(make: Any, l
     look(cache)
     cache.put(Digest("c"), make.loaded(), 4.0)
     assert {digest for digest, _ in cache.items()} == {"a", "c"}
+
+
+def test_what_is_damaged_or_rarely_used_is_nobodys_favourite() -> None:
+    made = favourites({"a": 1, "b": 9})
+    made.forget(Digest("b"))
+    found = made.next(0.0, lambda _: True)
+    assert found is not None
+    assert found.digest == "a"
+    assert made.next(3 * MEMORY_S, lambda _: True) is None
+
+
+def test_an_adapter_whose_bytes_are_gone_is_not_read_again_by_itself(
+    make: Any, store: LocalStore, make_pager: MakePager, clock: Any
+) -> None:
+    pager = make_pager(device_ranks=4, host_ranks=4)
+    gone = make.publish(store, seed=1)
+    use(pager, make, gone, times=20)
+    pins = [hold(pager, make, make.publish(store, seed=2))]
+    pins.pop().release()
+    hold(pager, make, make.publish(store, seed=3)).release()
+    store.delete(gone.weights_blob)
+    for _ in range(200):
+        clock.advance(LOOK_EVERY_S)
+        pager.poll()
+        make.settle(pager)
+    assert pager.stats()["adapter_load_failures"] <= 1
