@@ -12,24 +12,31 @@ from loraserve.db.models import Adapter, AdapterVersion, Upload
 from loraserve.errors import QuotaExceeded
 from loraserve.limits import LIMITS
 from loraserve.registry.repository import AdapterRepository
-from loraserve.types import TenantId
+from loraserve.types import Digest, TenantId
 
 Limits = Mapping[str, int | None]
 """A tenant's own, as its row has them."""
 
 
 async def check_quota(
+    session: AsyncSession,
     repository: AdapterRepository,
     limits: Limits,
+    now: datetime,
     *,
     is_new_adapter: bool,
     size_bytes: int,
     is_counted: bool = True,
+    blob: Digest | None = None,
+    restorable_since: datetime | None = None,
 ) -> None:
     """Return if the tenant may hold this too. It holds until the commit where the tenant's row is locked.
 
     Args:
         is_counted: whether a new adapter's own row is there already.
+        blob: the weights, whose own upload isn't counted beside them.
+        restorable_since: what was deleted after that still has its bytes: the tenant may hold as many of them again as it may store. None:
+            nothing is added to them.
 
     Raises:
         QuotaExceeded
@@ -42,10 +49,19 @@ async def check_quota(
             f"The tenant has {others} adapters; it may have {max_adapters}.", hint="Delete one, or ask for more."
         )
     max_bytes = limits.get("max_stored_bytes")
-    if max_bytes is not None and (stored := await repository.stored_bytes()) + size_bytes > max_bytes:
+    if max_bytes is None:
+        return
+    stored = await repository.stored_bytes()
+    uploading = await uploading_bytes(session, repository.tenant, now, besides=blob)
+    if stored + uploading + size_bytes > max_bytes:
         raise QuotaExceeded(
-            f"The tenant stores {stored} bytes and may store {max_bytes}; this takes {size_bytes} more.",
-            hint="Delete versions, or ask for more.",
+            f"The tenant stores {stored} bytes, uploads {uploading} and may store {max_bytes}; this takes {size_bytes} more.",
+            hint="Delete versions or uploads, or ask for more.",
+        )
+    if restorable_since is not None and (kept := await repository.restorable_bytes(restorable_since)) > max_bytes:
+        raise QuotaExceeded(
+            f"{kept} bytes of what the tenant deleted are kept for a restore, more than the {max_bytes} that it may store.",
+            hint="Wait until they are gone, restore some, or ask for more.",
         )
 
 
@@ -74,8 +90,14 @@ async def check_room(session: AsyncSession, tenant: TenantId, limits: Limits, si
         )
 
 
-async def uploading_bytes(session: AsyncSession, tenant: TenantId, now: datetime) -> int:
-    """Of the tenant's open uploads, at their full sizes, but for those that are published: these are counted as versions."""
+async def uploading_bytes(
+    session: AsyncSession, tenant: TenantId, now: datetime, *, besides: Digest | None = None
+) -> int:
+    """Of the tenant's open uploads, at their full sizes, but for those that are published: these are counted as versions.
+
+    Args:
+        besides: a digest whose complete upload isn't counted: it is being published.
+    """
     # Only of a complete upload is it known that it has those bytes.
     published = (
         select(AdapterVersion.id)
@@ -86,9 +108,8 @@ async def uploading_bytes(session: AsyncSession, tenant: TenantId, now: datetime
             AdapterVersion.deleted_at.is_(None),
         )
     )
-    query = select(func.sum(Upload.size)).where(
-        Upload.tenant_id == tenant, Upload.expires_at > now, ~(Upload.is_complete & published.exists())
-    )
+    is_published = Upload.is_complete & (published.exists() | (Upload.sha256 == (besides or "")))
+    query = select(func.sum(Upload.size)).where(Upload.tenant_id == tenant, Upload.expires_at > now, ~is_published)
     return int(await session.scalar(query) or 0)
 
 

@@ -279,6 +279,17 @@ class AdapterRepository:
         )
         return int(await self._session.scalar(query) or 0)
 
+    async def restorable_bytes(self, since: datetime) -> int:
+        """Bytes of the versions that were deleted after `since`, those with the same weights counted once."""
+        sizes = (
+            select(func.max(AdapterVersion.size_bytes).label("size"))
+            .join(Adapter, Adapter.id == AdapterVersion.adapter_id)
+            .where(self._mine(), AdapterVersion.deleted_at > since)
+            .group_by(AdapterVersion.weights_blob)
+            .subquery()
+        )
+        return int(await self._session.scalar(select(func.sum(sizes.c.size))) or 0)
+
     async def adapters(self, *, after: str | None, limit: int) -> Sequence[Adapter]:
         """Live adapters by name, from after `after` on."""
         query = select(Adapter).where(self._mine(), Adapter.deleted_at.is_(None)).order_by(Adapter.name).limit(limit)

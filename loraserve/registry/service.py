@@ -92,7 +92,9 @@ class Registry:
         self.certificates = Certificates(
             database, certify, self.forget, is_at_upload=is_certified_at_upload, clock=clock
         )
-        self.uploads = Uploads(database, store, base, self.certificates, self.forget, clock=clock)
+        self.uploads = Uploads(
+            database, store, base, self.certificates, self.forget, retention_s=retention_s, clock=clock
+        )
         self.aliases = Aliases(database, self.forget, clock=clock)
         self.notes = Notes(database, self.forget, clock=clock)
         self.tombstones = Tombstones(database, store, self.forget, retention_s=retention_s, clock=clock)

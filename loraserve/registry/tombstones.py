@@ -73,7 +73,7 @@ class Tombstones:
             adapter.deleted_at = None
             repository.touch(adapter, now)
             await session.flush()
-            await check_quota(repository, limits, is_new_adapter=True, size_bytes=size_bytes)
+            await check_quota(session, repository, limits, now, is_new_adapter=True, size_bytes=size_bytes)
             for row in rows:
                 row.deleted_at = None
             record_change(session, repository, "adapter.restore", name, actor=actor, now=now, versions=len(rows))
@@ -118,7 +118,7 @@ class Tombstones:
                     f"{name}@{same[1].number} has the same bytes as the deleted version {number}.",
                     hint=f"Use {name}@{same[1].number}.",
                 )
-            await check_quota(repository, limits, is_new_adapter=False, size_bytes=row.size_bytes)
+            await check_quota(session, repository, limits, now, is_new_adapter=False, size_bytes=row.size_bytes)
             row.deleted_at = None
             repository.touch(adapter, now)
             target = f"{name}@{number}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any, Protocol
 
 from adapters_store.base import BlobStore, StagedBlob
@@ -54,6 +55,7 @@ class Uploads:
         base: the resident base model; may raise `EngineUnavailable` while there is none.
         certificates: asked for one per new version.
         on_change: told whose name it was after a publish is durable.
+        retention_s: for so long the bytes of deleted versions are kept.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Uploads:
         certificates: Certificates,
         on_change: Callable[[TenantId, str], None],
         *,
+        retention_s: float,
         clock: Clock,
     ) -> None:
         self._database = database
@@ -71,6 +74,7 @@ class Uploads:
         self._store = store
         self._base = base
         self._on_change = on_change
+        self._retention = timedelta(seconds=retention_s)
         self._clock = clock
         self._inspections = asyncio.Semaphore(MAX_INSPECTIONS)
         self._places = Places(
@@ -160,12 +164,17 @@ class Uploads:
                 return Published(self._preview(tenant, name, inspected, size_bytes), is_new=True)
             if known is None:
                 # What will be refused keeps no bytes, and the engine isn't asked. What counts is the look under the lock below.
+                now = self._clock()
                 await check_quota(
+                    session,
                     repository,
                     (await repository.tenant_row()).limits,
+                    now,
                     is_new_adapter=not await repository.has_adapter(name),
                     size_bytes=size_bytes,
                     is_counted=False,
+                    blob=weights.digest,
+                    restorable_since=now - self._retention,
                 )
         had_damage = known is not None and is_damaged(known[1].checks)
         config_blob, weights_blob = Digest(hashlib.sha256(config).hexdigest()), weights.digest
@@ -214,7 +223,16 @@ class Uploads:
                         session, tenant, inspected.digest, Digest(base.digest)
                     )
                     parity = failure or parity
-                await check_quota(repository, limits, is_new_adapter=is_new_adapter, size_bytes=size_bytes)
+                await check_quota(
+                    session,
+                    repository,
+                    limits,
+                    now,
+                    is_new_adapter=is_new_adapter,
+                    size_bytes=size_bytes,
+                    blob=weights_blob,
+                    restorable_since=now - self._retention,
+                )
                 version = repository.add_version(
                     adapter,
                     now,

@@ -231,6 +231,33 @@ async def test_what_a_quota_refuses_keeps_no_bytes_and_asks_no_engine(
     assert len(certifying.asked) == num_asked
 
 
+async def test_an_unpublished_upload_counts_against_what_may_be_published(
+    publish: Any, registry: Registry, small_tenant: Callable[..., Awaitable[TenantId]]
+) -> None:
+    size = (await publish("probe", is_dry_run=True)).version.size_bytes
+    small = await small_tenant(max_stored_bytes=size + 64)
+    upload, _ = await registry.uploads.resumable.create(small, "0" * 64, 100, actor="test")
+    with pytest.raises(QuotaExceeded, match="uploads 100"):
+        await publish(tenant=small)
+    await registry.uploads.resumable.delete(small, upload.id, actor="test")
+    await publish(tenant=small)
+
+
+async def test_deleting_and_publishing_again_does_not_fill_the_store(
+    publish: Any, registry: Registry, small_tenant: Callable[..., Awaitable[TenantId]]
+) -> None:
+    size = (await publish("probe", is_dry_run=True)).version.size_bytes
+    small = await small_tenant(max_stored_bytes=size + 64)
+    for seed in (0, 0, 1):
+        # the same bytes twice are there once
+        await publish(seed=seed, tenant=small)
+        await registry.delete(small, "sql", actor="test")
+    with pytest.raises(QuotaExceeded, match="kept for a restore"):
+        await publish(seed=2, tenant=small)
+    # but what is kept comes back
+    await registry.tombstones.restore(small, "sql", actor="test")
+
+
 async def test_a_deleted_tenant_publishes_nothing(publish: Any, database: Database, globex: TenantId) -> None:
     authenticator = Authenticator(database, admin_key="a" * 32)
     await authenticator.open()
