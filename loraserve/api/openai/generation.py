@@ -25,6 +25,7 @@ from loraserve.errors import (
     AdapterRejected,
     AdapterUnavailable,
     AdapterUnservable,
+    DeadlineExceeded,
     EngineUnavailable,
     InvalidRequest,
     LoraserveError,
@@ -71,8 +72,11 @@ class Generation:
         self._num_open = len(requests)
         self._began = 0.0
         self._has_struck = False
+        self._is_refused = False
         self.num_tokens = 0
         """Made for the answer so far."""
+        self.is_taken = False
+        """Whether the engine has worked for it: it made something, was still at it when nobody wanted it any more, or until its time was over."""
 
     async def start(self) -> Chunk:
         """The first chunk of any choice, which iterating gives again. What fails before it can still be answered with a status.
@@ -112,6 +116,7 @@ class Generation:
         ]
         self._queue = asyncio.Queue(_QUEUE_SIZE)
         self._num_open = len(self._requests)
+        self._is_refused = False
 
     async def _begin(self) -> Chunk:
         self._tasks = [asyncio.create_task(self._pump(index)) for index in range(len(self._requests))]
@@ -149,6 +154,11 @@ class Generation:
                 async for chunk in chunks:
                     await self._queue.put((index, chunk))
         except Exception as error:
+            if isinstance(error, AdapterNumerics | DeadlineExceeded):
+                self.is_taken = True
+            else:
+                # the others, which end with this one, weren't left by anybody
+                self._is_refused = True
             if isinstance(error, AdapterNumerics):
                 self._strike(self._requests[index])
             await self._queue.put((index, _blamed(error, self._requests[index])))
@@ -176,6 +186,7 @@ class Generation:
         try:
             async with aclosing(self._services.engine.generate(request)) as chunks:
                 async for chunk in chunks:
+                    self.is_taken = True
                     if not first_at:
                         first_at = time.monotonic()
                         metrics.prompt_tokens.inc(len(request.prompt_token_ids))
@@ -201,6 +212,9 @@ class Generation:
                 metrics.tpot_s.observe((time.monotonic() - first_at) / (num_tokens - 1))
         except LoraserveError as error:
             reason = error.code
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            self.is_taken |= not self._is_refused
             raise
         finally:
             if copy is not None:
@@ -248,7 +262,7 @@ async def answer(
     """
 
     def end() -> None:
-        usage.close(generation.num_tokens)
+        usage.close(generation.num_tokens, is_taken=generation.is_taken)
 
     async def close() -> None:
         try:

@@ -76,15 +76,16 @@ class Usage:
         """The whole answer goes to a client that is there, and is in the journal first."""
         self._bill(range(len(self._lengths) * self._n))
 
-    def close(self, num_made: int) -> None:
+    def close(self, num_made: int, *, is_taken: bool = True) -> None:
         """Nothing is handed over any more.
 
         Args:
             num_made: tokens that the engine made for the request. What of them nobody got is kept too, and costs nothing.
+            is_taken: whether the engine has worked for it; then the prompts are of the tenant's rate, though nothing was made.
         """
         # the tenant's rate is of what was made for it, whoever got it
-        if num_made > self._completion_tokens:
-            self._admitted.count(num_made - self._completion_tokens)
+        if is_taken or num_made:
+            self._admitted.count(max(0, num_made - self._completion_tokens))
         num_left = num_made - self._num_billed
         if not self._is_closed and num_left > 0:
             self._record(undelivered_tokens=num_left)

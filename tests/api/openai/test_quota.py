@@ -15,6 +15,7 @@ import pytest
 from loraserve.api.openai.prompts import Prompt
 from loraserve.api.openai.usage import Usage
 from loraserve.api.services import Services
+from loraserve.errors import AdapterNumerics, DeadlineExceeded, Overloaded
 from loraserve.limits import LIMITS
 from loraserve.tenancy.policy import TenantLimits, TenantPolicy
 from loraserve.tenancy.tenants import TenantChange
@@ -173,19 +174,57 @@ async def test_so_many_requests_at_once(client: httpx2.AsyncClient, limit: Limit
     assert (await complete(client)).status_code == 200
 
 
-@pytest.mark.parametrize("is_stream", [True, False])
-async def test_a_client_that_leaves_frees_its_place_and_its_tokens(
-    client: httpx2.AsyncClient, limit: Limit, engine: Any, services: Services, acme: Any, is_stream: bool
+@pytest.mark.parametrize("body", [{"stream": True}, {"stream": False}, {"max_tokens": 0, "echo": True}, {"n": 3}])
+async def test_a_client_that_leaves_frees_its_place_and_its_tokens_but_the_prompts(
+    client: httpx2.AsyncClient, limit: Limit, engine: Any, services: Services, acme: Any, body: dict[str, Any]
 ) -> None:
     engine.step_s = 60
     await limit(tokens_per_minute=100)
-    task = asyncio.create_task(complete(client, stream=is_stream))
-    await until(lambda: len(engine.live) == 1)
+    task = asyncio.create_task(complete(client, **body))
+    await until(lambda: len(engine.live) == body.get("n", 1))
     assert services.admissions.num_running(acme.caller.tenant) == 1
     task.cancel()
     await until(lambda: services.admissions.num_running(acme.caller.tenant) == 0)
     caller = await services.authenticator.authenticate(acme.key)
-    assert services.admissions.headers(caller)["x-ratelimit-remaining-tokens"] == "100"
+    # the engine was at it
+    assert services.admissions.headers(caller)["x-ratelimit-remaining-tokens"] == "90"
+
+
+async def remaining_tokens(services: Services, acme: Any) -> int:
+    caller = await services.authenticator.authenticate(acme.key)
+    return int(services.admissions.headers(caller)["x-ratelimit-remaining-tokens"])
+
+
+@pytest.mark.parametrize("failure", [DeadlineExceeded("Its time was over."), AdapterNumerics("Not finite.")])
+async def test_a_prompt_that_was_computed_in_vain_is_of_the_rate(
+    client: httpx2.AsyncClient, limit: Limit, engine: Any, services: Services, acme: Any, failure: Exception
+) -> None:
+    engine.fail_after, engine.failure = 0, failure
+    await limit(tokens_per_minute=100)
+    assert (await complete(client)).status_code >= 500
+    assert await remaining_tokens(services, acme) == 90
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_request_that_the_engine_doesnt_take_uses_no_tokens(
+    client: httpx2.AsyncClient, limit: Limit, engine: Any, services: Services, acme: Any, n: int, monkeypatch: Any
+) -> None:
+    generate = engine.generate
+
+    async def full_but_for_one(request: Any) -> Any:
+        if engine.seen:
+            raise Overloaded("The queue is full.")
+        engine.step_s = 60
+        async for chunk in generate(request):
+            yield chunk
+
+    if n == 1:
+        engine.fail_after = 0
+    else:
+        monkeypatch.setattr(engine, "generate", full_but_for_one)
+    await limit(tokens_per_minute=100)
+    assert (await complete(client, n=n)).status_code == 503
+    assert await remaining_tokens(services, acme) == 100
 
 
 async def test_tokens_that_were_made_for_a_client_that_left_are_charged(
