@@ -13,12 +13,13 @@ from collections.abc import Collection, Iterable
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import delete, or_, select
+from sqlalchemy import ColumnElement, delete, or_, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import InstrumentedAttribute
 
 from adapters_store.base import BlobStore
-from loraserve.db.models import AdapterVersion, DoomedBlob, Upload, UploadChunk
+from loraserve.db.models import Adapter, AdapterVersion, DoomedBlob, Tenant, Upload, UploadChunk
 from loraserve.db.session import Database
 from loraserve.errors import Overloaded
 from loraserve.types import Digest
@@ -27,8 +28,14 @@ from loraserve.types import Digest
 async def referenced(
     session: AsyncSession, digests: Collection[Digest], now: datetime, retention: timedelta
 ) -> set[Digest]:
-    """Those of `digests` that something needs: a version that is live or may be restored, a complete upload, a piece of one."""
-    kept = or_(AdapterVersion.deleted_at.is_(None), AdapterVersion.deleted_at > now - retention)
+    """Those of `digests` that something needs: a version that is live or may be restored, a complete upload, a piece of one.
+
+    Of a tenant that is deleted nothing is needed any more, once the retention is over.
+    """
+    since = now - retention
+    tenant = select(Tenant.id).join(Adapter, Adapter.tenant_id == Tenant.id)
+    tenant = tenant.where(Adapter.id == AdapterVersion.adapter_id, _is_kept(Tenant.deleted_at, since))
+    kept = _is_kept(AdapterVersion.deleted_at, since) & tenant.exists()
     queries = (
         select(AdapterVersion.config_blob).where(AdapterVersion.config_blob.in_(digests), kept),
         select(AdapterVersion.weights_blob).where(AdapterVersion.weights_blob.in_(digests), kept),
@@ -39,6 +46,10 @@ async def referenced(
     for query in queries:
         found.update(map(Digest, (await session.scalars(query.distinct())).all()))
     return found
+
+
+def _is_kept(deleted_at: InstrumentedAttribute[datetime | None], since: datetime) -> ColumnElement[bool]:
+    return or_(deleted_at.is_(None), deleted_at > since)
 
 
 async def doom(session: AsyncSession, digests: Iterable[Digest], now: datetime) -> int:

@@ -20,6 +20,7 @@ from loraserve.db.session import Database, utc_now
 from loraserve.registry.gc import Collector
 from loraserve.registry.references import doom, keep
 from loraserve.registry.service import Registry
+from loraserve.tenancy.auth import Authenticator
 from loraserve.types import Digest, TenantId
 
 GRACE_S, RETENTION_S = 100.0, 1000.0
@@ -111,6 +112,19 @@ async def test_the_bytes_of_a_deleted_version_go_after_the_retention_and_its_row
     async with database.read() as session:
         digests = (await session.scalars(select(AdapterVersion.digest))).all()
     assert version.digest in digests
+
+
+async def test_the_bytes_of_a_deleted_tenant_go_after_the_retention(
+    collector: Collector, database: Database, store: LocalStore, time: Time, publish: Any, globex: TenantId
+) -> None:
+    version = (await publish(tenant=globex)).version
+    authenticator = Authenticator(database, admin_key="a" * 32)
+    await authenticator.open()
+    await authenticator.tenants.delete("globex", actor="test")
+    await passes(collector, time, 0, RETENTION_S - 10, 1)
+    assert store.exists(version.weights_blob)
+    await passes(collector, time, 20, GRACE_S + 1)
+    assert list(store.iter_digests()) == []
 
 
 async def test_bytes_that_another_tenant_refers_to_stay(
