@@ -124,7 +124,12 @@ class Shadows:
         return len(self._copies)
 
     def follow(self, request: GenerateRequest, shadow: Shadow) -> Copy | None:
-        """The copy of `request`, which has just had its first token, if it is one of the share and there is room; it runs from now on."""
+        """The copy of `request`, which has just had its first token, if it is one of the share and there is room; it runs from now on.
+
+        Who uses an adapter that another tenant granted has none: it would be at its cost, and for the owner's figures.
+        """
+        if shadow.adapter.tenant != request.tenant:
+            return None
         if request.adapter is None or self._draw() >= shadow.share:
             return None
         if not self._has_room(request.tenant):

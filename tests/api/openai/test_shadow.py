@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx2
+import msgspec
 import pytest
 
 from loraserve.api.shadow import PRIORITY
@@ -287,8 +289,16 @@ async def test_copies_are_few_and_no_tenant_has_them_all(
     make_tenant: Any,
     url: str,
     limits: Limits,
+    versions: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     globex = await make_tenant("globex")
+
+    async def bound(tenant: Any, *_: Any, **__: Any) -> Binding:
+        own = msgspec.structs.replace(shadow.adapter, tenant=tenant)
+        return Binding(versions[1], shadow=replace(shadow, adapter=own))
+
+    monkeypatch.setattr(services.registry, "bind", bound)
     async with httpx2.AsyncClient(base_url=url, headers=globex.headers, timeout=10) as theirs:
         await asyncio.gather(*(ask(client) for _ in range(3)))
         assert (services.shadows.num_live, outcomes(services)) == (2, {"dropped": 1})
@@ -297,6 +307,17 @@ async def test_copies_are_few_and_no_tenant_has_them_all(
     gate.set()
     await compared(services, acme)
     assert services.shadows._num_by_tenant == {}
+
+
+async def test_who_uses_a_granted_adapter_runs_no_copies_for_its_owner(
+    client: httpx2.AsyncClient, services: Any, engine: Any, acme: Any, shadow: Shadow, make_tenant: Any, url: str
+) -> None:
+    globex = await make_tenant("globex")
+    async with httpx2.AsyncClient(base_url=url, headers=globex.headers, timeout=10) as theirs:
+        assert (await ask(theirs)).status_code == 200
+    assert [request.is_background for request in engine.seen] == [False]
+    assert outcomes(services) == {}
+    assert await compared(services, acme) == ()
 
 
 async def test_where_the_fallback_answers_no_copy_runs(
