@@ -173,13 +173,15 @@ def _digest(adapter: AdapterRef | None) -> str:
 
 
 def _price_of(table: PriceTable, tenant: TenantId, adapter: AdapterRef | None, granted: Sequence[str]) -> Price:
-    """Of the adapter, as the tenant calls it.
+    """Of the adapter, as the tenant calls it; of a sum, the dearest of its parts', or it would be a way around them.
 
     Args:
         granted: ``OWNER/NAME`` of those that the request names so.
     """
-    if adapter is None or adapter.parts:
+    if adapter is None:
         return table.price
+    if adapter.parts:
+        return highest([_price_of(table, tenant, part.adapter, granted) for part in adapter.parts])
     if adapter.tenant == tenant:
         return table.price_of(adapter.name)
     # more than one only in a sum of two owners' adapters of one name

@@ -281,6 +281,23 @@ async def test_an_adapter_has_a_price_of_its_own(
     assert (await complete(client, model="law"))["cost"] == "0.000028"
 
 
+@pytest.mark.parametrize(
+    ("model", "cost"),
+    # 4 prompt tokens computed, 16 cached, 8 made
+    [("0.999999*law", "0.000028"), ("law+0.000001*sql", "0.000032"), ("0.5*sql", "0.0000148")],
+)
+async def test_a_sum_costs_what_the_dearest_of_its_parts_does(
+    client: httpx2.AsyncClient,
+    services: Any,
+    publish: Callable[..., Any],
+    prices: PriceTable,
+    model: str,
+    cost: str,
+) -> None:
+    await publish("law", 5)
+    assert (await complete(client, model=model))["cost"] == cost
+
+
 async def test_without_prices_an_answer_says_no_cost(client: httpx2.AsyncClient) -> None:
     assert "cost" not in await complete(client)
 
