@@ -93,9 +93,11 @@ class Admissions:
         ``limit`` is the tenant's, on all servers together; ``remaining`` is what passes on this one now, and ``reset`` how long it
         takes until that is all of its part again.
         """
-        entry = self._standings.get(caller.tenant)
-        limits, now = caller.policy.limits, self._clock()
-        standing = entry[0] if entry is not None else _Standing(Bucket(now), Bucket(now))
+        now = self._clock()
+        standing, limits = self._standings.get(caller.tenant) or (
+            _Standing(Bucket(now), Bucket(now)),
+            caller.policy.limits,
+        )
         headers = {}
         for kind, limit, bucket in (
             ("requests", limits.requests_per_minute, standing.requests),
@@ -151,10 +153,16 @@ class Admissions:
         self.num_refused[reason] += 1
         return error
 
-    def _reserve(self, caller: Caller, standing: _Standing, num_tokens: int) -> None:
-        limit = caller.policy.limits.tokens_per_minute
+    def _newest_limits(self, caller: Caller) -> TenantLimits:
+        """As the tenant's last request had them: a long one's own may be of long ago."""
+        entry = self._standings.get(caller.tenant)
+        return caller.policy.limits if entry is None else entry[1]
+
+    def _reserve(self, caller: Caller, standing: _Standing, num_tokens: int) -> int:
+        """How many are set aside: all of them, or none where nothing is limited."""
+        limit = self._newest_limits(caller).tokens_per_minute
         if limit is None:
-            return
+            return 0
         if num_tokens > limit:
             error = QuotaExceeded(
                 f"The request may take {num_tokens} tokens, prompt and answer together; the tenant has {limit} a minute.",
@@ -170,10 +178,11 @@ class Admissions:
             text = f"The tenant has used its {limit} tokens a minute; the request may take {num_tokens}."
             raise self._refuse("tokens", RateLimited(text, retry_after_s=wait_s, kind="tokens"))
         standing.tokens.take(num_tokens, rate, now)
+        return num_tokens
 
     def _charge(self, caller: Caller, standing: _Standing, num_tokens: int) -> None:
         """So many tokens more than were reserved; fewer, where it is negative."""
-        limit = caller.policy.limits.tokens_per_minute
+        limit = self._newest_limits(caller).tokens_per_minute
         if limit is not None and num_tokens:
             standing.tokens.take(num_tokens, limit * self.share, self._clock())
 
@@ -225,8 +234,7 @@ class Admitted:
             QuotaExceeded: they are more than the tenant has in a minute.
         """
         num_tokens = num_prompt_tokens + num_new_tokens
-        self.admissions._reserve(self.caller, self._standing, num_tokens)
-        self._num_reserved += num_tokens
+        self._num_reserved += self.admissions._reserve(self.caller, self._standing, num_tokens)
         self._num_prompt_tokens += num_prompt_tokens
 
     def count(self, num_new_tokens: int) -> None:

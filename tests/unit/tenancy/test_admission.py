@@ -175,6 +175,28 @@ def test_a_limit_that_changes_counts_from_then_on(admissions: Admissions) -> Non
     admissions.enter(make_caller(requests_per_minute=10))
 
 
+def test_a_lowered_rate_holds_while_a_request_of_the_old_one_runs(admissions: Admissions, clock: Clock) -> None:
+    old, new = make_caller(tokens_per_minute=60_000), make_caller(tokens_per_minute=600)
+    stream = admissions.enter(old)
+    stream.reserve(0, 1)
+    admissions.enter(new).reserve(0, 599)
+    clock.now += 10
+    stream.count(2)
+    assert admissions.headers(old)["x-ratelimit-remaining-tokens"] == "99"
+    with pytest.raises(RateLimited):
+        admissions.enter(new).reserve(0, 200)
+
+
+def test_a_limit_that_is_new_takes_what_a_running_request_makes_and_gives_nothing_back(admissions: Admissions) -> None:
+    stream = admissions.enter(make_caller())
+    stream.reserve(10, 50)
+    caller = make_caller(tokens_per_minute=100)
+    admissions.enter(caller).reserve(0, 50)
+    stream.count(5)
+    stream.release()
+    assert admissions.headers(caller)["x-ratelimit-remaining-tokens"] == "35"
+
+
 def test_refusals_are_counted_by_what_for(admissions: Admissions) -> None:
     caller = make_caller(requests_per_minute=1, tokens_per_minute=10)
     with pytest.raises(QuotaExceeded):
