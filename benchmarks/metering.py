@@ -216,7 +216,7 @@ def main(arguments: list[str] | None = None) -> None:
     machine = reporting.facts()
     adapters = Adapters(SIZES[options.size], targets=("q_proj", "v_proj"))
     names = [f"{adapters.name(number)}@1" for number in ADAPTERS]
-    models = ["base", *names, f"{names[0]}+0.5*{names[1]}"]
+    models = ["base", *names, f"{names[0]}+{names[1]}"]
     model_dir = make_base(options.size)
     say("starting a server …")
     with serve(model_dir, options.quantize, flags=("--memory-budget", "256MiB", "--host-cache", "64MiB")) as server:

@@ -55,7 +55,7 @@ class UsageEvent:
     owner: str
     """The id of the tenant whose adapter it was, where that is another; empty otherwise."""
     adapter: str
-    """Its name; the base: empty; a sum: its label."""
+    """Its name; the base: empty; a sum: its parts, without their weights."""
     version: int
     """0: the base, or a sum."""
     num_requests: int

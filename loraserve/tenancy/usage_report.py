@@ -39,7 +39,7 @@ class UsageQuery:
     tenant: TenantId | None = None
     """None: everyone's."""
     adapter: str | None = None
-    """``NAME``, ``OWNER/NAME``, or a sum's label; empty: the base. None: all."""
+    """``NAME``, ``OWNER/NAME``, or a sum's parts; empty: the base. None: all."""
     start: datetime | None = None
     """Usage from the beginning of this instant's hour on."""
     end: datetime | None = None

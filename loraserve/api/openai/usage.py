@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -190,8 +191,13 @@ def _price_of(table: PriceTable, tenant: TenantId, adapter: AdapterRef | None, g
 
 
 def _name(adapter: AdapterRef | None) -> str:
+    """What its usage is kept under. Of a sum without the weights, which are the client's: each would be a row of its own."""
     if adapter is None:
         return ""
-    name = label(adapter) if adapter.parts else adapter.name
+    if not adapter.parts:
+        return adapter.name
+    name = "+".join(label(part.adapter) for part in adapter.parts)
+    if len(name) <= _MAX_LABEL:
+        return name
     # cut short, it is told apart from others that begin alike by what identifies it
-    return name if len(name) <= _MAX_LABEL else f"{name[: _MAX_LABEL - 17]}~{adapter.digest[:16]}"
+    return f"{name[: _MAX_LABEL - 17]}~{hashlib.sha256(name.encode()).hexdigest()[:16]}"
