@@ -116,7 +116,7 @@ class Generation:
         ]
         self._queue = asyncio.Queue(_QUEUE_SIZE)
         self._num_open = len(self._requests)
-        self._is_refused = False
+        self._is_refused = self._has_struck = False
 
     async def _begin(self) -> Chunk:
         self._tasks = [asyncio.create_task(self._pump(index)) for index in range(len(self._requests))]

@@ -41,6 +41,30 @@ def failing(engine: Any, monkeypatch: pytest.MonkeyPatch) -> dict[int | None, Ex
     return failures
 
 
+class _Strikes:
+    def __init__(self) -> None:
+        self.versions: list[int] = []
+
+    def report(self, tenant: Any, adapter: AdapterRef) -> None:
+        self.versions.append(adapter.version)
+
+
+async def test_a_fallback_that_isnt_finite_either_has_a_strike_of_its_own(
+    client: httpx2.AsyncClient,
+    services: Any,
+    versions: Any,
+    failing: Any,
+    bind: Callable[[Binding], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    strikes = _Strikes()
+    monkeypatch.setattr(services.registry, "strikes", strikes)
+    bind(Binding(versions[2], fallback=Fallback(versions[1])))
+    failing.update({1: AdapterNumerics("Not finite."), 2: AdapterNumerics("Not finite.")})
+    assert (await ask(client, n=2)).status_code == 503
+    assert strikes.versions == [2, 1]
+
+
 @pytest.fixture
 async def versions(services: Any, acme: Any, publish: Callable[..., Any]) -> dict[int, AdapterRef]:
     """Three versions of ``sql``."""
