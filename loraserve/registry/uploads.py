@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -112,6 +113,14 @@ class Uploads:
         except BaseException:
             self._places.give_back(tenant)
             raise
+
+    def place(self, tenant: TenantId) -> AbstractContextManager[None]:
+        """An upload's place, for what publishes bytes that are in the store already: it holds them in memory too.
+
+        Raises:
+            RateLimited, Overloaded: as `stage`.
+        """
+        return self._places.taken(tenant)
 
     async def release(self, tenant: TenantId, staged: StagedBlob) -> None:
         """Ends what `stage` began: what isn't committed is removed."""

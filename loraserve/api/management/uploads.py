@@ -153,28 +153,33 @@ async def publish_stored(
         InvalidRequest: the body isn't that.
         UploadNotFound: there is no such upload, or bytes are missing.
         BytesLost: its bytes are damaged or gone: they must be sent again.
+        RateLimited, Overloaded: too many uploads are under way; a publish is one, though its bytes are there.
     """
-    uploads = services_of(request).registry.uploads
+    registry = services_of(request).registry
+    uploads = registry.uploads
     config, blob = _read_publish(await _read_bounded(request.stream()))
     content = hashlib.sha256(config).digest() + blob.encode()
-    stored = await uploads.resumable.stored(caller.tenant, blob)
 
     async def work(once: Once[Published] | None) -> Published:
-        try:
-            return await uploads.publish(
-                caller.tenant,
-                name,
-                config,
-                stored,
-                actor=caller.key_id,
-                is_promoting=is_promoting,
-                is_dry_run=is_dry_run,
-                once=once,
-            )
-        except BytesLost:
-            # what is stored isn't what came, so that nothing says any more that it needn't come again
-            await uploads.resumable.forget(caller.tenant, stored.digest)
-            raise
+        # what was answered once is answered again, also when the upload has gone since
+        await registry.check_once(once)
+        with uploads.place(caller.tenant):
+            stored = await uploads.resumable.stored(caller.tenant, blob)
+            try:
+                return await uploads.publish(
+                    caller.tenant,
+                    name,
+                    config,
+                    stored,
+                    actor=caller.key_id,
+                    is_promoting=is_promoting,
+                    is_dry_run=is_dry_run,
+                    once=once,
+                )
+            except BytesLost:
+                # what is stored isn't what came, so that nothing says any more that it needn't come again
+                await uploads.resumable.forget(caller.tenant, stored.digest)
+                raise
 
     return await answer_once(request, caller, content, work, render)
 

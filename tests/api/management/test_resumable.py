@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections.abc import AsyncIterator, Callable
@@ -13,6 +14,7 @@ import pytest
 from adapters_store import LocalStore
 from loraserve.api.services import Services
 from loraserve.limits import KIB, LIMITS
+from loraserve.types import AdapterRef, Certificate
 
 Upload = tuple[bytes, bytes]
 
@@ -291,6 +293,46 @@ async def test_the_same_idempotency_key_announces_once(acme: httpx2.AsyncClient,
     again = await acme.post("/uploads", json=body, headers={"Idempotency-Key": "k"})
     assert (again.status_code, again.json()) == (201, first.json())
     assert again.headers["idempotent-replayed"] == "true"
+
+
+async def test_the_same_idempotency_key_publishes_once_though_the_upload_has_gone(
+    acme: httpx2.AsyncClient, files: Upload
+) -> None:
+    config, data = files
+    blob = await uploaded(acme, data)
+    first = await publish(acme, config, blob, headers={"Idempotency-Key": "k"})
+    assert first.status_code == 201
+    upload = (await announce(acme, data)).json()
+    assert (await acme.delete(f"/uploads/{upload['id']}")).status_code == 204
+    again = await publish(acme, config, blob, headers={"Idempotency-Key": "k"})
+    assert (again.status_code, again.content) == (201, first.content)
+    assert (await publish(acme, config, blob)).status_code == 404
+
+
+async def test_a_publish_of_an_upload_takes_a_place_as_an_upload_does(
+    acme: httpx2.AsyncClient, services: Services, files: Upload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, data = files
+    blob = await uploaded(acme, data)
+    may_end = asyncio.Event()
+    certify = services.engine.verify
+
+    async def wait(ref: AdapterRef) -> Certificate:
+        await may_end.wait()
+        return await certify(ref)
+
+    monkeypatch.setattr(services.registry.certificates, "_certify", wait)
+    count = LIMITS.max_concurrent_uploads_per_tenant
+    publishing = [asyncio.create_task(publish(acme, config, blob)) for _ in range(count + 1)]
+    done, _ = await asyncio.wait(publishing, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+    may_end.set()
+    assert [(task.result().status_code, task.result().json()["code"]) for task in done] == [
+        (429, "rate_limit_exceeded")
+    ]
+    assert sorted(answer.status_code for answer in await asyncio.gather(*publishing)) == [200] * (count - 1) + [
+        201,
+        429,
+    ]
 
 
 async def test_uploads_count_against_what_a_tenant_may_store(
