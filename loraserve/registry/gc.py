@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import islice
 
@@ -34,6 +36,10 @@ LEASE = "gc"
 _LEASE_LENGTH = timedelta(seconds=120)
 # Few are deleted in one transaction: on SQLite every other writer waits for it.
 _MARKED_AT_ONCE, _DELETED_AT_ONCE, _EXPIRED_AT_ONCE = 400, 8, 50
+_DELETING_S = 5.0
+"""After so long a transaction that deletes begins no further blob."""
+_MAX_FAILURES = 3
+"""Of a pass: a store that is away isn't asked for every blob."""
 _FIRST_PASS_S = 60.0
 
 
@@ -155,14 +161,21 @@ class Collector:
     async def _delete_due(self) -> bool:
         """Those that were listed long enough are gone, or off the list since something refers to them again."""
         now = self._monotonic()
-        due = iter([digest for (digest, _), seen in self._seen.items() if now - seen >= self._grace_s])
-        while batch := _take(due, _DELETED_AT_ONCE):
-            await self._delete(batch)
+        due = [digest for (digest, _), seen in self._seen.items() if now - seen >= self._grace_s]
+        # those that can't be deleted must not be the first at every pass, and the rest never come
+        random.shuffle(due)
+        num_failures = 0
+        while due and num_failures < _MAX_FAILURES:
+            batch, due = due[:_DELETED_AT_ONCE], due[_DELETED_AT_ONCE:]
+            deleted = await self._delete(batch)
+            due += deleted.left
+            num_failures += deleted.has_failed
             if not await self._renew():
                 return False
         return True
 
-    async def _delete(self, batch: Sequence[Digest]) -> None:
+    async def _delete(self, batch: Sequence[Digest]) -> _Deleted:
+        """Those of `batch` that nothing refers to are gone, but for what is left."""
         now = self._clock()
         cutoff = now - timedelta(seconds=self._grace_s)
         async with self._database.write() as session:
@@ -172,32 +185,50 @@ class Collector:
             needed = await referenced(session, due, now, self._retention)
             # The store's one call inside a transaction: whoever wants to refer to one of these waits for its row (`keep`), and
             # afterwards finds the bytes gone or still listed, never about to go.
-            gone = await _to_its_end(self._delete_blobs, [digest for digest in due if digest not in needed])
+            deleted = await _to_its_end(self._delete_blobs, [digest for digest in due if digest not in needed])
             faults.hit("gc.after_delete")
-            await session.execute(delete(DoomedBlob).where(DoomedBlob.digest.in_([*gone, *needed])))
+            await session.execute(delete(DoomedBlob).where(DoomedBlob.digest.in_([*deleted.gone, *needed])))
+        return deleted
 
-    def _delete_blobs(self, digests: Sequence[Digest]) -> list[Digest]:
-        gone = []
+    def _delete_blobs(self, digests: Sequence[Digest]) -> _Deleted:
+        gone: list[Digest] = []
+        has_failed = False
+        num_tried = 0
+        end = self._monotonic() + _DELETING_S
         for digest in digests:
+            num_tried += 1
             try:
                 num_bytes = self._store.num_bytes(digest)
                 self._store.delete(digest)
             except BlobNotFound:
                 gone.append(digest)
-                continue
             except StorageError as error:
-                # it stays on the list, and is tried again
+                # It stays on the list, and is tried again at the next pass. The store may be away: the transaction waits no longer.
                 logger.warning("the unneeded blob %s can't be deleted: %s", digest, error)
-                continue
-            gone.append(digest)
-            self.num_blobs += 1
-            self.num_bytes += num_bytes
+                has_failed = True
+                break
+            else:
+                gone.append(digest)
+                self.num_blobs += 1
+                self.num_bytes += num_bytes
+            if self._monotonic() >= end:
+                break
         if gone:
             logger.info("%d unneeded blobs are deleted", len(gone))
-        return gone
+        return _Deleted(gone, list(digests[num_tried:]), has_failed)
 
 
-async def _to_its_end(work: Callable[[Sequence[Digest]], list[Digest]], digests: Sequence[Digest]) -> list[Digest]:
+@dataclass(frozen=True, slots=True)
+class _Deleted:
+    """What came of deleting some blobs."""
+
+    gone: Sequence[Digest]
+    left: Sequence[Digest]
+    """Those that weren't tried any more."""
+    has_failed: bool
+
+
+async def _to_its_end(work: Callable[[Sequence[Digest]], _Deleted], digests: Sequence[Digest]) -> _Deleted:
     """`work` on a thread, waited for also by who is cancelled: it must not go on without the transaction around it."""
     running = asyncio.ensure_future(asyncio.to_thread(work, digests))
     try:

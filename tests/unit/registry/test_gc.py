@@ -17,6 +17,7 @@ from adapters_store import LocalStore
 from loraserve import faults
 from loraserve.db.models import AdapterVersion, DoomedBlob
 from loraserve.db.session import Database, utc_now
+from loraserve.errors import StorageError
 from loraserve.registry.gc import Collector
 from loraserve.registry.references import doom, keep
 from loraserve.registry.service import Registry
@@ -223,6 +224,49 @@ async def test_a_blob_that_cannot_be_deleted_is_tried_again(
     assert store.exists(blob)
     await passes(collector, time, 1)
     assert not store.exists(blob)
+
+
+async def test_a_store_that_is_away_is_asked_for_few_blobs(
+    collector: Collector, store: LocalStore, time: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(40):
+        put(store, bytes([number]))
+    await passes(collector, time, 0)
+    asked: list[str] = []
+
+    def fail(digest: str) -> bool:
+        asked.append(digest)
+        raise StorageError("The store is away.")
+
+    with monkeypatch.context() as away:
+        away.setattr(store, "delete", fail)
+        await passes(collector, time, GRACE_S + 1)
+    assert len(asked) == 3
+    await passes(collector, time, 1)
+    assert list(store.iter_digests()) == []
+
+
+async def test_no_transaction_is_held_for_many_slow_deletions(
+    collector: Collector, store: LocalStore, time: Time
+) -> None:
+    for number in range(6):
+        put(store, bytes([number]))
+    await passes(collector, time, 0)
+    num_asked, num_transactions = 0, 0
+
+    def delete() -> None:
+        nonlocal num_asked
+        num_asked += 1
+        time.passed_s += 3
+
+    def end() -> None:
+        nonlocal num_transactions
+        num_transactions += 1
+
+    with faults.arm("blob.delete", delete), faults.arm("gc.after_delete", end):
+        await passes(collector, time, GRACE_S + 1)
+    assert (num_asked, num_transactions) == (6, 3)
+    assert list(store.iter_digests()) == []
 
 
 async def pieces(data: bytes) -> AsyncIterator[bytes]:
