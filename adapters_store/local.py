@@ -228,6 +228,8 @@ class LocalStagedBlob:
         self._store = store
         self._name = name
         self._fd: int | None = fd
+        # Who gives up may discard it while a thread still writes: the number of a closed descriptor may be another file's already.
+        self._lock = threading.RLock()
         self._sha = hashlib.sha256()
         self._num_bytes = 0
 
@@ -240,45 +242,49 @@ class LocalStagedBlob:
         return Digest(self._sha.hexdigest())
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        fd, view = self._live_fd(), memoryview(data).cast("B")
-        try:
-            with storage_errors("The upload can't be written"):
-                faults.hit("blob.write")
-                write_all(fd, view)
-        except StorageError:
-            self.discard()
-            raise
-        self._sha.update(view)
-        self._num_bytes += len(view)
+        view = memoryview(data).cast("B")
+        with self._lock:
+            fd = self._live_fd()
+            try:
+                with storage_errors("The upload can't be written"):
+                    faults.hit("blob.write")
+                    write_all(fd, view)
+            except StorageError:
+                self.discard()
+                raise
+            self._sha.update(view)
+            self._num_bytes += len(view)
 
     def read(self) -> memoryview:
-        with storage_errors("The upload can't be read back"):
+        with self._lock, storage_errors("The upload can't be read back"):
             data, found = read_and_hash(self._live_fd(), self._num_bytes)
         if found != self.digest:
             raise StorageError("The upload reads back differently from what was written.", hint="Check the disk.")
         return data
 
     def commit(self) -> Digest:
-        fd, digest = self._live_fd(), self.digest
-        try:
-            with storage_errors("The upload can't be made durable"):
-                os.fchmod(fd, 0o400)
-                faults.hit("blob.fsync")
-                os.fsync(fd)
-                faults.hit("blob.after_fsync")
-                self._store._publish(self._name, digest)
-        finally:
-            self.discard()
+        with self._lock:
+            fd, digest = self._live_fd(), self.digest
+            try:
+                with storage_errors("The upload can't be made durable"):
+                    os.fchmod(fd, 0o400)
+                    faults.hit("blob.fsync")
+                    os.fsync(fd)
+                    faults.hit("blob.after_fsync")
+                    self._store._publish(self._name, digest)
+            finally:
+                self.discard()
         return digest
 
     def discard(self) -> None:
-        fd, self._fd = self._fd, None
-        if fd is None:
-            return
-        # after a commit the name is gone already
-        with suppress(OSError):
-            os.unlink(self._name, dir_fd=self._store._staging_fd)
-        os.close(fd)
+        with self._lock:
+            fd, self._fd = self._fd, None
+            if fd is None:
+                return
+            # after a commit the name is gone already
+            with suppress(OSError):
+                os.unlink(self._name, dir_fd=self._store._staging_fd)
+            os.close(fd)
 
     def __enter__(self) -> Self:
         return self

@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import tempfile
+import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -258,6 +259,8 @@ class SpooledBlob:
     def __init__(self, store: ObjectStore, file: IO[bytes]) -> None:
         self._store = store
         self._file: IO[bytes] | None = file
+        # Who gives up may discard it while a thread still writes: the number of a closed descriptor may be another file's already.
+        self._lock = threading.RLock()
         self._sha = hashlib.sha256()
         self._num_bytes = 0
 
@@ -270,32 +273,37 @@ class SpooledBlob:
         return Digest(self._sha.hexdigest())
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        fd, view = self._live_fd(), memoryview(data).cast("B")
-        try:
-            with storage_errors("The upload can't be written"):
-                faults.hit("blob.write")
-                write_all(fd, view)
-        except StorageError:
-            self.discard()
-            raise
-        self._sha.update(view)
-        self._num_bytes += len(view)
+        view = memoryview(data).cast("B")
+        with self._lock:
+            fd = self._live_fd()
+            try:
+                with storage_errors("The upload can't be written"):
+                    faults.hit("blob.write")
+                    write_all(fd, view)
+            except StorageError:
+                self.discard()
+                raise
+            self._sha.update(view)
+            self._num_bytes += len(view)
 
     def read(self) -> memoryview:
-        return _read_back(self._live_fd(), self._num_bytes, self.digest)
+        with self._lock:
+            return _read_back(self._live_fd(), self._num_bytes, self.digest)
 
     def commit(self) -> Digest:
-        fd, digest = self._live_fd(), self.digest
-        try:
-            self._store._put(digest, fd, self._num_bytes)
-        finally:
-            self.discard()
+        with self._lock:
+            fd, digest = self._live_fd(), self.digest
+            try:
+                self._store._put(digest, fd, self._num_bytes)
+            finally:
+                self.discard()
         return digest
 
     def discard(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
+        with self._lock:
+            file, self._file = self._file, None
+            if file is not None:
+                file.close()
 
     def __enter__(self) -> Self:
         return self

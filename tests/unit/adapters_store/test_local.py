@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -404,3 +405,24 @@ def test_a_failing_upload_takes_nothing_from_an_equal_one_beside_it(tmp_path):
     other.join(5)
     assert acknowledged == [DIGEST]
     assert bytes(store.read(DIGEST)) == DATA
+
+
+def test_discarding_waits_for_the_write_under_way(store: LocalStore) -> None:
+    staged = store.stage()
+    writing, may_end = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        writing.set()
+        may_end.wait(10)
+
+    with faults.arm("blob.write", wait), ThreadPoolExecutor(2) as threads:
+        written = threads.submit(staged.write, DATA)
+        assert writing.wait(10)
+        discarded = threads.submit(staged.discard)
+        with pytest.raises(TimeoutError):
+            discarded.result(0.1)
+        may_end.set()
+        written.result(10)
+        discarded.result(10)
+    with pytest.raises(StorageError, match="stage a new one"):
+        staged.write(DATA)

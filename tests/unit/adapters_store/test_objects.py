@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -201,3 +203,24 @@ def test_a_url_that_is_no_bucket_is_refused_without_repeating_it(url: str) -> No
     with pytest.raises(ConfigError) as caught:
         open_store(url)
     assert "SECRET" not in str(caught.value)
+
+
+def test_discarding_waits_for_the_write_under_way(store: BlobStore) -> None:
+    staged = store.stage()
+    writing, may_end = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        writing.set()
+        may_end.wait(10)
+
+    with faults.arm("blob.write", wait), ThreadPoolExecutor(2) as threads:
+        written = threads.submit(staged.write, DATA)
+        assert writing.wait(10)
+        discarded = threads.submit(staged.discard)
+        with pytest.raises(TimeoutError):
+            discarded.result(0.1)
+        may_end.set()
+        written.result(10)
+        discarded.result(10)
+    with pytest.raises(StorageError, match="stage a new one"):
+        staged.write(DATA)
