@@ -52,7 +52,6 @@ class Usage:
         self._has_ended = False
         """Whether what is held is the end of a choice."""
         self._billed_prompts: set[int] = set()
-        self._billed_cached: set[int] = set()
         self._num_billed = 0
         self._is_closed = False
 
@@ -64,9 +63,8 @@ class Usage:
         self._held[index] = self._held.get(index, 0) + num_tokens
         self._last = index
         self._has_ended |= chunk.finish_reason is not None
-        if chunk.num_cached_tokens and index % self._n == 0:
-            prompt = index // self._n
-            self._cached[prompt] = max(self._cached.get(prompt, 0), chunk.num_cached_tokens)
+        # the first choice of a prompt says it: later ones find what that one computed, and the prompt is billed with it
+        self._cached.setdefault(index // self._n, chunk.num_cached_tokens)
 
     def hand_over(self) -> None:
         """The piece with the chunk that was added last goes to a client that is there. The end of an answer is in the journal first."""
@@ -124,9 +122,7 @@ class Usage:
             if prompt not in self._billed_prompts:
                 self._billed_prompts.add(prompt)
                 prompt_tokens += self._lengths[prompt]
-            if prompt in self._cached and prompt not in self._billed_cached:
-                self._billed_cached.add(prompt)
-                cached_tokens += self._cached[prompt]
+                cached_tokens += self._cached.get(prompt, 0)
         if not has_some:
             return
         self._num_billed += completion_tokens

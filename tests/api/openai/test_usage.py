@@ -10,15 +10,20 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from decimal import Decimal
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx2
 import pytest
 
+from loraserve.api.openai.prompts import Prompt
+from loraserve.api.openai.usage import Usage
+from loraserve.engine.output import Chunk
 from loraserve.errors import AdapterNotReady, EngineCrashed
 from loraserve.tenancy.journal import Amounts
 from loraserve.tenancy.prices import Price, PriceTable
+from loraserve.tenancy.usage import UsageEvent
 from loraserve.tenancy.usage_report import UsageQuery, UsageReports, UsageSum
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -108,6 +113,37 @@ async def test_a_whole_answer_is_billed_as_it_says(
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     assert cached == 16
     assert await billed(services) == Amounts(1, usage["prompt_tokens"], cached, 16)
+
+
+def test_the_cached_count_is_billed_with_the_prompt_whichever_choice_is_first(services: Any, acme: Any) -> None:
+    events: list[UsageEvent] = []
+    meter = SimpleNamespace(record=events.append, seal=lambda: None)
+    kept = SimpleNamespace(usage=meter, clock=time.time, admissions=services.admissions)
+    answering: Any = SimpleNamespace(
+        prompts=[Prompt(tuple(range(20)), None)],
+        body=SimpleNamespace(n=2),
+        services=kept,
+        adapter=None,
+        answerer=SimpleNamespace(candidates=(None,)),
+    )
+    usage = Usage(answering, acme.caller, services.admissions.enter(acme.caller))
+    chunk = Chunk(
+        text="a",
+        token_ids=(1,),
+        logprobs=None,
+        prompt_logprobs=None,
+        finish_reason=None,
+        stop_reason=None,
+        num_cached_tokens=16,
+        queue_s=0.0,
+        adapter_s=0.0,
+        prefill_s=0.0,
+    )
+    for index in (1, 0):
+        usage.add(index, chunk)
+        usage.hand_over()
+    assert [(event.prompt_tokens, event.cached_tokens) for event in events] == [(20, 16), (0, 0)]
+    assert usage.as_dict()["prompt_tokens_details"] == {"cached_tokens": 16}
 
 
 async def test_each_prompt_is_billed_once(client: httpx2.AsyncClient, services: Any) -> None:
