@@ -9,8 +9,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from loraserve.limits import LIMITS
 
 _INT64 = 1 << 63
-MAX_NAME_LENGTH = 2 * LIMITS.max_name_length + 1
-"""Of NAME@ALIAS."""
+MAX_NAME_LENGTH = 3 * LIMITS.max_name_length + 2
+"""Of OWNER/NAME@ALIAS."""
 MAX_MODEL_LENGTH = 2048
 """Holds the longest id of a base and the longest sum."""
 
