@@ -10,7 +10,7 @@ from fastapi.dependencies.models import Dependant
 from fastapi.routing import iter_route_contexts
 
 from loraserve.api.services import services_of
-from loraserve.errors import AuthenticationError, ConfigError, PermissionDenied
+from loraserve.errors import AuthenticationError, ConfigError, InvalidRequest, PermissionDenied
 from loraserve.tenancy.auth import Caller
 
 INFERENCE = "inference"
@@ -42,6 +42,7 @@ def require(scope: str) -> CallerDependency:
         AuthenticationError: no key, or a bad one.
         PermissionDenied: the key doesn't have the scope.
         TenantNotFound: the path or the header names a tenant that isn't the key's.
+        InvalidRequest: an admin names two tenants.
     """
     if scope not in SCOPES:
         raise ConfigError(f"There is no scope {scope!r}.")
@@ -51,10 +52,13 @@ def require(scope: str) -> CallerDependency:
         caller = await authenticator.authenticate(bearer_key(request))
         if not caller.is_admin and scope not in caller.scopes:
             raise PermissionDenied(f"This key doesn't have the scope {scope!r}.")
-        for tenant in (
-            request.path_params.get("tenant") if _is_tenant_path(request) else None,
-            request.headers.get("x-tenant"),
-        ):
+        in_path = request.path_params.get("tenant") if _is_tenant_path(request) else None
+        in_header = request.headers.get("x-tenant")
+        if caller.is_admin and None not in (in_path, in_header) and in_path != in_header:
+            raise InvalidRequest(
+                "The path and the header X-Tenant name different tenants.", hint="Name the one to act for, once."
+            )
+        for tenant in (in_path, in_header):
             if tenant is not None:
                 caller = await authenticator.act_for(caller, tenant)
         request.state.caller = caller

@@ -122,6 +122,16 @@ async def test_an_admin_acts_for_a_tenant(client: httpx2.AsyncClient) -> None:
     assert len((await client.get("/v1/models", headers=ADMIN)).json()["data"]) == 1
 
 
+async def test_an_admin_that_names_two_tenants_acts_for_neither(
+    client: httpx2.AsyncClient, make_tenant: Callable[[str], Awaitable[Any]]
+) -> None:
+    await make_tenant("globex")
+    refused = await client.get("/t/acme/v1/models", headers=ADMIN | {"x-tenant": "globex"})
+    assert refused.status_code == 400
+    assert "X-Tenant" in refused.json()["error"]["message"]
+    assert (await client.get("/t/acme/v1/models", headers=ADMIN | {"x-tenant": "acme"})).status_code == 200
+
+
 async def test_a_key_without_the_scope_is_forbidden(client: httpx2.AsyncClient, services: Services, acme: Any) -> None:
     made = await services.authenticator.keys.create(
         acme.caller.tenant, name="read", actor="test", scopes=["adapters:read"]
