@@ -54,13 +54,13 @@ def require(scope: str) -> CallerDependency:
             raise PermissionDenied(f"This key doesn't have the scope {scope!r}.")
         in_path = request.path_params.get("tenant") if _is_tenant_path(request) else None
         in_header = request.headers.get("x-tenant")
-        if caller.is_admin and None not in (in_path, in_header) and in_path != in_header:
-            raise InvalidRequest(
-                "The path and the header X-Tenant name different tenants.", hint="Name the one to act for, once."
-            )
         for tenant in (in_path, in_header):
             if tenant is not None:
                 caller = await authenticator.act_for(caller, tenant)
+        if None not in (in_path, in_header) and in_path != in_header:
+            raise InvalidRequest(
+                "The path and the header X-Tenant name different tenants.", hint="Name the one to act for, once."
+            )
         request.state.caller = caller
         return caller
 
