@@ -51,6 +51,8 @@ class Services:
 
     def __post_init__(self) -> None:
         self.shadows = Shadows(self.engine, self.registry, self.metrics, limits=self.limits)
+        # those to which it granted adapters use them no more
+        self.authenticator.tenants.on_delete = self.registry.forget_owner
 
     def check_open(self) -> None:
         """Raises:

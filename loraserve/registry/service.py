@@ -197,6 +197,10 @@ class Registry:
             lambda key: key[1].name == name and (key[0] == tenant or key[1].owner is not None),
         )
 
+    def forget_owner(self, tenant: TenantId) -> None:
+        """The next request for an adapter of `tenant`, whoever's it is, finds it as it is in the database then."""
+        self._routes.forget(lambda key: key[0] == tenant or key[1].owner is not None)
+
     # --- reading ---
 
     async def get(self, tenant: TenantId, name: str) -> AdapterRecord:

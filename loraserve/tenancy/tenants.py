@@ -108,6 +108,8 @@ class Tenants:
     """
 
     def __init__(self, database: Database, on_change: Callable[[TenantId], None], *, clock: Clock = utc_now) -> None:
+        self.on_delete: Callable[[TenantId], None] = lambda _: None
+        """Told the id after a delete is durable, beside `on_change`: whoever keeps what the tenant's names mean."""
         self._database = database
         self._on_change = on_change
         self._clock = clock
@@ -228,6 +230,7 @@ class Tenants:
             row.deleted_at = now
             audit.record(session, "tenant.delete", name, actor=actor, tenant=row.id, at=now)
         self._on_change(TenantId(row.id))
+        self.on_delete(TenantId(row.id))
 
 
 def _to_record(row: Tenant) -> TenantRecord:

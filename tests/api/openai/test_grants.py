@@ -77,6 +77,15 @@ async def test_a_restored_adapter_is_granted_as_it_was(
     assert (await ask(globex, "acme/sql")).status_code == 200
 
 
+async def test_what_a_deleted_tenant_granted_is_absent_at_once(
+    client: httpx2.AsyncClient, globex: httpx2.AsyncClient, grant: Any, services: Services
+) -> None:
+    await grant()
+    assert (await ask(globex, "acme/sql")).status_code == 200
+    await services.authenticator.tenants.delete("acme", actor="test")
+    assert (await ask(globex, "acme/sql")).status_code == 404
+
+
 async def test_granted_adapters_are_listed_under_their_owners_name(
     client: httpx2.AsyncClient, globex: httpx2.AsyncClient, grant: Any
 ) -> None:
