@@ -83,6 +83,8 @@ class Limits:
     unasked_tokens_reserved: int = 1024
     """Of a tenant's tokens per minute, for an answer whose length the request doesn't bound."""
     max_grants_per_adapter: int = 1000
+    max_grants_per_tenant: int = 1000
+    """Of one owner to one tenant, which finds them all in its list of models."""
     max_priced_adapters: int = 256
     """In one tenant's price table."""
     max_name_length: int = 63

@@ -51,7 +51,7 @@ class Grants:
         Raises:
             AdapterNotFound: `owner` has no such adapter.
             TenantNotFound: there is no such tenant.
-            InvalidRequest: it is the owner, or the adapter has `LIMITS.max_grants_per_adapter`.
+            InvalidRequest: it is the owner, the adapter has `LIMITS.max_grants_per_adapter`, or the tenant `LIMITS.max_grants_per_tenant` of this owner.
         """
         now = self._clock()
         async with self._database.write() as session:
@@ -66,6 +66,15 @@ class Grants:
             if (await session.scalar(mine) or 0) >= LIMITS.max_grants_per_adapter:
                 raise InvalidRequest(
                     f"The adapter has {LIMITS.max_grants_per_adapter} grants, the most it may have.", param="tenant"
+                )
+            theirs = select(func.count()).select_from(Grant).join(Adapter, Adapter.id == Grant.adapter_id)
+            theirs = theirs.where(
+                Grant.tenant_id == grantee.id, Adapter.tenant_id == owner, Adapter.deleted_at.is_(None)
+            )
+            if (await session.scalar(theirs) or 0) >= LIMITS.max_grants_per_tenant:
+                raise InvalidRequest(
+                    f"{LIMITS.max_grants_per_tenant} adapters are granted to that tenant, the most it may have of one owner.",
+                    param="tenant",
                 )
             session.add(Grant(adapter_id=adapter.id, tenant_id=grantee.id, created_at=now, created_by=actor))
             self._audit(session, "grant.create", owner, name, tenant, actor, now)

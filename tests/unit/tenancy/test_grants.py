@@ -148,3 +148,19 @@ async def test_grants_are_audited_as_the_owners(world: World) -> None:
         ("grant.create", world.acme, "key-1", "sql", {"tenant": "globex"}),
         ("grant.delete", world.acme, "key-2", "sql", {"tenant": "globex"}),
     ]
+
+
+async def test_one_owner_cant_fill_another_tenants_list_of_models(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loraserve.tenancy.grants.LIMITS", LIMITS.__class__(max_grants_per_tenant=1))
+    await world.push(world.acme, "law")
+    await world.push(world.globex, "own")
+    await world.grants.create(world.acme, "sql", "globex", actor="test")
+    with pytest.raises(InvalidRequest, match="1 adapters"):
+        await world.grants.create(world.acme, "law", "globex", actor="test")
+    await world.grants.create(world.acme, "law", "initech", actor="test")
+    await world.grants.create(world.globex, "own", "initech", actor="test")
+    # what is deleted is in no list
+    await world.remove(world.acme, "sql")
+    await world.grants.create(world.acme, "law", "globex", actor="test")
