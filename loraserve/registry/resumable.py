@@ -35,7 +35,7 @@ from loraserve.errors import (
 from loraserve.limits import KIB, LIMITS, MIB
 from loraserve.registry.places import Places
 from loraserve.registry.quota import check_room
-from loraserve.registry.references import doom, keep
+from loraserve.registry.references import doom, keep, keep_stored
 from loraserve.registry.repository import AdapterRepository
 from loraserve.types import Digest, TenantId
 
@@ -259,19 +259,22 @@ class ResumableUploads:
     async def _complete(self, tenant: TenantId, upload: UploadRecord) -> UploadRecord:
         """The chunks are one blob, durable, if they are what was announced."""
         async with self._database.read() as session:
-            query = select(UploadChunk).where(UploadChunk.upload_id == upload.id).order_by(UploadChunk.start)
-            chunks = [_Chunk(row.start, row.size, Digest(row.digest)) for row in (await session.scalars(query)).all()]
+            chunks = await _chunks(session, upload.id)
         await keep(self._database, [upload.sha256])
         broken: _Chunk | None = None
         # of one chunk it is the blob, in the store already
         is_right = len(chunks) == 1 and chunks[0].digest == upload.sha256
+        if is_right and not await asyncio.to_thread(self._store.exists, upload.sha256):
+            is_right, broken = False, chunks[0]
         if len(chunks) > 1:
             is_right, broken = await asyncio.to_thread(_assemble, self._store, chunks, upload.sha256)
+        if is_right:
+            await keep_stored(self._database, self._store, [upload.sha256])
         now = self._clock()
         async with self._database.write() as session:
             row = await self._row(session, tenant, upload.id, is_locking=True)
-            if row.is_complete or row.received != upload.received:
-                # another request did it, or began anew
+            if row.is_complete or row.received != upload.received or await _chunks(session, upload.id) != chunks:
+                # another request did it, or began anew: what was found is of bytes that have gone
                 return _to_record(row)
             if is_right:
                 row.is_complete = True
@@ -282,7 +285,7 @@ class ResumableUploads:
             gone = [chunk for chunk in chunks if chunk.start >= row.received or is_right]
             await session.execute(
                 delete(UploadChunk).where(
-                    UploadChunk.upload_id == upload.id, UploadChunk.start.in_([chunk.start for chunk in gone])
+                    UploadChunk.upload_id == upload.id, UploadChunk.start >= (0 if is_right else row.received)
                 )
             )
             await doom(session, (chunk.digest for chunk in gone if chunk.digest != upload.sha256), now)
@@ -389,6 +392,12 @@ async def remove_upload(session: AsyncSession, row: Upload, now: datetime) -> No
     await session.execute(delete(UploadChunk).where(UploadChunk.upload_id == row.id))
     await session.delete(row)
     await doom(session, [*map(Digest, digests), *([Digest(row.sha256)] if row.is_complete else [])], now)
+
+
+async def _chunks(session: AsyncSession, upload_id: str) -> list[_Chunk]:
+    """What has come of the upload, in order."""
+    query = select(UploadChunk).where(UploadChunk.upload_id == upload_id).order_by(UploadChunk.start)
+    return [_Chunk(row.start, row.size, Digest(row.digest)) for row in (await session.scalars(query)).all()]
 
 
 def _assemble(store: BlobStore, chunks: Sequence[_Chunk], sha256: Digest) -> tuple[bool, _Chunk | None]:
