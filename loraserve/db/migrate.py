@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.resources import files
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, inspect, text
+from sqlalchemy import JSON, Column, Connection, inspect, text
 
 from loraserve.db.models import Base
 from loraserve.db.session import WRITE, database_errors, make_engine
@@ -89,10 +89,26 @@ async def differences(url: str) -> list[str]:
     """What the database at `url` lacks or has too much of, compared with the models; empty when they agree."""
 
     def compare(connection: Connection) -> list[str]:
-        context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
+        context = MigrationContext.configure(
+            connection, opts={"compare_type": True, "compare_server_default": _is_other_default}
+        )
         return [str(difference) for difference in compare_metadata(context, Base.metadata)]
 
     return await _in_transaction(url, compare, is_write=False)
+
+
+def _is_other_default(
+    _context: MigrationContext,
+    _inspected: Column[Any],
+    column: Column[Any],
+    found: str | None,
+    _default: Any,
+    expected: str | None,
+) -> bool | None:
+    """Whether a column's default isn't the model's. None: let Alembic find out, which asks the database; PostgreSQL can't compare JSON."""
+    if not isinstance(column.type, JSON):
+        return None
+    return (found or "").partition("::")[0].strip("'") != (expected or "").strip("'")
 
 
 async def _in_transaction(url: str, action: Callable[[Connection], T], *, is_write: bool = True) -> T:

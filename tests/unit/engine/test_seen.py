@@ -75,11 +75,11 @@ def test_a_wait_that_ended_before_a_place_came_free_is_counted() -> None:
     harness.add(make_request(max_tokens=50))
     harness.schedule()
     request = make_request(adapter="slow", priority=-1)
-    harness.scheduler._has_adapter(request)
     harness.add(request)
+    harness.scheduler._has_adapter(request)
     harness.now = 2.0
     harness.adapters.set("slow", Residency.RESIDENT)
-    harness.scheduler._end_adapter_wait(request)
+    harness.scheduler._waits.end(request)
     harness.now = 9.0
     harness.scheduler.abort(request.request_id)
     assert waits(harness) == (1, 2.0)
