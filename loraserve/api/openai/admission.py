@@ -15,7 +15,7 @@ from loraserve.api.openai.sampling import Sampling, choose_seeds
 from loraserve.api.openai.schemas import InferenceBody, WeightedAdapter
 from loraserve.api.services import Services
 from loraserve.engine.messages import GenerateRequest
-from loraserve.errors import InvalidRequest, PermissionDenied
+from loraserve.errors import InvalidRequest, PermissionDenied, QuotaExceeded
 from loraserve.limits import LIMITS
 from loraserve.registry.binding import Binding
 from loraserve.registry.model_name import parse_terms, terms_of
@@ -122,9 +122,19 @@ class Answering:
         return cls(ident, int(services.clock()), services, body, answerer, prompts, ignored, model.granted)
 
     def requests(self, caller: Caller, sampling: Sampling, max_tokens: Sequence[int]) -> list[GenerateRequest]:
-        """The engine's requests in the order of the choices: the first prompt's n, then the second's."""
+        """The engine's requests in the order of the choices: the first prompt's n, then the second's.
+
+        Raises:
+            QuotaExceeded: they are more than the tenant may have waiting: they would never pass while others run.
+        """
         policy, requests = caller.policy, list[GenerateRequest]()
         max_queued = self.services.admissions.part_of(policy.limits.max_queued_requests)
+        num_choices = len(self.prompts) * self.body.n
+        if max_queued and num_choices > max_queued:
+            raise QuotaExceeded(
+                f"The request makes {num_choices} choices; the tenant may have {max_queued} waiting on one server.",
+                hint="Ask for fewer with n, or send fewer prompts at once.",
+            )
         for number, prompt in enumerate(self.prompts):
             for seed in choose_seeds(self.body.seed, self.body.n):
                 requests.append(

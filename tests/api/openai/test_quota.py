@@ -147,6 +147,17 @@ async def test_every_choice_reserves_its_own_answer(client: httpx2.AsyncClient, 
     assert response.headers["x-should-retry"] == "false"
 
 
+async def test_more_choices_than_the_tenant_may_have_waiting_never_pass(
+    client: httpx2.AsyncClient, limit: Limit, engine: Any
+) -> None:
+    await limit(max_queued_requests=3)
+    assert (await complete(client, n=3)).status_code == 200
+    for body in ({"n": 4}, {"n": 2, "prompt": ["x", "y"]}):
+        response = await complete(client, **body)
+        assert (response.status_code, response.json()["error"]["code"]) == (429, "insufficient_quota")
+    assert len(engine.seen) == 3
+
+
 async def test_an_unbounded_chat_reserves_a_part_alone(
     client: httpx2.AsyncClient, limit: Limit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
