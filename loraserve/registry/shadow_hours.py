@@ -106,21 +106,35 @@ class ShadowHours:
         """What was recorded before is in the database.
 
         Raises:
-            DatabaseUnavailable, StorageFull: it isn't; it is kept for the next time.
+            DatabaseUnavailable, StorageFull: some of it isn't; it is kept for the next time.
         """
         taken, self._pending = self._pending, {}
         if not taken:
             return
+        pieces = [taken]
         try:
-            await self._write(taken)
-        except IntegrityError as error:
-            # the adapter's row is gone: there is nobody to tell
-            self.num_lost += sum(tally.num_requests for tally in taken.values())
-            logger.warning("what shadows did isn't kept: %s", type(error.orig).__name__)
+            while pieces:
+                try:
+                    await self._write(pieces[-1])
+                except IntegrityError as error:
+                    pieces += self._halves(pieces.pop(), error)
+                else:
+                    pieces.pop()
         except BaseException:
-            for key, tally in taken.items():
-                self._add(key, tally)
+            for piece in pieces:
+                for key, tally in piece.items():
+                    self._add(key, tally)
             raise
+
+    def _halves(self, refused: dict[_Key, Tally], error: IntegrityError) -> list[dict[_Key, Tally]]:
+        """What to try apart of rows that were refused together: others' aren't lost for one."""
+        if len(refused) > 1:
+            rows = sorted(refused.items(), key=lambda row: row[0])
+            return [dict(rows[: len(rows) // 2]), dict(rows[len(rows) // 2 :])]
+        # the adapter's row is gone: there is nobody to tell
+        self.num_lost += sum(tally.num_requests for tally in refused.values())
+        logger.warning("what a shadow did isn't kept: %s", type(error.orig).__name__)
+        return []
 
     async def close(self) -> None:
         """What was recorded is in the database, or given up."""

@@ -171,6 +171,33 @@ async def test_of_an_adapter_that_is_gone_nothing_is_kept_and_nothing_waits(
     await hours.close()
 
 
+async def test_of_rows_that_cant_be_kept_no_others_are_lost(
+    hours: ShadowHours, shadow_on: Any, acme: TenantId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = shadow_on()
+    for version in (1, 3, 5):
+        hours.record(real, version, tally())
+    for gone in ("00ABSENT", "7ABSENT"):
+        hours.record(Shadow(real.adapter, gone, "live", 1.0), 1, tally())
+    write, num_writes = hours._write, 0
+
+    async def away_in_the_middle(taken: Any) -> None:
+        nonlocal num_writes
+        num_writes += 1
+        if num_writes == 3:
+            raise DatabaseUnavailable("The database is away.")
+        await write(taken)
+
+    monkeypatch.setattr(hours, "_write", away_in_the_middle)
+    with pytest.raises(DatabaseUnavailable):
+        await hours.flush()
+    await hours.flush()
+    assert (hours.num_lost, len(hours._pending)) == (2, 0)
+    rows = (await hours.list(acme, "sql", "live")).items
+    assert [(row.version, row.tally.num_requests) for row in rows] == [(5, 1), (3, 1), (1, 1)]
+    await hours.close()
+
+
 async def test_old_hours_are_forgotten(hours: ShadowHours, now: Now, shadow_on: Any, acme: TenantId) -> None:
     hours.record(shadow_on(), 1, tally())
     await hours.flush()
