@@ -92,10 +92,11 @@ class LeftBehind:
             self.path.with_suffix(_NEW_SUFFIX).unlink()
         _unlink(self.path)
 
-    def set_aside(self) -> Path:
-        """Nobody tries to count it again; its new name, for people."""
+    def keep(self) -> Path:
+        """The file is there under another name too, which `remove` leaves, and which nobody counts; for people."""
         refused = self.path.with_suffix(REFUSED_SUFFIX)
-        self.path.rename(refused)
+        with suppress(FileExistsError):
+            refused.hardlink_to(self.path)
         return refused
 
     def close(self) -> None:

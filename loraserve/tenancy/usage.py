@@ -243,13 +243,16 @@ class UsageMeter:
                     add_to(totals, entry.amounts)
             if totals:
                 strangers = await count(session, journal.id, entries[-1].sequence, totals, now)
-        if strangers:
-            refused = await asyncio.to_thread(journal.set_aside)
-            logger.error(
-                "%s has usage of tenants that this database doesn't know; it is kept, and theirs not counted", refused
-            )
-            return False
+            if strangers:
+                # before the commit: a kill after it would leave a journal that looks counted
+                refused = await asyncio.to_thread(journal.keep)
+                logger.error(
+                    "%s has usage of tenants that this database doesn't know; it is kept, and theirs not counted",
+                    refused,
+                )
         await asyncio.to_thread(journal.remove)
+        if strangers:
+            return False
         async with self.database.write() as session:
             await forget_journal(session, journal.id)
         if totals:

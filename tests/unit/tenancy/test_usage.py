@@ -209,6 +209,32 @@ async def test_a_journal_with_tenants_of_another_database_is_counted_for_the_oth
     assert await counted(database) == [("sql", 1, 0, 2, 12)]
 
 
+async def test_a_kill_between_counting_and_setting_aside_loses_no_stranger(
+    database: Database, meter: UsageMeter, folder: Path, acme: TenantId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stranger = UsageMeter(database, folder)
+    stranger.record(event(TenantId("0" * 26), 5))
+    stranger.record(event(acme, 2))
+    stranger.seal()
+    die(stranger)
+    write = database.write
+
+    @asynccontextmanager
+    async def killed_after_the_commit() -> AsyncIterator[Any]:
+        async with write() as session:
+            yield session
+        raise InterruptedError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(database, "write", killed_after_the_commit)
+        with pytest.raises(InterruptedError):
+            await meter.recover()
+    await meter.recover()
+    assert f"{stranger._journal.id}.refused" in names(folder)
+    assert f"{stranger._journal.id}.journal" not in names(folder)
+    assert await counted(database) == [("sql", 1, 0, 2, 12)]
+
+
 async def test_a_tenant_that_the_database_lost_keeps_nobody_elses_usage_waiting(
     database: Database, meter: UsageMeter, acme: TenantId, caplog: pytest.LogCaptureFixture
 ) -> None:
