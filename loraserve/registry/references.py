@@ -9,7 +9,7 @@ longer than any publish takes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -24,6 +24,9 @@ from loraserve.db.session import Database
 from loraserve.errors import Overloaded
 from loraserve.types import Digest
 
+_AT_ONCE = 1000
+"""Digests in a statement: an adapter's versions may have more than a database takes parameters."""
+
 
 async def referenced(
     session: AsyncSession, digests: Collection[Digest], now: datetime, retention: timedelta
@@ -36,16 +39,24 @@ async def referenced(
     tenant = select(Tenant.id).join(Adapter, Adapter.tenant_id == Tenant.id)
     tenant = tenant.where(Adapter.id == AdapterVersion.adapter_id, _is_kept(Tenant.deleted_at, since))
     kept = _is_kept(AdapterVersion.deleted_at, since) & tenant.exists()
-    queries = (
-        select(AdapterVersion.config_blob).where(AdapterVersion.config_blob.in_(digests), kept),
-        select(AdapterVersion.weights_blob).where(AdapterVersion.weights_blob.in_(digests), kept),
-        select(Upload.sha256).where(Upload.sha256.in_(digests), Upload.is_complete),
-        select(UploadChunk.digest).where(UploadChunk.digest.in_(digests)),
-    )
     found: set[Digest] = set()
-    for query in queries:
-        found.update(map(Digest, (await session.scalars(query.distinct())).all()))
+    for some in _parts(digests):
+        queries = (
+            select(AdapterVersion.config_blob).where(AdapterVersion.config_blob.in_(some), kept),
+            select(AdapterVersion.weights_blob).where(AdapterVersion.weights_blob.in_(some), kept),
+            select(Upload.sha256).where(Upload.sha256.in_(some), Upload.is_complete),
+            select(UploadChunk.digest).where(UploadChunk.digest.in_(some)),
+        )
+        for query in queries:
+            found.update(map(Digest, (await session.scalars(query.distinct())).all()))
     return found
+
+
+def _parts(digests: Iterable[Digest]) -> Iterator[list[Digest]]:
+    """The digests, each once and always in the same order, as many at a time as a statement takes."""
+    ordered = sorted(set(digests))
+    for start in range(0, len(ordered), _AT_ONCE):
+        yield ordered[start : start + _AT_ONCE]
 
 
 def _is_kept(deleted_at: InstrumentedAttribute[datetime | None], since: datetime) -> ColumnElement[bool]:
@@ -54,12 +65,13 @@ def _is_kept(deleted_at: InstrumentedAttribute[datetime | None], since: datetime
 
 async def doom(session: AsyncSession, digests: Iterable[Digest], now: datetime) -> int:
     """The blobs are on the list, from `now` on if they weren't yet; returns how many weren't."""
-    rows = [{"digest": digest, "doomed_at": now} for digest in sorted(set(digests))]
-    if not rows:
-        return 0
     insert: Any = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
-    added = await session.execute(insert(DoomedBlob).values(rows).on_conflict_do_nothing().returning(DoomedBlob.digest))
-    return len(added.all())
+    num_added = 0
+    for some in _parts(digests):
+        rows = [{"digest": digest, "doomed_at": now} for digest in some]
+        statement = insert(DoomedBlob).values(rows).on_conflict_do_nothing().returning(DoomedBlob.digest)
+        num_added += len((await session.execute(statement)).all())
+    return num_added
 
 
 async def keep(database: Database, digests: Collection[Digest]) -> None:
@@ -68,12 +80,16 @@ async def keep(database: Database, digests: Collection[Digest]) -> None:
     Raises:
         DatabaseUnavailable
     """
+    doomed: list[str] = []
     async with database.read() as session:
-        if (await session.scalar(select(DoomedBlob.digest).where(DoomedBlob.digest.in_(digests)).limit(1))) is None:
-            return
+        for some in _parts(digests):
+            doomed += (await session.scalars(select(DoomedBlob.digest).where(DoomedBlob.digest.in_(some)))).all()
+    if not doomed:
+        return
     async with database.write() as session:
-        # Waits for a collector that is deleting one of them: afterwards it is gone, and the caller finds out.
-        await session.execute(delete(DoomedBlob).where(DoomedBlob.digest.in_(digests)))
+        for some in _parts(map(Digest, doomed)):
+            # Waits for a collector that is deleting one of them: afterwards it is gone, and the caller finds out.
+            await session.execute(delete(DoomedBlob).where(DoomedBlob.digest.in_(some)))
 
 
 async def keep_stored(database: Database, store: BlobStore, digests: Collection[Digest]) -> None:

@@ -19,7 +19,7 @@ from loraserve.db.models import AdapterVersion, DoomedBlob
 from loraserve.db.session import Database, utc_now
 from loraserve.errors import StorageError
 from loraserve.registry.gc import Collector
-from loraserve.registry.references import doom, keep
+from loraserve.registry.references import doom, keep, referenced
 from loraserve.registry.service import Registry
 from loraserve.tenancy.auth import Authenticator
 from loraserve.types import Digest, TenantId
@@ -190,6 +190,16 @@ async def test_who_wants_a_blob_waits_for_its_deletion_and_then_finds_it_gone(
         await keeping
     assert not store.exists(blob)
     await collecting
+
+
+async def test_there_may_be_more_blobs_than_a_statement_takes(database: Database) -> None:
+    blobs = [Digest(f"{number:064x}") for number in range(33_000)]
+    async with database.write() as session:
+        assert await doom(session, blobs, utc_now()) == len(blobs)
+        assert await referenced(session, blobs, utc_now(), timedelta()) == set()
+    await keep(database, blobs)
+    async with database.read() as session:
+        assert (await session.scalars(select(DoomedBlob.digest).limit(1))).all() == []
 
 
 async def test_two_servers_do_not_collect_at_the_same_time(
