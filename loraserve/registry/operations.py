@@ -19,7 +19,7 @@ from loraserve.db.idempotency import Once
 from loraserve.db.models import OperationRow
 from loraserve.db.paging import Page, check_limit, decode_cursor, make_page
 from loraserve.db.session import Clock, Database
-from loraserve.errors import DatabaseUnavailable, LoraserveError, OperationNotFound, Overloaded
+from loraserve.errors import LoraserveError, OperationNotFound, Overloaded
 from loraserve.limits import LIMITS
 from loraserve.types import TenantId
 
@@ -83,6 +83,7 @@ class Operations:
         self._database = database
         self._clock = clock
         self._running: dict[str, tuple[asyncio.Task[None], Progress]] = {}
+        self._num_beginning = 0
 
     @property
     def num_running(self) -> int:
@@ -108,8 +109,23 @@ class Operations:
         if once is not None:
             async with self._database.read() as session:
                 await once.check(session)
-        if len(self._running) >= LIMITS.max_concurrent_operations:
-            raise Overloaded(f"{len(self._running)} operations are under way, the most at a time.", retry_after_s=10)
+        if (found := len(self._running) + self._num_beginning) >= LIMITS.max_concurrent_operations:
+            raise Overloaded(f"{found} operations are under way, the most at a time.", retry_after_s=10)
+        self._num_beginning += 1
+        try:
+            record = await self._insert(tenant, kind, target, actor=actor, once=once)
+        finally:
+            self._num_beginning -= 1
+        progress = Progress()
+        task = asyncio.create_task(self._run(record.id, tenant, work, progress), name=f"{kind} {record.id}")
+        self._running[record.id] = task, progress
+        task.add_done_callback(lambda _: self._running.pop(record.id, None))
+        return record
+
+    async def _insert(
+        self, tenant: TenantId, kind: str, target: str, *, actor: str, once: Once[OperationRecord] | None
+    ) -> OperationRecord:
+        """A row that says it runs; of the tenant's, only the newest are kept."""
         now = self._clock()
         row = OperationRow(
             id=str(ULID.from_datetime(now)),
@@ -140,10 +156,6 @@ class Operations:
             record = _to_record(row, now)
             if once is not None:
                 await once.finish(session, record)
-        progress = Progress()
-        task = asyncio.create_task(self._run(row.id, tenant, work, progress), name=f"{kind} {row.id}")
-        self._running[row.id] = task, progress
-        task.add_done_callback(lambda _: self._running.pop(row.id, None))
         return record
 
     async def get(self, tenant: TenantId | None, operation_id: str) -> OperationRecord:
@@ -238,6 +250,9 @@ class Operations:
                         row.progress, row.updated_at = _as_json(progress), self._clock()
             except LoraserveError as error:
                 logger.warning("operation %s can't be renewed now: %s", operation_id, error)
+            except Exception:
+                # a bug of ours must not make it look lost
+                logger.exception("operation %s can't be renewed", operation_id)
 
     async def _end(
         self, operation_id: str, progress: Progress, ended: Mapping[str, Any], *, last_tries_s: float
@@ -252,7 +267,9 @@ class Operations:
                         for name, value in ended.items():
                             setattr(row, name, value)
                 return
-            except DatabaseUnavailable:
+            except LoraserveError as error:
+                # away, or full: the row would say for ever that it runs
+                logger.warning("the end of operation %s can't be written now: %s", operation_id, error)
                 await asyncio.sleep(_BEAT_S)
         logger.error("operation %s has ended (%s), which can't be written", operation_id, ended["state"])
 

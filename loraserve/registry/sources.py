@@ -22,7 +22,11 @@ from loraserve.errors import (
     UnsupportedParameter,
 )
 
-_HUB = re.compile(r"hf://(?P<repo>[\w][\w.-]{0,95}/[\w][\w.-]{0,95})(@(?P<revision>[\w][\w./-]{0,127}))?", re.ASCII)
+_HUB = re.compile(
+    # A revision is a branch, a tag or a commit. Others may lie below refs/: a proposal (refs/pr/N) is anybody's, not the repository's owner's.
+    r"hf://(?P<repo>[\w][\w.-]{0,95}/[\w][\w.-]{0,95})(@(?!refs(/|$))(?P<revision>[\w][\w./-]{0,127}))?",
+    re.ASCII,
+)
 _TIMEOUT = httpx2.Timeout(30.0, connect=10.0)
 _PIECE_BYTES = 1 << 20
 _EXPECTED = "Expected hf://ORG/NAME, hf://ORG/NAME@REVISION or s3://BUCKET/PREFIX."
@@ -64,12 +68,13 @@ def parse_source(text: str) -> Source:
             raise UnsupportedParameter("This server can't read the hub.", param="source", hint="loraserve[hub]")
         return _Repository(match["repo"], match["revision"])
     try:
-        bucket_of(text)
+        bucket, prefix = bucket_of(text)
     except ConfigError:
         raise InvalidRequest("The source can't be read.", param="source", hint=_EXPECTED) from None
     if find_spec("obstore") is None:
         raise UnsupportedParameter("This server can't read buckets.", param="source", hint="loraserve[s3]")
-    return _Folder(text)
+    # as it is read, not as it was written: that is what the operator's patterns are compared with
+    return _Folder(f"s3://{bucket}/{prefix}" if prefix else f"s3://{bucket}")
 
 
 def check_allowed(source: Source, patterns: Sequence[str]) -> None:

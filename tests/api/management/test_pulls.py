@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import threading
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -17,9 +18,10 @@ from adapters_store import LocalStore
 from loraserve.api.services import Services
 from loraserve.db.models import OperationRow
 from loraserve.db.session import utc_now
+from loraserve.errors import Overloaded, StorageFull
 from loraserve.limits import LIMITS
-from loraserve.registry import pulls, sources
-from loraserve.registry.operations import Operations
+from loraserve.registry import operations, pulls, sources
+from loraserve.registry.operations import Operations, Progress
 from loraserve.registry.pulls import Pulls
 
 Upload = tuple[bytes, bytes]
@@ -123,6 +125,8 @@ async def test_only_an_admin_pulls(acme: httpx2.AsyncClient, origin: Origin) -> 
         ("hf://acme/sql/more", ("*",), 400),
         ("hf://acme/../../x", ("*",), 400),
         ("hf://acme/sql@a..b", ("*",), 400),
+        ("hf://acme/sql@refs/pr/7", ("hf://acme/*",), 400),
+        ("s3://models//sql", ("s3://models//*",), 403),
         ("s3://KEY:SECRET@models/sql", ("*",), 400),
     ],
 )
@@ -248,6 +252,76 @@ async def test_the_number_of_operations_at_a_time_is_bounded(
     origin.gate.set()
     for one in begun:
         await until_ended(acme, one)
+
+
+async def test_operations_that_begin_at_once_are_as_many_as_there_may_be(
+    admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, origin: Origin, services: Services
+) -> None:
+    origin.gate.clear()
+    tenant = (await services.authenticator.tenants.get("acme")).id
+    pull = services.registry.pulls.begin
+    beginning = [
+        pull(tenant, "sql", "s3://models/sql", actor="test") for _ in range(LIMITS.max_concurrent_operations + 3)
+    ]
+    begun = await asyncio.gather(*beginning, return_exceptions=True)
+    origin.gate.set()
+    assert sum(isinstance(one, Overloaded) for one in begun) == 3
+    async with asyncio.timeout(20):
+        while services.registry.operations.num_running:
+            await asyncio.sleep(0.02)
+    # what was refused holds no place
+    await until_ended(acme, await begin(admin))
+
+
+def refuse_once(monkeypatch: pytest.MonkeyPatch, error: Exception) -> asyncio.Event:
+    """The next write of an operation's progress fails; the event is set then."""
+    as_json, refused = operations._as_json, asyncio.Event()
+
+    def refuse(progress: Progress) -> dict[str, int | None]:
+        if not refused.is_set():
+            refused.set()
+            raise error
+        return as_json(progress)
+
+    monkeypatch.setattr(operations, "_as_json", refuse)
+    monkeypatch.setattr(operations, "_BEAT_S", 0.02)
+    return refused
+
+
+async def test_an_end_that_cannot_be_written_is_written_at_the_next_try(
+    admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, origin: Origin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def rest(*args: object) -> None:
+        pass
+
+    monkeypatch.setattr(Operations, "_beat", rest)
+    origin.gate.clear()
+    begun = await begin(admin)
+    refused = refuse_once(monkeypatch, StorageFull("The disk is full."))
+    origin.gate.set()
+    assert (await until_ended(acme, begun))["state"] == "done"
+    assert refused.is_set()
+
+
+async def test_an_operation_is_renewed_also_after_a_failure_of_whatever_kind(
+    admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, origin: Origin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin.gate.clear()
+    refused = refuse_once(monkeypatch, RuntimeError("a bug"))
+    refused.set()
+    begun = await begin(admin)
+    refused.clear()
+    async with asyncio.timeout(5):
+        await refused.wait()
+    failed_at = utc_now()
+    async with asyncio.timeout(5):
+        while (
+            datetime.fromisoformat((await acme.get(f"/operations/{begun.json()['id']}")).json()["updated_at"])
+            < failed_at
+        ):
+            await asyncio.sleep(0.02)
+    origin.gate.set()
+    await until_ended(acme, begun)
 
 
 async def test_the_same_idempotency_key_pulls_once(
