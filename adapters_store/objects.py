@@ -348,7 +348,8 @@ def _spooled_pieces(fd: int, num_bytes: int, digest: Digest) -> Iterator[bytes]:
         with storage_errors("The upload can't be read back"):
             piece = os.pread(fd, PIECE_BYTES, start)
         sha.update(piece)
-        if start + len(piece) >= num_bytes and sha.hexdigest() != digest:
+        # the last, also if it is shorter than it was: a file that was cut off must not be put
+        if start + PIECE_BYTES >= num_bytes and sha.hexdigest() != digest:
             raise _differs()
         yield piece
 

@@ -224,3 +224,13 @@ def test_discarding_waits_for_the_write_under_way(store: BlobStore) -> None:
         discarded.result(10)
     with pytest.raises(StorageError, match="stage a new one"):
         staged.write(DATA)
+
+
+def test_a_staged_file_that_was_cut_off_is_never_put(store: BlobStore) -> None:
+    data = os.urandom(PIECE_BYTES + 100)
+    staged = store.stage()
+    staged.write(data)
+    os.ftruncate(staged._live_fd(), PIECE_BYTES + 50)  # type: ignore[attr-defined]
+    with pytest.raises(StorageError):
+        staged.commit()
+    assert not store.exists(hashlib.sha256(data).hexdigest())
