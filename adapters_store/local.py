@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import os
 import secrets
 import stat
@@ -16,11 +15,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from adapters_store.base import check_digest, corrupt, verified
-from adapters_store.files import CHUNK_BYTES, read_and_hash, storage_errors, write_all
+from adapters_store.files import CHUNK_BYTES, read_and_hash, storage_errors
+from adapters_store.staged import StagedFile
 from loraserve import faults
 from loraserve.errors import BlobCorrupt, BlobNotFound, ConfigError, StorageError
 from loraserve.types import Digest
@@ -221,86 +219,29 @@ class LocalStore:
             self._durable.add(folder)
 
 
-class LocalStagedBlob:
+class LocalStagedBlob(StagedFile):
     """A `StagedBlob` in a file that nobody else sees, locked as long as this process lives."""
 
     def __init__(self, store: LocalStore, name: str, fd: int) -> None:
         self._store = store
         self._name = name
-        self._fd: int | None = fd
-        # Who gives up may discard it while a thread still writes: the number of a closed descriptor may be another file's already.
-        self._lock = threading.RLock()
-        self._sha = hashlib.sha256()
-        self._num_bytes = 0
+        super().__init__(fd)
 
-    @property
-    def num_bytes(self) -> int:
-        return self._num_bytes
-
-    @property
-    def digest(self) -> Digest:
-        return Digest(self._sha.hexdigest())
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        view = memoryview(data).cast("B")
-        with self._lock:
-            fd = self._live_fd()
-            try:
-                with storage_errors("The upload can't be written"):
-                    faults.hit("blob.write")
-                    write_all(fd, view)
-            except StorageError:
-                self.discard()
-                raise
-            self._sha.update(view)
-            self._num_bytes += len(view)
-
-    def read(self) -> memoryview:
-        with self._lock, storage_errors("The upload can't be read back"):
-            data, found = read_and_hash(self._live_fd(), self._num_bytes)
-        if found != self.digest:
-            raise StorageError("The upload reads back differently from what was written.", hint="Check the disk.")
-        return data
-
-    def commit(self) -> Digest:
-        with self._lock:
-            fd, digest = self._live_fd(), self.digest
-            try:
-                with storage_errors("The upload can't be made durable"):
-                    os.fchmod(fd, 0o400)
-                    faults.hit("blob.fsync")
-                    os.fsync(fd)
-                    faults.hit("blob.after_fsync")
-                    self._store._publish(self._name, digest)
-            finally:
-                self.discard()
-        return digest
+    def _keep(self, fd: int, digest: Digest) -> None:
+        with storage_errors("The upload can't be made durable"):
+            os.fchmod(fd, 0o400)
+            faults.hit("blob.fsync")
+            os.fsync(fd)
+            faults.hit("blob.after_fsync")
+            self._store._publish(self._name, digest)
 
     def discard(self) -> None:
         with self._lock:
-            fd, self._fd = self._fd, None
-            if fd is None:
-                return
             # after a commit the name is gone already
             with suppress(OSError):
-                os.unlink(self._name, dir_fd=self._store._staging_fd)
-            os.close(fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.discard()
-
-    def __del__(self) -> None:
-        self.discard()
-
-    def _live_fd(self) -> int:
-        if self._fd is None:
-            raise StorageError("The staged blob was committed, discarded or has failed; stage a new one.")
-        return self._fd
+                if self._fd is not None:
+                    os.unlink(self._name, dir_fd=self._store._staging_fd)
+            super().discard()
 
 
 class _FilePieces:

@@ -12,15 +12,13 @@ import logging
 import os
 import re
 import tempfile
-import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
-from typing import IO, TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import obstore
 from obstore.exceptions import (
@@ -33,7 +31,8 @@ from obstore.exceptions import (
 from obstore.store import S3Store
 
 from adapters_store.base import check_digest, corrupt, verified
-from adapters_store.files import fresh_memory, read_and_hash, storage_errors, write_all
+from adapters_store.files import fresh_memory, storage_errors
+from adapters_store.staged import StagedFile, read_back, reads_back_differently
 from loraserve import faults
 from loraserve.errors import BlobNotFound, ConfigError, StorageError, StorageFull
 from loraserve.types import Digest
@@ -112,9 +111,12 @@ class ObjectStore:
         self._probe()
 
     def stage(self) -> SpooledBlob:
-        with storage_errors("A staged file can't be created"):
-            # without a name from the start where the system can: nothing to sweep after a crash
-            return SpooledBlob(self, tempfile.TemporaryFile(dir=self._spool, buffering=0))
+        # without a name from the start where the system can: nothing to sweep after a crash
+        with (
+            storage_errors("A staged file can't be created"),
+            tempfile.TemporaryFile(dir=self._spool, buffering=0) as file,
+        ):
+            return SpooledBlob(self, os.dup(file.fileno()))
 
     def read(self, digest: str) -> memoryview:
         digest = check_digest(digest)
@@ -197,7 +199,7 @@ class ObjectStore:
             faults.hit("blob.before_put")
         with bucket_errors(digest):
             if num_bytes <= PIECE_BYTES:
-                obstore.put(self._bucket, _key(digest), _read_back(fd, num_bytes, digest), use_multipart=False)
+                obstore.put(self._bucket, _key(digest), read_back(fd, num_bytes, digest), use_multipart=False)
             else:
                 obstore.put(
                     self._bucket,
@@ -253,70 +255,15 @@ class ObjectStore:
                 future.cancel()
 
 
-class SpooledBlob:
+class SpooledBlob(StagedFile):
     """A `StagedBlob` in a local file without a name, until it is put under its digest."""
 
-    def __init__(self, store: ObjectStore, file: IO[bytes]) -> None:
+    def __init__(self, store: ObjectStore, fd: int) -> None:
+        super().__init__(fd)
         self._store = store
-        self._file: IO[bytes] | None = file
-        # Who gives up may discard it while a thread still writes: the number of a closed descriptor may be another file's already.
-        self._lock = threading.RLock()
-        self._sha = hashlib.sha256()
-        self._num_bytes = 0
 
-    @property
-    def num_bytes(self) -> int:
-        return self._num_bytes
-
-    @property
-    def digest(self) -> Digest:
-        return Digest(self._sha.hexdigest())
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        view = memoryview(data).cast("B")
-        with self._lock:
-            fd = self._live_fd()
-            try:
-                with storage_errors("The upload can't be written"):
-                    faults.hit("blob.write")
-                    write_all(fd, view)
-            except StorageError:
-                self.discard()
-                raise
-            self._sha.update(view)
-            self._num_bytes += len(view)
-
-    def read(self) -> memoryview:
-        with self._lock:
-            return _read_back(self._live_fd(), self._num_bytes, self.digest)
-
-    def commit(self) -> Digest:
-        with self._lock:
-            fd, digest = self._live_fd(), self.digest
-            try:
-                self._store._put(digest, fd, self._num_bytes)
-            finally:
-                self.discard()
-        return digest
-
-    def discard(self) -> None:
-        with self._lock:
-            file, self._file = self._file, None
-            if file is not None:
-                file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.discard()
-
-    def _live_fd(self) -> int:
-        if self._file is None:
-            raise StorageError("The staged blob was committed, discarded or has failed; stage a new one.")
-        return self._file.fileno()
+    def _keep(self, fd: int, digest: Digest) -> None:
+        self._store._put(digest, fd, self.num_bytes)
 
 
 class _Replaced(StorageError):
@@ -334,14 +281,6 @@ def _check_length(data: bytes, expected: int) -> bytes:
     return data
 
 
-def _read_back(fd: int, num_bytes: int, digest: Digest) -> memoryview:
-    with storage_errors("The upload can't be read back"):
-        data, found = read_and_hash(fd, num_bytes)
-    if found != digest:
-        raise _differs()
-    return data
-
-
 def _spooled_pieces(fd: int, num_bytes: int, digest: Digest) -> Iterator[bytes]:
     sha = hashlib.sha256()
     for start in range(0, num_bytes, PIECE_BYTES):
@@ -350,12 +289,8 @@ def _spooled_pieces(fd: int, num_bytes: int, digest: Digest) -> Iterator[bytes]:
         sha.update(piece)
         # the last, also if it is shorter than it was: a file that was cut off must not be put
         if start + PIECE_BYTES >= num_bytes and sha.hexdigest() != digest:
-            raise _differs()
+            raise reads_back_differently()
         yield piece
-
-
-def _differs() -> StorageError:
-    return StorageError("The upload reads back differently from what was written.", hint="Check the disk.")
 
 
 def _first_line(error: Exception) -> str:

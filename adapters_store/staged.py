@@ -1,0 +1,110 @@
+"""What is on its way into a store lies in a file of this machine, whichever store it is: written, hashed and read back here."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from abc import ABC, abstractmethod
+from types import TracebackType
+from typing import Self
+
+from adapters_store.files import read_and_hash, storage_errors, write_all
+from loraserve import faults
+from loraserve.errors import StorageError
+from loraserve.types import Digest
+
+
+class StagedFile(ABC):
+    """A `StagedBlob` in an open file, which it owns. A store says how the file becomes a blob (`_keep`).
+
+    One thread has it at a time: who gives up may discard it while another still writes, and the number of a closed descriptor may be another file's already.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd: int | None = fd
+        self._lock = threading.RLock()
+        self._sha = hashlib.sha256()
+        self._num_bytes = 0
+
+    @abstractmethod
+    def _keep(self, fd: int, digest: Digest) -> None:
+        """The file's bytes are a durable blob.
+
+        Raises:
+            StorageFull, StorageError
+        """
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    @property
+    def digest(self) -> Digest:
+        return Digest(self._sha.hexdigest())
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        view = memoryview(data).cast("B")
+        with self._lock:
+            fd = self._live_fd()
+            try:
+                with storage_errors("The upload can't be written"):
+                    faults.hit("blob.write")
+                    write_all(fd, view)
+            except StorageError:
+                self.discard()
+                raise
+            self._sha.update(view)
+            self._num_bytes += len(view)
+
+    def read(self) -> memoryview:
+        with self._lock:
+            return read_back(self._live_fd(), self._num_bytes, self.digest)
+
+    def commit(self) -> Digest:
+        with self._lock:
+            fd, digest = self._live_fd(), self.digest
+            try:
+                self._keep(fd, digest)
+            finally:
+                self.discard()
+        return digest
+
+    def discard(self) -> None:
+        with self._lock:
+            fd, self._fd = self._fd, None
+            if fd is not None:
+                os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.discard()
+
+    def __del__(self) -> None:
+        self.discard()
+
+    def _live_fd(self) -> int:
+        if self._fd is None:
+            raise StorageError("The staged blob was committed, discarded or has failed; stage a new one.")
+        return self._fd
+
+
+def read_back(fd: int, num_bytes: int, digest: Digest) -> memoryview:
+    """A staged file's bytes, verified, in memory of their own.
+
+    Raises:
+        StorageError: they can't be read, or are others than were written.
+    """
+    with storage_errors("The upload can't be read back"):
+        data, found = read_and_hash(fd, num_bytes)
+    if found != digest:
+        raise reads_back_differently()
+    return data
+
+
+def reads_back_differently() -> StorageError:
+    return StorageError("The upload reads back differently from what was written.", hint="Check the disk.")
