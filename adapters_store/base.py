@@ -77,7 +77,11 @@ class StagedBlob(Protocol):
         ...
 
     def read(self) -> memoryview:
-        """Everything written so far, read back: for checks before the commit."""
+        """Everything written so far, for checks before the commit. What is read back of the file is verified; it may be read-only.
+
+        Raises:
+            StorageError: the file reads back differently, or can't be read; the blob can only be discarded.
+        """
         ...
 
     def commit(self) -> Digest:

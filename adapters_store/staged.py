@@ -9,10 +9,13 @@ from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import Self
 
-from adapters_store.files import read_and_hash, storage_errors, write_all
+from adapters_store.files import fresh_memory, read_and_hash, storage_errors, write_all
 from loraserve import faults
 from loraserve.errors import StorageError
 from loraserve.types import Digest
+
+KEPT_BYTES = 16 << 20
+"""Of a file up to this size, what was hashed on its way in is kept in memory: it needn't be read back and hashed again to be looked at."""
 
 
 class StagedFile(ABC):
@@ -26,6 +29,8 @@ class StagedFile(ABC):
         self._lock = threading.RLock()
         self._sha = hashlib.sha256()
         self._num_bytes = 0
+        # takes memory as it is written to
+        self._kept: memoryview | None = fresh_memory(KEPT_BYTES)
 
     @abstractmethod
     def _keep(self, fd: int, digest: Digest) -> None:
@@ -55,11 +60,18 @@ class StagedFile(ABC):
                 self.discard()
                 raise
             self._sha.update(view)
-            self._num_bytes += len(view)
+            start, self._num_bytes = self._num_bytes, self._num_bytes + len(view)
+            if self._kept is not None and self._num_bytes <= KEPT_BYTES:
+                self._kept[start : self._num_bytes] = view
+            else:
+                self._kept = None
 
     def read(self) -> memoryview:
         with self._lock:
-            return read_back(self._live_fd(), self._num_bytes, self.digest)
+            fd = self._live_fd()
+            if self._kept is not None:
+                return self._kept[: self._num_bytes].toreadonly()
+            return read_back(fd, self._num_bytes, self.digest)
 
     def commit(self) -> Digest:
         with self._lock:
@@ -73,6 +85,7 @@ class StagedFile(ABC):
     def discard(self) -> None:
         with self._lock:
             fd, self._fd = self._fd, None
+            self._kept = None
             if fd is not None:
                 os.close(fd)
 

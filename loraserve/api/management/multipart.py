@@ -137,7 +137,8 @@ class _Parts:
             raise PayloadTooLarge(
                 f'The part "{WEIGHTS}" is over its bound of {LIMITS.max_upload_bytes} bytes.', param=WEIGHTS
             )
-        self.weights += data[start:end]
+        # no copy on the way
+        self.weights += memoryview(data)[start:end]
 
     def _end(self) -> None:
         self.is_complete = True
