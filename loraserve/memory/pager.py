@@ -6,47 +6,35 @@ needs no lock: a worker gets an `AdapterRef` and hands back a result through a q
 
 from __future__ import annotations
 
-import logging
 import math
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
-from queue import Empty, SimpleQueue
-
-from cachetools import LRUCache
 
 from adapters_store import BlobStore
-from loraserve.errors import AdapterCorrupt, AdapterUnavailable, InvariantViolation, LoraserveError
+from loraserve.errors import AdapterCorrupt, InvariantViolation, LoraserveError
 from loraserve.memory.adapter_pool import AdapterPool, Evicted, Pin
 from loraserve.memory.arena import Tenure
 from loraserve.memory.base_weights import BaseWeights
-from loraserve.memory.device import Footprint
 from loraserve.memory.facts import AdapterFacts, Loaded
 from loraserve.memory.favourites import Favourites
 from loraserve.memory.host_cache import HostCache
 from loraserve.memory.load import load_adapter
+from loraserve.memory.load_history import Damage, LoadHistory
+from loraserve.memory.loaders import Loaders
 from loraserve.memory.precision import EXACT, Precision
-from loraserve.memory.priority import LOADER, stand_back
 from loraserve.memory.timings import Stopwatch, Timings, timed
 from loraserve.memory.turns import Turns
 from loraserve.memory.usage import memory_usage
 from loraserve.types import AdapterRef, AdapterResidency, BaseSpec, Digest, Histogram, TenantId, Tier
 from loraserve_kernels.layout import PackedAdapter
 
-logger = logging.getLogger("loraserve.memory")
-
 INTEREST_S = 5.0
 """A waiting adapter that nobody has asked for in this time leaves the line."""
 PATIENCE_S = 1.0
 """While the first in line has waited less than this for space, later ones that fit may pass it; then room is made for it."""
-RETRY_S = 1.0
-MAX_RETRY_S = 60.0
-"""A failed load isn't tried again for this long; doubled with every failure in a row, up to the second."""
-
-_MAX_REMEMBERED = 65_536
 
 
 class Residency(StrEnum):
@@ -60,15 +48,6 @@ class Residency(StrEnum):
     """`Pager.error` says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Damage:
-    """A blob that was found damaged, or gone, when a version's bytes were read."""
-
-    digest: Digest
-    """The version's."""
-    blob: Digest
-
-
 @dataclass(slots=True)
 class _Wait:
     ref: AdapterRef
@@ -76,26 +55,6 @@ class _Wait:
     asked_s: float
     tenants: set[TenantId] = field(default_factory=set)
     """Who has asked for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    error: LoraserveError
-    retry_at_s: float
-    num_failures: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Result:
-    ref: AdapterRef
-    outcome: Loaded | LoraserveError
-    elapsed_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Size:
-    footprint: Footprint
-    host_bytes: int
 
 
 class Pager:
@@ -109,7 +68,7 @@ class Pager:
     when their turn comes. Beside the two budgets, the host's memory holds at most `num_threads` adapters that workers are making and those on their way to a GPU.
 
     Invariants (`check`):
-        On a CPU no adapter is in both tiers; what the host holds is in the line; at most `num_threads` loads are in flight.
+        On a CPU no adapter is in both tiers; what the host holds is in the line.
     """
 
     def __init__(
@@ -133,28 +92,18 @@ class Pager:
             precision: what adapters may lose by how they're held.
             clock: monotonic seconds.
         """
-        self._store = store
-        self._base = base
         self._pool = pool
         self._host = host_cache
-        self._num_threads = num_threads
-        self._weights = weights
-        self._precision = precision
         self._clock = clock
-        self._executor = ThreadPoolExecutor(
-            num_threads, thread_name_prefix="adapter-loader", initializer=stand_back, initargs=(LOADER,)
+        self._loaders = Loaders(
+            num_threads, lambda ref: load_adapter(store, ref, base, pool.device, weights, precision)
         )
-        self._results: SimpleQueue[_Result] = SimpleQueue()
+        self._history = LoadHistory(pool.device)
         # in the order they came: the line for the device
         self._waiting: OrderedDict[Digest, _Wait] = OrderedDict()
-        # with whom each was started for
-        self._loading: dict[Digest, frozenset[TenantId]] = {}
         # tenants have their turns at the loaders, and at places on the device
         self._load_turns = Turns()
         self._place_turns = Turns()
-        self._failures: LRUCache[Digest, _Failure] = LRUCache(_MAX_REMEMBERED)
-        # of everything ever loaded: says whether a load has a chance of a place
-        self._sizes: LRUCache[Digest, _Size] = LRUCache(_MAX_REMEMBERED)
         self._operator_pins: set[Digest] = set()
         # residents that take no new requests, so that the first in line gets their place
         self._draining: set[Digest] = set()
@@ -164,14 +113,7 @@ class Pager:
         self._fresh: set[Digest] = set()
         self._favourites = Favourites(pool.popularity)
         pool.when_evicted = self._note_evicted
-        # found since `take_damages`
-        self._damages: list[Damage] = []
-        self._num_loads = 0
-        self._num_load_failures = 0
-        self._load_s = 0.0
-        self._good_load_s = 0.0
         self._num_brought_back = 0
-        self._host_load_s = Timings()
         self._device_load_s = Timings()
         # of those on their way to the device: when each got its place
         self._placed_at_s: dict[Digest, float] = {}
@@ -181,7 +123,7 @@ class Pager:
     @property
     def num_loading(self) -> int:
         """Loads in flight."""
-        return len(self._loading)
+        return len(self._loaders)
 
     @property
     def num_pins(self) -> int:
@@ -196,7 +138,7 @@ class Pager:
     @property
     def mean_load_s(self) -> float:
         """What a load took, on average; 0 until there was one."""
-        return self._good_load_s / self._num_loads if self._num_loads else 0.0
+        return self._history.mean_load_s
 
     @property
     def is_line_closed(self) -> bool:
@@ -224,8 +166,7 @@ class Pager:
             self._pool.touch(digest, now)
             self._favourites.asked(ref)
             return Residency.RESIDENT
-        failure = self._failures.get(digest)
-        if failure is not None and now < failure.retry_at_s:
+        if self._history.is_held_off(digest, now):
             return Residency.FAILED
         wait = self._waiting.get(digest)
         if wait is not None:
@@ -239,8 +180,8 @@ class Pager:
                 return Residency.RESIDENT if self._pool.has_landed(digest) else Residency.LOADING
             self._start_load(wait)
         wait.asked_s = now
-        size = self._sizes.get(digest)
-        if size is None or digest in self._loading or self._pool.can_admit(size.footprint, self._fresh):
+        size = self._history.size(digest)
+        if size is None or digest in self._loaders or self._pool.can_admit(size.footprint, self._fresh):
             return Residency.LOADING
         return Residency.WAITING_FOR_SPACE
 
@@ -254,9 +195,9 @@ class Pager:
         now, room = self._clock(), self._host.budget_bytes - self._host.held_bytes
         for ref in refs:
             digest = ref.digest
-            if digest in self._pool or digest in self._waiting or digest in self._loading:
+            if digest in self._pool or digest in self._waiting or digest in self._loaders:
                 continue
-            size = self._sizes.get(digest)
+            size = self._history.size(digest)
             if size is not None:
                 room -= size.host_bytes
                 if room < 0:
@@ -265,13 +206,11 @@ class Pager:
                 # the last to be evicted for the others
                 self._host.touch(digest, now)
                 continue
-            failure = self._failures.get(digest)
-            if failure is not None and now < failure.retry_at_s:
+            if self._history.is_held_off(digest, now):
                 continue
-            if len(self._loading) >= max(1, self._num_threads - 1):
+            if len(self._loaders) >= max(1, self._loaders.num_threads - 1):
                 return
-            self._loading[digest] = frozenset((ref.tenant,))
-            self._executor.submit(self._load, ref)
+            self._loaders.start(ref, (ref.tenant,))
 
     @timed
     def poll(self) -> list[Digest]:
@@ -356,22 +295,19 @@ class Pager:
 
     def error(self, digest: Digest) -> LoraserveError | None:
         """Why the adapter's last load failed: an `AdapterUnavailable`, or `InvalidRequest` of a composition that doesn't add up. None if it didn't."""
-        failure = self._failures.get(digest)
-        return failure.error if failure is not None else None
+        return self._history.error(digest)
 
     def forget_failure(self, digest: Digest) -> None:
         """The next request for the adapter loads it anew, however its last load ended."""
-        self._failures.pop(digest, None)
+        self._history.forget_failure(digest)
 
     def note_damage(self, error: AdapterCorrupt) -> None:
         """What somebody else's read of an adapter's bytes found is among the next `take_damages`."""
-        if error.digest is not None and error.blob is not None:
-            self._damages.append(Damage(Digest(error.digest), Digest(error.blob)))
+        self._history.note_damage(error)
 
     def take_damages(self) -> list[Damage]:
         """Return, once, what was found damaged: one entry per load that failed for it."""
-        damages, self._damages = self._damages, []
-        return damages
+        return self._history.take_damages()
 
     def set_operator_pin(self, ref: AdapterRef, is_pinned: bool) -> None:
         """The adapter is brought to the device and never evicted from it, or may be evicted again.
@@ -417,7 +353,7 @@ class Pager:
         ]
         for digest, wait in self._waiting.items():
             if digest not in self._pool and digest not in self._host:
-                tier = Tier.LOADING if digest in self._loading else Tier.DISK
+                tier = Tier.LOADING if digest in self._loaders else Tier.DISK
                 rows.append(self._row(digest, tier, now - wait.asked_s))
         return rows
 
@@ -431,11 +367,8 @@ class Pager:
             "host_adapter_bytes": self._host.num_bytes,
             "host_adapter_budget_bytes": self._host.budget_bytes,
             "num_pins": self._pool.num_pins,
-            "adapter_loads": self._num_loads,
-            "adapter_load_failures": self._num_load_failures,
-            "adapter_load_s": self._load_s,
+            **self._history.stats(),
             "adapters_brought_back": self._num_brought_back,
-            "host_load_s": self._host_load_s.histogram,
             "device_load_s": self._device_load_s.histogram,
             "device_evictions": self._pool.num_evictions,
             "device_evictions_for_kv": self._pool.num_evictions_for[Tenure.KV],
@@ -445,7 +378,7 @@ class Pager:
 
     def check(self) -> list[str]:
         """Every broken invariant, in words; empty when all hold."""
-        problems = [*self._pool.check(), *self._host.check()]
+        problems = [*self._pool.check(), *self._host.check(), *self._loaders.check()]
         if any(not wait.tenants for wait in self._waiting.values()):
             problems.append("pager: an adapter waits for nobody")
         if len(self._load_turns) != len({tenant for wait in self._waiting.values() for tenant in wait.tenants}):
@@ -456,8 +389,6 @@ class Pager:
         num_waiting_in_host = sum(digest in in_host for digest in self._waiting)
         if num_waiting_in_host != self._host.num_held:
             problems.append(f"pager: {self._host.num_held} adapters are held for {num_waiting_in_host} that wait")
-        if len(self._loading) > self._num_threads:
-            problems.append(f"pager: {len(self._loading)} loads are in flight on {self._num_threads} threads")
         if any(digest in self._pool and digest not in self._draining for digest in self._waiting):
             problems.append("pager: an adapter waits that is on the device")
         if any(digest not in self._pool for digest in self._draining):
@@ -466,58 +397,55 @@ class Pager:
 
     def close(self) -> None:
         """Loads in flight have ended, their results dropped; the worker threads are gone."""
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        self._loaders.close()
 
     def _start_loads(self) -> None:
         """The loaders have work, if there is any: tenants in turn, those with fewer loads in flight first, each one's in the order of its arrivals."""
-        if len(self._loading) >= self._num_threads:
+        if not self._loaders.has_free:
             return
         startable = [(wait, wait.tenants) for wait in self._waiting.values() if self._may_load(wait)]
-        while startable and len(self._loading) < self._num_threads:
-            in_flight = Counter(tenant for tenants in self._loading.values() for tenant in tenants)
-            first = self._load_turns.order(startable, in_flight)[0]
+        while startable and self._loaders.has_free:
+            first = self._load_turns.order(startable, self._loaders.num_by_tenant())[0]
             startable = [entry for entry in startable if entry[0] is not first]
             self._load_in_turn(first)
 
     def _start_load(self, wait: _Wait) -> None:
         """If a loader is free: whatever else could be loaded is being loaded then."""
-        if len(self._loading) < self._num_threads and self._may_load(wait):
+        if self._loaders.has_free and self._may_load(wait):
             self._load_in_turn(wait)
 
     def _load_in_turn(self, wait: _Wait) -> None:
-        self._loading[wait.ref.digest] = frozenset(wait.tenants)
         self._load_turns.take(wait.tenants)
-        self._executor.submit(self._load, wait.ref)
+        self._loaders.start(wait.ref, wait.tenants)
 
     def _bring_favourites_back(self, now: float) -> None:
         """While loaders have nothing to do, one of them reads what is likely to be asked for to the host's memory: into free room, and that of what is worth less there."""
-        if self._waiting or self._loading:
+        if self._waiting or self._loaders:
             return
         ref = self._favourites.next(now, lambda digest: self._is_worth_bringing_back(digest, now))
         if ref is not None:
-            self._loading[ref.digest] = frozenset((ref.tenant,))
             self._num_brought_back += 1
-            self._executor.submit(self._load, ref)
+            self._loaders.start(ref, (ref.tenant,))
 
     def _is_worth_bringing_back(self, digest: Digest, now: float) -> bool:
         if digest in self._pool or digest in self._host:
             return False
-        failure, size = self._failures.get(digest), self._sizes.get(digest)
-        if size is None or (failure is not None and now < failure.retry_at_s):
+        size = self._history.size(digest)
+        if size is None or self._history.is_held_off(digest, now):
             return False
         # by far: what is brought back today isn't to be evicted for its victim tomorrow
         least = self._pool.popularity.per_second(digest, now) / size.host_bytes / 2
         return self._host.has_room_for(size.host_bytes, lambda other: self._value_per_byte(other, now) < least)
 
     def _value_per_byte(self, digest: Digest, now: float) -> float:
-        size = self._sizes.get(digest)
+        size = self._history.size(digest)
         return math.inf if size is None else self._pool.popularity.per_second(digest, now) / size.host_bytes
 
     def _may_load(self, wait: _Wait) -> bool:
         digest = wait.ref.digest
-        if digest in self._loading or digest in self._pool or digest in self._host:
+        if digest in self._loaders or digest in self._pool or digest in self._host:
             return False
-        size = self._sizes.get(digest)
+        size = self._history.size(digest)
         # Of known size and without a place: it would only be dropped again, and read again.
         may_pass = self._line_closed_for is None or self._line_closed_for == digest
         return (
@@ -526,56 +454,23 @@ class Pager:
             or self._host.can_put(size.host_bytes)
         )
 
-    def _load(self, ref: AdapterRef) -> None:
-        """On a worker thread."""
-        started = time.perf_counter()
-        outcome: Loaded | LoraserveError
-        try:
-            outcome = load_adapter(self._store, ref, self._base, self._pool.device, self._weights, self._precision)
-        except LoraserveError as error:
-            outcome = error
-        except Exception as error:
-            logger.exception("loading adapter %s failed", ref.digest)
-            outcome = AdapterUnavailable(f"The adapter can't be loaded: {type(error).__name__}.")
-        self._results.put(_Result(ref, outcome, time.perf_counter() - started))
-
     def _take_results(self, now: float, changed: list[Digest]) -> dict[Digest, Loaded]:
-        """Finished loads that are good; failures are noted, and those adapters leave the line."""
+        """Finished loads that are good; those whose load failed leave the line."""
         landed: dict[Digest, Loaded] = {}
-        while True:
-            try:
-                result = self._results.get_nowait()
-            except Empty:
-                return landed
+        for result in self._loaders.take():
             digest = result.ref.digest
-            self._loading.pop(digest, None)
-            self._load_s += result.elapsed_s
+            self._history.note(result, now)
             if isinstance(result.outcome, LoraserveError):
-                self._num_load_failures += 1
-                if isinstance(result.outcome, AdapterCorrupt):
-                    self.note_damage(result.outcome)
-                self._note_failure(digest, result.outcome, now)
+                self._operator_pins.discard(digest)
+                # who wants it asks again; by itself nobody reads what is damaged or gone
+                self._favourites.forget(digest)
+                self._leave_line(digest)
                 changed.append(digest)
                 continue
-            self._num_loads += 1
-            self._good_load_s += result.elapsed_s
-            self._host_load_s.add(result.elapsed_s)
             if self._pool.device.is_host_memory:
                 self._pool.load_pace.note(result.outcome.num_bytes, result.elapsed_s)
-            self._failures.pop(digest, None)
-            footprint = self._pool.device.footprint_of(result.outcome.host)
-            self._sizes[digest] = _Size(footprint, result.outcome.num_bytes)
             landed[digest] = result.outcome
-
-    def _note_failure(self, digest: Digest, error: LoraserveError, now: float) -> None:
-        before = self._failures.get(digest)
-        num_failures = 1 + (before.num_failures if before is not None else 0)
-        delay = min(RETRY_S * 2 ** min(num_failures - 1, 16), MAX_RETRY_S)
-        self._failures[digest] = _Failure(error, now + delay, num_failures)
-        self._operator_pins.discard(digest)
-        # who wants it asks again; by itself nobody reads what is damaged or gone
-        self._favourites.forget(digest)
-        self._leave_line(digest)
+        return landed
 
     def _join_line(self, wait: _Wait, tenant: TenantId) -> None:
         if tenant not in wait.tenants:
@@ -602,16 +497,16 @@ class Pager:
         self._line_closed_for = None
         is_first = True
         for digest in line:
-            wait, size = self._waiting[digest], self._sizes[digest]
+            wait = self._waiting[digest]
             if self._place(digest, landed, now):
                 if self._pool.has_landed(digest):
                     placed.append(digest)
                 continue
             # what operators have pinned no patience frees, and nobody is held up for it
-            can_ever = self._pool.can_ever_admit(size.footprint)
+            can_ever = self._can_ever_place(digest)
             if is_first and can_ever and now - wait.since_s > PATIENCE_S:
                 self._line_closed_for = digest
-                self._drain_for(size.footprint)
+                self._drain_for(digest)
                 return placed
             is_first = is_first and not can_ever
         returned = [digest for digest in self._draining if digest in self._waiting]
@@ -626,7 +521,7 @@ class Pager:
         ready = [
             (digest, wait.tenants)
             for digest, wait in self._waiting.items()
-            if digest not in self._pool and self._sizes.get(digest) is not None
+            if digest not in self._pool and self._history.size(digest) is not None
         ]
         line = self._place_turns.order(ready)
         first = self._line_closed_for
@@ -637,8 +532,8 @@ class Pager:
 
     def _place(self, digest: Digest, landed: dict[Digest, Loaded], now: float) -> bool:
         """Whether a waiting adapter that is in memory got a place, from which it may still be a copy away."""
-        footprint = self._sizes[digest].footprint if digest in self._sizes else None
-        if footprint is None or not self._pool.can_admit(footprint, self._fresh):
+        size = self._history.size(digest)
+        if size is None or not self._pool.can_admit(size.footprint, self._fresh):
             return False
         adapter = landed.pop(digest, None)
         if adapter is None:
@@ -670,9 +565,16 @@ class Pager:
         else:
             self._host.touch(other.digest, other.last_used_s)
 
-    def _drain_for(self, footprint: Footprint) -> None:
-        """Residents that are drained suffice, once idle, for that much; the least recently used are chosen first."""
-        room = self._pool.free
+    def _can_ever_place(self, digest: Digest) -> bool:
+        size = self._history.size(digest)
+        return size is not None and self._pool.can_ever_admit(size.footprint)
+
+    def _drain_for(self, waiting: Digest) -> None:
+        """Residents that are drained suffice, once idle, for that one; the least recently used are chosen first."""
+        size = self._history.size(waiting)
+        if size is None:
+            return
+        footprint, room = size.footprint, self._pool.free
         for digest, resident in self._pool.items():
             if digest in self._draining:
                 room += resident.footprint

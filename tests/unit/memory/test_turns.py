@@ -88,7 +88,7 @@ def test_one_tenants_many_cold_adapters_hold_up_anothers_one_for_two_loads_at_mo
         pager.request(one)
         while pager.request(one) is not Residency.RESIDENT:
             gate.release()
-            while pager._results.empty():
+            while pager._loaders._results.empty():
                 pass
             pager.poll()
             loaded += 1
@@ -109,14 +109,13 @@ def test_with_two_loaders_a_tenant_has_both_only_while_nobody_else_waits(
     with faults.arm("pager.load", lambda: gate.acquire(timeout=10) and None):
         for ref in [*flood, *ones]:
             pager.request(ref)
-        assert set(pager._loading) == {flood[0].digest, flood[1].digest}
+        assert [ref for ref in [*flood, *ones] if ref.digest in pager._loaders] == flood[:2]
         for _ in range(2):
             gate.release()
-            while pager._results.empty():
+            while pager._loaders._results.empty():
                 pass
             pager.poll()
-            in_flight = Counter(tenant for tenants in pager._loading.values() for tenant in tenants)
-            assert in_flight == {"a": 1, "b": 1}
+            assert pager._loaders.num_by_tenant() == {"a": 1, "b": 1}
         for _ in range(8):
             gate.release()
         make.settle(pager)
