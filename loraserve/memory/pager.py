@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum
 
 from adapters_store import BlobStore
@@ -18,23 +16,19 @@ from loraserve.errors import AdapterCorrupt, InvariantViolation, LoraserveError
 from loraserve.memory.adapter_pool import AdapterPool, Evicted, Pin
 from loraserve.memory.arena import Tenure
 from loraserve.memory.base_weights import BaseWeights
+from loraserve.memory.drain import Drain
 from loraserve.memory.facts import AdapterFacts, Loaded
 from loraserve.memory.favourites import Favourites
 from loraserve.memory.host_cache import HostCache
 from loraserve.memory.load import load_adapter
 from loraserve.memory.load_history import Damage, LoadHistory
 from loraserve.memory.loaders import Loaders
+from loraserve.memory.place_line import PlaceLine, Wait
 from loraserve.memory.precision import EXACT, Precision
 from loraserve.memory.timings import Stopwatch, Timings, timed
-from loraserve.memory.turns import Turns
 from loraserve.memory.usage import memory_usage
-from loraserve.types import AdapterRef, AdapterResidency, BaseSpec, Digest, Histogram, TenantId, Tier
+from loraserve.types import AdapterRef, AdapterResidency, BaseSpec, Digest, Histogram, Tier
 from loraserve_kernels.layout import PackedAdapter
-
-INTEREST_S = 5.0
-"""A waiting adapter that nobody has asked for in this time leaves the line."""
-PATIENCE_S = 1.0
-"""While the first in line has waited less than this for space, later ones that fit may pass it; then room is made for it."""
 
 
 class Residency(StrEnum):
@@ -46,15 +40,6 @@ class Residency(StrEnum):
     """Loaded, or known in size; everything on the device is in use."""
     FAILED = "failed"
     """`Pager.error` says why."""
-
-
-@dataclass(slots=True)
-class _Wait:
-    ref: AdapterRef
-    since_s: float
-    asked_s: float
-    tenants: set[TenantId] = field(default_factory=set)
-    """Who has asked for it."""
 
 
 class Pager:
@@ -99,16 +84,9 @@ class Pager:
             num_threads, lambda ref: load_adapter(store, ref, base, pool.device, weights, precision)
         )
         self._history = LoadHistory(pool.device)
-        # in the order they came: the line for the device
-        self._waiting: OrderedDict[Digest, _Wait] = OrderedDict()
-        # tenants have their turns at the loaders, and at places on the device
-        self._load_turns = Turns()
-        self._place_turns = Turns()
+        self._line = PlaceLine()
+        self._drain = Drain(pool)
         self._operator_pins: set[Digest] = set()
-        # residents that take no new requests, so that the first in line gets their place
-        self._draining: set[Digest] = set()
-        # who has waited long enough: nobody else passes
-        self._line_closed_for: Digest | None = None
         # admitted since the last poll: their requests get one chance to pin them
         self._fresh: set[Digest] = set()
         self._favourites = Favourites(pool.popularity)
@@ -143,11 +121,11 @@ class Pager:
     @property
     def is_line_closed(self) -> bool:
         """Whether somebody has waited for space long enough: nobody who isn't running may begin, so that what runs gives it back."""
-        return self._line_closed_for is not None
+        return self._line.closed_for is not None
 
     def tier(self, digest: Digest) -> Tier:
         """Where a request that comes now finds the adapter: on the device, usable; in the host's memory, or on its way from there; or on disk, read already or not."""
-        if self._pool.has_landed(digest) and digest not in self._draining:
+        if self._pool.has_landed(digest) and digest not in self._drain:
             return Tier.DEVICE
         return Tier.HOST if digest in self._pool or digest in self._host else Tier.DISK
 
@@ -159,7 +137,7 @@ class Pager:
         the line (and `poll` says so).
         """
         digest, now = ref.digest, self._clock()
-        if digest in self._pool and digest not in self._draining:
+        if digest in self._pool and digest not in self._drain:
             if not self._pool.has_landed(digest):
                 return Residency.LOADING
             self._leave_line(digest)
@@ -168,18 +146,16 @@ class Pager:
             return Residency.RESIDENT
         if self._history.is_held_off(digest, now):
             return Residency.FAILED
-        wait = self._waiting.get(digest)
-        if wait is not None:
-            self._join_line(wait, ref.tenant)
-        else:
-            wait = self._waiting[digest] = _Wait(ref, now, now)
-            self._join_line(wait, ref.tenant)
+        is_new = digest not in self._line
+        wait = self._line.join(ref, now)
+        if is_new:
             self._host.hold(digest)
             # a hit in the host cache costs no step, unless it would pass somebody who has waited long enough
-            if digest in self._host and self._line_closed_for is None and self._place(digest, {}, now):
+            if digest in self._host and self._line.closed_for is None and self._place(digest, {}, now):
                 return Residency.RESIDENT if self._pool.has_landed(digest) else Residency.LOADING
-            self._start_load(wait)
-        wait.asked_s = now
+            if self._loaders.has_free and self._may_load(digest):
+                # whatever else could be loaded is being loaded then
+                self._load_in_turn(wait)
         size = self._history.size(digest)
         if size is None or digest in self._loaders or self._pool.can_admit(size.footprint, self._fresh):
             return Residency.LOADING
@@ -195,7 +171,7 @@ class Pager:
         now, room = self._clock(), self._host.budget_bytes - self._host.held_bytes
         for ref in refs:
             digest = ref.digest
-            if digest in self._pool or digest in self._waiting or digest in self._loaders:
+            if digest in self._pool or digest in self._line or digest in self._loaders:
                 continue
             size = self._history.size(digest)
             if size is not None:
@@ -224,14 +200,16 @@ class Pager:
             self._device_load_s.add(time.perf_counter() - self._placed_at_s.pop(digest))
         self._fresh = self._pool.fresh = set(changed)
         landed = self._take_results(now, changed)
-        for digest, wait in list(self._waiting.items()):
-            if now - wait.asked_s > INTEREST_S and digest not in self._operator_pins:
+        for digest in self._line.unasked(now):
+            if digest not in self._operator_pins:
                 self._leave_line(digest)
                 changed.append(digest)
         changed += self._serve_line(landed, now)
         # in the line's order, whichever thread was done first
-        for digest in [d for d in self._waiting if d in landed]:
-            self._host.put(digest, landed.pop(digest), now, hold=True)
+        for wait in self._line:
+            adapter = landed.pop(wait.ref.digest, None)
+            if adapter is not None:
+                self._host.put(wait.ref.digest, adapter, now, hold=True)
         for digest in sorted(landed):
             self._host.put(digest, landed[digest], now)
         self._start_loads()
@@ -290,7 +268,7 @@ class Pager:
 
     def other_resident(self, digest: Digest) -> Digest | None:
         """Some adapter that is on the device, and isn't this one; None if there is none."""
-        others = (d for d, r in self._pool.items() if d != digest and r.has_landed and d not in self._draining)
+        others = (d for d, r in self._pool.items() if d != digest and r.has_landed and d not in self._drain)
         return next(others, None)
 
     def error(self, digest: Digest) -> LoraserveError | None:
@@ -318,7 +296,7 @@ class Pager:
         self._pool.set_operator_pin(digest, is_pinned)
         if is_pinned:
             self._operator_pins.add(digest)
-            self._draining.discard(digest)
+            self._drain.discard(digest)
             if self.request(ref) is Residency.FAILED:
                 self._operator_pins.discard(digest)
         else:
@@ -351,7 +329,8 @@ class Pager:
             for digest, entry in in_host.items()
             if digest not in self._pool
         ]
-        for digest, wait in self._waiting.items():
+        for wait in self._line:
+            digest = wait.ref.digest
             if digest not in self._pool and digest not in self._host:
                 tier = Tier.LOADING if digest in self._loaders else Tier.DISK
                 rows.append(self._row(digest, tier, now - wait.asked_s))
@@ -378,21 +357,16 @@ class Pager:
 
     def check(self) -> list[str]:
         """Every broken invariant, in words; empty when all hold."""
-        problems = [*self._pool.check(), *self._host.check(), *self._loaders.check()]
-        if any(not wait.tenants for wait in self._waiting.values()):
-            problems.append("pager: an adapter waits for nobody")
-        if len(self._load_turns) != len({tenant for wait in self._waiting.values() for tenant in wait.tenants}):
-            problems.append("pager: tenants have turns without waiting")
+        problems = [*self._pool.check(), *self._host.check(), *self._loaders.check(), *self._line.check()]
+        problems += self._drain.check()
         in_host = {digest for digest, _ in self._host.items()}
         if self._pool.device.is_host_memory and any(digest in self._pool for digest in in_host):
             problems.append("pager: an adapter is on the device and in the host cache")
-        num_waiting_in_host = sum(digest in in_host for digest in self._waiting)
+        num_waiting_in_host = sum(wait.ref.digest in in_host for wait in self._line)
         if num_waiting_in_host != self._host.num_held:
             problems.append(f"pager: {self._host.num_held} adapters are held for {num_waiting_in_host} that wait")
-        if any(digest in self._pool and digest not in self._draining for digest in self._waiting):
+        if any(wait.ref.digest in self._pool and wait.ref.digest not in self._drain for wait in self._line):
             problems.append("pager: an adapter waits that is on the device")
-        if any(digest not in self._pool for digest in self._draining):
-            problems.append("pager: an adapter that isn't on the device is drained from it")
         return problems
 
     def close(self) -> None:
@@ -400,27 +374,22 @@ class Pager:
         self._loaders.close()
 
     def _start_loads(self) -> None:
-        """The loaders have work, if there is any: tenants in turn, those with fewer loads in flight first, each one's in the order of its arrivals."""
+        """The loaders have work, if there is any."""
         if not self._loaders.has_free:
             return
-        startable = [(wait, wait.tenants) for wait in self._waiting.values() if self._may_load(wait)]
+        startable = [wait for wait in self._line if self._may_load(wait.ref.digest)]
         while startable and self._loaders.has_free:
-            first = self._load_turns.order(startable, self._loaders.num_by_tenant())[0]
-            startable = [entry for entry in startable if entry[0] is not first]
+            first = self._line.next_to_load(startable, self._loaders.num_by_tenant())
+            startable.remove(first)
             self._load_in_turn(first)
 
-    def _start_load(self, wait: _Wait) -> None:
-        """If a loader is free: whatever else could be loaded is being loaded then."""
-        if self._loaders.has_free and self._may_load(wait):
-            self._load_in_turn(wait)
-
-    def _load_in_turn(self, wait: _Wait) -> None:
-        self._load_turns.take(wait.tenants)
+    def _load_in_turn(self, wait: Wait) -> None:
+        self._line.note_load(wait)
         self._loaders.start(wait.ref, wait.tenants)
 
     def _bring_favourites_back(self, now: float) -> None:
         """While loaders have nothing to do, one of them reads what is likely to be asked for to the host's memory: into free room, and that of what is worth less there."""
-        if self._waiting or self._loaders:
+        if self._line or self._loaders:
             return
         ref = self._favourites.next(now, lambda digest: self._is_worth_bringing_back(digest, now))
         if ref is not None:
@@ -441,13 +410,12 @@ class Pager:
         size = self._history.size(digest)
         return math.inf if size is None else self._pool.popularity.per_second(digest, now) / size.host_bytes
 
-    def _may_load(self, wait: _Wait) -> bool:
-        digest = wait.ref.digest
+    def _may_load(self, digest: Digest) -> bool:
         if digest in self._loaders or digest in self._pool or digest in self._host:
             return False
         size = self._history.size(digest)
         # Of known size and without a place: it would only be dropped again, and read again.
-        may_pass = self._line_closed_for is None or self._line_closed_for == digest
+        may_pass = self._line.closed_for in (None, digest)
         return (
             size is None
             or (may_pass and self._pool.can_admit(size.footprint, self._fresh))
@@ -472,63 +440,43 @@ class Pager:
             landed[digest] = result.outcome
         return landed
 
-    def _join_line(self, wait: _Wait, tenant: TenantId) -> None:
-        if tenant not in wait.tenants:
-            wait.tenants.add(tenant)
-            self._load_turns.join(tenant)
-            self._place_turns.join(tenant)
-
     def _leave_line(self, digest: Digest) -> None:
-        wait = self._waiting.pop(digest, None)
-        if wait is not None:
-            self._load_turns.leave(wait.tenants)
-            self._place_turns.leave(wait.tenants)
+        self._line.leave(digest)
         self._host.unhold(digest)
 
     def _serve_line(self, landed: dict[Digest, Loaded], now: float) -> list[Digest]:
-        """Give places, tenants in turn and each one's in the order of its arrivals; returns who is resident by that.
+        """Give places in the line's order; returns who is resident by that.
 
-        Whoever fits may pass the first in line until its patience is over. From then on nobody does, and residents that cover what
-        it takes are drained: they take no new requests and go when their last pin does. So a large adapter isn't starved by many small ones, nor
-        a cold one by those that are always in use.
+        While the line is closed for one, residents that cover what it takes are drained: they take no new requests and go when their last pin does. So a
+        large adapter isn't starved by many small ones, nor a cold one by those that are always in use.
         """
         placed: list[Digest] = []
-        line = self._line()
-        self._line_closed_for = None
-        is_first = True
-        for digest in line:
-            wait = self._waiting[digest]
-            if self._place(digest, landed, now):
-                if self._pool.has_landed(digest):
-                    placed.append(digest)
-                continue
-            # what operators have pinned no patience frees, and nobody is held up for it
-            can_ever = self._can_ever_place(digest)
-            if is_first and can_ever and now - wait.since_s > PATIENCE_S:
-                self._line_closed_for = digest
-                self._drain_for(digest)
-                return placed
-            is_first = is_first and not can_ever
-        returned = [digest for digest in self._draining if digest in self._waiting]
+
+        def place(digest: Digest) -> bool:
+            has_place = self._place(digest, landed, now)
+            if has_place and self._pool.has_landed(digest):
+                placed.append(digest)
+            return has_place
+
+        self._line.serve(self._is_ready, place, self._can_ever_place, now)
+        first = self._line.closed_for
+        size = None if first is None else self._history.size(first)
+        if size is not None:
+            self._drain.widen(size.footprint)
+            return placed
+        returned = [digest for digest in self._drain if digest in self._line]
         for digest in returned:
             self._leave_line(digest)
-        self._draining.clear()
+        self._drain.end()
         return placed + returned
 
-    def _line(self) -> list[Digest]:
-        """Those that wait for a place alone, in the order in which they get one; whom the line is closed for stays its first."""
-        # not those still to be read for the first time, or waiting for their own drain to end
-        ready = [
-            (digest, wait.tenants)
-            for digest, wait in self._waiting.items()
-            if digest not in self._pool and self._history.size(digest) is not None
-        ]
-        line = self._place_turns.order(ready)
-        first = self._line_closed_for
-        if first is not None and first in line:
-            line.remove(first)
-            line.insert(0, first)
-        return line
+    def _is_ready(self, digest: Digest) -> bool:
+        """Whether it waits for a place alone: not to be read for the first time, nor for its own drain to end."""
+        return digest not in self._pool and self._history.size(digest) is not None
+
+    def _can_ever_place(self, digest: Digest) -> bool:
+        size = self._history.size(digest)
+        return size is not None and self._pool.can_ever_admit(size.footprint)
 
     def _place(self, digest: Digest, landed: dict[Digest, Loaded], now: float) -> bool:
         """Whether a waiting adapter that is in memory got a place, from which it may still be a copy away."""
@@ -544,8 +492,8 @@ class Pager:
         is_operator_pinned = digest in self._operator_pins
         placed_at_s = time.perf_counter()
         evicted = self._pool.admit(digest, adapter, now, is_operator_pinned=is_operator_pinned, keep=self._fresh)
-        self._place_turns.take(self._waiting[digest].tenants)
-        self._leave_line(digest)
+        self._line.leave_with_place(digest)
+        self._host.unhold(digest)
         if self._pool.has_landed(digest):
             self._fresh.add(digest)
             self._device_load_s.add(time.perf_counter() - placed_at_s)
@@ -559,32 +507,11 @@ class Pager:
 
     def _note_evicted(self, other: Evicted) -> None:
         """What has left the device, for an adapter or for KV blocks, is in the host's memory, if that has room."""
-        self._draining.discard(other.digest)
+        self._drain.discard(other.digest)
         if other.moved is not None:
-            self._host.put(other.digest, other.moved, other.last_used_s, hold=other.digest in self._waiting)
+            self._host.put(other.digest, other.moved, other.last_used_s, hold=other.digest in self._line)
         else:
             self._host.touch(other.digest, other.last_used_s)
-
-    def _can_ever_place(self, digest: Digest) -> bool:
-        size = self._history.size(digest)
-        return size is not None and self._pool.can_ever_admit(size.footprint)
-
-    def _drain_for(self, waiting: Digest) -> None:
-        """Residents that are drained suffice, once idle, for that one; the least recently used are chosen first."""
-        size = self._history.size(waiting)
-        if size is None:
-            return
-        footprint, room = size.footprint, self._pool.free
-        for digest, resident in self._pool.items():
-            if digest in self._draining:
-                room += resident.footprint
-        for digest, resident in self._pool.items():
-            if self._pool.can_admit_without(footprint, self._draining, room):
-                return
-            # what is still on its way may be drained as soon as it has landed
-            if not resident.is_operator_pinned and resident.has_landed and digest not in self._draining:
-                self._draining.add(digest)
-                room += resident.footprint
 
     def _row(
         self,

@@ -16,7 +16,8 @@ from adapters_store import LocalStore
 from loraserve import faults
 from loraserve.memory.facts import Loaded
 from loraserve.memory.load import load_adapter
-from loraserve.memory.pager import PATIENCE_S, Pager, Residency
+from loraserve.memory.pager import Pager, Residency
+from loraserve.memory.place_line import PATIENCE_S
 from loraserve.memory.turns import Turns
 from loraserve.types import AdapterRef, TenantId
 
@@ -165,7 +166,7 @@ def test_whom_the_line_is_closed_for_stays_its_first_though_anothers_turn_has_co
         pager.poll()
     clock.advance(PATIENCE_S + 0.1)
     pager.poll()
-    assert pager._line_closed_for == large.digest
+    assert pager._line.closed_for == large.digest
     gate.set()
     make.settle(pager)
     pager.request(slow)
