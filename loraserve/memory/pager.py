@@ -6,7 +6,6 @@ needs no lock: a worker gets an `AdapterRef` and hands back a result through a q
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from enum import StrEnum
@@ -18,13 +17,14 @@ from loraserve.memory.arena import Tenure
 from loraserve.memory.base_weights import BaseWeights
 from loraserve.memory.drain import Drain
 from loraserve.memory.facts import AdapterFacts, Loaded
-from loraserve.memory.favourites import Favourites
 from loraserve.memory.host_cache import HostCache
 from loraserve.memory.load import load_adapter
 from loraserve.memory.load_history import Damage, LoadHistory
 from loraserve.memory.loaders import Loaders
 from loraserve.memory.place_line import PlaceLine, Wait
 from loraserve.memory.precision import EXACT, Precision
+from loraserve.memory.read_ahead import ReadAhead
+from loraserve.memory.residency import residency_rows
 from loraserve.memory.timings import Stopwatch, Timings, timed
 from loraserve.memory.usage import memory_usage
 from loraserve.types import AdapterRef, AdapterResidency, BaseSpec, Digest, Histogram, Tier
@@ -86,12 +86,11 @@ class Pager:
         self._history = LoadHistory(pool.device)
         self._line = PlaceLine()
         self._drain = Drain(pool)
+        self._read_ahead = ReadAhead(pool, host_cache, self._line, self._loaders, self._history)
         self._operator_pins: set[Digest] = set()
         # admitted since the last poll: their requests get one chance to pin them
         self._fresh: set[Digest] = set()
-        self._favourites = Favourites(pool.popularity)
         pool.when_evicted = self._note_evicted
-        self._num_brought_back = 0
         self._device_load_s = Timings()
         # of those on their way to the device: when each got its place
         self._placed_at_s: dict[Digest, float] = {}
@@ -142,7 +141,7 @@ class Pager:
                 return Residency.LOADING
             self._leave_line(digest)
             self._pool.touch(digest, now)
-            self._favourites.asked(ref)
+            self._read_ahead.asked(ref)
             return Residency.RESIDENT
         if self._history.is_held_off(digest, now):
             return Residency.FAILED
@@ -168,25 +167,7 @@ class Pager:
         Nothing is evicted for them that is held for who waits, nor one of them for another; no place on the device is taken. All but one loader may be busy for them
         (a single one may, too): who asks in earnest finds a loader free, or waits for one load at most.
         """
-        now, room = self._clock(), self._host.budget_bytes - self._host.held_bytes
-        for ref in refs:
-            digest = ref.digest
-            if digest in self._pool or digest in self._line or digest in self._loaders:
-                continue
-            size = self._history.size(digest)
-            if size is not None:
-                room -= size.host_bytes
-                if room < 0:
-                    return
-            if digest in self._host:
-                # the last to be evicted for the others
-                self._host.touch(digest, now)
-                continue
-            if self._history.is_held_off(digest, now):
-                continue
-            if len(self._loaders) >= max(1, self._loaders.num_threads - 1):
-                return
-            self._loaders.start(ref, (ref.tenant,))
+        self._read_ahead.prefetch(refs, self._clock())
 
     @timed
     def poll(self) -> list[Digest]:
@@ -213,7 +194,7 @@ class Pager:
         for digest in sorted(landed):
             self._host.put(digest, landed[digest], now)
         self._start_loads()
-        self._bring_favourites_back(now)
+        self._read_ahead.bring_back(now)
         return changed
 
     @timed
@@ -304,37 +285,7 @@ class Pager:
 
     def residency(self) -> list[AdapterResidency]:
         """Where each adapter is that is in memory or on its way."""
-        now = self._clock()
-        in_host = dict(self._host.items())
-        rows = [
-            self._row(
-                digest,
-                Tier.DEVICE if r.has_landed else Tier.LOADING,
-                now - r.last_used_s,
-                device_bytes=r.footprint.num_bytes,
-                host_bytes=in_host[digest].adapter.num_bytes if digest in in_host else 0,
-                num_pins=r.num_pins,
-                facts=r.facts,
-            )
-            for digest, r in self._pool.items()
-        ]
-        rows += [
-            self._row(
-                digest,
-                Tier.HOST,
-                now - entry.last_used_s,
-                host_bytes=entry.adapter.num_bytes,
-                facts=entry.adapter.facts,
-            )
-            for digest, entry in in_host.items()
-            if digest not in self._pool
-        ]
-        for wait in self._line:
-            digest = wait.ref.digest
-            if digest not in self._pool and digest not in self._host:
-                tier = Tier.LOADING if digest in self._loaders else Tier.DISK
-                rows.append(self._row(digest, tier, now - wait.asked_s))
-        return rows
+        return residency_rows(self._pool, self._host, self._line, self._loaders, self._operator_pins, self._clock())
 
     def stats(self) -> dict[str, int | float | Histogram]:
         """The adapters' part of EngineStats, by its names."""
@@ -347,7 +298,7 @@ class Pager:
             "host_adapter_budget_bytes": self._host.budget_bytes,
             "num_pins": self._pool.num_pins,
             **self._history.stats(),
-            "adapters_brought_back": self._num_brought_back,
+            "adapters_brought_back": self._read_ahead.num_brought_back,
             "device_load_s": self._device_load_s.histogram,
             "device_evictions": self._pool.num_evictions,
             "device_evictions_for_kv": self._pool.num_evictions_for[Tenure.KV],
@@ -387,29 +338,6 @@ class Pager:
         self._line.note_load(wait)
         self._loaders.start(wait.ref, wait.tenants)
 
-    def _bring_favourites_back(self, now: float) -> None:
-        """While loaders have nothing to do, one of them reads what is likely to be asked for to the host's memory: into free room, and that of what is worth less there."""
-        if self._line or self._loaders:
-            return
-        ref = self._favourites.next(now, lambda digest: self._is_worth_bringing_back(digest, now))
-        if ref is not None:
-            self._num_brought_back += 1
-            self._loaders.start(ref, (ref.tenant,))
-
-    def _is_worth_bringing_back(self, digest: Digest, now: float) -> bool:
-        if digest in self._pool or digest in self._host:
-            return False
-        size = self._history.size(digest)
-        if size is None or self._history.is_held_off(digest, now):
-            return False
-        # by far: what is brought back today isn't to be evicted for its victim tomorrow
-        least = self._pool.popularity.per_second(digest, now) / size.host_bytes / 2
-        return self._host.has_room_for(size.host_bytes, lambda other: self._value_per_byte(other, now) < least)
-
-    def _value_per_byte(self, digest: Digest, now: float) -> float:
-        size = self._history.size(digest)
-        return math.inf if size is None else self._pool.popularity.per_second(digest, now) / size.host_bytes
-
     def _may_load(self, digest: Digest) -> bool:
         if digest in self._loaders or digest in self._pool or digest in self._host:
             return False
@@ -431,7 +359,7 @@ class Pager:
             if isinstance(result.outcome, LoraserveError):
                 self._operator_pins.discard(digest)
                 # who wants it asks again; by itself nobody reads what is damaged or gone
-                self._favourites.forget(digest)
+                self._read_ahead.forget(digest)
                 self._leave_line(digest)
                 changed.append(digest)
                 continue
@@ -512,27 +440,3 @@ class Pager:
             self._host.put(other.digest, other.moved, other.last_used_s, hold=other.digest in self._line)
         else:
             self._host.touch(other.digest, other.last_used_s)
-
-    def _row(
-        self,
-        digest: Digest,
-        tier: Tier,
-        last_used_s: float,
-        *,
-        device_bytes: int = 0,
-        host_bytes: int = 0,
-        num_pins: int = 0,
-        facts: AdapterFacts | None = None,
-    ) -> AdapterResidency:
-        return AdapterResidency(
-            digest=digest,
-            tier=tier,
-            device_bytes=device_bytes,
-            host_bytes=host_bytes,
-            num_pins=num_pins,
-            is_pinned=digest in self._operator_pins,
-            last_used_s=last_used_s,
-            dtype="" if facts is None else facts.dtype,
-            precision_loss=None if facts is None else facts.precision_loss,
-            uses_per_s=self._pool.popularity.per_second(digest, self._clock()),
-        )
