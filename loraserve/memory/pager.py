@@ -13,7 +13,7 @@ from enum import StrEnum
 from adapters_store import BlobStore
 from loraserve.errors import AdapterCorrupt, InvariantViolation, LoraserveError
 from loraserve.memory.adapter_pool import AdapterPool, Evicted, Pin
-from loraserve.memory.arena import Tenure
+from loraserve.memory.arrivals import Arrivals
 from loraserve.memory.base_weights import BaseWeights
 from loraserve.memory.drain import Drain
 from loraserve.memory.facts import AdapterFacts, Loaded
@@ -25,8 +25,8 @@ from loraserve.memory.place_line import PlaceLine, Wait
 from loraserve.memory.precision import EXACT, Precision
 from loraserve.memory.read_ahead import ReadAhead
 from loraserve.memory.residency import residency_rows
-from loraserve.memory.timings import Stopwatch, Timings, timed
-from loraserve.memory.usage import memory_usage
+from loraserve.memory.timings import Stopwatch, timed
+from loraserve.memory.usage import adapter_usage, memory_usage
 from loraserve.types import AdapterRef, AdapterResidency, BaseSpec, Digest, Histogram, Tier
 from loraserve_kernels.layout import PackedAdapter
 
@@ -86,14 +86,10 @@ class Pager:
         self._history = LoadHistory(pool.device)
         self._line = PlaceLine()
         self._drain = Drain(pool)
+        self._arrivals = Arrivals(pool)
         self._read_ahead = ReadAhead(pool, host_cache, self._line, self._loaders, self._history)
         self._operator_pins: set[Digest] = set()
-        # admitted since the last poll: their requests get one chance to pin them
-        self._fresh: set[Digest] = set()
         pool.when_evicted = self._note_evicted
-        self._device_load_s = Timings()
-        # of those on their way to the device: when each got its place
-        self._placed_at_s: dict[Digest, float] = {}
         self.stopwatch = Stopwatch()
         """Times what the step's thread does here; whoever steps takes from it."""
 
@@ -156,7 +152,7 @@ class Pager:
                 # whatever else could be loaded is being loaded then
                 self._load_in_turn(wait)
         size = self._history.size(digest)
-        if size is None or digest in self._loaders or self._pool.can_admit(size.footprint, self._fresh):
+        if size is None or digest in self._loaders or self._arrivals.can_admit(size.footprint):
             return Residency.LOADING
         return Residency.WAITING_FOR_SPACE
 
@@ -164,8 +160,7 @@ class Pager:
     def prefetch(self, refs: Sequence[AdapterRef]) -> None:
         """Adapters that will be asked for, soonest first, are read to the host's memory while loaders have nothing else to do.
 
-        Nothing is evicted for them that is held for who waits, nor one of them for another; no place on the device is taken. All but one loader may be busy for them
-        (a single one may, too): who asks in earnest finds a loader free, or waits for one load at most.
+        Nobody who asks in earnest pays for it: see `ReadAhead`.
         """
         self._read_ahead.prefetch(refs, self._clock())
 
@@ -176,10 +171,7 @@ class Pager:
         Called by the step's thread once a step. Costs no more than a look at each waiting adapter.
         """
         now = self._clock()
-        changed = self._pool.take_landed()
-        for digest in changed:
-            self._device_load_s.add(time.perf_counter() - self._placed_at_s.pop(digest))
-        self._fresh = self._pool.fresh = set(changed)
+        changed = self._arrivals.take_landed()
         landed = self._take_results(now, changed)
         for digest in self._line.unasked(now):
             if digest not in self._operator_pins:
@@ -290,19 +282,10 @@ class Pager:
     def stats(self) -> dict[str, int | float | Histogram]:
         """The adapters' part of EngineStats, by its names."""
         return {
-            "device_adapters": len(self._pool),
-            "device_adapter_bytes": self._pool.num_bytes,
-            "device_adapter_budget_bytes": self._pool.budget_bytes,
-            "host_adapters": len(self._host),
-            "host_adapter_bytes": self._host.num_bytes,
-            "host_adapter_budget_bytes": self._host.budget_bytes,
-            "num_pins": self._pool.num_pins,
+            **adapter_usage(self._pool, self._host),
             **self._history.stats(),
             "adapters_brought_back": self._read_ahead.num_brought_back,
-            "device_load_s": self._device_load_s.histogram,
-            "device_evictions": self._pool.num_evictions,
-            "device_evictions_for_kv": self._pool.num_evictions_for[Tenure.KV],
-            "host_evictions": self._host.num_evictions,
+            "device_load_s": self._arrivals.load_s,
             **memory_usage(self._pool.device.lease.arena),
         }
 
@@ -346,7 +329,7 @@ class Pager:
         may_pass = self._line.closed_for in (None, digest)
         return (
             size is None
-            or (may_pass and self._pool.can_admit(size.footprint, self._fresh))
+            or (may_pass and self._arrivals.can_admit(size.footprint))
             or self._host.can_put(size.host_bytes)
         )
 
@@ -409,7 +392,7 @@ class Pager:
     def _place(self, digest: Digest, landed: dict[Digest, Loaded], now: float) -> bool:
         """Whether a waiting adapter that is in memory got a place, from which it may still be a copy away."""
         size = self._history.size(digest)
-        if size is None or not self._pool.can_admit(size.footprint, self._fresh):
+        if size is None or not self._arrivals.can_admit(size.footprint):
             return False
         adapter = landed.pop(digest, None)
         if adapter is None:
@@ -417,16 +400,9 @@ class Pager:
             if entry is None:
                 return False
             adapter = entry.adapter
-        is_operator_pinned = digest in self._operator_pins
-        placed_at_s = time.perf_counter()
-        evicted = self._pool.admit(digest, adapter, now, is_operator_pinned=is_operator_pinned, keep=self._fresh)
+        evicted = self._arrivals.admit(digest, adapter, now, is_operator_pinned=digest in self._operator_pins)
         self._line.leave_with_place(digest)
         self._host.unhold(digest)
-        if self._pool.has_landed(digest):
-            self._fresh.add(digest)
-            self._device_load_s.add(time.perf_counter() - placed_at_s)
-        else:
-            self._placed_at_s[digest] = placed_at_s
         for other in evicted:
             self._note_evicted(other)
         if not self._pool.device.is_host_memory:
