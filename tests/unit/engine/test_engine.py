@@ -289,7 +289,7 @@ def test_a_worker_does_not_spin_while_every_request_waits_for_a_place(world, mak
     with zmq.Context() as context, context.socket(zmq.PULL) as inputs, context.socket(zmq.PUSH) as outputs:
         worker = Worker(config, engine, inputs, outputs, server_pid=os.getppid())
         deadline = time.monotonic() + 10
-        while engine.pager.num_loading or not engine.pager._sizes.get(world.refs["mixed"].digest):
+        while engine.pager.num_loading or not engine.pager._history.size(world.refs["mixed"].digest):
             assert time.monotonic() < deadline
             engine.step()
         started = time.monotonic()

@@ -94,7 +94,7 @@ def settle(pager: Pager, timeout_s: float = 10.0) -> list[Digest]:
     deadline = time.monotonic() + timeout_s
     changed = []
     while True:
-        while pager._results.qsize() < pager.num_loading:
+        while pager._loaders._results.qsize() < pager.num_loading:
             assert time.monotonic() < deadline, "a load hangs"
             time.sleep(0.0002)
         changed += pager.poll()
@@ -118,6 +118,14 @@ def make_loaded(host: HostAdapter | int = 4, **facts: Any) -> Loaded:
 
 def make_digest(name: object) -> Digest:
     return Digest(hashlib.sha256(str(name).encode()).hexdigest())
+
+
+def make_ref(name: str, tenant: str = "t") -> AdapterRef:
+    """An adapter that no store has; its digest is its name."""
+    digest = Digest(name)
+    return AdapterRef(
+        tenant=TenantId(tenant), name=name, version=1, digest=digest, config_blob=digest, weights_blob=digest
+    )
 
 
 def damage(store: LocalStore, digest: Digest) -> bytes:
@@ -180,6 +188,7 @@ class Builders:
     cpu = CpuDevice(BASE, 1 << 30)
     rank_bytes = RANK_BYTES
     publish = staticmethod(publish)
+    ref = staticmethod(make_ref)
     settle = staticmethod(settle)
     packed = staticmethod(make_packed)
     loaded = staticmethod(make_loaded)

@@ -13,23 +13,16 @@ from loraserve.memory.favourites import LOOK_EVERY_S, MAX_REFS, Favourites
 from loraserve.memory.host_cache import HostCache
 from loraserve.memory.pager import Pager, Residency
 from loraserve.memory.popularity import MEMORY_S, Popularity
-from loraserve.types import AdapterRef, Digest, TenantId, Tier
+from loraserve.types import AdapterRef, Digest, Tier
 
 MakePager = Callable[..., Pager]
 
 
-def ref(name: str, tenant: str = "t") -> AdapterRef:
-    digest = Digest(name)
-    return AdapterRef(
-        tenant=TenantId(tenant), name=name, version=1, digest=digest, config_blob=digest, weights_blob=digest
-    )
-
-
-def favourites(uses: dict[str, int], tenants: dict[str, str] | None = None) -> Favourites:
+def favourites(make: Any, uses: dict[str, int], tenants: dict[str, str] | None = None) -> Favourites:
     popularity = Popularity()
     made = Favourites(popularity)
     for name, count in uses.items():
-        made.asked(ref(name, (tenants or {}).get(name, "t")))
+        made.asked(make.ref(name, (tenants or {}).get(name, "t")))
         for _ in range(count):
             popularity.use(Digest(name), 0.0)
     return made
@@ -46,15 +39,15 @@ def hold(pager: Pager, make: Any, wanted: AdapterRef) -> Pin:
     return pager.pin(wanted.digest)
 
 
-def test_the_most_used_comes_first_and_what_is_not_wanted_does_not() -> None:
-    made = favourites({"a": 1, "b": 3, "c": 2})
+def test_the_most_used_comes_first_and_what_is_not_wanted_does_not(make: Any) -> None:
+    made = favourites(make, {"a": 1, "b": 3, "c": 2})
     found = made.next(0.0, lambda digest: digest != "b")
     assert found is not None
     assert found.digest == "c"
 
 
-def test_tenants_have_turns() -> None:
-    made = favourites({"a": 9, "b": 8, "c": 7, "d": 1}, {"d": "quiet"})
+def test_tenants_have_turns(make: Any) -> None:
+    made = favourites(make, {"a": 9, "b": 8, "c": 7, "d": 1}, {"d": "quiet"})
     gone: set[str] = set()
     for i in range(4):
         found = made.next(i * LOOK_EVERY_S, lambda digest: digest not in gone)
@@ -65,16 +58,16 @@ def test_tenants_have_turns() -> None:
     assert made.next(9 * LOOK_EVERY_S, lambda digest: digest not in gone) is None
 
 
-def test_it_looks_now_and_then() -> None:
-    made = favourites({"a": 1})
+def test_it_looks_now_and_then(make: Any) -> None:
+    made = favourites(make, {"a": 1})
     asked: list[str] = []
     for now_s in (0.0, LOOK_EVERY_S / 2, LOOK_EVERY_S):
         made.next(now_s, lambda digest: bool(asked.append(digest)))
     assert asked == ["a", "a"]
 
 
-def test_of_many_the_longest_unasked_are_forgotten() -> None:
-    made = favourites({str(i): 1 for i in range(MAX_REFS + 1)})
+def test_of_many_the_longest_unasked_are_forgotten(make: Any) -> None:
+    made = favourites(make, {str(i): 1 for i in range(MAX_REFS + 1)})
     asked: set[str] = set()
     made.next(0.0, lambda digest: bool(asked.add(digest)))
     assert "0" not in asked
@@ -146,8 +139,8 @@ def test_looking_at_the_host_cache_changes_nothing_of_who_goes_next(make: Any, l
     assert {digest for digest, _ in cache.items()} == {"a", "c"}
 
 
-def test_what_is_damaged_or_rarely_used_is_nobodys_favourite() -> None:
-    made = favourites({"a": 1, "b": 9})
+def test_what_is_damaged_or_rarely_used_is_nobodys_favourite(make: Any) -> None:
+    made = favourites(make, {"a": 1, "b": 9})
     made.forget(Digest("b"))
     found = made.next(0.0, lambda _: True)
     assert found is not None

@@ -29,7 +29,8 @@ from loraserve.memory.adapter_pool import AdapterPool, Pin
 from loraserve.memory.copies import DirectCopies
 from loraserve.memory.gpu_device import GpuDevice
 from loraserve.memory.host_cache import HostCache
-from loraserve.memory.pager import INTEREST_S, PATIENCE_S, Pager, Residency
+from loraserve.memory.pager import Pager, Residency
+from loraserve.memory.place_line import INTEREST_S, PATIENCE_S
 from loraserve.types import AdapterRef, Digest, Tier
 from loraserve_kernels.paged_layout import FIRST_SLICE, FIRST_TILE
 from loraserve_kernels.paged_pool import PagedPool

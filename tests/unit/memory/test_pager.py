@@ -13,7 +13,9 @@ import torch
 from adapters_store import LocalStore
 from loraserve import faults
 from loraserve.errors import AdapterCorrupt, AdapterTooLarge, AdapterUnavailable, AdapterUnservable, InvariantViolation
-from loraserve.memory.pager import INTEREST_S, MAX_RETRY_S, PATIENCE_S, RETRY_S, Pager, Residency
+from loraserve.memory.load_history import MAX_RETRY_S, RETRY_S
+from loraserve.memory.pager import Pager, Residency
+from loraserve.memory.place_line import INTEREST_S, PATIENCE_S
 from loraserve.memory.precision import Precision
 from loraserve.types import Tier
 

@@ -46,7 +46,7 @@ def test_a_loader_stays_free_for_who_asks_in_earnest(make: Any, store: LocalStor
         pager.prefetch(ahead)
         assert pager.num_loading == 1
         pager.request(asked)
-        assert asked.digest in pager._loading
+        assert asked.digest in pager._loaders
         pager.prefetch(ahead)
         assert pager.num_loading == 2
         gate.set()

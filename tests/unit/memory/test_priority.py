@@ -7,11 +7,16 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
+from adapters_store import LocalStore
+from loraserve import faults
 from loraserve.memory.pager import Pager
 from loraserve.memory.priority import BACKGROUND, LOADER, stand_back
+
+MakePager = Callable[..., Pager]
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux alone")
 
@@ -21,9 +26,13 @@ def niceness() -> int:
 
 
 @linux
-def test_loaders_are_nicer_than_the_steps_thread(make_pager: Callable[..., Pager]) -> None:
+def test_loaders_are_nicer_than_the_steps_thread(make: Any, store: LocalStore, make_pager: MakePager) -> None:
     pager, before = make_pager(num_threads=1), niceness()
-    assert pager._executor.submit(niceness).result() == min(before + LOADER, 19)
+    found: list[int] = []
+    with faults.arm("pager.load", lambda: found.append(niceness())):
+        pager.request(make.publish(store))
+        make.settle(pager)
+    assert found == [min(before + LOADER, 19)]
     assert niceness() == before
 
 

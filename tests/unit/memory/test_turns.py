@@ -16,7 +16,8 @@ from adapters_store import LocalStore
 from loraserve import faults
 from loraserve.memory.facts import Loaded
 from loraserve.memory.load import load_adapter
-from loraserve.memory.pager import PATIENCE_S, Pager, Residency
+from loraserve.memory.pager import Pager, Residency
+from loraserve.memory.place_line import PATIENCE_S
 from loraserve.memory.turns import Turns
 from loraserve.types import AdapterRef, TenantId
 
@@ -88,7 +89,7 @@ def test_one_tenants_many_cold_adapters_hold_up_anothers_one_for_two_loads_at_mo
         pager.request(one)
         while pager.request(one) is not Residency.RESIDENT:
             gate.release()
-            while pager._results.empty():
+            while pager._loaders._results.empty():
                 pass
             pager.poll()
             loaded += 1
@@ -109,14 +110,13 @@ def test_with_two_loaders_a_tenant_has_both_only_while_nobody_else_waits(
     with faults.arm("pager.load", lambda: gate.acquire(timeout=10) and None):
         for ref in [*flood, *ones]:
             pager.request(ref)
-        assert set(pager._loading) == {flood[0].digest, flood[1].digest}
+        assert [ref for ref in [*flood, *ones] if ref.digest in pager._loaders] == flood[:2]
         for _ in range(2):
             gate.release()
-            while pager._results.empty():
+            while pager._loaders._results.empty():
                 pass
             pager.poll()
-            in_flight = Counter(tenant for tenants in pager._loading.values() for tenant in tenants)
-            assert in_flight == {"a": 1, "b": 1}
+            assert pager._loaders.num_by_tenant() == {"a": 1, "b": 1}
         for _ in range(8):
             gate.release()
         make.settle(pager)
@@ -166,7 +166,7 @@ def test_whom_the_line_is_closed_for_stays_its_first_though_anothers_turn_has_co
         pager.poll()
     clock.advance(PATIENCE_S + 0.1)
     pager.poll()
-    assert pager._line_closed_for == large.digest
+    assert pager._line.closed_for == large.digest
     gate.set()
     make.settle(pager)
     pager.request(slow)

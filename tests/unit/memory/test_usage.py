@@ -9,7 +9,8 @@ import torch
 
 from adapters_store import LocalStore
 from loraserve.memory.arena import Arena, Tenure
-from loraserve.memory.pager import PATIENCE_S, Pager, Residency
+from loraserve.memory.pager import Pager, Residency
+from loraserve.memory.place_line import PATIENCE_S
 from loraserve.memory.precision import Precision
 from loraserve.memory.usage import memory_usage
 from loraserve.types import Tier

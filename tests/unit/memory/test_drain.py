@@ -1,0 +1,76 @@
+"""Residents give way: as many as it takes, the least recently used first, and never what an operator keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from loraserve.memory.adapter_pool import AdapterPool
+from loraserve.memory.device import CpuDevice, Footprint
+from loraserve.memory.drain import Drain
+from loraserve.types import Digest
+
+NAMES = tuple(Digest(name) for name in "abc")
+
+
+@pytest.fixture
+def pool(make: Any) -> AdapterPool:
+    """Three pinned adapters of rank 4, the least recently used first, where four have room."""
+    pool = AdapterPool(CpuDevice(make.base, 16 * make.rank_bytes))
+    for name in NAMES:
+        pool.admit(name, make.loaded(), 0.0)
+        pool.pin(name, 0.0)
+    return pool
+
+
+@pytest.fixture
+def footprint(make: Any) -> Callable[[int], Footprint]:
+    return lambda rank: make.cpu.footprint_of(make.packed(rank))
+
+
+def test_what_has_room_drains_nobody(pool: AdapterPool, footprint: Callable[[int], Footprint]) -> None:
+    drain = Drain(pool)
+    drain.widen(footprint(4))
+    assert list(drain) == []
+
+
+def test_as_many_are_drained_as_it_takes_the_least_recently_used_first(
+    pool: AdapterPool, footprint: Callable[[int], Footprint]
+) -> None:
+    drain = Drain(pool)
+    drain.widen(footprint(8))
+    assert list(drain) == [NAMES[0]]
+    drain.widen(footprint(8))
+    assert list(drain) == [NAMES[0]], "those that are drained count"
+    drain.widen(footprint(12))
+    assert set(drain) == set(NAMES[:2])
+    assert drain.check() == []
+
+
+def test_what_an_operator_has_pinned_is_not_drained(pool: AdapterPool, footprint: Callable[[int], Footprint]) -> None:
+    drain = Drain(pool)
+    pool.set_operator_pin(NAMES[0], True)
+    drain.widen(footprint(8))
+    assert list(drain) == [NAMES[1]]
+
+
+def test_a_drain_ends_for_one_or_for_all(pool: AdapterPool, footprint: Callable[[int], Footprint]) -> None:
+    drain = Drain(pool)
+    drain.widen(footprint(16))
+    assert set(drain) == set(NAMES)
+    drain.discard(NAMES[1])
+    assert NAMES[1] not in drain
+    assert NAMES[0] in drain
+    drain.end()
+    assert list(drain) == []
+
+
+def test_one_that_is_drained_and_has_left_is_found_by_check(
+    make: Any, pool: AdapterPool, footprint: Callable[[int], Footprint]
+) -> None:
+    elsewhere, drain = AdapterPool(CpuDevice(make.base, 16 * make.rank_bytes)), Drain(pool)
+    drain.widen(footprint(8))
+    drain._pool = elsewhere
+    assert drain.check() == ["drain: an adapter that isn't on the device is drained from it"]

@@ -1,0 +1,77 @@
+"""What loads have taught: sizes, failures with the time from which they may be tried again, durations, damage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from loraserve.errors import AdapterCorrupt, AdapterUnavailable, LoraserveError
+from loraserve.memory.facts import Loaded
+from loraserve.memory.load_history import MAX_RETRY_S, RETRY_S, AdapterSize, Damage, LoadHistory
+from loraserve.memory.loaders import LoadResult
+from loraserve.types import Digest
+
+A = Digest("a")
+
+
+@pytest.fixture
+def history(make: Any) -> LoadHistory:
+    return LoadHistory(make.cpu)
+
+
+def result(make: Any, outcome: Loaded | LoraserveError, elapsed_s: float = 1.0) -> LoadResult:
+    return LoadResult(make.ref(A), outcome, elapsed_s)
+
+
+def test_a_size_is_known_once_a_load_went_well_and_a_failure_does_not_unlearn_it(
+    make: Any, history: LoadHistory
+) -> None:
+    assert history.size(A) is None
+    loaded = make.loaded()
+    history.note(result(make, loaded), 0.0)
+    size = AdapterSize(make.cpu.footprint_of(loaded.host), loaded.num_bytes)
+    assert history.size(A) == size
+    history.note(result(make, AdapterUnavailable("gone")), 0.0)
+    assert history.size(A) == size
+
+
+def test_each_failure_in_a_row_holds_off_twice_as_long_up_to_a_minute(make: Any, history: LoadHistory) -> None:
+    now_s, wait_s = 0.0, RETRY_S
+    for _ in range(9):
+        history.note(result(make, AdapterUnavailable("gone")), now_s)
+        assert history.is_held_off(A, now_s + wait_s - 0.01)
+        assert not history.is_held_off(A, now_s + wait_s)
+        now_s, wait_s = now_s + wait_s, min(2 * wait_s, MAX_RETRY_S)
+    assert wait_s == MAX_RETRY_S
+
+
+def test_a_failure_is_told_until_a_load_goes_well_or_it_is_forgotten(make: Any, history: LoadHistory) -> None:
+    error = AdapterUnavailable("gone")
+    assert history.error(A) is None
+    for end in (lambda: history.note(result(make, make.loaded()), 0.0), lambda: history.forget_failure(A)):
+        history.note(result(make, error), 0.0)
+        assert history.error(A) is error
+        end()
+        assert history.error(A) is None
+        assert not history.is_held_off(A, 0.0)
+    history.note(result(make, error), 0.0)
+    assert not history.is_held_off(A, RETRY_S), "failures count anew"
+
+
+def test_loads_that_fail_take_time_and_are_no_part_of_what_a_good_one_takes(make: Any, history: LoadHistory) -> None:
+    assert history.mean_load_s == 0
+    for outcome, elapsed_s in ((make.loaded(), 1.0), (make.loaded(), 3.0), (AdapterUnavailable("gone"), 10.0)):
+        history.note(result(make, outcome, elapsed_s), 0.0)
+    stats = history.stats()
+    assert history.mean_load_s == 2.0
+    assert (stats["adapter_loads"], stats["adapter_load_failures"], stats["adapter_load_s"]) == (2, 1, 14.0)
+    assert stats["host_load_s"].sum_s == 4.0  # type: ignore[union-attr]
+
+
+def test_damage_is_told_once_whoever_found_it_and_only_where_it_has_a_blob(make: Any, history: LoadHistory) -> None:
+    history.note(result(make, AdapterCorrupt("damaged", digest=A, blob="b")), 0.0)
+    history.note_damage(AdapterCorrupt("damaged", digest=A, blob="c"))
+    history.note_damage(AdapterCorrupt("damaged"))
+    assert history.take_damages() == [Damage(A, Digest("b")), Damage(A, Digest("c"))]
+    assert history.take_damages() == []
