@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from adapters_store.base import BlobStore
@@ -131,7 +132,8 @@ class Registry:
             return BASE
         if len(terms) > 1 or terms[0].weight != 1:
             resolved = [(await self.resolve(tenant, term.adapter, sticky=sticky), term.weight) for term in terms]
-            return Binding(compose(tenant, resolved))
+            owners = _owners(tenant, zip((ref.tenant for ref, _ in resolved), terms, strict=True))
+            return Binding(compose(tenant, resolved), owners=owners)
         route = await self._route(tenant, terms[0].adapter)
         try:
             binding = route.bind(sticky, self._draw)
@@ -140,7 +142,8 @@ class Registry:
             raise
         if binding.adapter is not None:
             self.last_used.touch(tenant, binding.adapter.digest)
-        return binding
+        owners = _owners(tenant, [(route.main.ref.tenant, terms[0])])
+        return replace(binding, owners=owners) if owners else binding
 
     async def resolve(self, tenant: TenantId, model: ParsedModel, *, sticky: str | None = None) -> AdapterRef:
         """The version that `model`, which isn't the base, means for one request; never its fallback.
@@ -324,3 +327,8 @@ class Registry:
                 session, repository, "version.delete", f"{name}@{number}", actor=actor, now=now, digest=row.digest
             )
         self.forget(tenant, name)
+
+
+def _owners(tenant: TenantId, found: Iterable[tuple[TenantId, Term]]) -> Mapping[TenantId, str]:
+    """Those of the terms' owners that aren't `tenant` itself, by the names that it called them."""
+    return {owner: term.adapter.owner for owner, term in found if term.adapter.owner is not None and owner != tenant}
