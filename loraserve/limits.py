@@ -113,6 +113,10 @@ class Limits:
     gc_interval_s: float = 1800.0
     max_concurrent_operations: int = 4
     """Of one server: pulls."""
+    pull_grace_s: float = 60.0
+    """What a pull may wait for its source beyond what its bytes take at min_pull_bytes_per_s."""
+    min_pull_bytes_per_s: int = 256 * KIB
+    """Of a pull on the whole, after its grace: a source that sends a byte now and then holds no place. max_upload_bytes take 2.3 hours at most."""
     max_operations_per_tenant: int = 1000
     """Kept: the oldest that have ended make room."""
     operation_heartbeat_s: float = 2.0
