@@ -64,6 +64,8 @@ class Limits:
     max_verifications: int = 64
     """Running or waiting for their turn."""
     verification_timeout_s: float = 120.0
+    late_certificates_interval_s: float = 60.0
+    """How often versions are looked for that were published without a certificate, since the engine was away."""
     adapter_load_deadline_s: float = 60.0
     """For so long a request waits for its adapter: for its load, or for a place when everything on the device is in use."""
     max_composition_terms: int = 8

@@ -25,6 +25,7 @@ from loraserve.registry.composition import compose
 from loraserve.registry.damage import Damages
 from loraserve.registry.gc import Collector
 from loraserve.registry.last_used import LastUsed
+from loraserve.registry.late_certificates import LateCertificates
 from loraserve.registry.model_name import ParsedModel, Term, model_not_found
 from loraserve.registry.notes import Notes
 from loraserve.registry.operations import Operations
@@ -56,7 +57,7 @@ class Registry:
     `resolve` at once in this process and within `LIMITS.resolve_cache_s` in others.
 
     `uploads` is the way in; `aliases` moves names, `notes` writes on what is there, `tombstones` restores what was deleted; `pins` are
-    operators'; `certificates` verifies what is there again; `damages` is told of bytes that aren't what they were, `strikes` of answers
+    operators'; `certificates` verifies what is there again, `late_certificates` what couldn't be at its upload; `damages` is told of bytes that aren't what they were, `strikes` of answers
     that are no numbers, `shadow_hours` of how shadows did; `grants` let other tenants use an adapter.
 
     Args:
@@ -93,6 +94,7 @@ class Registry:
         self.certificates = Certificates(
             database, certify, self.forget, is_at_upload=is_certified_at_upload, clock=clock
         )
+        self.late_certificates = LateCertificates(database, self.certificates, base, clock=clock, monotonic=monotonic)
         self.uploads = Uploads(
             database, store, base, self.certificates, self.forget, retention_s=retention_s, clock=clock
         )
