@@ -58,6 +58,7 @@ An error knows what went wrong, never how HTTP says it: `loraserve.api.errors` m
     │   └── EngineCrashed           the engine died twice under this request
     ├── StorageError
     │   ├── StorageFull
+    │   ├── SourceTooSlow           where an adapter is pulled from sends its bytes too slowly
     │   ├── BlobNotFound
     │   └── BlobCorrupt
     ├── InvariantViolation          our own bug: counted in production, fatal in tests
@@ -351,6 +352,10 @@ class StorageError(LoraserveError):
 
 class StorageFull(StorageError):
     code = "storage_full"
+
+
+class SourceTooSlow(StorageError):
+    code = "source_too_slow"
 
 
 class BlobNotFound(StorageError):

@@ -64,6 +64,8 @@ class Limits:
     max_verifications: int = 64
     """Running or waiting for their turn."""
     verification_timeout_s: float = 120.0
+    late_certificates_interval_s: float = 60.0
+    """How often versions are looked for that were published without a certificate, since the engine was away."""
     adapter_load_deadline_s: float = 60.0
     """For so long a request waits for its adapter: for its load, or for a place when everything on the device is in use."""
     max_composition_terms: int = 8
@@ -113,6 +115,10 @@ class Limits:
     gc_interval_s: float = 1800.0
     max_concurrent_operations: int = 4
     """Of one server: pulls."""
+    pull_grace_s: float = 60.0
+    """What a pull may wait for its source beyond what its bytes take at min_pull_bytes_per_s."""
+    min_pull_bytes_per_s: int = 256 * KIB
+    """Of a pull on the whole, after its grace: a source that sends a byte now and then holds no place. max_upload_bytes take 2.3 hours at most."""
     max_operations_per_tenant: int = 1000
     """Kept: the oldest that have ended make room."""
     operation_heartbeat_s: float = 2.0

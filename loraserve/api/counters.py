@@ -15,6 +15,7 @@ from loraserve.api.shadow import OUTCOMES as SHADOW_OUTCOMES
 from loraserve.api.tenancy_metrics import tenancy_metrics
 from loraserve.registry.certificates import VERDICTS
 from loraserve.registry.operations import ENDED
+from loraserve.registry.parity import FAILED, PASSED
 
 if TYPE_CHECKING:
     from loraserve.api.services import Services
@@ -178,6 +179,14 @@ class EngineCollector(Collector):
         for verdict in VERDICTS:
             certificates.add_metric([verdict], registry.certificates.num_by_verdict[verdict])
         yield certificates
+        late = CounterMetricFamily(
+            "loraserve_late_certificates",
+            "Of those, for versions that were published while the engine was away or busy.",
+            labels=["verdict"],
+        )
+        for verdict in (PASSED, FAILED):
+            late.add_metric([verdict], registry.late_certificates.num_by_verdict[verdict])
+        yield late
         yield CounterMetricFamily(
             "loraserve_quarantined_refusals",
             "Uses of versions in quarantine, which were refused.",

@@ -84,11 +84,13 @@ async def _serve(settings: Settings) -> int:
                 *([usage.close] if usage is not None else []),
                 services.engine.stop,
                 registry.pins.close,
+                registry.late_certificates.close,
             ):
                 ending.push_async_callback(end)
             servers.start()
             registry.collector.start()
             registry.pins.start()
+            registry.late_certificates.start()
             if usage is not None:
                 usage.start()
             return await _Lifetime(services, listener, settings.grace_s).run()

@@ -287,6 +287,8 @@ class DoomedBlob(Base):
 
     digest: Mapped[str] = mapped_column(String(DIGEST_LENGTH), primary_key=True)
     doomed_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    deleting_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
+    """Since when a collector is deleting it: nobody else may take it off the list. None: nobody is."""
 
 
 class Lease(Base):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any
 
 from loraserve.errors import AdapterQuarantined
 from loraserve.registry.parity import quarantined
 from loraserve.registry.records import QUARANTINED
-from loraserve.types import AdapterRef
+from loraserve.types import AdapterRef, TenantId
 
 _TAG = b"loraserve split v1"
 
@@ -49,6 +50,8 @@ class Binding:
     """What was asked for, where `adapter` is its fallback."""
     fell_back_for: str = ""
     """The code of the error that `fell_back_from` would have been refused with."""
+    owners: Mapping[TenantId, str] = field(default_factory=lambda: MappingProxyType({}))
+    """The names of the other tenants whose adapters these are, as the request said them: ``OWNER/NAME``."""
 
 
 BASE = Binding(None)

@@ -16,7 +16,7 @@ from loraserve.db.session import Clock, Database
 from loraserve.errors import AdapterRejected, EngineUnavailable, LoraserveError, Overloaded, RateLimited
 from loraserve.limits import LIMITS
 from loraserve.registry.changes import record_change
-from loraserve.registry.parity import FAILED, NUMERICS, PARITY, PASSED, SKIPPED, STORED, Parity
+from loraserve.registry.parity import FAILED, NUMERICS, ON_REQUEST, PARITY, PASSED, SKIPPED, STORED, Parity
 from loraserve.registry.records import QUARANTINED, READY, VersionRecord
 from loraserve.registry.repository import AdapterRepository
 from loraserve.types import AdapterRef, Certificate, Digest, TenantId
@@ -54,6 +54,11 @@ class Certificates:
         self._clock = clock
         self._num_running: Counter[TenantId] = Counter()
 
+    @property
+    def is_at_upload(self) -> bool:
+        """Whether uploads are verified."""
+        return self._certify is not None and self._is_at_upload
+
     def check_dry_run(self) -> Parity | None:
         """The outcome for bytes that aren't kept; None where nothing is verified."""
         return None if self._certify is None else Parity(SKIPPED, "a dry run stores nothing that could be served")
@@ -61,7 +66,8 @@ class Certificates:
     async def check_upload(self, ref: AdapterRef) -> Parity | None:
         """The outcome for committed blobs that aren't a version yet; None where nothing is verified.
 
-        An engine that is away or busy is no reason to refuse an upload: the outcome is `SKIPPED` then, and says why.
+        An engine that is away or busy is no reason to refuse an upload: the outcome is `SKIPPED` then, and says why; `LateCertificates`
+        asks again.
 
         Raises:
             AdapterRejected: the engine can never serve it.
@@ -70,7 +76,7 @@ class Certificates:
             return None
         if not self._is_at_upload:
             self.num_by_verdict[SKIPPED] += 1
-            return Parity(SKIPPED, "this server verifies versions when it is asked to")
+            return Parity(SKIPPED, ON_REQUEST)
         try:
             return await self._ask(ref)
         except AdapterRejected:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from decimal import Decimal
+from types import MappingProxyType
 
 from loraserve.adapters.composition import composition_digest
 from loraserve.registry.model_name import check_weight
@@ -11,6 +12,7 @@ from loraserve.types import AdapterPart, AdapterRef, Digest, TenantId
 
 NO_BLOB = Digest("")
 NO_VERSION = 0
+_NO_OWNERS: Mapping[TenantId, str] = MappingProxyType({})
 
 
 def compose(tenant: TenantId, terms: Iterable[tuple[AdapterRef, Decimal]]) -> AdapterRef | None:
@@ -35,7 +37,7 @@ def compose(tenant: TenantId, terms: Iterable[tuple[AdapterRef, Decimal]]) -> Ad
         return parts[0].adapter
     return AdapterRef(
         tenant=tenant,
-        name="+".join(_written(part) for part in parts),
+        name=_sum(parts, _NO_OWNERS),
         version=NO_VERSION,
         digest=composition_digest(parts),
         config_blob=NO_BLOB,
@@ -44,9 +46,16 @@ def compose(tenant: TenantId, terms: Iterable[tuple[AdapterRef, Decimal]]) -> Ad
     )
 
 
-def label(adapter: AdapterRef) -> str:
-    """What people and headers call it: ``NAME@VERSION``, or the sum that it is."""
-    return adapter.name if adapter.parts else f"{adapter.name}@{adapter.version}"
+def label(adapter: AdapterRef, owners: Mapping[TenantId, str] = _NO_OWNERS) -> str:
+    """What people and headers call it: ``NAME@VERSION``, or the sum that it is.
+
+    Args:
+        owners: the tenants under whose names their adapters go, to whoever reads it: ``OWNER/NAME@VERSION``.
+    """
+    if adapter.parts:
+        return _sum(adapter.parts, owners)
+    owner = owners.get(adapter.tenant)
+    return f"{adapter.name}@{adapter.version}" if owner is None else f"{owner}/{adapter.name}@{adapter.version}"
 
 
 def adapter_names(adapter: AdapterRef | None) -> tuple[str, ...]:
@@ -56,6 +65,11 @@ def adapter_names(adapter: AdapterRef | None) -> tuple[str, ...]:
     return tuple(part.adapter.name for part in adapter.parts) or (adapter.name,)
 
 
-def _written(part: AdapterPart) -> str:
+def _sum(parts: Iterable[AdapterPart], owners: Mapping[TenantId, str]) -> str:
+    return "+".join(_written(part, owners) for part in parts)
+
+
+def _written(part: AdapterPart, owners: Mapping[TenantId, str]) -> str:
     weight = repr(part.weight).removesuffix(".0")
-    return label(part.adapter) if weight == "1" else f"{weight}*{label(part.adapter)}"
+    name = label(part.adapter, owners)
+    return name if weight == "1" else f"{weight}*{name}"

@@ -1,8 +1,8 @@
 """The collector: bytes that nothing refers to any more are deleted, while everything goes on.
 
 In three steps, each safe beside publishing (`loraserve.registry.references`) and beside another server that does the same: a blob without
-a reference gets on the list; it stays there for `LIMITS.gc_grace_s`; then it is deleted, in a transaction that looks for references
-again and holds its row. Rows of deleted versions stay: what goes are their bytes, after the retention.
+a reference gets on the list; it stays there for `LIMITS.gc_grace_s`; then it is marked, in a transaction that looks for references
+again, and deleted. Rows of deleted versions stay: what goes are their bytes, after the retention.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import islice
+from typing import Any
 
-from sqlalchemy import delete, select
+from sqlalchemy import delete, select, update
 from ulid import ULID
 
 from adapters_store.base import BlobStore
@@ -33,11 +34,15 @@ from loraserve.types import Digest
 logger = logging.getLogger(__name__)
 
 LEASE = "gc"
+_Due = tuple[Digest, datetime | None]
+"""A blob that may be deleted, and since when it was seen to be marked."""
 _LEASE_LENGTH = timedelta(seconds=120)
-# Few are deleted in one transaction: on SQLite every other writer waits for it.
+# Few are marked at a time: who wants one of them waits until all are gone.
 _MARKED_AT_ONCE, _DELETED_AT_ONCE, _EXPIRED_AT_ONCE = 400, 8, 50
 _DELETING_S = 5.0
-"""After so long a transaction that deletes begins no further blob."""
+"""After so long no further one of those that are marked is begun."""
+_STALE_S = 900.0
+"""A mark that this process has seen for so long is a dead collector's. A living one renews the lease before it marks, and ends long before that."""
 _MAX_FAILURES = 3
 """Of a pass: a store that is away isn't asked for every blob."""
 _FIRST_PASS_S = 60.0
@@ -76,7 +81,9 @@ class Collector:
         self._clock = clock
         self._monotonic = monotonic
         self._holder = str(ULID())
-        self._seen: dict[tuple[Digest, datetime], float] = {}
+        self._seen: dict[tuple[Digest, datetime, datetime | None], float] = {}
+        self._marked: set[tuple[Digest, datetime]] = set()
+        """What this process marked, with when; those whose marks it couldn't take off it begins anew."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -152,43 +159,68 @@ class Collector:
     async def _look(self) -> None:
         """What is on the list is remembered, with when it was first seen there."""
         now = self._monotonic()
+        query = select(DoomedBlob.digest, DoomedBlob.doomed_at, DoomedBlob.deleting_at)
         async with self._database.read() as session:
-            rows = (await session.execute(select(DoomedBlob.digest, DoomedBlob.doomed_at))).all()
-        listed = [(Digest(digest), doomed_at) for digest, doomed_at in rows]
+            rows = (await session.execute(query)).all()
+        listed = [(Digest(digest), doomed_at, deleting_at) for digest, doomed_at, deleting_at in rows]
         self._seen = {key: self._seen.get(key, now) for key in listed}
+        self._marked &= {(digest, deleting_at) for digest, _, deleting_at in listed if deleting_at is not None}
         self.num_doomed = len(listed)
 
     async def _delete_due(self) -> bool:
         """Those that were listed long enough are gone, or off the list since something refers to them again."""
         now = self._monotonic()
-        due = [digest for (digest, _), seen in self._seen.items() if now - seen >= self._grace_s]
+        due = [
+            (digest, deleting_at)
+            for (digest, _, deleting_at), seen in self._seen.items()
+            if now - seen >= (self._grace_s if deleting_at is None else _STALE_S)
+            or (digest, deleting_at) in self._marked
+        ]
         # those that can't be deleted must not be the first at every pass, and the rest never come
         random.shuffle(due)
         num_failures = 0
         while due and num_failures < _MAX_FAILURES:
-            batch, due = due[:_DELETED_AT_ONCE], due[_DELETED_AT_ONCE:]
-            deleted = await self._delete(batch)
-            due += deleted.left
-            num_failures += deleted.has_failed
             if not await self._renew():
                 return False
+            batch, due = due[:_DELETED_AT_ONCE], due[_DELETED_AT_ONCE:]
+            # what was begun comes to its end, also where somebody cancels
+            deleted = await _to_its_end(self._delete(batch))
+            due += [(digest, None) for digest in deleted.left]
+            num_failures += deleted.has_failed
         return True
 
-    async def _delete(self, batch: Sequence[Digest]) -> _Deleted:
+    async def _delete(self, batch: Sequence[_Due]) -> _Deleted:
         """Those of `batch` that nothing refers to are gone, but for what is left."""
         now = self._clock()
+        marked = await self._mark_those(batch, now)
+        # No transaction is open: whoever wants to refer to one of these finds the mark, which no broken connection takes off
+        # (`keep`), and afterwards finds the bytes gone or still listed, never about to go.
+        deleted = await asyncio.to_thread(self._delete_blobs, marked)
+        faults.hit("gc.after_delete")
+        mine = DoomedBlob.digest.in_(marked), DoomedBlob.deleting_at == now
+        async with self._database.write() as session:
+            await session.execute(delete(DoomedBlob).where(*mine, DoomedBlob.digest.in_(deleted.gone)))
+            await session.execute(update(DoomedBlob).where(*mine).values(deleting_at=None))
+        self._marked.difference_update((digest, now) for digest in marked)
+        return deleted
+
+    async def _mark_those(self, batch: Sequence[_Due], now: datetime) -> list[Digest]:
+        """Those of `batch` that nothing refers to, marked, durably; what something refers to is off the list."""
         cutoff = now - timedelta(seconds=self._grace_s)
         async with self._database.write() as session:
-            query = select(DoomedBlob.digest).where(DoomedBlob.digest.in_(batch), DoomedBlob.doomed_at <= cutoff)
-            # A row that a publish is taking off the list is left to it.
-            due = [Digest(digest) for digest in (await session.scalars(query.with_for_update(skip_locked=True))).all()]
+            query = select(DoomedBlob.digest, DoomedBlob.deleting_at).where(
+                DoomedBlob.digest.in_([digest for digest, _ in batch]), DoomedBlob.doomed_at <= cutoff
+            )
+            # A row that a publish is taking off the list is left to it, and one that was marked since, to whoever did.
+            rows = (await session.execute(query.with_for_update(skip_locked=True))).all()
+            due = [Digest(digest) for digest, deleting_at in rows if (digest, deleting_at) in batch]
             needed = await referenced(session, due, now, self._retention)
-            # The store's one call inside a transaction: whoever wants to refer to one of these waits for its row (`keep`), and
-            # afterwards finds the bytes gone or still listed, never about to go.
-            deleted = await _to_its_end(self._delete_blobs, [digest for digest in due if digest not in needed])
-            faults.hit("gc.after_delete")
-            await session.execute(delete(DoomedBlob).where(DoomedBlob.digest.in_([*deleted.gone, *needed])))
-        return deleted
+            marked = [digest for digest in due if digest not in needed]
+            await session.execute(delete(DoomedBlob).where(DoomedBlob.digest.in_(needed)))
+            await session.execute(update(DoomedBlob).where(DoomedBlob.digest.in_(marked)).values(deleting_at=now))
+            # before the commit, whose answer may be lost
+            self._marked.update((digest, now) for digest in marked)
+        return marked
 
     def _delete_blobs(self, digests: Sequence[Digest]) -> _Deleted:
         gone: list[Digest] = []
@@ -203,7 +235,7 @@ class Collector:
             except BlobNotFound:
                 gone.append(digest)
             except StorageError as error:
-                # It stays on the list, and is tried again at the next pass. The store may be away: the transaction waits no longer.
+                # It stays on the list, and is tried again at the next pass. The store may be away: nobody waits longer.
                 logger.warning("the unneeded blob %s can't be deleted: %s", digest, error)
                 has_failed = True
                 break
@@ -228,13 +260,16 @@ class _Deleted:
     has_failed: bool
 
 
-async def _to_its_end(work: Callable[[Sequence[Digest]], _Deleted], digests: Sequence[Digest]) -> _Deleted:
-    """`work` on a thread, waited for also by who is cancelled: it must not go on without the transaction around it."""
-    running = asyncio.ensure_future(asyncio.to_thread(work, digests))
+async def _to_its_end(work: Coroutine[Any, Any, _Deleted]) -> _Deleted:
+    """What comes of `work`, which is waited for also by who is cancelled: what it deletes must not stay marked."""
+    running = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
         await asyncio.wait([running])
+        if not running.cancelled():
+            # seen, though nobody waits for it any more
+            running.exception()
         raise
 
 

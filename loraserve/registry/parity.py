@@ -20,6 +20,8 @@ STORED = "stored"
 NUMERICS = "numerics"
 """The name of the check that counts the version's answers which were not finite."""
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+ON_REQUEST = "this server verifies versions when it is asked to"
+"""The detail of a certificate that was skipped by the operator's wish; any other one was since the engine gave none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,11 @@ class Parity:
                 for name, value in msgspec.structs.asdict(self.certificate).items()
             }
         return {"name": PARITY, "status": self.status, "detail": self.detail, "certificate": certificate}
+
+
+def is_due(check: Mapping[str, Any]) -> bool:
+    """Whether the check is a certificate that is still missing though nobody wished so."""
+    return (check["name"], check["status"]) == (PARITY, SKIPPED) and bool(check["detail"] != ON_REQUEST)
 
 
 def _numbers(one: Certificate) -> str:

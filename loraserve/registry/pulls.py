@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 from adapters_store import StagedBlob
 from loraserve.db.idempotency import Once
-from loraserve.errors import AdapterFormatError
+from loraserve.errors import AdapterFormatError, SourceTooSlow
 from loraserve.limits import LIMITS
 from loraserve.registry.operations import OperationRecord, Operations, Progress, Result
 from loraserve.registry.sources import Source, check_allowed, parse_source
@@ -23,12 +24,21 @@ class Pulls:
 
     Args:
         allow: patterns of what may be pulled; none: nothing may.
+        monotonic: by which a source's pace is measured.
     """
 
-    def __init__(self, uploads: Uploads, operations: Operations, allow: Sequence[str]) -> None:
+    def __init__(
+        self,
+        uploads: Uploads,
+        operations: Operations,
+        allow: Sequence[str],
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._uploads = uploads
         self._operations = operations
         self._allow = tuple(allow)
+        self._monotonic = monotonic
 
     async def begin(
         self,
@@ -61,7 +71,7 @@ class Pulls:
     ) -> Result:
         staged = await self._uploads.stage(tenant)
         try:
-            config = await asyncio.to_thread(_fetch, source, staged, progress)
+            config = await asyncio.to_thread(_fetch, source, staged, progress, _Pace(source.address, self._monotonic))
             published = await self._uploads.publish(
                 tenant, name, config, staged, actor=actor, is_promoting=is_promoting
             )
@@ -78,16 +88,60 @@ class Pulls:
         }
 
 
-def _fetch(source: Source, weights: StagedBlob, progress: Progress) -> bytes:
+class _Pace:
+    """How long one pull has waited for its source: `LIMITS.pull_grace_s`, and what its bytes take at `LIMITS.min_pull_bytes_per_s`.
+
+    A rate bounds files of any size, also where the source doesn't say it; a time for all would be hours for a small file, or too
+    short for a large one. What we take to write the bytes doesn't count.
+    """
+
+    def __init__(self, address: str, monotonic: Callable[[], float]) -> None:
+        self._address = address
+        self._monotonic = monotonic
+        self._waited_s = 0.0
+        self._num_bytes = 0
+
+    def opened(self, source: Source, file: str) -> tuple[int | None, Iterator[bytes]]:
+        """What `source.open` gives; of its pieces, each in time.
+
+        Raises:
+            SourceTooSlow: now, or while the pieces are taken.
+        """
+        began = self._monotonic()
+        size, pieces = source.open(file)
+        self._count(began, 0)
+        return size, self._in_time(pieces)
+
+    def _in_time(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
+        while True:
+            began = self._monotonic()
+            piece = next(pieces, None)
+            if piece is None:
+                return
+            self._count(began, len(piece))
+            yield piece
+
+    def _count(self, began: float, num_bytes: int) -> None:
+        self._waited_s += self._monotonic() - began
+        self._num_bytes += num_bytes
+        if self._waited_s > LIMITS.pull_grace_s + self._num_bytes / LIMITS.min_pull_bytes_per_s:
+            raise SourceTooSlow(
+                f"{self._address} sent {self._num_bytes} bytes in {self._waited_s:.0f} s; at least {LIMITS.min_pull_bytes_per_s} a "
+                f"second are expected, after {LIMITS.pull_grace_s:g} s.",
+                hint="Try again later, or push the files.",
+            )
+
+
+def _fetch(source: Source, weights: StagedBlob, progress: Progress, pace: _Pace) -> bytes:
     """The config, after the weights went to `weights`; each bounded while it is read."""
-    config = b"".join(_bounded(source, CONFIG, LIMITS.max_adapter_config_bytes, progress))
-    for piece in _bounded(source, WEIGHTS, LIMITS.max_upload_bytes, progress):
+    config = b"".join(_bounded(source, CONFIG, LIMITS.max_adapter_config_bytes, progress, pace))
+    for piece in _bounded(source, WEIGHTS, LIMITS.max_upload_bytes, progress, pace):
         weights.write(piece)
     return config
 
 
-def _bounded(source: Source, file: str, max_bytes: int, progress: Progress) -> Iterator[bytes]:
-    size, pieces = source.open(file)
+def _bounded(source: Source, file: str, max_bytes: int, progress: Progress, pace: _Pace) -> Iterator[bytes]:
+    size, pieces = pace.opened(source, file)
     # what a source says of itself is no bound: it may send more
     num_bytes = 0
     if size is not None:

@@ -2,13 +2,15 @@
 
 The order that keeps both safe: who is about to refer to a blob takes it off the list first (`keep`), then writes its bytes or looks
 that they are there, then refers to it in a transaction. The collector deletes nothing that hasn't been on the list for
-`LIMITS.gc_grace_s`, and looks for references again in the transaction in which it deletes: what was taken off the list is safe for
-longer than any publish takes.
+`LIMITS.gc_grace_s`, and looks for references again in the transaction in which it marks what it deletes next: what was taken off the
+list is safe for longer than any publish takes. What is marked can't be taken off the list until its deletion has come to its end. The
+mark is durable: the lock of a row would end with its connection, while the thread that deletes goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Collection, Iterable, Iterator
 from datetime import datetime, timedelta
 from typing import Any
@@ -26,6 +28,8 @@ from loraserve.types import Digest
 
 _AT_ONCE = 1000
 """Digests in a statement: an adapter's versions may have more than a database takes parameters."""
+_PATIENCE_S, _LOOK_S = 8.0, 0.1
+"""For so long, and so often, a collector is looked at that is deleting what somebody wants."""
 
 
 async def referenced(
@@ -75,9 +79,10 @@ async def doom(session: AsyncSession, digests: Iterable[Digest], now: datetime) 
 
 
 async def keep(database: Database, digests: Collection[Digest]) -> None:
-    """The blobs aren't on the list, and nobody is deleting them. Durable.
+    """The blobs aren't on the list, and nobody is deleting them. Durable. A collector that is deleting one of them is waited for.
 
     Raises:
+        Overloaded: one is still being deleted; the same request works later.
         DatabaseUnavailable
     """
     doomed: list[str] = []
@@ -86,10 +91,28 @@ async def keep(database: Database, digests: Collection[Digest]) -> None:
             doomed += (await session.scalars(select(DoomedBlob.digest).where(DoomedBlob.digest.in_(some)))).all()
     if not doomed:
         return
+    end = time.monotonic() + _PATIENCE_S
+    # Once a collector has come to its end the blob is gone, and the caller finds out.
+    while not await _take_off(database, list(map(Digest, doomed))):
+        if time.monotonic() >= end:
+            raise Overloaded(
+                "Old bytes that are the same as these are being deleted.",
+                hint="Send the same request again later.",
+                retry_after_s=10,
+            )
+        await asyncio.sleep(_LOOK_S)
+
+
+async def _take_off(database: Database, digests: Collection[Digest]) -> bool:
+    """Whether none of the blobs is on the list any more. False: one is being deleted, and all are as they were."""
     async with database.write() as session:
-        for some in _parts(map(Digest, doomed)):
-            # Waits for a collector that is deleting one of them: afterwards it is gone, and the caller finds out.
+        for some in _parts(digests):
+            listed = select(DoomedBlob.deleting_at).where(DoomedBlob.digest.in_(some)).order_by(DoomedBlob.digest)
+            if any((await session.scalars(listed.with_for_update())).all()):
+                return False
+        for some in _parts(digests):
             await session.execute(delete(DoomedBlob).where(DoomedBlob.digest.in_(some)))
+    return True
 
 
 async def keep_stored(database: Database, store: BlobStore, digests: Collection[Digest]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from adapters_store.base import BlobStore
@@ -24,6 +25,7 @@ from loraserve.registry.composition import compose
 from loraserve.registry.damage import Damages
 from loraserve.registry.gc import Collector
 from loraserve.registry.last_used import LastUsed
+from loraserve.registry.late_certificates import LateCertificates
 from loraserve.registry.model_name import ParsedModel, Term, model_not_found
 from loraserve.registry.notes import Notes
 from loraserve.registry.operations import Operations
@@ -55,7 +57,7 @@ class Registry:
     `resolve` at once in this process and within `LIMITS.resolve_cache_s` in others.
 
     `uploads` is the way in; `aliases` moves names, `notes` writes on what is there, `tombstones` restores what was deleted; `pins` are
-    operators'; `certificates` verifies what is there again; `damages` is told of bytes that aren't what they were, `strikes` of answers
+    operators'; `certificates` verifies what is there again, `late_certificates` what couldn't be at its upload; `damages` is told of bytes that aren't what they were, `strikes` of answers
     that are no numbers, `shadow_hours` of how shadows did; `grants` let other tenants use an adapter.
 
     Args:
@@ -92,6 +94,7 @@ class Registry:
         self.certificates = Certificates(
             database, certify, self.forget, is_at_upload=is_certified_at_upload, clock=clock
         )
+        self.late_certificates = LateCertificates(database, self.certificates, base, clock=clock, monotonic=monotonic)
         self.uploads = Uploads(
             database, store, base, self.certificates, self.forget, retention_s=retention_s, clock=clock
         )
@@ -131,7 +134,8 @@ class Registry:
             return BASE
         if len(terms) > 1 or terms[0].weight != 1:
             resolved = [(await self.resolve(tenant, term.adapter, sticky=sticky), term.weight) for term in terms]
-            return Binding(compose(tenant, resolved))
+            owners = _owners(tenant, zip((ref.tenant for ref, _ in resolved), terms, strict=True))
+            return Binding(compose(tenant, resolved), owners=owners)
         route = await self._route(tenant, terms[0].adapter)
         try:
             binding = route.bind(sticky, self._draw)
@@ -140,7 +144,8 @@ class Registry:
             raise
         if binding.adapter is not None:
             self.last_used.touch(tenant, binding.adapter.digest)
-        return binding
+        owners = _owners(tenant, [(route.main.ref.tenant, terms[0])])
+        return replace(binding, owners=owners) if owners else binding
 
     async def resolve(self, tenant: TenantId, model: ParsedModel, *, sticky: str | None = None) -> AdapterRef:
         """The version that `model`, which isn't the base, means for one request; never its fallback.
@@ -324,3 +329,8 @@ class Registry:
                 session, repository, "version.delete", f"{name}@{number}", actor=actor, now=now, digest=row.digest
             )
         self.forget(tenant, name)
+
+
+def _owners(tenant: TenantId, found: Iterable[tuple[TenantId, Term]]) -> Mapping[TenantId, str]:
+    """Those of the terms' owners that aren't `tenant` itself, by the names that it called them."""
+    return {owner: term.adapter.owner for owner, term in found if term.adapter.owner is not None and owner != tenant}

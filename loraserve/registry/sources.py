@@ -28,7 +28,6 @@ _HUB = re.compile(
     re.ASCII,
 )
 _TIMEOUT = httpx2.Timeout(30.0, connect=10.0)
-_PIECE_BYTES = 1 << 20
 _EXPECTED = "Expected hf://ORG/NAME, hf://ORG/NAME@REVISION or s3://BUCKET/PREFIX."
 
 
@@ -41,7 +40,7 @@ class Source(Protocol):
         ...
 
     def open(self, file: str) -> tuple[int | None, Iterator[bytes]]:
-        """The file's size, where it is told, and its bytes.
+        """The file's size, where it is told, and its bytes, each piece soon after it came: whoever takes them sees how slow they are.
 
         Raises:
             AdapterFormatError: there is no such file.
@@ -147,13 +146,17 @@ class _Folder:
 
 def _download(url: str, headers: dict[str, str], address: str) -> Iterator[bytes]:
     try:
+        # What is encoded may come for ever and give no byte.
+        headers = {**headers, "Accept-Encoding": "identity"}
         # A redirect to another host is followed without our token: the client sees to that.
         with (
             httpx2.Client(timeout=_TIMEOUT, follow_redirects=True) as client,
             client.stream("GET", url, headers=headers) as answer,
         ):
             answer.raise_for_status()
-            yield from answer.iter_bytes(_PIECE_BYTES)
+            if (encoding := answer.headers.get("content-encoding", "identity")) != "identity":
+                raise StorageError(f"{address} can't be read: its answer is encoded ({encoding:.20}), unasked.")
+            yield from answer.iter_raw()
     except httpx2.HTTPError as error:
         raise StorageError(f"{address} can't be read: {type(error).__name__}.", hint="Try again.") from error
 

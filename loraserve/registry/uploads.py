@@ -6,12 +6,16 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from datetime import timedelta
+from dataclasses import dataclass
+from datetime import datetime, timedelta
 from typing import Any, Protocol
+
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from adapters_store.base import BlobStore, StagedBlob
 from loraserve import faults
 from loraserve.db.idempotency import Once
+from loraserve.db.models import Adapter, AdapterVersion
 from loraserve.db.session import Clock, Database
 from loraserve.errors import Overloaded
 from loraserve.limits import LIMITS
@@ -162,74 +166,124 @@ class Uploads:
         base = self._base()
         async with self._inspections:
             inspected = await asyncio.to_thread(_inspect, config, weights, base)
-        size_bytes = len(config) + weights.num_bytes
+        push = _Push(tenant, name, config, weights, base, inspected, actor, is_promoting)
+        if is_dry_run:
+            return await self._preview(push)
+        known = await self._look(push)
+        stored = await self._keep(push, known)
+        parity = await self._certify(push, known, stored)
+        if stored.is_kept:
+            await keep_stored(self._database, self._store, (stored.config_blob, stored.weights_blob))
+        published = await self._record(push, known, stored, parity, once)
+        self._on_change(tenant, name)
+        return published
+
+    async def _preview(self, push: _Push) -> Published:
+        """What a publish would give, but for its certificate."""
         async with self._database.read() as session:
-            repository = AdapterRepository(session, tenant)
-            known = await repository.version_of_digest(name, inspected.digest)
-            next_number = await repository.next_number(name)
-            if is_dry_run:
-                if known is not None:
-                    return Published(await repository.version_record(*known), is_new=False)
-                return Published(self._preview(tenant, name, inspected, size_bytes), is_new=True)
-            if known is None:
-                # What will be refused keeps no bytes, and the engine isn't asked. What counts is the look under the lock below.
+            repository = AdapterRepository(session, push.tenant)
+            found = await repository.version_of_digest(push.name, push.inspected.digest)
+            if found is not None:
+                return Published(await repository.version_record(*found), is_new=False)
+        version = VersionRecord(
+            tenant=push.tenant,
+            name=push.name,
+            version=None,
+            digest=push.inspected.digest,
+            config_blob=Digest(""),
+            weights_blob=Digest(""),
+            state=CHECKED,
+            size_bytes=push.size_bytes,
+            rank=push.inspected.rank,
+            target_modules=push.inspected.target_modules,
+            dtype=push.inspected.dtype,
+            aliases=(),
+            created_at=self._clock(),
+            checks=_checks(push.inspected, self._certificates.check_dry_run()),
+            revision=0,
+        )
+        return Published(version, is_new=True)
+
+    async def _look(self, push: _Push) -> _Known:
+        """What the registry has of it now.
+
+        Raises:
+            QuotaExceeded: what will be refused keeps no bytes, and the engine isn't asked. What counts is the look under the lock in `_record`.
+        """
+        async with self._database.read() as session:
+            repository = AdapterRepository(session, push.tenant)
+            found = await repository.version_of_digest(push.name, push.inspected.digest)
+            next_number = await repository.next_number(push.name)
+            if found is None:
                 now = self._clock()
                 await check_quota(
                     session,
                     repository,
                     (await repository.tenant_row()).limits,
                     now,
-                    is_new_adapter=not await repository.has_adapter(name),
-                    size_bytes=size_bytes,
+                    is_new_adapter=not await repository.has_adapter(push.name),
+                    size_bytes=push.size_bytes,
                     is_counted=False,
-                    blob=weights.digest,
+                    blob=push.weights.digest,
                     restorable_since=now - self._retention,
                 )
-        had_damage = known is not None and is_damaged(known[1].checks)
-        config_blob, weights_blob = Digest(hashlib.sha256(config).hexdigest()), weights.digest
+        return _Known(None if found is None else found[1], next_number)
+
+    async def _keep(self, push: _Push, known: _Known) -> _Stored:
+        """The version's blobs, in the store: these files, or those of an equal version that other files hold."""
+        config_blob, weights_blob = Digest(hashlib.sha256(push.config).hexdigest()), push.weights.digest
+        version = known.version
         # Of an equal version that other files hold, these are not needed. The same files are written again: what is acknowledged here
         # is there, though what lay there may have been damaged unnoticed.
-        is_kept = (
-            known is None or had_damage or (config_blob, weights_blob) == (known[1].config_blob, known[1].weights_blob)
+        is_same = version is not None and (config_blob, weights_blob) == (version.config_blob, version.weights_blob)
+        if version is not None and not known.was_damaged and not is_same:
+            return _Stored(Digest(version.config_blob), Digest(version.weights_blob), is_kept=False)
+        await keep(self._database, (config_blob, weights_blob))
+        await asyncio.to_thread(self._commit, push.config, push.weights)
+        return _Stored(config_blob, weights_blob, is_kept=True)
+
+    async def _certify(self, push: _Push, known: _Known, stored: _Stored) -> Parity | None:
+        """The certificate of a version that is new, or has new bytes in the place of damaged ones; None: it has its own, or nothing is verified.
+
+        Raises:
+            AdapterRejected: the engine can never serve it.
+        """
+        if known.version is not None and not known.was_damaged:
+            return None
+        ref = AdapterRef(
+            tenant=push.tenant,
+            name=push.name,
+            # For people: another upload may take the number first.
+            version=known.next_number if known.version is None else known.version.number,
+            digest=push.inspected.digest,
+            config_blob=stored.config_blob,
+            weights_blob=stored.weights_blob,
         )
-        if is_kept:
-            await keep(self._database, (config_blob, weights_blob))
-            await asyncio.to_thread(self._commit, config, weights)
-        elif known is not None:
-            config_blob, weights_blob = Digest(known[1].config_blob), Digest(known[1].weights_blob)
-        parity = None
-        if known is None or had_damage:
-            ref = AdapterRef(
-                tenant=tenant,
-                name=name,
-                # For people: another upload may take the number first.
-                version=next_number if known is None else known[1].number,
-                digest=inspected.digest,
-                config_blob=config_blob,
-                weights_blob=weights_blob,
-            )
-            parity = await self._certificates.check_upload(ref)
-        if is_kept:
-            await keep_stored(self._database, self._store, (config_blob, weights_blob))
-        now = self._clock()
+        return await self._certificates.check_upload(ref)
+
+    async def _record(
+        self, push: _Push, known: _Known, stored: _Stored, parity: Parity | None, once: Once[Published] | None
+    ) -> Published:
+        """The version, in the database: new, mended, or as it was; and named `LIVE`, if it is to be. In one transaction, which locks the tenant."""
+        name, now = push.name, self._clock()
         async with self._database.write() as session:
             if once is not None:
                 await once.begin(session)
-            repository = AdapterRepository(session, tenant)
+            repository = AdapterRepository(session, push.tenant)
             limits = (await repository.lock_tenant()).limits
             adapter, is_new_adapter = await repository.adapter_to_publish(name, now)
-            found = await repository.version_of_digest(name, inspected.digest)
+            found = await repository.version_of_digest(name, push.inspected.digest)
             if found is None:
-                if known is not None and parity is None:
+                if known.version is not None and parity is None:
                     # what it was found to be went with it: new, it needs a certificate of its own
                     raise Overloaded(
-                        f"{name}@{known[1].number} has these bytes, and was deleted meanwhile.",
+                        f"{name}@{known.version.number} has these bytes, and was deleted meanwhile.",
                         hint="Send the same request again.",
                         retry_after_s=1,
                     )
                 if parity is not None and parity.status == SKIPPED:
                     failure = await self._certificates.known_failure(
-                        session, tenant, inspected.digest, Digest(base.digest)
+                        session, push.tenant, push.inspected.digest, Digest(push.base.digest)
                     )
                     parity = failure or parity
                 await check_quota(
@@ -238,61 +292,23 @@ class Uploads:
                     limits,
                     now,
                     is_new_adapter=is_new_adapter,
-                    size_bytes=size_bytes,
-                    blob=weights_blob,
+                    size_bytes=push.size_bytes,
+                    blob=stored.weights_blob,
                     restorable_since=now - self._retention,
                 )
-                version = repository.add_version(
-                    adapter,
-                    now,
-                    actor,
-                    digest=inspected.digest,
-                    config_blob=config_blob,
-                    weights_blob=weights_blob,
-                    base_digest=base.digest,
-                    size_bytes=size_bytes,
-                    rank=inspected.rank,
-                    target_modules=list(inspected.target_modules),
-                    dtype=inspected.dtype,
-                    state=READY if parity is None else parity.state,
-                    checks=list(_checks(inspected, parity)),
-                )
-                repository.touch(adapter, now)
-                record_change(
-                    session,
-                    repository,
-                    "version.publish",
-                    f"{name}@{version.number}",
-                    actor=actor,
-                    now=now,
-                    digest=version.digest,
-                    size_bytes=size_bytes,
-                    state=version.state,
-                )
+                version = _add(session, repository, adapter, push, stored, parity, now)
             else:
                 version = found[1]
-                if is_kept and is_damaged(version.checks):
-                    mend(version, config_blob, weights_blob, size_bytes, parity)
-                    repository.touch(adapter, now)
-                    record_change(
-                        session,
-                        repository,
-                        "version.mend",
-                        f"{name}@{version.number}",
-                        actor=actor,
-                        now=now,
-                        digest=version.digest,
-                        state=version.state,
-                    )
-            if is_promoting and version.state != QUARANTINED:
-                await point_alias(session, repository, adapter, LIVE, version.number, actor=actor, now=now)
+                if stored.is_kept and is_damaged(version.checks):
+                    _mend(session, repository, adapter, version, push, stored, parity, now)
+            if push.is_promoting and version.state != QUARANTINED:
+                await point_alias(session, repository, adapter, LIVE, version.number, actor=push.actor, now=now)
             await session.flush()
             published = Published(await repository.version_record(adapter, version), is_new=found is None)
             if once is not None:
                 await once.finish(session, published)
             faults.hit("registry.before_commit")
         faults.hit("registry.after_commit")
-        self._on_change(tenant, name)
         return published
 
     def _commit(self, config: bytes, weights: Weights) -> None:
@@ -305,24 +321,112 @@ class Uploads:
             raise
         weights.commit()
 
-    def _preview(self, tenant: TenantId, name: str, inspected: Inspected, size_bytes: int) -> VersionRecord:
-        return VersionRecord(
-            tenant=tenant,
-            name=name,
-            version=None,
-            digest=inspected.digest,
-            config_blob=Digest(""),
-            weights_blob=Digest(""),
-            state=CHECKED,
-            size_bytes=size_bytes,
-            rank=inspected.rank,
-            target_modules=inspected.target_modules,
-            dtype=inspected.dtype,
-            aliases=(),
-            created_at=self._clock(),
-            checks=_checks(inspected, self._certificates.check_dry_run()),
-            revision=0,
-        )
+
+@dataclass(frozen=True, slots=True)
+class _Push:
+    """One publish: what was sent, and what it was found to be."""
+
+    tenant: TenantId
+    name: str
+    config: bytes
+    weights: Weights
+    base: BaseSpec
+    inspected: Inspected
+    actor: str
+    is_promoting: bool
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.config) + self.weights.num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What the registry had before a publish; another may change it meanwhile."""
+
+    version: AdapterVersion | None
+    """The adapter's version that has these very weights."""
+    next_number: int
+
+    @property
+    def was_damaged(self) -> bool:
+        return self.version is not None and is_damaged(self.version.checks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """The blobs that hold a version."""
+
+    config_blob: Digest
+    weights_blob: Digest
+    is_kept: bool
+    """Whether they are the files that were sent."""
+
+
+def _add(
+    session: AsyncSession,
+    repository: AdapterRepository,
+    adapter: Adapter,
+    push: _Push,
+    stored: _Stored,
+    parity: Parity | None,
+    now: datetime,
+) -> AdapterVersion:
+    """A new version, with its audit row."""
+    inspected = push.inspected
+    version = repository.add_version(
+        adapter,
+        now,
+        push.actor,
+        digest=inspected.digest,
+        config_blob=stored.config_blob,
+        weights_blob=stored.weights_blob,
+        base_digest=push.base.digest,
+        size_bytes=push.size_bytes,
+        rank=inspected.rank,
+        target_modules=list(inspected.target_modules),
+        dtype=inspected.dtype,
+        state=READY if parity is None else parity.state,
+        checks=list(_checks(inspected, parity)),
+    )
+    repository.touch(adapter, now)
+    record_change(
+        session,
+        repository,
+        "version.publish",
+        f"{push.name}@{version.number}",
+        actor=push.actor,
+        now=now,
+        digest=version.digest,
+        size_bytes=push.size_bytes,
+        state=version.state,
+    )
+    return version
+
+
+def _mend(
+    session: AsyncSession,
+    repository: AdapterRepository,
+    adapter: Adapter,
+    version: AdapterVersion,
+    push: _Push,
+    stored: _Stored,
+    parity: Parity | None,
+    now: datetime,
+) -> None:
+    """The damaged version is stored in whole blobs, with its audit row."""
+    mend(version, stored.config_blob, stored.weights_blob, push.size_bytes, parity)
+    repository.touch(adapter, now)
+    record_change(
+        session,
+        repository,
+        "version.mend",
+        f"{push.name}@{version.number}",
+        actor=push.actor,
+        now=now,
+        digest=version.digest,
+        state=version.state,
+    )
 
 
 def _checks(inspected: Inspected, parity: Parity | None) -> tuple[Mapping[str, Any], ...]:

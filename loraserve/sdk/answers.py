@@ -42,9 +42,9 @@ class Answer:
     status_code: int
     request_id: str | None = None
     adapter: str | None = None
-    """`NAME@VERSION`, or the sum of such, that answered an inference request; None for the base."""
+    """`NAME@VERSION`, `OWNER/NAME@VERSION` of one that was granted, or the sum of such, that answered an inference request; None for the base."""
     fell_back_from: str | None = None
-    """`NAME@VERSION` that was asked for and couldn't answer; `adapter`, or the base's id there, answered in its place."""
+    """The version, written as `adapter`, that was asked for and couldn't answer; `adapter`, or the base's id there, answered in its place."""
     fell_back_for: str | None = None
     """The code of the error that it would have been."""
     etag: str | None = None

@@ -30,6 +30,7 @@ class Answerer:
         self._fallback = binding.fallback if binding.fell_back_from is None else None
         self._shadow = binding.shadow
         self._base_id = base_id
+        self._owners = binding.owners
 
     @property
     def has_fallen_back(self) -> bool:
@@ -54,13 +55,17 @@ class Answerer:
         self.reason = error.code
         return True
 
+    def label(self, adapter: AdapterRef) -> str:
+        """How the client would ask for it: ``NAME@VERSION``, ``OWNER/NAME@VERSION`` of one that was granted, or a sum of such."""
+        return label(adapter, self._owners)
+
     def headers(self) -> dict[str, str]:
         """``x-loraserve-adapter``: the version that answers; what it stands in for, and why. None for the base that was asked for."""
         if self._from is not None:
-            answering = self._base_id if self.adapter is None else label(self.adapter)
-            told = f"{answering}; fallback-from={label(self._from)}; reason={self.reason}"
+            answering = self._base_id if self.adapter is None else self.label(self.adapter)
+            told = f"{answering}; fallback-from={self.label(self._from)}; reason={self.reason}"
         elif self.adapter is not None:
-            told = label(self.adapter)
+            told = self.label(self.adapter)
         else:
             return {}
         return {HEADER: quote(told, safe=_PLAIN + ";=")}

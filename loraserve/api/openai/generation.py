@@ -161,7 +161,7 @@ class Generation:
                 self._is_refused = True
             if isinstance(error, AdapterNumerics):
                 self._strike(self._requests[index])
-            await self._queue.put((index, _blamed(error, self._requests[index])))
+            await self._queue.put((index, self._blamed(error, self._requests[index])))
         else:
             await self._queue.put((index, None))
 
@@ -223,17 +223,17 @@ class Generation:
                 metrics.adapter_ended(name)
             metrics.finished.labels(reason).inc()
 
-
-def _blamed(error: Exception, request: GenerateRequest) -> Exception:
-    """The error as the client should see it: a sum that can't be made of its parts, each of which is fine, is the request's doing."""
-    if request.adapter is None or not request.adapter.parts or getattr(error, "param", None) is not None:
-        return error
-    if not isinstance(error, InvalidRequest | AdapterRejected | AdapterUnservable):
-        return error
-    # The engine, whose weights belong to nobody, knows digests alone.
-    short = {part.adapter.digest[:12]: label(part.adapter) for part in request.adapter.parts}
-    named = [f"{digest}… is {name}." for digest, name in short.items() if digest in error.message]
-    return InvalidRequest(" ".join([error.message, *named]), param="model", hint=error.hint)
+    def _blamed(self, error: Exception, request: GenerateRequest) -> Exception:
+        """The error as the client should see it: a sum that can't be made of its parts, each of which is fine, is the request's doing."""
+        if request.adapter is None or not request.adapter.parts or getattr(error, "param", None) is not None:
+            return error
+        if not isinstance(error, InvalidRequest | AdapterRejected | AdapterUnservable):
+            return error
+        # The engine, whose weights belong to nobody, knows digests alone.
+        name_of = label if self._answerer is None else self._answerer.label
+        short = {part.adapter.digest[:12]: name_of(part.adapter) for part in request.adapter.parts}
+        named = [f"{digest}… is {name}." for digest, name in short.items() if digest in error.message]
+        return InvalidRequest(" ".join([error.message, *named]), param="model", hint=error.hint)
 
 
 def _scored(chunk: Chunk) -> Chunk:

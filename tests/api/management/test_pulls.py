@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from datetime import datetime
@@ -18,7 +19,7 @@ from adapters_store import LocalStore
 from loraserve.api.services import Services
 from loraserve.db.models import OperationRow
 from loraserve.db.session import utc_now
-from loraserve.errors import Overloaded, StorageFull
+from loraserve.errors import Overloaded, StorageError, StorageFull
 from loraserve.limits import LIMITS
 from loraserve.registry import operations, pulls, sources
 from loraserve.registry.operations import Operations, Progress
@@ -210,6 +211,30 @@ async def test_a_source_that_ends_early_fails(
     assert (ended["state"], ended["error"]["code"]) == ("failed", "adapter_format")
 
 
+@pytest.mark.parametrize(("piece_s", "state"), [(20.0, "failed"), (0.001, "done")])
+async def test_a_source_that_drips_is_given_up(
+    admin: httpx2.AsyncClient,
+    acme: httpx2.AsyncClient,
+    origin: Origin,
+    store: LocalStore,
+    services: Services,
+    piece_s: float,
+    state: str,
+) -> None:
+    registry, clock = services.registry, itertools.count()
+    # each piece of 100 bytes takes so long, the first one too
+    registry.pulls = Pulls(registry.uploads, registry.operations, ["*"], monotonic=lambda: next(clock) // 2 * piece_s)
+    ended = await until_ended(acme, await begin(admin))
+    assert ended["state"] == state
+    if state == "done":
+        return
+    assert ended["error"]["code"] == "source_too_slow"
+    for text in (origin.address, str(LIMITS.min_pull_bytes_per_s), "push the files"):
+        assert text in ended["error"]["message"]
+    assert ended["progress"]["bytes_done"] < 1000
+    assert list(store.iter_digests()) == []
+
+
 async def test_an_adapter_that_cannot_be_served_fails_with_its_reasons(
     admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, origin: Origin
 ) -> None:
@@ -344,6 +369,10 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _HubHandler)
         self.files = files
         self.asked: list[str] = []
+        self.encoding: str | None = None
+        self.gate = threading.Event()
+        """For the rest of a body, after its first bytes."""
+        self.gate.set()
 
 
 class _HubHandler(BaseHTTPRequestHandler):
@@ -368,9 +397,13 @@ class _HubHandler(BaseHTTPRequestHandler):
         self.send_header("X-Repo-Commit", COMMIT)
         self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
         self.send_header("Content-Length", str(len(data)))
+        if self.server.encoding is not None:
+            self.send_header("Content-Encoding", self.server.encoding)
         self.end_headers()
         if with_body:
-            self.wfile.write(data)
+            self.wfile.write(data[:10])
+            self.server.gate.wait(5)
+            self.wfile.write(data[10:])
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -408,6 +441,22 @@ def test_a_file_that_the_hub_does_not_have_is_said_so(hub: Hub) -> None:
     source = sources.parse_source("hf://acme/sql")
     with pytest.raises(sources.AdapterFormatError, match=WEIGHTS):
         source.open(WEIGHTS)
+
+
+def test_bytes_of_the_hub_are_seen_as_they_come(hub: Hub, files: dict[str, bytes]) -> None:
+    hub.gate.clear()
+    _, pieces = sources.parse_source("hf://acme/sql").open(WEIGHTS)
+    first = next(pieces)
+    hub.gate.set()
+    assert first == files[WEIGHTS][:10]
+    assert first + b"".join(pieces) == files[WEIGHTS]
+
+
+def test_what_the_hub_encodes_unasked_is_not_read(hub: Hub) -> None:
+    hub.encoding = "gzip"
+    _, pieces = sources.parse_source("hf://acme/sql").open(CONFIG)
+    with pytest.raises(StorageError, match="encoded"):
+        next(pieces)
 
 
 def test_a_folder_of_a_bucket_is_read(files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:

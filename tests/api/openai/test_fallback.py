@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import httpx2
+import msgspec
 import pytest
 
 from loraserve.api.openai.fallback import Answerer
@@ -184,6 +185,15 @@ def test_a_fallback_is_taken_once() -> None:
     answerer = Answerer(Binding(ref, fallback=Fallback(ref)), "base")
     error = AdapterNotReady("It is still being read.")
     assert [answerer.fall_back(error), answerer.fall_back(error)] == [True, False]
+
+
+def test_a_granted_adapter_and_its_fallback_are_named_with_their_owner() -> None:
+    ref = AdapterRef(tenant="t", name="sql", version=3, digest="", config_blob="", weights_blob="")  # type: ignore[arg-type]
+    spare = msgspec.structs.replace(ref, version=1)
+    answerer = Answerer(Binding(ref, fallback=Fallback(spare), owners={ref.tenant: "acme"}), "base")
+    assert answerer.fall_back(AdapterNotReady("It is still being read."))
+    told = "acme/sql@1; fallback-from=acme/sql@3; reason=adapter_not_ready"
+    assert answerer.headers() == {"x-loraserve-adapter": told}
 
 
 def test_a_base_of_any_name_fits_the_header() -> None:

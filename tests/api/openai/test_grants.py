@@ -9,13 +9,18 @@ import httpx2
 import pytest
 
 from loraserve.api.services import Services
+from loraserve.errors import AdapterTooLarge
 from loraserve.tenancy.tenants import TenantChange
 
 
 @pytest.fixture
-async def globex(url: str, make_tenant: Any) -> AsyncIterator[httpx2.AsyncClient]:
-    tenant = await make_tenant("globex")
-    async with httpx2.AsyncClient(base_url=url, headers=tenant.headers, timeout=10) as client:
+async def grantee(make_tenant: Any) -> Any:
+    return await make_tenant("globex")
+
+
+@pytest.fixture
+async def globex(url: str, grantee: Any) -> AsyncIterator[httpx2.AsyncClient]:
+    async with httpx2.AsyncClient(base_url=url, headers=grantee.headers, timeout=10) as client:
         yield client
 
 
@@ -38,10 +43,29 @@ async def test_a_granted_adapter_answers_under_its_owners_name(
     for model in ("acme/sql", "acme/sql@1", "acme/sql@live"):
         response = await ask(globex, model)
         assert (response.status_code, response.json()["model"]) == (200, model)
+        # as whoever reads it would ask for it
+        assert response.headers["x-loraserve-adapter"] == "acme/sql@1"
     request = engine.seen[-1]
     assert request.adapter.tenant == acme.caller.tenant
     # the engine charges, and keeps the prefixes of, who asked
     assert request.tenant != acme.caller.tenant
+
+
+async def test_an_owner_finds_its_own_adapter_under_its_plain_name(client: httpx2.AsyncClient) -> None:
+    for model in ("sql", "acme/sql"):
+        assert (await ask(client, model)).headers["x-loraserve-adapter"] == "sql@1"
+
+
+async def test_a_sum_names_the_owners_of_its_parts(
+    client: httpx2.AsyncClient, globex: httpx2.AsyncClient, grantee: Any, grant: Any, engine: Any, publish: Any
+) -> None:
+    await grant()
+    await publish("own", 1, grantee)
+    response = await ask(globex, "0.5*acme/sql+own")
+    assert response.headers["x-loraserve-adapter"] == "own@1+0.5*acme/sql@1"
+    assert (await ask(globex, response.headers["x-loraserve-adapter"])).status_code == 200
+    engine.fail_after, engine.failure = 0, AdapterTooLarge(f"{engine.seen[0].adapter.parts[1].adapter.digest[:12]}…")
+    assert (await ask(globex, "0.5*acme/sql+own")).json()["error"]["message"].endswith("… is acme/sql@1.")
 
 
 async def test_without_a_grant_its_absent_word_for_word(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import asyncpg
 import pytest
 from sqlalchemy import select
 
@@ -17,8 +18,9 @@ from adapters_store import LocalStore
 from loraserve import faults
 from loraserve.db.models import AdapterVersion, DoomedBlob
 from loraserve.db.session import Database, utc_now
-from loraserve.errors import StorageError
-from loraserve.registry.gc import Collector
+from loraserve.errors import Overloaded, StorageError
+from loraserve.registry import references
+from loraserve.registry.gc import _STALE_S, Collector
 from loraserve.registry.references import doom, keep, referenced
 from loraserve.registry.service import Registry
 from loraserve.tenancy.auth import Authenticator
@@ -190,6 +192,117 @@ async def test_who_wants_a_blob_waits_for_its_deletion_and_then_finds_it_gone(
         await keeping
     assert not store.exists(blob)
     await collecting
+
+
+async def sever(url: str) -> None:
+    """Every connection to the database breaks, where it is one that can."""
+    if url.startswith("postgres"):
+        connection = await asyncpg.connect(url)
+        others = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        await connection.execute(others)
+        await connection.close()
+
+
+async def test_a_deletion_is_waited_for_also_after_its_collectors_connection_broke(
+    collector: Collector, database: Database, database_url: str, store: LocalStore, time: Time
+) -> None:
+    blobs = [put(store, bytes([number])) for number in range(3)]
+    await passes(collector, time, 0)
+    time.passed_s += GRACE_S + 1
+    began, may_end = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        began.set()
+        may_end.wait(10)
+
+    with faults.arm("blob.delete", wait):
+        collecting = asyncio.create_task(collector.collect())
+        await asyncio.to_thread(began.wait, 10)
+        await sever(database_url)
+        keeping = asyncio.create_task(keep(database, blobs))
+        await asyncio.sleep(0.3)
+        # else its bytes would be written, or found to be there, and deleted afterwards
+        assert not keeping.done()
+        may_end.set()
+        await keeping
+    assert list(store.iter_digests()) == []
+    await collecting
+
+
+async def test_no_transaction_is_open_while_blobs_are_deleted(
+    collector: Collector, database: Database, store: LocalStore, time: Time
+) -> None:
+    put(store)
+    await passes(collector, time, 0)
+    loop = asyncio.get_running_loop()
+
+    async def write() -> None:
+        async with asyncio.timeout(2), database.write() as session:
+            await doom(session, [Digest("0" * 64)], time.now())
+
+    with faults.arm("blob.delete", lambda: asyncio.run_coroutine_threadsafe(write(), loop).result(5)):
+        await passes(collector, time, GRACE_S + 1)
+    assert collector.num_blobs == 1
+
+
+async def test_what_a_dead_collector_was_deleting_is_refused_until_another_takes_it_over(
+    collector: Collector, database: Database, store: LocalStore, time: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(references, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(references, "_LOOK_S", 0.01)
+    blob, other = put(store), make_collector(database, store, time)
+    await passes(collector, time, 0)
+    with faults.arm("blob.delete", die), pytest.raises(RuntimeError):
+        await passes(collector, time, GRACE_S + 1)
+    for after_s in (0, 121, _STALE_S - 1):
+        time.passed_s += after_s
+        assert await other.collect() == (after_s > 0)
+        with pytest.raises(Overloaded, match="being deleted"):
+            await keep(database, [blob])
+        assert store.exists(blob)
+    await passes(other, time, 1)
+    assert not store.exists(blob)
+    await keep(database, [blob])
+
+
+def die() -> None:
+    raise RuntimeError("killed")
+
+
+async def test_what_a_living_collector_could_not_end_it_begins_anew(
+    collector: Collector, store: LocalStore, time: Time
+) -> None:
+    blob = put(store)
+    await passes(collector, time, 0)
+    with faults.arm("blob.delete", die), pytest.raises(RuntimeError):
+        await passes(collector, time, GRACE_S + 1)
+    await passes(collector, time, 1)
+    assert not store.exists(blob)
+
+
+async def test_a_collector_that_is_stopped_leaves_no_mark(
+    collector: Collector, database: Database, store: LocalStore, time: Time
+) -> None:
+    blob = put(store)
+    await passes(collector, time, 0)
+    time.passed_s += GRACE_S + 1
+    began, may_end = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        began.set()
+        may_end.wait(10)
+
+    with faults.arm("blob.delete", wait):
+        collecting = asyncio.create_task(collector.collect())
+        await asyncio.to_thread(began.wait, 10)
+        collecting.cancel()
+        await asyncio.sleep(0)
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await collecting
+    assert not store.exists(blob)
+    async with database.read() as session:
+        assert (await session.scalars(select(DoomedBlob.digest))).all() == []
 
 
 async def test_there_may_be_more_blobs_than_a_statement_takes(database: Database) -> None:

@@ -1,0 +1,185 @@
+"""Late certificates: versions that were published while the engine couldn't verify them are verified once it can, in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+from sqlalchemy import Text, cast, select
+from ulid import ULID
+
+from loraserve.db.models import Adapter, AdapterVersion, Tenant
+from loraserve.db.session import Clock, Database
+from loraserve.errors import EngineError, EngineUnavailable, LoraserveError, NotFound, Overloaded
+from loraserve.limits import LIMITS
+from loraserve.registry.certificates import Certificates
+from loraserve.registry.leases import hold_lease
+from loraserve.registry.parity import PARITY, SKIPPED, is_due
+from loraserve.registry.records import QUARANTINED, READY
+from loraserve.types import BaseSpec, Digest, TenantId
+
+logger = logging.getLogger(__name__)
+
+LEASE = "late-certificates"
+ACTOR = "server"
+RETRY_S, MAX_RETRY_S = 60.0, 3600.0
+"""A version of which there was no certificate isn't asked for again for this long; doubled each time in a row, up to the second."""
+_LEASE_LENGTH = timedelta(seconds=2 * LIMITS.verification_timeout_s)
+"""It is renewed before each version, and one takes `LIMITS.verification_timeout_s` at most."""
+_WINDOW = 2000
+"""Versions that one statement looks at."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Due:
+    id: str
+    tenant: TenantId
+    name: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    retry_at_s: float
+    num_in_a_row: int
+
+
+class LateCertificates:
+    """Verifies what was published without a certificate, since the engine was away or busy; one version at a time, one server of all.
+
+    What comes of it is what `Certificates.verify` makes of it: a failed certificate is a quarantine. Versions that were left to whoever
+    asks stay as they are, and so do those of another base: this server can't tell of them.
+
+    Args:
+        certificates: asked for them; where they aren't asked for at uploads, `start` begins nothing.
+        base: the resident base; may raise `EngineUnavailable`.
+        monotonic: by which pauses are measured.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        certificates: Certificates,
+        base: Callable[[], BaseSpec],
+        *,
+        clock: Clock,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.num_by_verdict: Counter[str] = Counter()
+        """Since the start, by the certificate's verdict."""
+        self._database = database
+        self._certificates = certificates
+        self._base = base
+        self._clock = clock
+        self._monotonic = monotonic
+        self._holder = str(ULID())
+        self._refusals: dict[str, _Refusal] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """It verifies from now on, until `close`."""
+        if self._certificates.is_at_upload:
+            self._task = asyncio.create_task(self.run(), name="late certificates")
+
+    async def close(self) -> None:
+        """It verifies no more. What it was asking for isn't waited for, and nothing is changed."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def run(self) -> None:
+        """Sweeps until it is cancelled. What fails is logged, and tried again at the next sweep."""
+        while True:
+            await asyncio.sleep(LIMITS.late_certificates_interval_s)
+            try:
+                await self.sweep()
+            except LoraserveError as error:
+                logger.info("verifying what was published without a certificate stopped early: %s", error)
+            except Exception:
+                # a bug of ours must not end it for good
+                logger.exception("verifying what was published without a certificate failed")
+
+    async def sweep(self) -> bool:
+        """Each version that is due has been asked for once, but for those whose pause isn't over.
+
+        Returns:
+            False: the base isn't loaded, or another server is at it.
+
+        Raises:
+            EngineError, Overloaded: the engine is away or busy again, or the database; the rest is for the next sweep.
+        """
+        try:
+            base = Digest(self._base().digest)
+        except EngineUnavailable:
+            return False
+        seen: set[str] = set()
+        after: str | None = ""
+        while after is not None:
+            found, after = await self._look(after, base)
+            for due in found:
+                seen.add(due.id)
+                refusal = self._refusals.get(due.id)
+                if refusal is not None and self._monotonic() < refusal.retry_at_s:
+                    continue
+                if not await hold_lease(self._database, LEASE, self._holder, self._clock(), _LEASE_LENGTH):
+                    return False
+                await self._verify(due)
+        self._refusals = {key: refusal for key, refusal in self._refusals.items() if key in seen}
+        return True
+
+    async def _look(self, after: str, base: Digest) -> tuple[list[_Due], str | None]:
+        """Those that are due among the next `_WINDOW` versions, and the last version's id; None: there are no more."""
+        window = select(AdapterVersion.id).where(AdapterVersion.id > after).order_by(AdapterVersion.id)
+        query = (
+            select(AdapterVersion.id, Adapter.tenant_id, Adapter.name, AdapterVersion.number, AdapterVersion.checks)
+            .join(Adapter, Adapter.id == AdapterVersion.adapter_id)
+            .join(Tenant, Tenant.id == Adapter.tenant_id)
+            .where(AdapterVersion.deleted_at.is_(None), Adapter.deleted_at.is_(None), Tenant.deleted_at.is_(None))
+            .where(AdapterVersion.id > after, AdapterVersion.state == READY, AdapterVersion.base_digest == base)
+            # a first sieve, in both databases' words: most versions have a certificate
+            .where(cast(AdapterVersion.checks, Text).contains(f'"{SKIPPED}"', autoescape=True))
+            .order_by(AdapterVersion.id)
+        )
+        async with self._database.read() as session:
+            end = await session.scalar(window.offset(_WINDOW - 1).limit(1))
+            rows = (await session.execute(query if end is None else query.where(AdapterVersion.id <= end))).all()
+        found = [
+            _Due(ident, TenantId(tenant), name, number)
+            for ident, tenant, name, number, checks in rows
+            if any(map(is_due, checks))
+        ]
+        return found, end
+
+    async def _verify(self, due: _Due) -> None:
+        began = self._monotonic()
+        try:
+            version = await self._certificates.verify(due.tenant, due.name, due.number, actor=ACTOR)
+        except NotFound:
+            # deleted meanwhile
+            return
+        except LoraserveError as error:
+            self._put_off(due)
+            if isinstance(error, EngineError | Overloaded):
+                # it would be no better for the next one
+                raise
+            logger.info("%s@%d of tenant %s isn't verified yet: %s", due.name, due.number, due.tenant, error)
+            return
+        self._refusals.pop(due.id, None)
+        self.num_by_verdict.update(check["status"] for check in version.checks if check["name"] == PARITY)
+        if version.state == QUARANTINED:
+            logger.error(
+                "%s@%d of tenant %s is quarantined: its late certificate failed", due.name, due.number, due.tenant
+            )
+        # the engine has requests to answer: half of its time at most
+        await asyncio.sleep(self._monotonic() - began)
+
+    def _put_off(self, due: _Due) -> None:
+        before = self._refusals.get(due.id)
+        num_in_a_row = 1 if before is None else before.num_in_a_row + 1
+        pause_s = min(RETRY_S * 2.0 ** (num_in_a_row - 1), MAX_RETRY_S)
+        self._refusals[due.id] = _Refusal(self._monotonic() + pause_s, num_in_a_row)
