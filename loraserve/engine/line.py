@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
+from typing import TypeGuard
 
-from loraserve.engine.fairness import PROMPT_COST, Account, Accounts, Share
+from loraserve.engine.away import Away
+from loraserve.engine.fairness import PROMPT_COST, Account, Accounts, Share, turn_key
 from loraserve.engine.ranking import NEVER, Key
 from loraserve.engine.request import Request, Status
 from loraserve.engine.scheduled import ScheduledRequest
+from loraserve.types import Digest
 
 _ORDER = attrgetter("order")
 
@@ -79,7 +82,7 @@ class Line:
         heap: list[tuple[float, int]] = []
         while len(found) < count and (account := self._accounts.ranking.pop()) is not None:
             heapq.heappush(heap, (account.received, len(turns)))
-            turns.append(_Turn(account))
+            turns.append(_Turn(account, away=account.levels))
             following = self._accounts.ranking.peek()
             while heap and len(found) < count and (following is None or heap[0][0] <= following.received):
                 received, number = heap[0]
@@ -94,6 +97,19 @@ class Line:
             turn.close()
             self._accounts.ranking.push(turn.account)
         return found
+
+    def note_changed(self, adapters: Iterable[Digest], now_s: float, *, is_closed: bool) -> None:
+        """Who couldn't begin when it last had its turn, and perhaps can now, has turns again.
+
+        Args:
+            adapters: those that the pager says have come or gone.
+            is_closed: whether the line for space is.
+        """
+        away = self._accounts.away
+        away.wake_changed(adapters)
+        away.wake_due(now_s)
+        if not is_closed:
+            away.wake_blocked()
 
     @property
     def express(self) -> Sequence[Request]:
@@ -123,17 +139,22 @@ class Turns:
         begun: Sequence[Request],
         scheduled: list[ScheduledRequest],
         *,
+        now_s: float,
         is_admitting: bool = True,
+        is_closed: bool = False,
     ) -> None:
         """
         Args:
             begun: those that run and have more than one token to go.
             scheduled: the step so far: whoever is added to it had its turn.
+            is_closed: whether of a tenant's requests that wait only those may begin that have a pin, or wait for their adapter.
         """
         self.is_admitting = is_admitting
         self._line = line
         self._begun = begun
         self._scheduled = scheduled
+        self._now_s = now_s
+        self._is_closed = is_closed
         self._current: _Turn | None = None
         self._is_turn_over = False
         self._is_over = False
@@ -146,10 +167,10 @@ class Turns:
         """The tenant whose request it was has no turn after this one."""
         self._is_turn_over = True
 
-    def end_share(self) -> None:
-        """Nor have those of its tenant's requests that wait for the same adapter."""
+    def pass_share(self) -> None:
+        """It can't begin, its adapter isn't there: nor can others of its tenant that wait for the same one."""
         if self._current is not None:
-            self._current.end_share()
+            self._current.pass_share()
 
     def __iter__(self) -> Iterator[Request]:
         express = [request for request in self._begun if request.is_express]
@@ -162,6 +183,7 @@ class Turns:
         finally:
             for turn in turns:
                 turn.close()
+                turn.put_away(self._line.accounts.away, self._now_s)
                 self._line.accounts.ranking.push(turn.account)
 
     def _of_tenants(self, turns: list[_Turn]) -> Iterator[Request]:
@@ -178,7 +200,7 @@ class Turns:
                 ranking.pop()
                 if id(following) not in had_turns:
                     had_turns.add(id(following))
-                    turns.append(_Turn(following))
+                    turns.append(_Turn(following, is_closed=self._is_closed))
                     heapq.heappush(heap, (turns[-1].key, len(turns) - 1))
                 continue
             if not heap:
@@ -209,7 +231,9 @@ class Turns:
         for request in self._begun:
             if not request.is_express:
                 account = request.share.account
-                by_account.setdefault(id(account), _Turn(account)).begun.append(request)
+                if id(account) not in by_account:
+                    by_account[id(account)] = _Turn(account, is_closed=self._is_closed)
+                by_account[id(account)].begun.append(request)
         turns += by_account.values()
         heap = [(turn.key, number) for number, turn in enumerate(turns)]
         heapq.heapify(heap)
@@ -217,21 +241,29 @@ class Turns:
 
 
 class _Turn:
-    """A tenant's requests, in the order in which they have its turns. `close` gives back what it took of the tenant's ranking."""
+    """A tenant's requests, in the order in which they have its turns. `close` gives back what it took of the tenant's ranking.
 
-    def __init__(self, account: Account) -> None:
+    Args:
+        away: shares that have turns too, though none of their requests can begin.
+        is_closed: as in `Turns`.
+    """
+
+    def __init__(self, account: Account, *, away: Iterable[Share] = (), is_closed: bool = False) -> None:
         self.account = account
         self.begun: list[Request] = []
         self.was_served = False
         self._num_begun = 0
-        self._shares: list[Share] = []
+        self._shares: list[_ShareTurn] = []
         self._has_share: set[int] = set()
-        # (priority of its next request, what it had, that request's age), which of the shares, the request, those after it
-        self._heap: list[tuple[Key, int, Request, Iterator[Request]]] = []
-        self._current: Share | None = None
-        self._is_share_over = False
+        # (priority of its next request, what it had, that request's age), which of the shares, the request; None: its last one was passed over
+        self._heap: list[tuple[Key, int, Request | None]] = []
+        self._current: _ShareTurn | None = None
         self._received = 0.0
         self._passed: list[Share] = []
+        self._is_closed = is_closed
+        self._away = iter(away)
+        self._next_away = next(self._away, None)
+        account.levels.begin_turn()
 
     @property
     def key(self) -> Key:
@@ -249,27 +281,46 @@ class _Turn:
             return None
         if self._current is not None:
             # the one that had its turn last
-            _, number, _, others = heapq.heappop(self._heap)
-            self._push(number, iter(()) if self._is_share_over else others)
+            self._push(heapq.heappop(self._heap)[1])
             self._current = None
-        following = self.account.ranking.peek()
-        while following is not None and (not self._heap or (following.rank or NEVER) < self._heap[0][0]):
-            self.account.ranking.pop()
-            if id(following) not in self._has_share:
-                self._has_share.add(id(following))
-                self._shares.append(following)
-                self._push(len(self._shares) - 1, iter(tuple(following.waiting)))
-            following = self.account.ranking.peek()
-        if not self._heap:
-            return None
-        _, number, request, _ = self._heap[0]
-        self._current, self._is_share_over = self._shares[number], False
-        self._received = self._current.received
-        return request
+        while True:
+            while (following := self._take_share()) is not None:
+                if id(following) not in self._has_share:
+                    self._has_share.add(id(following))
+                    self._shares.append(_ShareTurn(following, is_closed=self._is_closed))
+                    self._push(len(self._shares) - 1)
+            if not self._heap:
+                return None
+            _, number, candidate = self._heap[0]
+            if candidate is not None:
+                break
+            heapq.heappop(self._heap)
+            self._pass(self._shares[number].share)
+        self._current = self._shares[number]
+        self._current.visited = candidate
+        self._received = self._current.share.received
+        return candidate
 
-    def end_share(self) -> None:
-        """The others that wait for the same adapter as the last one have no turn."""
-        self._is_share_over = True
+    def _take_share(self) -> Share | None:
+        """The tenant's next share, if it comes before those that have begun their turns."""
+        following, rank = self.account.ranking.peek(), NEVER
+        if following is not None:
+            rank = following.rank or NEVER
+        is_away = self._next_away is not None and (turn_key(self._next_away) or NEVER) < rank
+        if is_away and self._next_away is not None:
+            following, rank = self._next_away, turn_key(self._next_away) or NEVER
+        if following is None or (self._heap and not rank < self._heap[0][0]):
+            return None
+        if is_away:
+            self._next_away = next(self._away, None)
+        else:
+            self.account.ranking.pop()
+        return following
+
+    def pass_share(self) -> None:
+        """The last one can't begin, its adapter isn't there: of the others that wait for it only those have turns to whom that is news."""
+        if self._current is not None:
+            self._current.pass_over()
 
     def note_served(self) -> None:
         """The request that had its turn last is in the step."""
@@ -277,18 +328,82 @@ class _Turn:
         if self._current is None:
             return
         for share in self._passed:
-            if share is not self._current:
+            if share is not self._current.share:
                 share.received = max(share.received, self._received)
         self._passed.clear()
+        self.account.levels.lift(self._heap[0][0], self._received)
 
     def close(self) -> None:
-        for share in self._shares:
-            self.account.ranking.push(share)
+        for turn in self._shares:
+            self.account.ranking.push(turn.share)
 
-    def _push(self, number: int, others: Iterator[Request]) -> None:
-        request, share = next(others, None), self._shares[number]
-        if request is not None:
-            key = (request.priority, share.received, request.sequence_number)
-            heapq.heappush(self._heap, (key, number, request, others))
-        elif share.waiting:
+    def put_away(self, away: Away, now_s: float) -> None:
+        """Those of its shares that can't begin have no turn until that may have changed."""
+        for turn in self._shares:
+            turn.put_away(away, now_s)
+
+    def _push(self, number: int) -> None:
+        turn = self._shares[number]
+        request = next(turn.others, None)
+        share, at = turn.share, request or turn.unvisited_last
+        if at is None:
+            self._pass(share)
+        else:
+            heapq.heappush(self._heap, ((at.priority, share.received, at.sequence_number), number, request))
+
+    def _pass(self, share: Share) -> None:
+        if share.waiting:
             self._passed.append(share)
+
+
+class _ShareTurn:
+    """Those of a share's requests that have turns, as it stood when the first of them had its own.
+
+    Attributes:
+        others: those that are still to have theirs.
+        visited: the last that had its own.
+    """
+
+    def __init__(self, share: Share, *, is_closed: bool) -> None:
+        self.share = share
+        self.visited: Request | None = None
+        self._is_closed = is_closed
+        self._is_away = False
+        self._fresh = tuple(share.fresh)
+        waiting = tuple(share.waiting)
+        self._last: Request | None = waiting[-1] if waiting else None
+        self.others: Iterator[Request] = iter(waiting)
+        if is_closed:
+            can_begin = share.num_pinned or share.num_cold
+            self.others = (
+                (r for r in waiting if r.pin or r.adapter_wait_started_s is not None) if can_begin else iter(())
+            )
+
+    @property
+    def unvisited_last(self) -> Request | None:
+        """The share is passed over once its turn would have come to this request."""
+        return None if self.visited is self._last else self._last
+
+    def pass_over(self) -> None:
+        share, visited = self.share, self.visited
+        if share.num_cold == len(share.waiting):
+            self.others, self._last = iter(()), None
+            self._is_away = self._is_away or _is_cold(visited)
+        elif _is_cold(visited) and not self._is_away:
+            self._is_away = True
+            rest = () if self._is_closed and not share.num_pinned else self._fresh
+            self.others = (r for r in rest if r.order > visited.order and (r.pin or not self._is_closed))
+
+    def put_away(self, away: Away, now_s: float) -> None:
+        share = self.share
+        if not share.waiting or share.num_live > len(share.waiting) or share.num_pinned:
+            return
+        if self._is_away and not share.fresh:
+            away.put(share, share.waiting[0], now_s)
+        elif self._is_closed and (self._is_away or not share.num_cold):
+            away.put(share, share.waiting[-1], now_s, is_blocked=True)
+
+
+def _is_cold(request: Request | None) -> TypeGuard[Request]:
+    """Whether it waits for its adapter."""
+    return request is not None and request.status is Status.WAITING and request.adapter_wait_started_s is not None

@@ -16,7 +16,7 @@ import logging
 import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 from loraserve.engine.activation import find_activation
 from loraserve.engine.adapter_waits import AdapterSource, AdapterWaits
 from loraserve.engine.endings import numerics_error, overdue_error
-from loraserve.engine.fairness import OUTPUT_COST, PROMPT_COST, Accounts
+from loraserve.engine.fairness import OUTPUT_COST, PROMPT_COST, Accounts, Share
 from loraserve.engine.holdings import Holdings
 from loraserve.engine.line import Line, Turns
 from loraserve.engine.request import Request, Status
@@ -35,7 +35,7 @@ from loraserve.limits import LIMITS
 from loraserve.memory.kv_cache import BlockId, KVCache
 from loraserve.memory.pager import Residency
 from loraserve.memory.timings import Timings
-from loraserve.types import AdapterRef, FinishReason, RequestId, TokenOutput
+from loraserve.types import AdapterRef, Digest, FinishReason, RequestId, TokenOutput
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,7 @@ class _Step:
         preempted: who was put back for others, and isn't admitted again yet.
         is_short: whether blocks ran out.
         num_probe_rows: that it still has room for.
+        away: shares whose adapter isn't there, as the pager has said in this step.
     """
 
     now_s: float
@@ -76,6 +77,7 @@ class _Step:
     num_prompt_tokens: int = 0
     preempted: list[Request] = field(default_factory=list)
     is_short: bool = False
+    away: set[Share] = field(default_factory=set)
 
 
 class Scheduler:
@@ -123,6 +125,8 @@ class Scheduler:
         self._timeouts: list[tuple[float, int, Request]] = []
         self._ahead: list[Request] = []
         self._looked_ahead: tuple[int, int] = (-1, 0)
+        # adapters, since the last step
+        self._changed: set[Digest] = set()
 
     @property
     def num_waiting(self) -> int:
@@ -189,6 +193,10 @@ class Scheduler:
 
     # schedule
 
+    def note_changed(self, adapters: Collection[Digest]) -> None:
+        """These have come to the device or left it, couldn't be loaded, or wait for it no more, as the pager's `poll` has said: who wants one may ask for it again."""
+        self._changed.update(adapters)
+
     def schedule(self) -> list[ScheduledRequest]:
         """Choose the next step's requests within the token budget, and reserve the KV blocks they need.
 
@@ -206,6 +214,8 @@ class Scheduler:
         self._end_overdue(now)
         self._fail_overdue(now)
         self._accounts.age(now)
+        self._line.note_changed(self._changed, now, is_closed=self._adapters.is_line_closed)
+        self._changed.clear()
         step = _Step(now, self._token_budget, self._num_probe_rows())
         if self._line.apart:
             self._compute_apart(step)
@@ -226,7 +236,7 @@ class Scheduler:
         for request in list(self._line.apart):
             if step.budget == 0 or len(self._running) >= self._max_num_seqs:
                 return
-            if self._has_adapter(request):
+            if self._has_adapter(request, step):
                 count = min(request.num_pending_tokens, step.budget)
                 if not self._holdings.reserve(request, count):
                     return
@@ -260,7 +270,14 @@ class Scheduler:
         is_admitting = not step.is_short and (len(self._running) < step.num_places or self._has_place_to_give())
         if not begun and not is_admitting:
             return
-        turns = Turns(self._line, begun, step.scheduled, is_admitting=is_admitting)
+        turns = Turns(
+            self._line,
+            begun,
+            step.scheduled,
+            now_s=step.now_s,
+            is_admitting=is_admitting,
+            is_closed=self._adapters.is_line_closed,
+        )
         for request in turns:
             count = min(request.num_pending_tokens, self._room(request, step))
             if count == 0 and request.probe is not None and step.budget:
@@ -295,10 +312,8 @@ class Scheduler:
         if any(request is other for other in step.preempted):
             # Not in this step: so the last token of whom it preempted in flight is known when they come back.
             return
-        if not self._has_adapter(request):
-            if request.share.num_cold == len(request.share.waiting):
-                # so are all others that wait for it
-                turns.end_share()
+        if not self._has_adapter(request, step):
+            turns.pass_share()
             return
         if not request.wants_prompt_logprobs and request.probe is None:
             self._holdings.take_prefix(request)
@@ -401,6 +416,7 @@ class Scheduler:
             elif state is Residency.RESIDENT:
                 # it is there, and the request waits for a place in a step: that has its own bound
                 self._waits.end(request)
+                self._accounts.away.wake(request.share)
             else:
                 self._fail_load(request, request.adapter)
 
@@ -428,7 +444,7 @@ class Scheduler:
             if ahead:
                 self._adapters.prefetch(ahead)
 
-    def _has_adapter(self, request: Request) -> bool:
+    def _has_adapter(self, request: Request, step: _Step) -> bool:
         """Whether the request may run as far as its adapter goes; starts the load, or fails the request, if not."""
         if request.pin is not None:
             return True
@@ -438,7 +454,9 @@ class Scheduler:
             return False
         if request.adapter is None:
             return True
-        match self._adapters.request(request.adapter):
+        # once in a step for all that wait for it
+        state = Residency.LOADING if request.share in step.away else self._adapters.request(request.adapter)
+        match state:
             case Residency.RESIDENT:
                 # Pinned before any KV block is taken, and kept across preemption: a request that holds KV can always run.
                 digest = request.adapter.digest
@@ -447,6 +465,8 @@ class Scheduler:
                 # in the prompt alone: neither an answer, nor what of it came before a crash, moves it
                 request.activation = find_activation(digest, invocation_token_ids, request.prompt_token_ids)
                 self._waits.end(request)
+                if request.is_in_share:
+                    request.share.num_pinned += 1
                 if request.probe is None:
                     self.adapter_wait_s.add(request.adapter_wait_s)
                 return True
@@ -454,6 +474,7 @@ class Scheduler:
                 self._fail_load(request, request.adapter)
                 return False
             case _:
+                step.away.add(request.share)
                 if request.adapter_wait_started_s is None:
                     self._waits.begin(request, request.adapter.digest)
                 return False
