@@ -9,7 +9,7 @@ import pytest
 
 from loraserve.engine.away import MAX_AWAY_S, MAX_LOOKS
 from loraserve.engine.line import Turns
-from loraserve.engine.scheduler import LOOK_AHEAD
+from loraserve.engine.look_ahead import LOOK_AHEAD
 from loraserve.errors import AdapterNotReady, error_from_code
 from loraserve.limits import LIMITS
 from loraserve.memory.pager import INTEREST_S, Residency
