@@ -119,8 +119,10 @@ class Verifications:
         self._numbers = itertools.count()
         self._known: LRUCache[tuple[tuple[int, ...], ...], _BaseAnswers] = LRUCache(MAX_KNOWN_SEQUENCES)
         # one: what is beside the steps shall take one core at most, and of that what they leave
+        # as of the last `poll`, for the thread beside the steps
+        self._is_serving = False
         # a GPU's steps take little of the processors
-        self._rests = Rests(lambda: base.device.type == "cpu" and engine.is_serving)
+        self._rests = Rests(lambda: base.device.type == "cpu" and self._is_serving)
         self._executor = ThreadPoolExecutor(
             1, thread_name_prefix="verification", initializer=stand_back, initargs=(BACKGROUND,)
         )
@@ -159,6 +161,7 @@ class Verifications:
 
     def poll(self) -> list[m.VerifyReply]:
         """Go on with each verification as far as it can go now; return, once, the answers of those that are over."""
+        self._is_serving = self._engine.is_serving
         while self._waiting and len(self._active) < MAX_ACTIVE:
             self._active.append(self._waiting.popleft())
         for verification in list(self._active):
