@@ -24,7 +24,7 @@ from loraserve.registry.gc import _STALE_S, Collector
 from loraserve.registry.references import doom, keep, referenced
 from loraserve.registry.service import Registry
 from loraserve.tenancy.auth import Authenticator
-from loraserve.types import Digest, TenantId
+from loraserve.types import BaseSpec, Digest, TenantId
 
 GRACE_S, RETENTION_S = 100.0, 1000.0
 
@@ -47,6 +47,12 @@ class Time:
 @pytest.fixture
 def time() -> Time:
     return Time()
+
+
+@pytest.fixture
+def registry(database: Database, store: LocalStore, small_base: BaseSpec, time: Time) -> Registry:
+    """It goes by the collector's clocks: what it lists is as old as the test says, however long the machine took."""
+    return Registry(database, store, lambda: small_base, clock=time.now, monotonic=time.monotonic)
 
 
 @pytest.fixture
@@ -121,7 +127,7 @@ async def test_the_bytes_of_a_deleted_tenant_go_after_the_retention(
     collector: Collector, database: Database, store: LocalStore, time: Time, publish: Any, globex: TenantId
 ) -> None:
     version = (await publish(tenant=globex)).version
-    authenticator = Authenticator(database, admin_key="a" * 32)
+    authenticator = Authenticator(database, admin_key="a" * 32, clock=time.now)
     await authenticator.open()
     await authenticator.tenants.delete("globex", actor="test")
     await passes(collector, time, 0, RETENTION_S - 10, 1)
