@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,12 +21,17 @@ _FLAGS = ("use_rslora",)
 _TOKENS = ("trainable_token_indices", "alora_invocation_tokens")
 
 
-def adapter_digest(config: Mapping[str, Any], tensors: Mapping[str, TensorView]) -> Digest:
+def adapter_digest(
+    config: Mapping[str, Any], tensors: Mapping[str, TensorView], *, rest: Callable[[], None] = lambda: None
+) -> Digest:
     """The identity of an adapter that `compile_adapter` has accepted.
 
     Two uploads have the same digest exactly if they hold the same tensors (names, dtypes, shapes, bytes) and the same config fields that
     decide the arithmetic; who trained it, with which dropout, or in which order the file lists its tensors doesn't matter. The order of a
     pattern's keys does, since the first match wins. Fields such as target_modules, bias or modules_to_save don't: the tensors must agree with them.
+
+    Args:
+        rest: called between tensors.
     """
     sha = hashlib.sha256()
 
@@ -45,6 +50,7 @@ def adapter_digest(config: Mapping[str, Any], tensors: Mapping[str, TensorView])
         frame(tensor.dtype.encode())
         frame(",".join(map(str, tensor.shape)).encode())
         frame(np.ascontiguousarray(tensor.array).reshape(-1).view(np.uint8).data)
+        rest()
     return Digest(sha.hexdigest())
 
 

@@ -198,7 +198,7 @@ def _check_entries(entries: Mapping[str, Any], body_offset: int, body_bytes: int
 def _name_problem(name: str, limits: Limits) -> str | None:
     if len(name) > limits.max_tensor_name_bytes:
         return f"A tensor's name has {len(name):,} characters; at most {limits.max_tensor_name_bytes} are taken."
-    if not name or not all("!" <= c <= "~" for c in name):
+    if not (name and name.isascii() and name.isprintable() and " " not in name):
         return f"The tensor name {shown(name)} isn't plain ASCII without spaces."
     return None
 

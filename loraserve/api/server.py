@@ -142,6 +142,7 @@ async def _make_services(settings: Settings) -> tuple[Services, Database]:
         lambda: engine.base,
         certify=engine.verify,
         pinning=engine,
+        is_computing=lambda: engine.is_computing_here,
         is_certified_at_upload=settings.certify == "at-upload",
         retention_s=settings.retention_s,
         pull_allow=settings.pull_allow,

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
+from bisect import insort
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import takewhile
+from operator import attrgetter
 from typing import Protocol
 
 from loraserve.engine.fairness import PROMPT_COST
-from loraserve.engine.request import Pin, Request
+from loraserve.engine.request import Pin, Request, Status
 from loraserve.errors import LoraserveError
 from loraserve.memory.facts import AdapterFacts
 from loraserve.memory.pace import Pace
 from loraserve.memory.pager import Residency
 from loraserve.types import AdapterRef, Digest, RequestId
+
+_ORDER = attrgetter("order")
 
 
 class AdapterSource(Protocol):
@@ -55,9 +59,7 @@ class AdapterWaits:
             max_load_cost,
             clock,
         )
-        # nobody's wait is over its deadline before this
-        self._next_deadline_s = math.inf
-        self._cold: dict[RequestId, Request] = {}
+        self._cold: OrderedDict[RequestId, Request] = OrderedDict()
         self._num_cold: Counter[Digest] = Counter()
 
     def __len__(self) -> int:
@@ -65,26 +67,19 @@ class AdapterWaits:
 
     def overdue(self, now_s: float) -> list[Request]:
         """Those that have waited up to the deadline."""
-        if now_s < self._next_deadline_s:
-            return []
-        over = []
-        self._next_deadline_s = math.inf
-        for request in self._cold.values():
-            if request.adapter_wait_started_s is not None:
-                deadline_s = request.adapter_wait_started_s + self.deadline_s
-                if now_s >= deadline_s:
-                    over.append(request)
-                else:
-                    self._next_deadline_s = min(self._next_deadline_s, deadline_s)
-        return over
+        return list(takewhile(lambda request: self._is_overdue(request, now_s), self._cold.values()))
+
+    def _is_overdue(self, request: Request, now_s: float) -> bool:
+        started_s = request.adapter_wait_started_s
+        return started_s is not None and now_s >= started_s + self.deadline_s
 
     def begin(self, request: Request, digest: Digest) -> None:
         """It waits for its adapter; whoever is the first that wants it has it brought, and is charged for the load."""
-        now = request.adapter_wait_started_s = self._clock()
-        self._next_deadline_s = min(self._next_deadline_s, now + self.deadline_s)
+        request.adapter_wait_started_s = self._clock()
         self._cold[request.request_id] = request
         self._num_cold[digest] += 1
-        request.share.num_cold += _is_in_its_share(request)
+        if request.is_in_share:
+            request.share.fresh.remove(request)
         if self._num_cold[digest] == 1:
             num_tokens = self._adapters.mean_load_s / self._prefill_pace.seconds_per_unit
             request.share.charge(min(num_tokens * PROMPT_COST, self._max_load_cost))
@@ -95,7 +90,8 @@ class AdapterWaits:
             request.adapter_wait_s += self._clock() - request.adapter_wait_started_s
             request.adapter_wait_started_s = None
             del self._cold[request.request_id]
-            request.share.num_cold -= _is_in_its_share(request)
+            if request.is_in_share and request.status is Status.WAITING:
+                insort(request.share.fresh, request, key=_ORDER)
             self._num_cold[request.adapter.digest] -= 1
             if not self._num_cold[request.adapter.digest]:
                 del self._num_cold[request.adapter.digest]
@@ -113,8 +109,3 @@ class AdapterWaits:
             request = next((other for other in express if other.request_id in self._cold), request)
         if request.adapter is not None:
             self._adapters.request(request.adapter)
-
-
-def _is_in_its_share(request: Request) -> bool:
-    """Whether it waits among its tenant's others, and not apart from them."""
-    return not request.is_express and not (request.probe is not None and request.probe.has_own_step)

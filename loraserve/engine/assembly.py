@@ -78,6 +78,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, m.Ready]:
         num_kv_blocks=runner.num_blocks,
         block_size=config.block_size,
         adapter_budget_bytes=device.limits.num_bytes,
+        device=config.device,
     )
     return engine, ready
 

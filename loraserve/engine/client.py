@@ -81,6 +81,7 @@ class EngineClient:
         self._hang_timeout_s = hang_timeout_s
         self._on_damage = on_damage
         self._base: BaseSpec | None = None
+        self._device = ""
         self._process: EngineProcess | None = None
         self._is_up = False
         self._failure: LoraserveError | None = None
@@ -118,6 +119,11 @@ class EngineClient:
     @property
     def num_live_requests(self) -> int:
         return len(self._live)
+
+    @property
+    def is_computing_here(self) -> bool:
+        """Whether requests are under way that this machine's processors compute, not a GPU."""
+        return self._device == "cpu" and bool(self._live)
 
     async def start(self) -> None:
         """Start the engine and return once the base is loaded.
@@ -348,6 +354,7 @@ class EngineClient:
             await process.close()
             raise EngineUnavailable("The base model's files changed while the server ran; restart the server.")
         self._base = ready.base
+        self._device = ready.device
 
     async def _supervise(self) -> None:
         """Keep an engine running until it can't be started any more; then, or should this break, every request is told."""

@@ -203,7 +203,7 @@ class Engine:
         if not self._scheduler.num_running:
             # done while nobody ran: it held up no step
             self.pager.stopwatch.take_s()
-        self.pager.poll()
+        self._scheduler.note_changed(self.pager.poll())
         scheduled = self._scheduler.schedule()
         outputs = self._scheduler.take_failed()
         if scheduled or self._in_flight:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from loraserve.engine.away import Away, Level, Levels
 from loraserve.engine.ranking import Key, Ranking
 from loraserve.types import Digest, TenantId
 
@@ -44,18 +45,39 @@ class Share:
 
     Attributes:
         adapter: its digest; None is the base.
+        own_received: what it had, unless it is away: `received` is right either way.
         waiting: sorted by `Request.order`.
+        fresh: of those, the ones that don't wait for their adapter.
         num_live: its requests, waiting and running.
-        num_cold: of those that wait, the ones that wait for their adapter.
+        num_pinned: of those that wait, the ones that have their adapter's pin.
+        level: of the shares that are away, those among which it stands; None: it isn't away.
+        passed_at: a turn passes it, while it is away, at the request with this sequence number.
     """
 
     account: Account
     adapter: Digest | None
-    received: float = 0.0
+    own_received: float = 0.0
     waiting: list[Request] = field(default_factory=list, repr=False)
+    fresh: list[Request] = field(default_factory=list, repr=False)
     num_live: int = 0
-    num_cold: int = 0
+    num_pinned: int = 0
     rank: Key | None = None
+    level: Level | None = field(default=None, repr=False)
+    passed_at: int = 0
+
+    @property
+    def received(self) -> float:
+        """Its counter."""
+        return self.own_received if self.level is None else self.level.received
+
+    @received.setter
+    def received(self, received: float) -> None:
+        self.own_received = received
+
+    @property
+    def num_cold(self) -> int:
+        """Of those that wait, the ones that wait for their adapter."""
+        return len(self.waiting) - len(self.fresh)
 
     def charge(self, cost: float) -> None:
         """The adapter, and its tenant, had so much more; less, if a part that was charged isn't computed after all."""
@@ -73,7 +95,8 @@ class Account:
         kv_share: the part of the KV blocks that it may hold.
         received: its counter.
         served: what it had in all: unlike its counter, nobody lifts that.
-        ranking: those of its shares of which a request waits, but for those that have their turn just now.
+        ranking: those of its shares of which a request waits, but for those that have their turn just now, or are away.
+        levels: those that are away.
         num_blocks: KV blocks that its requests hold; one that several share is counted for each.
         is_recent: whether it had something in the engine lately.
         is_nobody: whether its requests are the engine's own, which have turns like a tenant's, and take no part from any.
@@ -91,7 +114,8 @@ class Account:
     num_blocks: int = 0
     is_recent: bool = False
     is_nobody: bool = False
-    ranking: Ranking[Share] = field(default_factory=lambda: Ranking(_share_key), repr=False)
+    ranking: Ranking[Share] = field(default_factory=lambda: Ranking(share_key), repr=False)
+    levels: Levels = field(default_factory=Levels, repr=False)
     rank: Key | None = None
     # the counter of its adapter that was the last to have something waiting
     last_left: float = 0.0
@@ -105,8 +129,13 @@ class Account:
         return self.served - self.served_before
 
 
-def _share_key(share: Share) -> Key | None:
-    """The best priority first, then the adapter that had least, then the oldest."""
+def share_key(share: Share) -> Key | None:
+    """The best priority first, then the adapter that had least, then the oldest. None: nobody waits, or none of them can begin."""
+    return None if share.level is not None else turn_key(share)
+
+
+def turn_key(share: Share) -> Key | None:
+    """The same, whether the share is away or not."""
     if not share.waiting:
         return None
     first = share.waiting[0]
@@ -125,6 +154,7 @@ class Accounts:
 
     Attributes:
         ranking: those of which a request waits, but for those that have their turn just now.
+        away: those of their shares that no turn looks at.
         total_weight: of the tenants with something in the engine.
     """
 
@@ -132,6 +162,7 @@ class Accounts:
         self._credit = credit
         self.total_weight = 0.0
         self.ranking: Ranking[Account] = Ranking(_account_key)
+        self.away = Away()
         self._accounts: dict[TenantId, Account] = {}
         self._num_live_requests = 0
         self._num_live = 0
@@ -176,6 +207,7 @@ class Accounts:
             if len(account.shares) >= 2 * account.num_live + MAX_REMEMBERED:
                 account.shares = {key: kept for key, kept in account.shares.items() if kept.num_live}
             share = account.shares[adapter] = Share(account, adapter)
+        self.away.wake(share)
         self._num_live_requests += 1
         account.num_live += 1
         share.num_live += 1
@@ -225,6 +257,8 @@ class Accounts:
             others = (other.received for other in account.shares.values() if other.waiting)
             share.received = max(share.received, min(others, default=account.last_left))
         insort(share.waiting, request, key=_ORDER)
+        insort(share.fresh, request, key=_ORDER)
+        share.num_pinned += request.pin is not None
         account.num_waiting += 1
         account.ranking.push(share)
         self.ranking.push(account)
@@ -233,7 +267,11 @@ class Accounts:
         """It waits no more."""
         share = request.share
         account = share.account
+        self.away.wake(share)
         share.waiting.remove(request)
+        if request.adapter_wait_started_s is None:
+            share.fresh.remove(request)
+        share.num_pinned -= request.pin is not None
         account.num_waiting -= 1
         if not share.waiting:
             account.last_left = share.received
@@ -272,9 +310,20 @@ class Accounts:
             )
             problems += [f"tenant {account.tenant}: {what}: {a} and {b}" for a, b, what in counts if a != b]
             ranked = [account.rank] if account.num_waiting else []
-            ranked += [share.rank for share in account.shares.values() if share.waiting]
+            ranked += [share.rank for share in account.shares.values() if share.waiting and share.level is None]
             if None in ranked:
                 problems.append(f"tenant {account.tenant} waits, and never has its turn")
+            for share in account.shares.values():
+                fresh = [request for request in share.waiting if request.adapter_wait_started_s is None]
+                if fresh != share.fresh or share.num_pinned != sum(one.pin is not None for one in fresh):
+                    problems.append(
+                        f"tenant {account.tenant}: requests that don't wait for {share.adapter} are miscounted"
+                    )
+            away = [share for share in account.shares.values() if share.level is not None]
+            if {id(share) for share in away} != {id(share) for share in account.levels}:
+                problems.append(f"tenant {account.tenant}: a share is away, and isn't")
+            if any(not share.waiting or share.num_live > len(share.waiting) for share in away):
+                problems.append(f"tenant {account.tenant}: a share is away of which nobody waits, or somebody runs")
             if not account.num_live and (account.num_blocks or account.num_running):
                 problems.append(f"tenant {account.tenant} has no request, and holds something")
         live = [account for account in self._accounts.values() if account.num_live]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
 
-from loraserve.engine.fairness import PROMPT_COST, Account, Accounts, Share
+from loraserve.engine.fairness import PROMPT_COST, Account, Accounts
 from loraserve.engine.ranking import NEVER, Key
 from loraserve.engine.request import Request, Status
 from loraserve.engine.scheduled import ScheduledRequest
+from loraserve.engine.turn import Turn
+from loraserve.types import Digest
 
 _ORDER = attrgetter("order")
 
@@ -75,11 +77,11 @@ class Line:
     def first(self, count: int) -> list[Request]:
         """Those whose turn is soonest, as far as that can be told, but for those that are to have a step of their own."""
         found = self._express[:count]
-        turns: list[_Turn] = []
+        turns: list[Turn] = []
         heap: list[tuple[float, int]] = []
         while len(found) < count and (account := self._accounts.ranking.pop()) is not None:
             heapq.heappush(heap, (account.received, len(turns)))
-            turns.append(_Turn(account))
+            turns.append(Turn(account, away=account.levels))
             following = self._accounts.ranking.peek()
             while heap and len(found) < count and (following is None or heap[0][0] <= following.received):
                 received, number = heap[0]
@@ -94,6 +96,19 @@ class Line:
             turn.close()
             self._accounts.ranking.push(turn.account)
         return found
+
+    def note_changed(self, adapters: Iterable[Digest], now_s: float, *, is_closed: bool) -> None:
+        """Who couldn't begin when it last had its turn, and perhaps can now, has turns again.
+
+        Args:
+            adapters: those that the pager says have come or gone.
+            is_closed: whether the line for space is.
+        """
+        away = self._accounts.away
+        away.wake_changed(adapters)
+        away.wake_due(now_s)
+        if not is_closed:
+            away.wake_blocked()
 
     @property
     def express(self) -> Sequence[Request]:
@@ -123,18 +138,23 @@ class Turns:
         begun: Sequence[Request],
         scheduled: list[ScheduledRequest],
         *,
+        now_s: float,
         is_admitting: bool = True,
+        is_closed: bool = False,
     ) -> None:
         """
         Args:
             begun: those that run and have more than one token to go.
             scheduled: the step so far: whoever is added to it had its turn.
+            is_closed: whether of a tenant's requests that wait only those may begin that have a pin, or wait for their adapter.
         """
         self.is_admitting = is_admitting
         self._line = line
         self._begun = begun
         self._scheduled = scheduled
-        self._current: _Turn | None = None
+        self._now_s = now_s
+        self._is_closed = is_closed
+        self._current: Turn | None = None
         self._is_turn_over = False
         self._is_over = False
 
@@ -146,25 +166,26 @@ class Turns:
         """The tenant whose request it was has no turn after this one."""
         self._is_turn_over = True
 
-    def end_share(self) -> None:
-        """Nor have those of its tenant's requests that wait for the same adapter."""
+    def pass_share(self) -> None:
+        """It can't begin, its adapter isn't there: nor can others of its tenant that wait for the same one."""
         if self._current is not None:
-            self._current.end_share()
+            self._current.pass_share()
 
     def __iter__(self) -> Iterator[Request]:
         express = [request for request in self._begun if request.is_express]
         for request in chain(express, list(self._line.express) if self.is_admitting else ()):
             if not self._is_over and (self.is_admitting or request.status is Status.RUNNING):
                 yield request
-        turns: list[_Turn] = []
+        turns: list[Turn] = []
         try:
             yield from self._of_tenants(turns)
         finally:
             for turn in turns:
                 turn.close()
+                turn.put_away(self._line.accounts.away, self._now_s)
                 self._line.accounts.ranking.push(turn.account)
 
-    def _of_tenants(self, turns: list[_Turn]) -> Iterator[Request]:
+    def _of_tenants(self, turns: list[Turn]) -> Iterator[Request]:
         """Turn by turn; those of tenants that had one are put into ``turns``.
 
         Tenants with something begun are in the heap from the first, others once nobody in it had less.
@@ -178,7 +199,7 @@ class Turns:
                 ranking.pop()
                 if id(following) not in had_turns:
                     had_turns.add(id(following))
-                    turns.append(_Turn(following))
+                    turns.append(Turn(following, is_closed=self._is_closed))
                     heapq.heappush(heap, (turns[-1].key, len(turns) - 1))
                 continue
             if not heap:
@@ -204,91 +225,15 @@ class Turns:
                 if not turn.was_served:
                     passed.append(turn.account)
 
-    def _begun_turns(self, turns: list[_Turn]) -> list[tuple[Key, int]]:
-        by_account: dict[int, _Turn] = {}
+    def _begun_turns(self, turns: list[Turn]) -> list[tuple[Key, int]]:
+        by_account: dict[int, Turn] = {}
         for request in self._begun:
             if not request.is_express:
                 account = request.share.account
-                by_account.setdefault(id(account), _Turn(account)).begun.append(request)
+                if id(account) not in by_account:
+                    by_account[id(account)] = Turn(account, is_closed=self._is_closed)
+                by_account[id(account)].begun.append(request)
         turns += by_account.values()
         heap = [(turn.key, number) for number, turn in enumerate(turns)]
         heapq.heapify(heap)
         return heap
-
-
-class _Turn:
-    """A tenant's requests, in the order in which they have its turns. `close` gives back what it took of the tenant's ranking."""
-
-    def __init__(self, account: Account) -> None:
-        self.account = account
-        self.begun: list[Request] = []
-        self.was_served = False
-        self._num_begun = 0
-        self._shares: list[Share] = []
-        self._has_share: set[int] = set()
-        # (priority of its next request, what it had, that request's age), which of the shares, the request, those after it
-        self._heap: list[tuple[Key, int, Request, Iterator[Request]]] = []
-        self._current: Share | None = None
-        self._is_share_over = False
-        self._received = 0.0
-        self._passed: list[Share] = []
-
-    @property
-    def key(self) -> Key:
-        return self.account.received, self.account.num_running / self.account.weight, 0
-
-    def next(self, is_admitting: bool) -> Request | None:
-        """The next of them; None if there is none."""
-        while self._num_begun < len(self.begun):
-            request = self.begun[self._num_begun]
-            self._num_begun += 1
-            # not if it was preempted on the way
-            if request.status is Status.RUNNING:
-                return request
-        if not is_admitting:
-            return None
-        if self._current is not None:
-            # the one that had its turn last
-            _, number, _, others = heapq.heappop(self._heap)
-            self._push(number, iter(()) if self._is_share_over else others)
-            self._current = None
-        following = self.account.ranking.peek()
-        while following is not None and (not self._heap or (following.rank or NEVER) < self._heap[0][0]):
-            self.account.ranking.pop()
-            if id(following) not in self._has_share:
-                self._has_share.add(id(following))
-                self._shares.append(following)
-                self._push(len(self._shares) - 1, iter(tuple(following.waiting)))
-            following = self.account.ranking.peek()
-        if not self._heap:
-            return None
-        _, number, request, _ = self._heap[0]
-        self._current, self._is_share_over = self._shares[number], False
-        self._received = self._current.received
-        return request
-
-    def end_share(self) -> None:
-        """The others that wait for the same adapter as the last one have no turn."""
-        self._is_share_over = True
-
-    def note_served(self) -> None:
-        """The request that had its turn last is in the step."""
-        self.was_served = True
-        if self._current is None:
-            return
-        for share in self._passed:
-            if share is not self._current:
-                share.received = max(share.received, self._received)
-        self._passed.clear()
-
-    def close(self) -> None:
-        for share in self._shares:
-            self.account.ranking.push(share)
-
-    def _push(self, number: int, others: Iterator[Request]) -> None:
-        request, share = next(others, None), self._shares[number]
-        if request is not None:
-            key = (request.priority, share.received, request.sequence_number)
-            heapq.heappush(self._heap, (key, number, request, others))
-        elif share.waiting:
-            self._passed.append(share)

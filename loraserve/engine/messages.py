@@ -112,6 +112,8 @@ class Ready(Struct, frozen=True, tag="ready"):
     num_kv_blocks: int
     block_size: int
     adapter_budget_bytes: int
+    device: str
+    """Where steps are computed: cpu or cuda."""
 
 
 class Fatal(Struct, frozen=True, tag="fatal"):

@@ -119,5 +119,10 @@ class Request:
         return self.priority < 0
 
     @property
+    def is_in_share(self) -> bool:
+        """Whether it waits among its tenant's others, and not apart from them."""
+        return not self.is_express and not (self.probe is not None and self.probe.has_own_step)
+
+    @property
     def order(self) -> tuple[int, int]:
         return (self.priority, self.sequence_number)

@@ -11,71 +11,44 @@ that was launched; the pin isn't kept for that.
 
 from __future__ import annotations
 
-import heapq
 import logging
 import time
 from bisect import insort
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter
-from typing import Any
 
 from loraserve.engine.activation import find_activation
 from loraserve.engine.adapter_waits import AdapterSource, AdapterWaits
 from loraserve.engine.endings import numerics_error, overdue_error
-from loraserve.engine.fairness import OUTPUT_COST, PROMPT_COST, Accounts
+from loraserve.engine.fairness import PROMPT_COST, Accounts
 from loraserve.engine.holdings import Holdings
+from loraserve.engine.invariants import broken_invariants
 from loraserve.engine.line import Line, Turns
+from loraserve.engine.look_ahead import LookAhead
+from loraserve.engine.outcomes import Outcomes
+from loraserve.engine.own_times import OwnTimes
+from loraserve.engine.preemption import Preemption
 from loraserve.engine.request import Request, Status
-from loraserve.engine.scheduled import ScheduledRequest, StepResult, take_part
+from loraserve.engine.scheduled import ScheduledRequest, StepResult
+from loraserve.engine.step import Step
 from loraserve.engine.timeouts import TIMEOUT, timeout_error
 from loraserve.errors import InvariantViolation, LoraserveError
 from loraserve.limits import LIMITS
-from loraserve.memory.kv_cache import BlockId, KVCache
+from loraserve.memory.kv_cache import KVCache
 from loraserve.memory.pager import Residency
 from loraserve.memory.timings import Timings
-from loraserve.types import AdapterRef, FinishReason, RequestId, TokenOutput
+from loraserve.types import AdapterRef, Digest, FinishReason, RequestId, TokenOutput
 
 logger = logging.getLogger(__name__)
 
 _ORDER = attrgetter("order")
 
-LOOK_AHEAD = 16
-"""Of the requests that wait, so many of the first have their adapters read while they wait for a place in a step."""
-LOOK_AGAIN = 16
-"""Who those are is looked up again after so many steps, if nobody came or began before."""
 CREDIT_STEPS = 4
 """So many steps full of prompt tokens a tenant that comes back may have had less than others: beyond that, having been away is no credit."""
 PROBE_DIVISOR, MIN_PROBE_ROWS = 8, 4
 """Beside requests, a step has a probe's row for each so many of theirs, and so many at least: a certificate takes longer, and nobody's next token much."""
 AHEAD_DIVISOR = 4
 """Prompts of tenants that had more than others lately fill a step up to this part of the token budget."""
-MAX_FAIR_PREEMPTIONS = 3
-"""A request that was put back so often isn't put back for fairness' sake any more: it is one of those of which the youngest goes, and so will end."""
-
-
-@dataclass(slots=True)
-class _Step:
-    """A step in the making.
-
-    Attributes:
-        budget: tokens that it still has room for.
-        num_places: requests that may run.
-        num_prompt_tokens: those of requests that have more than one token to go.
-        preempted: who was put back for others, and isn't admitted again yet.
-        is_short: whether blocks ran out.
-        num_probe_rows: that it still has room for.
-    """
-
-    now_s: float
-    budget: int
-    num_probe_rows: int
-    num_places: int = 0
-    scheduled: list[ScheduledRequest] = field(default_factory=list)
-    num_prompt_tokens: int = 0
-    preempted: list[Request] = field(default_factory=list)
-    is_short: bool = False
 
 
 class Scheduler:
@@ -92,9 +65,6 @@ class Scheduler:
         adapter_deadline_s: float = LIMITS.adapter_load_deadline_s,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.num_preemptions = 0
-        self.num_fair_preemptions = 0
-        """Of those, for a tenant that had less than its part of the places or of the KV blocks, or by one that held more than it may."""
         self.num_timeouts = 0
         """Requests that ended since their own time was over."""
         self.base_prefix_tokens_hit = 0
@@ -104,13 +74,13 @@ class Scheduler:
         self._adapters = adapters
         self._max_num_seqs = max_num_seqs
         self._token_budget = token_budget
-        self._eos_token_ids = frozenset(eos_token_ids)
         self._clock = clock
         self._requests: dict[RequestId, Request] = {}
         self._accounts = Accounts(CREDIT_STEPS * token_budget * PROMPT_COST)
         self._line = Line(self._accounts)
         self._holdings = Holdings(kv, self._accounts, max_num_seqs)
         self._running: list[Request] = []  # sorted by order
+        self._preemption = Preemption(self._running, self._line, self._holdings, self._accounts)
         self._failed: list[TokenOutput] = []
         self._waits = AdapterWaits(
             adapters,
@@ -119,10 +89,21 @@ class Scheduler:
             deadline_s=adapter_deadline_s,
             clock=clock,
         )
-        # (when its time is over, number, the request): of those that said how long they have
-        self._timeouts: list[tuple[float, int, Request]] = []
-        self._ahead: list[Request] = []
-        self._looked_ahead: tuple[int, int] = (-1, 0)
+        self._timeouts = OwnTimes()
+        self._outcomes = Outcomes(kv, frozenset(eos_token_ids), clock)
+        self._look_ahead = LookAhead(adapters, self._line)
+        # adapters, since the last step
+        self._changed: set[Digest] = set()
+
+    @property
+    def num_preemptions(self) -> int:
+        """Requests that were put back for others."""
+        return self._preemption.num
+
+    @property
+    def num_fair_preemptions(self) -> int:
+        """Of those, for a tenant that had less than its part of the places or of the KV blocks, or by one that held more than it may."""
+        return self._preemption.num_fair
 
     @property
     def num_waiting(self) -> int:
@@ -161,7 +142,7 @@ class Scheduler:
         if request.num_output_tokens:
             request.num_charged_tokens = request.num_tokens
         if request.timeout_s is not None:
-            self._note_timeout(request, request.arrival_s + request.timeout_s)
+            self._timeouts.note(request, request.arrival_s + request.timeout_s, num_live=len(self._requests))
         self._line.add(request)
 
     def abort(self, request_id: RequestId) -> bool:
@@ -189,6 +170,10 @@ class Scheduler:
 
     # schedule
 
+    def note_changed(self, adapters: Collection[Digest]) -> None:
+        """These have come to the device or left it, couldn't be loaded, or wait for it no more, as the pager's `poll` has said: who wants one may ask for it again."""
+        self._changed.update(adapters)
+
     def schedule(self) -> list[ScheduledRequest]:
         """Choose the next step's requests within the token budget, and reserve the KV blocks they need.
 
@@ -206,7 +191,9 @@ class Scheduler:
         self._end_overdue(now)
         self._fail_overdue(now)
         self._accounts.age(now)
-        step = _Step(now, self._token_budget, self._num_probe_rows())
+        self._line.note_changed(self._changed, now, is_closed=self._adapters.is_line_closed)
+        self._changed.clear()
+        step = Step(now, self._token_budget, self._num_probe_rows())
         if self._line.apart:
             self._compute_apart(step)
             if step.scheduled:
@@ -215,24 +202,24 @@ class Scheduler:
         if begun or (self._line.has_others and not step.is_short):
             self._take_turns(step, begun)
         self._waits.keep_asking(self._line.express)
-        self._look_ahead()
+        self._look_ahead.look()
         return step.scheduled
 
     def _num_probe_rows(self) -> int:
         num_serving = sum(request.probe is None for request in self._running)
         return max(MIN_PROBE_ROWS, num_serving // PROBE_DIVISOR) if num_serving else self._token_budget
 
-    def _compute_apart(self, step: _Step) -> None:
+    def _compute_apart(self, step: Step) -> None:
         for request in list(self._line.apart):
             if step.budget == 0 or len(self._running) >= self._max_num_seqs:
                 return
-            if self._has_adapter(request):
+            if self._has_adapter(request, step):
                 count = min(request.num_pending_tokens, step.budget)
                 if not self._holdings.reserve(request, count):
                     return
                 self._begin(request, count, step)
 
-    def _decode(self, step: _Step) -> list[Request]:
+    def _decode(self, step: Step) -> list[Request]:
         """Schedule the running requests that are one token short; return those that have further to go.
 
         Those whose last token is in flight have no part in this step, and keep no place in it from others.
@@ -250,17 +237,28 @@ class Scheduler:
             elif (
                 num_pending
                 and (step.budget if request.probe is None else min(step.budget, step.num_probe_rows))
-                and (request.num_computed_tokens < len(request.blocks) * size or self._keep(request, 1, step))
+                and (
+                    request.num_computed_tokens < len(request.blocks) * size or self._preemption.keep(request, 1, step)
+                )
             ):
-                self._take_part(request, 1, step)
+                step.take_part(request, 1)
         return begun
 
-    def _take_turns(self, step: _Step, begun: Sequence[Request]) -> None:
+    def _take_turns(self, step: Step, begun: Sequence[Request]) -> None:
         # In a step that preempts for lack of blocks nobody is admitted.
-        is_admitting = not step.is_short and (len(self._running) < step.num_places or self._has_place_to_give())
+        is_admitting = not step.is_short and (
+            len(self._running) < step.num_places or self._preemption.has_place_to_give()
+        )
         if not begun and not is_admitting:
             return
-        turns = Turns(self._line, begun, step.scheduled, is_admitting=is_admitting)
+        turns = Turns(
+            self._line,
+            begun,
+            step.scheduled,
+            now_s=step.now_s,
+            is_admitting=is_admitting,
+            is_closed=self._adapters.is_line_closed,
+        )
         for request in turns:
             count = min(request.num_pending_tokens, self._room(request, step))
             if count == 0 and request.probe is not None and step.budget:
@@ -272,12 +270,12 @@ class Scheduler:
                     turns.end()
             elif request.status is not Status.RUNNING:
                 self._admit(request, step, turns)
-            elif self._keep(request, count, step):
-                self._take_part(request, count, step)
+            elif self._preemption.keep(request, count, step):
+                step.take_part(request, count)
             if step.is_short:
                 turns.is_admitting = False
 
-    def _room(self, request: Request, step: _Step) -> int:
+    def _room(self, request: Request, step: Step) -> int:
         """How many tokens of a prompt the step has room for."""
         if request.probe is not None:
             return min(step.budget, step.num_probe_rows)
@@ -285,7 +283,7 @@ class Scheduler:
             return step.budget
         return min(step.budget, max(0, -(-self._token_budget // AHEAD_DIVISOR) - step.num_prompt_tokens))
 
-    def _admit(self, request: Request, step: _Step, turns: Turns) -> None:
+    def _admit(self, request: Request, step: Step, turns: Turns) -> None:
         """The request begins, if it can: otherwise it waits on, and so does whoever would be in its way."""
         account = request.share.account
         is_full = len(self._running) >= step.num_places
@@ -295,10 +293,8 @@ class Scheduler:
         if any(request is other for other in step.preempted):
             # Not in this step: so the last token of whom it preempted in flight is known when they come back.
             return
-        if not self._has_adapter(request):
-            if request.share.num_cold == len(request.share.waiting):
-                # so are all others that wait for it
-                turns.end_share()
+        if not self._has_adapter(request, step):
+            turns.pass_share()
             return
         if not request.wants_prompt_logprobs and request.probe is None:
             self._holdings.take_prefix(request)
@@ -312,18 +308,11 @@ class Scheduler:
             request, count
         )
         while not has_blocks and self._holdings.is_below_share(request):
-            victim = self._find_over(lambda other: self._holdings.holds_more(other.share.account))
-            if victim is None:
+            if not self._preemption.take_of_others(lambda other: self._holdings.holds_more(other.share.account), step):
                 break
-            self.num_fair_preemptions += 1
-            self._preempt(victim, step)
             has_blocks = self._holdings.reserve(request, count)
-        victim = None
         if has_blocks and len(self._running) >= step.num_places:
-            victim = self._find_over(lambda other: self._holdings.has_places_to_give(other.share.account))
-            if victim is not None:
-                self.num_fair_preemptions += 1
-                self._preempt(victim, step)
+            self._preemption.take_of_others(lambda other: self._holdings.has_places_to_give(other.share.account), step)
         if not has_blocks or len(self._running) >= step.num_places:
             # In order: a later, shorter request must not starve this one of blocks.
             self._holdings.drop_blocks(request, is_use=False)
@@ -331,7 +320,7 @@ class Scheduler:
             return
         self._begin(request, count, step)
 
-    def _begin(self, request: Request, count: int, step: _Step) -> None:
+    def _begin(self, request: Request, count: int, step: Step) -> None:
         """A request that waited, and has what it needs, takes its part in the step."""
         self._leave_line(request)
         request.status = Status.RUNNING
@@ -348,38 +337,13 @@ class Scheduler:
                 self.base_prefix_tokens_hit += min(request.num_cached_tokens, request.num_base_tokens)
         insort(self._running, request, key=_ORDER)
         request.share.account.num_running += 1
-        self._take_part(request, count, step)
-
-    def _take_part(self, request: Request, count: int, step: _Step) -> None:
-        entry = take_part(request, count)
-        step.scheduled.append(entry)
-        step.budget -= count
-        if request.probe is not None:
-            step.num_probe_rows -= count
-        if count > 1:
-            step.num_prompt_tokens += count
-        reached = entry.end + entry.num_sampled_tokens
-        charged = request.num_charged_tokens
-        if reached > charged:
-            num_of_prompt = max(0, min(reached, request.num_prompt_tokens) - charged)
-            request.num_charged_tokens = reached
-            request.share.charge(num_of_prompt * PROMPT_COST + (reached - charged - num_of_prompt) * OUTPUT_COST)
+        step.take_part(request, count)
 
     # what requests end of before they have their part
 
-    def _note_timeout(self, request: Request, deadline_s: float) -> None:
-        if len(self._timeouts) > 2 * len(self._requests) + 64:
-            # those that ended in time
-            self._timeouts = [entry for entry in self._timeouts if entry[2].status is not Status.FINISHED]
-            heapq.heapify(self._timeouts)
-        heapq.heappush(self._timeouts, (deadline_s, request.sequence_number, request))
-
     def _end_overdue(self, now: float) -> None:
         """End the requests whose own time is over, with what there is."""
-        while self._timeouts and self._timeouts[0][0] <= now:
-            _, _, request = heapq.heappop(self._timeouts)
-            if request.status is Status.FINISHED:
-                continue
+        for request in self._timeouts.take_over(now):
             self.num_timeouts += 1
             if request.num_output_tokens:
                 self._end(request)
@@ -401,6 +365,7 @@ class Scheduler:
             elif state is Residency.RESIDENT:
                 # it is there, and the request waits for a place in a step: that has its own bound
                 self._waits.end(request)
+                self._accounts.away.wake(request.share)
             else:
                 self._fail_load(request, request.adapter)
 
@@ -410,25 +375,7 @@ class Scheduler:
 
     # adapters
 
-    def _look_ahead(self) -> None:
-        """Adapters of those whose turn is soonest are read meanwhile."""
-        version, age = self._looked_ahead
-        is_old = age >= LOOK_AGAIN or len(self._ahead) < LOOK_AHEAD or self._ahead[-1].status is not Status.WAITING
-        if is_old and version != self._line.version:
-            self._looked_ahead = self._line.version, 0
-            self._ahead = self._line.first(LOOK_AHEAD) if self._line.has_others else []
-        else:
-            self._looked_ahead = version, age + 1
-        if self._ahead:
-            ahead = [
-                request.adapter
-                for request in self._ahead
-                if request.adapter is not None and request.pin is None and request.status is Status.WAITING
-            ]
-            if ahead:
-                self._adapters.prefetch(ahead)
-
-    def _has_adapter(self, request: Request) -> bool:
+    def _has_adapter(self, request: Request, step: Step) -> bool:
         """Whether the request may run as far as its adapter goes; starts the load, or fails the request, if not."""
         if request.pin is not None:
             return True
@@ -438,7 +385,9 @@ class Scheduler:
             return False
         if request.adapter is None:
             return True
-        match self._adapters.request(request.adapter):
+        # once in a step for all that wait for it
+        state = Residency.LOADING if request.share in step.away else self._adapters.request(request.adapter)
+        match state:
             case Residency.RESIDENT:
                 # Pinned before any KV block is taken, and kept across preemption: a request that holds KV can always run.
                 digest = request.adapter.digest
@@ -447,6 +396,8 @@ class Scheduler:
                 # in the prompt alone: neither an answer, nor what of it came before a crash, moves it
                 request.activation = find_activation(digest, invocation_token_ids, request.prompt_token_ids)
                 self._waits.end(request)
+                if request.is_in_share:
+                    request.share.num_pinned += 1
                 if request.probe is None:
                     self.adapter_wait_s.add(request.adapter_wait_s)
                 return True
@@ -454,99 +405,10 @@ class Scheduler:
                 self._fail_load(request, request.adapter)
                 return False
             case _:
+                step.away.add(request.share)
                 if request.adapter_wait_started_s is None:
                     self._waits.begin(request, request.adapter.digest)
                 return False
-
-    # memory and places
-
-    def _keep(self, request: Request, count: int, step: _Step) -> bool:
-        """Give a running request the blocks that it needs, if need be of others; False if it is put back itself."""
-        while True:
-            if self._holdings.exceeds_share(request, count):
-                taken = {id(entry.request) for entry in step.scheduled}
-                account = request.share.account
-                own = [r for r in self._running if r.share.account is account and id(r) not in taken]
-                victim = own[-1]
-                self.num_fair_preemptions += 1
-            elif self._holdings.reserve(request, count):
-                return True
-            else:
-                step.is_short = True
-                victim = self._choose_victim(request, step)
-            self._preempt(victim, step)
-            if victim is request:
-                return False
-
-    def _has_place_to_give(self) -> bool:
-        """Whether some tenant has more than its part of the places, beside others."""
-        if self._accounts.num_live < 2:
-            return False
-        accounts = {id(request.share.account): request.share.account for request in self._running}
-        return any(map(self._holdings.has_places_to_give, accounts.values()))
-
-    def _find_over(self, is_over: Callable[[Request], bool]) -> Request | None:
-        """Of the running requests of tenants that have more than their part, the one that loses least, in this step already or not: the youngest of those that
-        decode, since what has been answered is in the prefix cache.
-        """
-        candidates = [
-            request
-            for request in reversed(self._running)
-            if not request.is_express
-            and request.probe is None
-            and request.num_preemptions < MAX_FAIR_PREEMPTIONS
-            and request.num_pending_tokens > 0
-            and is_over(request)
-        ]
-        return min(candidates, key=lambda request: request.num_pending_tokens > 1, default=None)
-
-    def _choose_victim(self, request: Request, step: _Step) -> Request:
-        """The running request that loses least, of a tenant that holds more than its part if there is one that wasn't put back for that too often: one that only
-        waits for its last token, else the lowest priority, then the youngest.
-
-        One already in this step is left alone.
-        """
-        taken = {id(entry.request) for entry in step.scheduled}
-        candidates = [other for other in reversed(self._running) if id(other) not in taken]
-        if self._accounts.num_live > 1:
-            over = [
-                other
-                for other in candidates
-                if other.num_preemptions < MAX_FAIR_PREEMPTIONS
-                and not other.is_express
-                and self._holdings.holds_more(other.share.account)
-            ]
-            candidates = over or candidates
-        return min(candidates, key=lambda other: other.num_pending_tokens > 0)
-
-    def _preempt(self, request: Request, step: _Step) -> None:
-        """Take a request's blocks and let it start over later; its tokens, its adapter's pin and its place stay. A part that it had in this step is somebody else's."""
-        for number, entry in enumerate(step.scheduled):
-            if entry.request is request:
-                del step.scheduled[number]
-                step.budget += entry.num_tokens
-                self._undo(entry)
-                break
-        if request.num_pending_tokens == 0:
-            # its place was free already
-            step.num_places -= 1
-        self._running.remove(request)
-        request.share.account.num_running -= 1
-        self._holdings.drop_blocks(request, is_use=False)
-        request.status = Status.WAITING
-        request.num_preemptions += 1
-        self.num_preemptions += 1
-        step.preempted.append(request)
-        self._line.add(request)
-
-    def _undo(self, entry: ScheduledRequest) -> None:
-        """The request was to be in this step, and isn't. Nothing of it was launched."""
-        request = entry.request
-        request.num_computed_tokens = entry.start
-        request.num_in_flight_tokens -= entry.num_sampled_tokens
-        if entry.num_sampled_tokens:
-            request.num_charged_tokens -= 1
-            request.share.charge(-OUTPUT_COST)
 
     def _leave_line(self, request: Request) -> None:
         self._line.remove(request)
@@ -577,95 +439,23 @@ class Scheduler:
             return None
         if not result.is_finite:
             return self.fail(request, numerics_error(request))
-        request.prompt_logprobs.extend(result.prompt_logprobs)
-        if request.probe is not None and result.logits is not None:
-            request.probe.capture(entry.end, result.logits)
-        if not entry.is_sampled:
-            return None
-        # Only now are the blocks offered to others: logits were finite, so the KV that led to them is sound. Only up to this step's
-        # end: what a later one computes isn't known to be. And not after a preemption: the blocks were given away, the token is good.
-        if entry.is_current and request.probe is None:
-            self._publish(request, entry.end)
-        is_first = request.num_output_tokens == 0
-        if result.token_id is not None:
-            request.token_ids.append(result.token_id)
-        reason, stop_reason = self._finish_reason(request, result.token_id)
-        output = TokenOutput(
-            request_id=request.request_id,
-            token_ids=() if result.token_id is None else (result.token_id,),
-            logprobs=None if result.logprobs is None else (result.logprobs,),
-            prompt_logprobs=(None, *request.prompt_logprobs)
-            if is_first and request.params.prompt_logprobs is not None
-            else None,
-            finish_reason=reason,
-            stop_reason=stop_reason,
-            **self._first_token_facts(request) if is_first else {},
-        )
-        if reason is not None:
+        output = self._outcomes.take(entry, result)
+        if output is not None and output.finish_reason is not None:
             self._end(request)
         return output
-
-    def _publish(self, request: Request, num_tokens: int) -> None:
-        size = self._kv.block_size
-        for index in range(len(request.block_keys), num_tokens // size):
-            parent = self._kv.parent_key(request.prefix_root, request.activation, request.block_keys, index)
-            content = request.token_ids[index * size : (index + 1) * size]
-            request.block_keys.append(self._kv.publish(BlockId(request.blocks[index]), parent, content))
-
-    def _finish_reason(self, request: Request, token_id: int | None) -> tuple[FinishReason | None, int | None]:
-        params = request.params
-        if token_id is not None and request.num_output_tokens >= params.min_tokens:
-            if token_id in params.stop_token_ids:
-                return FinishReason.STOP, token_id
-            if token_id in self._eos_token_ids and not params.ignore_eos:
-                return FinishReason.STOP, None
-        if request.num_output_tokens >= params.max_tokens:
-            return FinishReason.LENGTH, None
-        return None, None
-
-    def _first_token_facts(self, request: Request) -> dict[str, Any]:
-        now = self._clock()
-        started = now if request.first_scheduled_s is None else request.first_scheduled_s
-        return {
-            "num_cached_tokens": request.num_cached_tokens,
-            "queue_s": max(0.0, started - request.arrival_s - request.adapter_wait_s),
-            "adapter_s": request.adapter_wait_s,
-            "prefill_s": now - started,
-        }
 
     # check
 
     def check(self, in_flight: Sequence[ScheduledRequest] = ()) -> list[str]:
         """Return every broken invariant, in words. ``in_flight``: what was scheduled and not updated yet."""
-        problems = []
-        sampled = Counter(id(entry.request) for entry in in_flight if entry.num_sampled_tokens)
-        for request in self._requests.values():
-            capacity = len(request.blocks) * self._kv.block_size
-            facts = (
-                (
-                    request.num_in_flight_tokens == sampled[id(request)],
-                    f"{request.num_in_flight_tokens} tokens in flight",
-                ),
-                (request.num_computed_tokens <= request.num_tokens, "more computed tokens than tokens"),
-                (request.num_computed_tokens <= capacity, f"{request.num_computed_tokens} tokens in {capacity} slots"),
-                (request.status is Status.RUNNING or not request.blocks, "blocks without running"),
-                (len(request.block_keys) <= len(request.blocks), "published more blocks than it holds"),
-            )
-            problems += [f"request {request.request_id}: {what}" for is_so, what in facts if not is_so]
-        if len(self._line) + len(self._running) != len(self._requests):
-            problems.append("a request is neither waiting nor running")
-        held: Counter[int] = Counter()
-        places: Counter[int] = Counter()
-        for request in self._running:
-            held[id(request.share.account)] += len(request.blocks)
-            places[id(request.share.account)] += 1
-        for request in self._requests.values():
-            account = request.share.account
-            if (account.num_blocks, account.num_running) != (held[id(account)], places[id(account)]):
-                problems.append(
-                    f"tenant {account.tenant} has {account.num_blocks} blocks and {account.num_running} places"
-                )
-        return problems + self._accounts.check()
+        return broken_invariants(
+            list(self._requests.values()),
+            self._running,
+            self._accounts,
+            in_flight,
+            num_waiting=len(self._line),
+            block_size=self._kv.block_size,
+        )
 
     def _end(self, request: Request) -> None:
         """Every ending passes here: blocks, pin and place are given back, once."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,17 +26,24 @@ class Inspected:
     """One entry per check that it passed: ``{"name", "status", "detail"}``."""
 
 
-def inspect_upload(config: bytes, weights: Buffer, base: BaseSpec) -> Inspected:
+def inspect_upload(
+    config: bytes, weights: Buffer, base: BaseSpec, *, rest: Callable[[], None] = lambda: None
+) -> Inspected:
     """What the two files hold. Nothing of `weights` is referred to afterwards.
+
+    Args:
+        rest: called between pieces of the work (`registry.rests`).
 
     Raises:
         AdapterRejected: it can't be served; `problems` lists every reason that one stage finds.
     """
     adapter = read_adapter(config, weights)
+    rest()
     ir = compile_adapter(adapter.config, adapter.tensors, base)
-    check_finite(ir)
+    rest()
+    check_finite(ir, rest=rest)
     return Inspected(
-        digest=adapter_digest(adapter.config, adapter.tensors),
+        digest=adapter_digest(adapter.config, adapter.tensors, rest=rest),
         rank=ir.rank,
         target_modules=ir.target_modules,
         dtype=ir.dtype,

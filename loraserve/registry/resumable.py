@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import partial
 
 from sqlalchemy import delete, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -37,6 +38,7 @@ from loraserve.registry.places import Places
 from loraserve.registry.quota import check_room
 from loraserve.registry.references import doom, keep, keep_stored
 from loraserve.registry.repository import AdapterRepository
+from loraserve.registry.rests import Rests
 from loraserve.types import Digest, TenantId
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -71,13 +73,15 @@ class ResumableUploads:
 
     Args:
         places: what an upload's pieces take a place of, as whole uploads do.
+        rests: of what is done beside the engine's steps.
     """
 
-    def __init__(self, database: Database, store: BlobStore, places: Places, *, clock: Clock) -> None:
+    def __init__(self, database: Database, store: BlobStore, places: Places, *, clock: Clock, rests: Rests) -> None:
         self._database = database
         self._store = store
         self._places = places
         self._clock = clock
+        self._rests = rests
 
     async def create(
         self,
@@ -216,7 +220,7 @@ class ResumableUploads:
                     raise InvalidRequest("The body is longer than its range says.", param="Content-Range")
                 pending += data
                 if len(pending) >= _FLUSH_BYTES:
-                    await asyncio.to_thread(staged.write, pending)
+                    await self._rests.after(partial(staged.write, pending))
                     pending = bytearray()
                 if staged.num_bytes >= _CHUNK_BYTES:
                     position += await self._commit_chunk(tenant, upload_id, position, staged)
@@ -267,7 +271,9 @@ class ResumableUploads:
         if is_right and not await asyncio.to_thread(self._store.exists, upload.sha256):
             is_right, broken = False, chunks[0]
         if len(chunks) > 1:
-            is_right, broken = await asyncio.to_thread(_assemble, self._store, chunks, upload.sha256)
+            is_right, broken = await asyncio.to_thread(
+                _assemble, self._store, chunks, upload.sha256, self._rests.on_thread()
+            )
         if is_right:
             await keep_stored(self._database, self._store, [upload.sha256])
         now = self._clock()
@@ -400,13 +406,16 @@ async def _chunks(session: AsyncSession, upload_id: str) -> list[_Chunk]:
     return [_Chunk(row.start, row.size, Digest(row.digest)) for row in (await session.scalars(query)).all()]
 
 
-def _assemble(store: BlobStore, chunks: Sequence[_Chunk], sha256: Digest) -> tuple[bool, _Chunk | None]:
+def _assemble(
+    store: BlobStore, chunks: Sequence[_Chunk], sha256: Digest, rest: Callable[[], None]
+) -> tuple[bool, _Chunk | None]:
     """Whether the chunks make the blob `sha256`, which is committed then; and the first of them that is damaged or gone."""
     with store.stage() as staged:
         for chunk in chunks:
             try:
                 for piece in store.read_pieces(chunk.digest):
                     staged.write(piece)
+                    rest()
             except (BlobCorrupt, BlobNotFound):
                 return False, chunk
         if staged.digest != sha256:

@@ -38,6 +38,7 @@ from loraserve.registry.records import (
 )
 from loraserve.registry.repository import AdapterRepository
 from loraserve.registry.residency import OwnedVersion, list_owned
+from loraserve.registry.rests import Rests
 from loraserve.registry.routes import RouteRepository
 from loraserve.registry.shadow_hours import ShadowHours
 from loraserve.registry.strikes import Strikes
@@ -67,6 +68,7 @@ class Registry:
         retention_s: for so long what was deleted can be restored.
         pull_allow: patterns of where adapters may be pulled from.
         pinning: the engine that holds what operators have pinned; None: nothing does.
+        is_computing: whether requests are computed on this machine's processors now: uploads stand back for them.
         draw: uniform in [0, 1): which of a split's versions a request gets that says no user.
     """
 
@@ -81,6 +83,7 @@ class Registry:
         retention_s: float = DEFAULT_RETENTION_S,
         pull_allow: Sequence[str] = (),
         pinning: PinningEngine | None = None,
+        is_computing: Callable[[], bool] = lambda: False,
         clock: Clock = utc_now,
         monotonic: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
@@ -96,7 +99,14 @@ class Registry:
         )
         self.late_certificates = LateCertificates(database, self.certificates, base, clock=clock, monotonic=monotonic)
         self.uploads = Uploads(
-            database, store, base, self.certificates, self.forget, retention_s=retention_s, clock=clock
+            database,
+            store,
+            base,
+            self.certificates,
+            self.forget,
+            retention_s=retention_s,
+            clock=clock,
+            rests=Rests(is_computing),
         )
         self.aliases = Aliases(database, self.forget, clock=clock)
         self.notes = Notes(database, self.forget, clock=clock)

@@ -30,6 +30,7 @@ from loraserve.registry.quota import check_quota
 from loraserve.registry.records import CHECKED, QUARANTINED, READY, Published, VersionRecord
 from loraserve.registry.references import keep, keep_stored
 from loraserve.registry.repository import AdapterRepository
+from loraserve.registry.rests import Rests
 from loraserve.registry.resumable import ResumableUploads
 from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
 
@@ -61,6 +62,7 @@ class Uploads:
         certificates: asked for one per new version.
         on_change: told whose name it was after a publish is durable.
         retention_s: for so long the bytes of deleted versions are kept.
+        rests: of what is done beside the engine's steps.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Uploads:
         *,
         retention_s: float,
         clock: Clock,
+        rests: Rests,
     ) -> None:
         self._database = database
         self._certificates = certificates
@@ -81,6 +84,7 @@ class Uploads:
         self._on_change = on_change
         self._retention = timedelta(seconds=retention_s)
         self._clock = clock
+        self.rests = rests
         self._inspections = asyncio.Semaphore(MAX_INSPECTIONS)
         self._places = Places(
             "uploads",
@@ -93,7 +97,7 @@ class Uploads:
             max_per_tenant=LIMITS.max_concurrent_downloads_per_tenant,
         )
         """Files on their way out."""
-        self.resumable = ResumableUploads(database, store, self._places, clock=clock)
+        self.resumable = ResumableUploads(database, store, self._places, clock=clock, rests=rests)
 
     def check_name(self, name: str) -> str:
         """`name` if an adapter may be called so; before a byte of its upload is read.
@@ -165,7 +169,7 @@ class Uploads:
                 await once.check(session)
         base = self._base()
         async with self._inspections:
-            inspected = await asyncio.to_thread(_inspect, config, weights, base)
+            inspected = await asyncio.to_thread(_inspect, config, weights, base, self.rests)
         push = _Push(tenant, name, config, weights, base, inspected, actor, is_promoting)
         if is_dry_run:
             return await self._preview(push)
@@ -433,5 +437,8 @@ def _checks(inspected: Inspected, parity: Parity | None) -> tuple[Mapping[str, A
     return inspected.checks if parity is None else (*inspected.checks, parity.as_check())
 
 
-def _inspect(config: bytes, weights: Weights, base: BaseSpec) -> Inspected:
-    return inspect_upload(config, weights.read(), base)
+def _inspect(config: bytes, weights: Weights, base: BaseSpec, rests: Rests) -> Inspected:
+    rest = rests.on_thread()
+    data = weights.read()
+    rest()
+    return inspect_upload(config, data, base, rest=rest)

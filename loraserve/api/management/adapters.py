@@ -65,7 +65,7 @@ async def publish_version(
     boundary = multipart_boundary(request)
     staged = await uploads.stage(caller.tenant)
     try:
-        config = await read_upload(request, boundary, staged)
+        config = await read_upload(request, boundary, staged, uploads.rests)
         content = hashlib.sha256(config).digest() + staged.digest.encode()
 
         async def work(once: Once[Published] | None) -> Published:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 from typing import TYPE_CHECKING
 
 from python_multipart.exceptions import FormParserError
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
     from adapters_store import StagedBlob
+    from loraserve.registry.rests import Rests
 
 CONFIG, WEIGHTS = "config", "weights"
 _EXPECTED = f"Send multipart/form-data with the two parts {CONFIG} and {WEIGHTS}."
@@ -38,8 +39,8 @@ def multipart_boundary(request: Request) -> bytes:
     return boundary
 
 
-async def read_upload(request: Request, boundary: bytes, weights: StagedBlob) -> bytes:
-    """The part `CONFIG`, after the part `WEIGHTS` went to `weights`. The parts may come in any order; files' names are ignored.
+async def read_upload(request: Request, boundary: bytes, weights: StagedBlob, rests: Rests) -> bytes:
+    """The part `CONFIG`, after the part `WEIGHTS` went to `weights`, with `rests` between. The parts may come in any order; files' names are ignored.
 
     Raises:
         InvalidRequest: a part is missing, unknown, there twice, encoded, or the body ends early.
@@ -52,7 +53,7 @@ async def read_upload(request: Request, boundary: bytes, weights: StagedBlob) ->
         async for chunk in request.stream():
             parser.write(chunk)
             if len(parts.weights) >= _FLUSH_BYTES:
-                await asyncio.to_thread(weights.write, parts.take_weights())
+                await rests.after(partial(weights.write, parts.take_weights()))
     except FormParserError as error:
         raise InvalidRequest("The body isn't well-formed multipart/form-data.", hint=_EXPECTED) from error
     except ClientDisconnect:
@@ -63,7 +64,7 @@ async def read_upload(request: Request, boundary: bytes, weights: StagedBlob) ->
     for name in (CONFIG, WEIGHTS):
         if name not in parts.seen:
             raise InvalidRequest(f'The part "{name}" is missing.', param=name, hint=_EXPECTED)
-    await asyncio.to_thread(weights.write, parts.take_weights())
+    await rests.after(partial(weights.write, parts.take_weights()))
     return bytes(parts.config)
 
 

@@ -15,7 +15,9 @@ from fastapi import FastAPI
 from adapters_store import LocalStore
 from loraserve import faults
 from loraserve.api.management import multipart
+from loraserve.api.services import Services
 from loraserve.limits import LIMITS
+from loraserve.registry import rests
 
 BOUNDARY = "xxBOUNDARYxx"
 
@@ -263,3 +265,24 @@ async def test_an_admin_pushes_for_the_tenant_it_names_or_the_default_one(
     assert [one["name"] for one in (await acme.get("/adapters")).json()["data"]] == ["theirs"]
     default = await admin.get("/adapters", headers={"X-Tenant": "default"})
     assert [one["name"] for one in default.json()["data"]] == ["mine"]
+
+
+async def test_an_upload_rests_between_its_pieces_while_processors_are_computing(
+    push: Any, acme: httpx2.AsyncClient, services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_computing = False
+    taken: list[float] = []
+
+    def rest_s(work_s: float) -> float:
+        taken.append(work_s)
+        return 0.0
+
+    monkeypatch.setattr(rests, "WORTH_S", 0.0)
+    monkeypatch.setattr(rests, "_rest_s", rest_s)
+    monkeypatch.setattr(services.registry.uploads.rests, "_is_computing", lambda: is_computing)
+    await push(acme, "sql", seed=1)
+    assert taken == []
+    is_computing = True
+    await push(acme, "sql", seed=2)
+    # the bytes that came, what was read and compiled, and each module and tensor
+    assert len(taken) >= 6

@@ -108,10 +108,17 @@ class Adapters:
     """Pins that count as one of their adapter."""
     ahead: list[str] = field(default_factory=list)
     """Names, of the last look ahead."""
+    answered: dict[Digest, Residency] = field(default_factory=dict)
+    """The last answer about each."""
 
     def request(self, ref: AdapterRef) -> Residency:
         self.asked.append(ref.name)
-        return self.states.get(ref.digest, Residency.LOADING)
+        self.answered[ref.digest] = self.states.get(ref.digest, Residency.LOADING)
+        return self.answered[ref.digest]
+
+    def changed(self) -> list[Digest]:
+        """As a pager's poll: those of which another answer would be given now."""
+        return [digest for digest, state in self.answered.items() if state is not self.states.get(digest, state)]
 
     def error(self, digest: Digest) -> LoraserveError | None:
         return AdapterCorrupt("bad bytes")
@@ -155,6 +162,7 @@ class Harness:
             self.scheduler.add(request)
 
     def schedule(self) -> list[ScheduledRequest]:
+        self.scheduler.note_changed(self.adapters.changed())
         scheduled = self.scheduler.schedule()
         assert self.kv.check() == []
         return scheduled

@@ -208,12 +208,13 @@ class SimulatedPager(Adapters):
         self.states.setdefault(ref.digest, Residency.LOADING)
         return super().request(ref)
 
-    def poll(self) -> None:
+    def poll(self) -> list[Digest]:
         for digest, state in self.states.items():
             if state is Residency.LOADING and self._rng.random() < 0.4:
                 self.states[digest] = Residency.RESIDENT
             elif state is Residency.RESIDENT and not self.pins.get(digest) and self._rng.random() < 0.3:
                 self.states[digest] = Residency.LOADING
+        return self.changed()
 
     def tier(self, digest: Digest) -> Tier:
         return Tier.DEVICE if self.states.get(digest) is Residency.RESIDENT else Tier.DISK

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loraserve.engine.fairness import OUTPUT_COST, PROMPT_COST
+from loraserve.engine.preemption import MAX_FAIR_PREEMPTIONS
 from loraserve.engine.probe import Probe
 from loraserve.engine.request import Request, Status
-from loraserve.engine.scheduler import AHEAD_DIVISOR, CREDIT_STEPS, MAX_FAIR_PREEMPTIONS
+from loraserve.engine.scheduler import AHEAD_DIVISOR, CREDIT_STEPS
 from loraserve.memory.pager import Residency
 from loraserve.types import FinishReason, TenantId
 

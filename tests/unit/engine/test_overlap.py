@@ -183,7 +183,7 @@ def test_an_aborted_request_in_flight_gets_nothing_more_and_is_drained(overlappe
 def test_a_step_in_flight_is_taken_while_all_others_wait_for_adapters(overlapped):
     simulation = overlapped()
     simulation.add("a", prompt_that_goes_on(1), max_tokens=1)
-    simulation.pager.poll = lambda: None
+    simulation.pager.poll = lambda: []
     simulation.add("b", [1], "cold")
     assert simulation.step() == []
     simulation.abort("a")

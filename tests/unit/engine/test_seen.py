@@ -76,7 +76,7 @@ def test_a_wait_that_ended_before_a_place_came_free_is_counted() -> None:
     harness.schedule()
     request = make_request(adapter="slow", priority=-1)
     harness.add(request)
-    harness.scheduler._has_adapter(request)
+    harness.scheduler._waits.begin(request, make_ref("slow").digest)
     harness.now = 2.0
     harness.adapters.set("slow", Residency.RESIDENT)
     harness.scheduler._waits.end(request)
@@ -109,10 +109,10 @@ def test_a_preempted_request_waited_once() -> None:
 
 
 def slow_polls(simulation: Simulation, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    def poll(real: Any = simulation.pager.poll) -> None:
+    def poll(real: Any = simulation.pager.poll) -> Any:
         with simulation.pager.stopwatch:
             time.sleep(seconds)
-        real()
+        return real()
 
     monkeypatch.setattr(simulation.pager, "poll", poll)
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+
 import pytest
 
-from loraserve.engine.scheduler import LOOK_AHEAD
+from loraserve.engine.away import MAX_AWAY_S, MAX_LOOKS
+from loraserve.engine.line import Turns
+from loraserve.engine.look_ahead import LOOK_AHEAD
 from loraserve.errors import AdapterNotReady, error_from_code
 from loraserve.limits import LIMITS
-from loraserve.memory.pager import Residency
+from loraserve.memory.pager import INTEREST_S, Residency
 from loraserve.types import FinishReason, TokenOutput
 
-from .conftest import Harness, make_request
+from .conftest import Harness, make_ref, make_request
 
 DEADLINE_S = LIMITS.adapter_load_deadline_s
 
@@ -115,3 +120,127 @@ def test_the_next_sequence_to_begin_is_the_cold_ones_once_its_adapter_is_there()
             break
     assert num_passed > 10
     assert cold.first_scheduled_s is not None
+
+
+# who can't begin costs a step nothing
+
+
+def looked_at(monkeypatch: pytest.MonkeyPatch, num_requests: int, num_adapters: int, *, is_closed: bool) -> int:
+    """How many requests that wait have turns, and how often the pager is asked, in ten steps beside one that runs."""
+    harness = Harness(num_blocks=4096, max_num_seqs=4)
+    harness.add(make_request(max_tokens=100))
+    harness.step()
+    harness.add(*[make_request(adapter=f"cold{number % num_adapters}") for number in range(num_requests)])
+    harness.adapters.is_line_closed = is_closed
+    harness.step()
+    harness.adapters.asked.clear()
+    candidates: list[object] = []
+    turns = Turns.__iter__
+
+    def counted(self: Turns) -> object:
+        for candidate in turns(self):
+            candidates.append(candidate)
+            yield candidate
+
+    monkeypatch.setattr(Turns, "__iter__", counted)
+    for _ in range(10):
+        harness.now += 0.01
+        assert len(harness.step()[0]) == 1
+        assert harness.scheduler.check() == []
+    monkeypatch.undo()
+    return len(candidates) + len(harness.adapters.asked)
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_step_looks_at_no_more_however_many_requests_wait_whose_adapters_are_away(
+    monkeypatch: pytest.MonkeyPatch, is_closed: bool
+) -> None:
+    few = looked_at(monkeypatch, 10, 5, is_closed=is_closed)
+    assert few <= 10
+    assert looked_at(monkeypatch, 800, 5, is_closed=is_closed) == few
+    assert looked_at(monkeypatch, 800, 200, is_closed=is_closed) == few
+
+
+def test_one_that_comes_for_an_adapter_that_is_away_has_the_pager_asked_once(harness: Harness) -> None:
+    harness.add(*[make_request(adapter="cold") for _ in range(50)])
+    harness.step()
+    # and once for the one that has waited longest
+    assert harness.adapters.asked == ["cold", "cold"]
+    harness.adapters.asked.clear()
+    harness.add(make_request(adapter="cold"))
+    harness.step()
+    assert harness.adapters.asked == ["cold", "cold"]
+    assert harness.scheduler.num_waiting_for_adapter == 51
+
+
+def test_adapters_that_are_away_are_asked_for_again_before_the_pager_forgets_them(harness: Harness) -> None:
+    names = [f"cold{number}" for number in range(4 * MAX_LOOKS)]
+    harness.add(make_request(max_tokens=200), *[make_request(adapter=name) for name in names])
+    asked_s = dict.fromkeys(names, 0.0)
+    for step_s in [0.01] * 50 + [0.6] * 20:
+        harness.now += step_s
+        harness.adapters.asked.clear()
+        harness.step()
+        asked_s |= dict.fromkeys(harness.adapters.asked, harness.now)
+        assert harness.now - min(asked_s.values()) <= MAX_AWAY_S + 0.6 < INTEREST_S
+
+
+def test_an_adapter_that_has_come_is_used_in_the_next_step(harness: Harness) -> None:
+    requests = [make_request(adapter=name, max_tokens=1) for name in ("first", "second", "first")]
+    harness.add(*requests)
+    for _ in range(3):
+        harness.step()
+    harness.adapters.set("first", Residency.RESIDENT)
+    assert [entry.request for entry in harness.step()[0]] == [requests[0], requests[2]]
+
+
+def test_those_that_a_closed_line_kept_waiting_begin_once_it_is_open(harness: Harness) -> None:
+    harness.adapters.is_line_closed = True
+    requests = [make_request(max_tokens=1) for _ in range(3)]
+    harness.add(*requests)
+    assert [harness.step()[0] for _ in range(3)] == [[], [], []]
+    harness.adapters.is_line_closed = False
+    assert [entry.request for entry in harness.step()[0]] == requests
+
+
+def test_an_adapter_that_is_away_is_lifted_to_what_was_served_in_its_stead() -> None:
+    harness = Harness(num_blocks=4096, max_num_seqs=1)
+    harness.adapters.set("hot", Residency.RESIDENT)
+    cold = [make_request(8, adapter=f"cold{number % 3}") for number in range(6)]
+    harness.add(*cold, *[make_request(8, adapter="hot", max_tokens=1) for _ in range(30)])
+    for _ in range(30):
+        scheduled, _ = harness.step()
+        before = scheduled[0].request.share.received - 8 - 2
+        assert [request.share.received for request in cold] == [before] * 6
+        assert harness.scheduler.check() == []
+
+
+def test_random_comings_and_goings_leave_nobody_away_for_good() -> None:
+    rng = random.Random(0)
+    num_served: Counter[bool] = Counter()
+    for _ in range(20):
+        harness = Harness(num_blocks=64, max_num_seqs=rng.randint(1, 6))
+        names = [f"a{number}" for number in range(6)]
+        for _ in range(120):
+            harness.now += rng.choice([0.0, 0.1])
+            harness.add(
+                *[
+                    make_request(
+                        adapter=rng.choice([None, *names]),
+                        tenant=rng.choice("xy"),
+                        priority=rng.choice([0, 0, 1]),
+                        max_tokens=rng.randint(1, 4),
+                    )
+                    for _ in range(rng.randint(0, 2))
+                ]
+            )
+            harness.adapters.set(rng.choice(names), rng.choice([Residency.RESIDENT, Residency.LOADING]))
+            harness.adapters.is_line_closed ^= rng.random() < 0.1
+            num_served[bool(harness.step()[0])] += 1
+            assert harness.scheduler.check() == []
+        harness.adapters.is_line_closed = False
+        for name in names:
+            harness.adapters.states[make_ref(name).digest] = Residency.RESIDENT
+        harness.run()
+        assert harness.kv.num_held == 0
+    assert min(num_served[True], num_served[False]) > 50

@@ -1,0 +1,74 @@
+"""What a step made of a request: its next token, what its client gets, and what others may find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from loraserve.engine.request import Request
+from loraserve.engine.scheduled import ScheduledRequest, StepResult
+from loraserve.memory.kv_cache import BlockId, KVCache
+from loraserve.types import FinishReason, TokenOutput
+
+
+class Outcomes:
+    """Gives requests what was computed and sampled."""
+
+    def __init__(self, kv: KVCache, eos_token_ids: frozenset[int], clock: Callable[[], float]) -> None:
+        self._kv, self._eos_token_ids, self._clock = kv, eos_token_ids, clock
+
+    def take(self, entry: ScheduledRequest, result: StepResult) -> TokenOutput | None:
+        """The request, which hasn't ended, has what its part of a step made, all of it finite; returns what its client gets, if anything. Whoever calls ends it if that says so."""
+        request = entry.request
+        request.prompt_logprobs.extend(result.prompt_logprobs)
+        if request.probe is not None and result.logits is not None:
+            request.probe.capture(entry.end, result.logits)
+        if not entry.is_sampled:
+            return None
+        # Only now are the blocks offered to others: logits were finite, so the KV that led to them is sound. Only up to this step's
+        # end: what a later one computes isn't known to be. And not after a preemption: the blocks were given away, the token is good.
+        if entry.is_current and request.probe is None:
+            self._publish(request, entry.end)
+        is_first = request.num_output_tokens == 0
+        if result.token_id is not None:
+            request.token_ids.append(result.token_id)
+        reason, stop_reason = self._finish_reason(request, result.token_id)
+        return TokenOutput(
+            request_id=request.request_id,
+            token_ids=() if result.token_id is None else (result.token_id,),
+            logprobs=None if result.logprobs is None else (result.logprobs,),
+            prompt_logprobs=(None, *request.prompt_logprobs)
+            if is_first and request.params.prompt_logprobs is not None
+            else None,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            **self._first_token_facts(request) if is_first else {},
+        )
+
+    def _publish(self, request: Request, num_tokens: int) -> None:
+        size = self._kv.block_size
+        for index in range(len(request.block_keys), num_tokens // size):
+            parent = self._kv.parent_key(request.prefix_root, request.activation, request.block_keys, index)
+            content = request.token_ids[index * size : (index + 1) * size]
+            request.block_keys.append(self._kv.publish(BlockId(request.blocks[index]), parent, content))
+
+    def _finish_reason(self, request: Request, token_id: int | None) -> tuple[FinishReason | None, int | None]:
+        params = request.params
+        if token_id is not None and request.num_output_tokens >= params.min_tokens:
+            if token_id in params.stop_token_ids:
+                return FinishReason.STOP, token_id
+            if token_id in self._eos_token_ids and not params.ignore_eos:
+                return FinishReason.STOP, None
+        if request.num_output_tokens >= params.max_tokens:
+            return FinishReason.LENGTH, None
+        return None, None
+
+    def _first_token_facts(self, request: Request) -> dict[str, Any]:
+        now = self._clock()
+        started = now if request.first_scheduled_s is None else request.first_scheduled_s
+        return {
+            "num_cached_tokens": request.num_cached_tokens,
+            "queue_s": max(0.0, started - request.arrival_s - request.adapter_wait_s),
+            "adapter_s": request.adapter_wait_s,
+            "prefill_s": now - started,
+        }

@@ -1,0 +1,114 @@
+"""Running requests that start over later, so that others have the blocks or the places that they need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from loraserve.engine.fairness import Accounts
+from loraserve.engine.holdings import Holdings
+from loraserve.engine.line import Line
+from loraserve.engine.request import Request, Status
+from loraserve.engine.step import Step
+
+MAX_FAIR_PREEMPTIONS = 3
+"""A request that was put back so often isn't put back for fairness' sake any more: it is one of those of which the youngest goes, and so will end."""
+
+
+class Preemption:
+    """Chooses who is put back, and puts it back into the line.
+
+    Args:
+        running: the scheduler's, sorted by order: who is put back leaves it.
+
+    Attributes:
+        num: how often that was done.
+        num_fair: of those, for a tenant that had less than its part of the places or of the KV blocks, or by one that held more than it may.
+    """
+
+    def __init__(self, running: list[Request], line: Line, holdings: Holdings, accounts: Accounts) -> None:
+        self.num = 0
+        self.num_fair = 0
+        self._running, self._line, self._holdings, self._accounts = running, line, holdings, accounts
+
+    def keep(self, request: Request, count: int, step: Step) -> bool:
+        """Give a running request the blocks that it needs, if need be of others; False if it is put back itself."""
+        while True:
+            if self._holdings.exceeds_share(request, count):
+                taken = {id(entry.request) for entry in step.scheduled}
+                account = request.share.account
+                own = [r for r in self._running if r.share.account is account and id(r) not in taken]
+                victim = own[-1]
+                self.num_fair += 1
+            elif self._holdings.reserve(request, count):
+                return True
+            else:
+                step.is_short = True
+                victim = self._choose_victim(request, step)
+            self.put_back(victim, step)
+            if victim is request:
+                return False
+
+    def take_of_others(self, is_over: Callable[[Request], bool], step: Step) -> bool:
+        """Put one back of those of whom this is so, for a tenant that has less than its part; False if there is none to put back."""
+        victim = self._find_over(is_over)
+        if victim is None:
+            return False
+        self.num_fair += 1
+        self.put_back(victim, step)
+        return True
+
+    def has_place_to_give(self) -> bool:
+        """Whether some tenant has more than its part of the places, beside others."""
+        if self._accounts.num_live < 2:
+            return False
+        accounts = {id(request.share.account): request.share.account for request in self._running}
+        return any(map(self._holdings.has_places_to_give, accounts.values()))
+
+    def _find_over(self, is_over: Callable[[Request], bool]) -> Request | None:
+        """Of the running requests of tenants that have more than their part, the one that loses least, in this step already or not: the youngest of those that
+        decode, since what has been answered is in the prefix cache.
+        """
+        candidates = [
+            request
+            for request in reversed(self._running)
+            if not request.is_express
+            and request.probe is None
+            and request.num_preemptions < MAX_FAIR_PREEMPTIONS
+            and request.num_pending_tokens > 0
+            and is_over(request)
+        ]
+        return min(candidates, key=lambda request: request.num_pending_tokens > 1, default=None)
+
+    def _choose_victim(self, request: Request, step: Step) -> Request:
+        """The running request that loses least, of a tenant that holds more than its part if there is one that wasn't put back for that too often: one that only
+        waits for its last token, else the lowest priority, then the youngest.
+
+        One already in this step is left alone.
+        """
+        taken = {id(entry.request) for entry in step.scheduled}
+        candidates = [other for other in reversed(self._running) if id(other) not in taken]
+        if self._accounts.num_live > 1:
+            over = [
+                other
+                for other in candidates
+                if other.num_preemptions < MAX_FAIR_PREEMPTIONS
+                and not other.is_express
+                and self._holdings.holds_more(other.share.account)
+            ]
+            candidates = over or candidates
+        return min(candidates, key=lambda other: other.num_pending_tokens > 0)
+
+    def put_back(self, request: Request, step: Step) -> None:
+        """Take a request's blocks and let it start over later; its tokens, its adapter's pin and its place stay. A part that it had in this step is somebody else's."""
+        step.give_back(request)
+        if request.num_pending_tokens == 0:
+            # its place was free already
+            step.num_places -= 1
+        self._running.remove(request)
+        request.share.account.num_running -= 1
+        self._holdings.drop_blocks(request, is_use=False)
+        request.status = Status.WAITING
+        request.num_preemptions += 1
+        self.num += 1
+        step.preempted.append(request)
+        self._line.add(request)

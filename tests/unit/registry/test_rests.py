@@ -1,0 +1,99 @@
+"""Uploads stand back for steps that are computed on the same processors, and for nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import pytest
+
+from loraserve.registry import rests
+from loraserve.registry.rests import FACTOR, LONGEST_S, WORTH_S, Rests
+
+Naps = list[float]
+
+
+@pytest.fixture
+def naps(monkeypatch: pytest.MonkeyPatch) -> Naps:
+    """The rests that are taken, none of which is waited for; a processor's time goes on by 1 s with each piece of work."""
+    taken: Naps = []
+
+    async def sleep(seconds: float) -> None:
+        taken.append(seconds)
+
+    monkeypatch.setattr(rests.asyncio, "sleep", sleep)
+    monkeypatch.setattr(rests.time, "sleep", taken.append)
+    return taken
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """What takes a processor so many seconds."""
+    now = [0.0]
+    monkeypatch.setattr(rests.time, "thread_time", lambda: now[0])
+
+    def do(seconds: float) -> None:
+        now[0] += seconds
+
+    return do
+
+
+async def test_a_piece_of_work_is_followed_by_a_rest_in_proportion(naps: Naps, work: Callable[[float], None]) -> None:
+    assert await Rests(lambda: True).after(lambda: work(0.01)) is None
+    assert naps == [pytest.approx(0.01 * FACTOR)]
+
+
+async def test_a_rest_is_bounded_and_a_short_piece_has_none(naps: Naps, work: Callable[[float], None]) -> None:
+    await Rests(lambda: True).after(lambda: work(100.0))
+    await Rests(lambda: True).after(lambda: work(WORTH_S / 2))
+    assert naps == [LONGEST_S]
+
+
+async def test_where_nothing_is_computed_nothing_rests(naps: Naps, work: Callable[[float], None]) -> None:
+    is_computing = False
+    between = Rests(lambda: is_computing)
+    assert await between.after(lambda: work(1.0) or "done") == "done"
+    rest = between.on_thread()
+    work(1.0)
+    rest()
+    assert naps == []
+    is_computing = True
+    # what was done before doesn't count any more
+    rest()
+    assert naps == []
+    work(0.01)
+    rest()
+    assert naps == [pytest.approx(0.01 * FACTOR)]
+
+
+def test_on_a_thread_pieces_add_up_to_what_is_worth_a_rest(naps: Naps, work: Callable[[float], None]) -> None:
+    rest = Rests(lambda: True).on_thread()
+    for _ in range(5):
+        work(WORTH_S * 0.3)
+        rest()
+    assert naps == [pytest.approx(WORTH_S * 1.2 * FACTOR)]
+
+
+async def test_an_error_comes_without_a_rest(naps: Naps) -> None:
+    with pytest.raises(ZeroDivisionError):
+        await Rests(lambda: True).after(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+    assert naps == []
+
+
+async def test_others_go_on_meanwhile() -> None:
+    began = time.perf_counter()
+    busy = Rests(lambda: True)
+
+    def spin() -> None:
+        until = time.thread_time() + 0.02
+        while time.thread_time() < until:
+            pass
+
+    task = asyncio.create_task(busy.after(spin))
+    ticks = 0
+    while not task.done():
+        await asyncio.sleep(0.005)
+        ticks += 1
+    assert ticks >= 5
+    assert time.perf_counter() - began >= 0.02 * (1 + FACTOR) * 0.95
