@@ -113,6 +113,8 @@ class Limits:
     gc_grace_s: float = 3600.0
     """Between a blob's being found needless and its end: longer than any publish takes."""
     gc_interval_s: float = 1800.0
+    gc_mark_s: float = 300.0
+    """After so long a blob that a killed server was deleting is no longer taken to be: longer than a store takes for one."""
     max_concurrent_operations: int = 4
     """Of one server: pulls."""
     pull_grace_s: float = 60.0

@@ -17,7 +17,7 @@ from datetime import datetime, timedelta
 from itertools import islice
 from typing import Any
 
-from sqlalchemy import delete, select, update
+from sqlalchemy import select
 from ulid import ULID
 
 from adapters_store.base import BlobStore
@@ -26,6 +26,7 @@ from loraserve.db.models import DoomedBlob, Upload
 from loraserve.db.session import Clock, Database, utc_now
 from loraserve.errors import BlobNotFound, LoraserveError, StorageError
 from loraserve.limits import LIMITS
+from loraserve.registry.deletion_marks import DeletionMarks, Mark
 from loraserve.registry.leases import hold_lease
 from loraserve.registry.references import doom, referenced
 from loraserve.registry.resumable import remove_upload
@@ -34,15 +35,9 @@ from loraserve.types import Digest
 logger = logging.getLogger(__name__)
 
 LEASE = "gc"
-_Due = tuple[Digest, datetime | None]
-"""A blob that may be deleted, and since when it was seen to be marked."""
 _LEASE_LENGTH = timedelta(seconds=120)
 # Few are marked at a time: who wants one of them waits until all are gone.
 _MARKED_AT_ONCE, _DELETED_AT_ONCE, _EXPIRED_AT_ONCE = 400, 8, 50
-_DELETING_S = 5.0
-"""After so long no further one of those that are marked is begun."""
-_STALE_S = 900.0
-"""A mark that this process has seen for so long is a dead collector's. A living one renews the lease before it marks, and ends long before that."""
 _MAX_FAILURES = 3
 """Of a pass: a store that is away isn't asked for every blob."""
 _FIRST_PASS_S = 60.0
@@ -74,6 +69,7 @@ class Collector:
         """Of them."""
         self.num_doomed = 0
         """On the list, at the last pass."""
+        self.marks = DeletionMarks(database, monotonic=monotonic)
         self._database = database
         self._store = store
         self._retention = timedelta(seconds=retention_s)
@@ -81,20 +77,22 @@ class Collector:
         self._clock = clock
         self._monotonic = monotonic
         self._holder = str(ULID())
-        self._seen: dict[tuple[Digest, datetime, datetime | None], float] = {}
-        self._marked: set[tuple[Digest, datetime]] = set()
-        """What this process marked, with when; those whose marks it couldn't take off it begins anew."""
-        self._task: asyncio.Task[None] | None = None
+        self._seen: dict[tuple[Digest, datetime], float] = {}
+        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """It collects from now on, until `close`."""
-        self._task = asyncio.create_task(self.run(), name="collector")
+        self._tasks = [
+            asyncio.create_task(self.run(), name="collector"),
+            # beside it: a pass of a large store takes long, and somebody may wait for what a killed server was deleting
+            asyncio.create_task(self.marks.run(), name="deletion marks"),
+        ]
 
     async def close(self) -> None:
         """It collects no more. What it was deleting is gone, or still listed."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def run(self) -> None:
         """Collects until it is cancelled. What fails is logged, and tried again at the next pass."""
@@ -159,23 +157,16 @@ class Collector:
     async def _look(self) -> None:
         """What is on the list is remembered, with when it was first seen there."""
         now = self._monotonic()
-        query = select(DoomedBlob.digest, DoomedBlob.doomed_at, DoomedBlob.deleting_at)
         async with self._database.read() as session:
-            rows = (await session.execute(query)).all()
-        listed = [(Digest(digest), doomed_at, deleting_at) for digest, doomed_at, deleting_at in rows]
+            rows = (await session.execute(select(DoomedBlob.digest, DoomedBlob.doomed_at))).all()
+        listed = [(Digest(digest), doomed_at) for digest, doomed_at in rows]
         self._seen = {key: self._seen.get(key, now) for key in listed}
-        self._marked &= {(digest, deleting_at) for digest, _, deleting_at in listed if deleting_at is not None}
         self.num_doomed = len(listed)
 
     async def _delete_due(self) -> bool:
         """Those that were listed long enough are gone, or off the list since something refers to them again."""
         now = self._monotonic()
-        due = [
-            (digest, deleting_at)
-            for (digest, _, deleting_at), seen in self._seen.items()
-            if now - seen >= (self._grace_s if deleting_at is None else _STALE_S)
-            or (digest, deleting_at) in self._marked
-        ]
+        due = [digest for (digest, _), seen in self._seen.items() if now - seen >= self._grace_s]
         # those that can't be deleted must not be the first at every pass, and the rest never come
         random.shuffle(due)
         num_failures = 0
@@ -185,79 +176,53 @@ class Collector:
             batch, due = due[:_DELETED_AT_ONCE], due[_DELETED_AT_ONCE:]
             # what was begun comes to its end, also where somebody cancels
             deleted = await _to_its_end(self._delete(batch))
-            due += [(digest, None) for digest in deleted.left]
+            due += deleted.left
             num_failures += deleted.has_failed
         return True
 
-    async def _delete(self, batch: Sequence[_Due]) -> _Deleted:
+    async def _delete(self, batch: Sequence[Digest]) -> _Deleted:
         """Those of `batch` that nothing refers to are gone, but for what is left."""
-        now = self._clock()
-        marked = await self._mark_those(batch, now)
-        # No transaction is open: whoever wants to refer to one of these finds the mark, which no broken connection takes off
-        # (`keep`), and afterwards finds the bytes gone or still listed, never about to go.
-        deleted = await asyncio.to_thread(self._delete_blobs, marked)
-        faults.hit("gc.after_delete")
-        mine = DoomedBlob.digest.in_(marked), DoomedBlob.deleting_at == now
-        async with self._database.write() as session:
-            await session.execute(delete(DoomedBlob).where(*mine, DoomedBlob.digest.in_(deleted.gone)))
-            await session.execute(update(DoomedBlob).where(*mine).values(deleting_at=None))
-        self._marked.difference_update((digest, now) for digest in marked)
+        grace = timedelta(seconds=self._grace_s)
+        async with self.marks.put(batch, self._clock(), grace=grace, retention=self._retention) as mark:
+            deleted = await asyncio.to_thread(self._delete_blobs, mark)
+            faults.hit("gc.after_delete")
         return deleted
 
-    async def _mark_those(self, batch: Sequence[_Due], now: datetime) -> list[Digest]:
-        """Those of `batch` that nothing refers to, marked, durably; what something refers to is off the list."""
-        cutoff = now - timedelta(seconds=self._grace_s)
-        async with self._database.write() as session:
-            query = select(DoomedBlob.digest, DoomedBlob.deleting_at).where(
-                DoomedBlob.digest.in_([digest for digest, _ in batch]), DoomedBlob.doomed_at <= cutoff
-            )
-            # A row that a publish is taking off the list is left to it, and one that was marked since, to whoever did.
-            rows = (await session.execute(query.with_for_update(skip_locked=True))).all()
-            due = [Digest(digest) for digest, deleting_at in rows if (digest, deleting_at) in batch]
-            needed = await referenced(session, due, now, self._retention)
-            marked = [digest for digest in due if digest not in needed]
-            await session.execute(delete(DoomedBlob).where(DoomedBlob.digest.in_(needed)))
-            await session.execute(update(DoomedBlob).where(DoomedBlob.digest.in_(marked)).values(deleting_at=now))
-            # before the commit, whose answer may be lost
-            self._marked.update((digest, now) for digest in marked)
-        return marked
-
-    def _delete_blobs(self, digests: Sequence[Digest]) -> _Deleted:
-        gone: list[Digest] = []
+    def _delete_blobs(self, mark: Mark) -> _Deleted:
+        left: Sequence[Digest] = ()
         has_failed = False
-        num_tried = 0
-        end = self._monotonic() + _DELETING_S
-        for digest in digests:
-            num_tried += 1
+        for index, digest in enumerate(mark.digests):
             try:
                 num_bytes = self._store.num_bytes(digest)
+                # The last look before the bytes go. Whoever was stopped for long has lost its mark.
+                if not mark.has_time(self._monotonic()):
+                    left, has_failed = mark.digests[index:], index == 0
+                    break
                 self._store.delete(digest)
             except BlobNotFound:
-                gone.append(digest)
+                mark.gone.append(digest)
             except StorageError as error:
                 # It stays on the list, and is tried again at the next pass. The store may be away: nobody waits longer.
                 logger.warning("the unneeded blob %s can't be deleted: %s", digest, error)
-                has_failed = True
+                left, has_failed = mark.digests[index + 1 :], True
                 break
             else:
-                gone.append(digest)
+                mark.gone.append(digest)
                 self.num_blobs += 1
                 self.num_bytes += num_bytes
-            if self._monotonic() >= end:
-                break
-        if gone:
-            logger.info("%d unneeded blobs are deleted", len(gone))
-        return _Deleted(gone, list(digests[num_tried:]), has_failed)
+        if mark.gone:
+            logger.info("%d unneeded blobs are deleted", len(mark.gone))
+        return _Deleted(left, has_failed)
 
 
 @dataclass(frozen=True, slots=True)
 class _Deleted:
     """What came of deleting some blobs."""
 
-    gone: Sequence[Digest]
     left: Sequence[Digest]
     """Those that weren't tried any more."""
     has_failed: bool
+    """The store is away, or there was no time for any."""
 
 
 async def _to_its_end(work: Coroutine[Any, Any, _Deleted]) -> _Deleted:

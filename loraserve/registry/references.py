@@ -3,8 +3,8 @@
 The order that keeps both safe: who is about to refer to a blob takes it off the list first (`keep`), then writes its bytes or looks
 that they are there, then refers to it in a transaction. The collector deletes nothing that hasn't been on the list for
 `LIMITS.gc_grace_s`, and looks for references again in the transaction in which it marks what it deletes next: what was taken off the
-list is safe for longer than any publish takes. What is marked can't be taken off the list until its deletion has come to its end. The
-mark is durable: the lock of a row would end with its connection, while the thread that deletes goes on.
+list is safe for longer than any publish takes. What is marked can't be taken off the list until its deletion has come to its end
+(`loraserve.registry.deletion_marks`).
 """
 
 from __future__ import annotations
@@ -85,22 +85,34 @@ async def keep(database: Database, digests: Collection[Digest]) -> None:
         Overloaded: one is still being deleted; the same request works later.
         DatabaseUnavailable
     """
-    doomed: list[str] = []
+    doomed: list[Digest] = []
     async with database.read() as session:
         for some in _parts(digests):
-            doomed += (await session.scalars(select(DoomedBlob.digest).where(DoomedBlob.digest.in_(some)))).all()
+            query = select(DoomedBlob.digest).where(DoomedBlob.digest.in_(some))
+            doomed += map(Digest, (await session.scalars(query)).all())
     if not doomed:
         return
     end = time.monotonic() + _PATIENCE_S
     # Once a collector has come to its end the blob is gone, and the caller finds out.
-    while not await _take_off(database, list(map(Digest, doomed))):
+    while await _is_any_marked(database, doomed) or not await _take_off(database, doomed):
         if time.monotonic() >= end:
+            # It says nothing of bytes that others had.
             raise Overloaded(
-                "Old bytes that are the same as these are being deleted.",
-                hint="Send the same request again later.",
+                "These bytes can't be stored or restored for now: the store is being tidied up.",
+                hint="Send the same request again later; it takes minutes at most.",
                 retry_after_s=10,
             )
         await asyncio.sleep(_LOOK_S)
+
+
+async def _is_any_marked(database: Database, digests: Collection[Digest]) -> bool:
+    """Looks without a lock: who waits must not keep SQLite's other writers waiting."""
+    async with database.read() as session:
+        for some in _parts(digests):
+            query = select(DoomedBlob.digest).where(DoomedBlob.digest.in_(some), DoomedBlob.deleting_at.is_not(None))
+            if (await session.scalars(query.limit(1))).first() is not None:
+                return True
+    return False
 
 
 async def _take_off(database: Database, digests: Collection[Digest]) -> bool:

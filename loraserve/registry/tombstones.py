@@ -52,6 +52,7 @@ class Tombstones:
             AlreadyExists: it isn't deleted.
             QuotaExceeded: the tenant may not hold another adapter or as many bytes.
             Conflict: stored bytes of it are gone.
+            Overloaded: they are being deleted; later they are gone, or it works.
             Replay: `once` was used before.
         """
         now = self._clock()
@@ -95,6 +96,7 @@ class Tombstones:
             AlreadyExists: it isn't deleted, or another version of the adapter has the same bytes.
             QuotaExceeded: the tenant may not hold as many bytes.
             Conflict: its stored bytes are gone.
+            Overloaded: they are being deleted; later they are gone, or it works.
             Replay: `once` was used before.
         """
         now = self._clock()
@@ -135,6 +137,7 @@ class Tombstones:
 
         Raises:
             Conflict: one isn't there any more.
+            Overloaded: one is being deleted.
         """
         if not blobs:
             return

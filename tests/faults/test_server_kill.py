@@ -133,6 +133,8 @@ async def test_killed_among_uploads_the_collector_takes_what_is_needless_and_not
 ) -> None:
     settings = {"database_url": database_url, "retention_s": "0"}
     settings |= {"limits.gc_grace_s": str(GRACE_S), "limits.gc_interval_s": "0.05"}
+    # what a killed server was deleting can be wanted again at once, and goes before the test ends
+    settings |= {"limits.gc_mark_s": str(GRACE_S)}
     with ForkedServer(tmp_path / "data", small_base, settings) as server:
         server.start()
         async with tenant_of(server, make_files, is_restoring=False) as tenant:

@@ -6,25 +6,27 @@ import asyncio
 import hashlib
 import threading
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
 import asyncpg
 import pytest
-from sqlalchemy import select
+from sqlalchemy import delete, select
 
 from adapters_store import LocalStore
 from loraserve import faults
 from loraserve.db.models import AdapterVersion, DoomedBlob
 from loraserve.db.session import Database, utc_now
 from loraserve.errors import Overloaded, StorageError
-from loraserve.registry import references
-from loraserve.registry.gc import _STALE_S, Collector
+from loraserve.limits import LIMITS, Limits
+from loraserve.registry import deletion_marks, gc, references
+from loraserve.registry.gc import Collector
 from loraserve.registry.references import doom, keep, referenced
 from loraserve.registry.service import Registry
 from loraserve.tenancy.auth import Authenticator
-from loraserve.types import Digest, TenantId
+from loraserve.types import BaseSpec, Digest, TenantId
 
 GRACE_S, RETENTION_S = 100.0, 1000.0
 
@@ -47,6 +49,12 @@ class Time:
 @pytest.fixture
 def time() -> Time:
     return Time()
+
+
+@pytest.fixture
+def registry(database: Database, store: LocalStore, small_base: BaseSpec, time: Time) -> Registry:
+    """It goes by the collector's clocks: what it lists is as old as the test says, however long the machine took."""
+    return Registry(database, store, lambda: small_base, clock=time.now, monotonic=time.monotonic)
 
 
 @pytest.fixture
@@ -121,7 +129,7 @@ async def test_the_bytes_of_a_deleted_tenant_go_after_the_retention(
     collector: Collector, database: Database, store: LocalStore, time: Time, publish: Any, globex: TenantId
 ) -> None:
     version = (await publish(tenant=globex)).version
-    authenticator = Authenticator(database, admin_key="a" * 32)
+    authenticator = Authenticator(database, admin_key="a" * 32, clock=time.now)
     await authenticator.open()
     await authenticator.tenants.delete("globex", actor="test")
     await passes(collector, time, 0, RETENTION_S - 10, 1)
@@ -245,39 +253,225 @@ async def test_no_transaction_is_open_while_blobs_are_deleted(
     assert collector.num_blobs == 1
 
 
-async def test_what_a_dead_collector_was_deleting_is_refused_until_another_takes_it_over(
-    collector: Collector, database: Database, store: LocalStore, time: Time, monkeypatch: pytest.MonkeyPatch
+async def test_what_a_dead_collector_was_deleting_is_refused_for_some_minutes_and_then_listed_as_before(
+    collector: Collector, database: Database, store: LocalStore, time: Time, impatient: None
 ) -> None:
-    monkeypatch.setattr(references, "_PATIENCE_S", 0.05)
-    monkeypatch.setattr(references, "_LOOK_S", 0.01)
+    blob, others = put(store), make_collector(database, store, time).marks
+    await passes(collector, time, 0)
+    with faults.arm("blob.delete", die), pytest.raises(RuntimeError):
+        await passes(collector, time, GRACE_S + 1)
+    time.jumped_s += 86_400
+    for after_s in (0, LIMITS.gc_mark_s - 1):
+        time.passed_s += after_s
+        assert await others.release() == 0
+        with pytest.raises(Overloaded, match="for now"):
+            await keep(database, [blob])
+    time.passed_s += 1
+    assert await others.release() == 1
+    await keep(database, [blob])
+    assert await listed(database) == {}
+    assert store.exists(blob)
+
+
+async def test_what_a_dead_collector_was_deleting_another_one_deletes(
+    collector: Collector, database: Database, store: LocalStore, time: Time
+) -> None:
     blob, other = put(store), make_collector(database, store, time)
     await passes(collector, time, 0)
     with faults.arm("blob.delete", die), pytest.raises(RuntimeError):
         await passes(collector, time, GRACE_S + 1)
-    for after_s in (0, 121, _STALE_S - 1):
-        time.passed_s += after_s
-        assert await other.collect() == (after_s > 0)
-        with pytest.raises(Overloaded, match="being deleted"):
-            await keep(database, [blob])
-        assert store.exists(blob)
+    # before its mark is over nobody touches it
+    await passes(other, time, 121, GRACE_S + 1)
+    assert store.exists(blob)
+    await other.marks.release()
+    await passes(other, time, LIMITS.gc_mark_s)
+    assert await other.marks.release() == 1
     await passes(other, time, 1)
     assert not store.exists(blob)
-    await keep(database, [blob])
+    assert await listed(database) == {}
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for long."""
+    monkeypatch.setattr(references, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(references, "_LOOK_S", 0.01)
+
+
+async def listed(database: Database) -> dict[str, bool]:
+    """Blobs on the list, and whether they are marked."""
+    async with database.read() as session:
+        rows = (await session.execute(select(DoomedBlob.digest, DoomedBlob.deleting_at))).all()
+    return {digest: deleting_at is not None for digest, deleting_at in rows}
 
 
 def die() -> None:
     raise RuntimeError("killed")
 
 
-async def test_what_a_living_collector_could_not_end_it_begins_anew(
-    collector: Collector, store: LocalStore, time: Time
+async def test_a_living_collector_ends_a_mark_that_it_left_at_once(
+    collector: Collector, database: Database, store: LocalStore, time: Time
 ) -> None:
     blob = put(store)
     await passes(collector, time, 0)
-    with faults.arm("blob.delete", die), pytest.raises(RuntimeError):
+    with faults.arm("gc.after_delete", die), pytest.raises(RuntimeError):
         await passes(collector, time, GRACE_S + 1)
+    assert await listed(database) == {blob: True}
+    assert await collector.marks.release() == 1
+    assert await listed(database) == {blob: False}
+    assert await collector.marks.release() == 0
+    # nothing is remembered of it
+    assert not collector.marks._left
     await passes(collector, time, 1)
-    assert not store.exists(blob)
+    assert await listed(database) == {}
+
+
+async def test_a_server_does_not_end_the_mark_under_which_it_deletes(
+    collector: Collector, store: LocalStore, time: Time
+) -> None:
+    put(store)
+    await passes(collector, time, 0)
+    loop, released = asyncio.get_running_loop(), []
+
+    def look() -> None:
+        for after_s in (0, LIMITS.gc_mark_s + 1):
+            time.passed_s += after_s
+            released.append(asyncio.run_coroutine_threadsafe(collector.marks.release(), loop).result(5))
+
+    with faults.arm("blob.delete", look):
+        await passes(collector, time, GRACE_S + 1)
+    assert released == [0, 0]
+
+
+async def test_a_collector_that_was_stopped_for_long_deletes_nothing_under_its_old_mark(
+    collector: Collector, database: Database, store: LocalStore, time: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blob = put(store)
+    await passes(collector, time, 0)
+    num_bytes = store.num_bytes
+
+    def stop(digest: str) -> int:
+        time.passed_s += deletion_marks.DELETING_S
+        return num_bytes(digest)
+
+    with monkeypatch.context() as stopped:
+        stopped.setattr(store, "num_bytes", stop)
+        await passes(collector, time, GRACE_S + 1)
+    assert store.exists(blob)
+    assert await listed(database) == {blob: False}
+
+
+async def test_servers_look_for_marks_that_were_left(
+    collector: Collector, database: Database, store: LocalStore, time: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = replace(Limits(), gc_interval_s=0.001, gc_mark_s=0.0)
+    monkeypatch.setattr(deletion_marks, "LIMITS", limits)
+    monkeypatch.setattr(gc, "LIMITS", replace(limits, gc_interval_s=3600.0))
+    blob = put(store)
+    async with database.write() as session:
+        session.add(DoomedBlob(digest=blob, doomed_at=time.now(), deleting_at=time.now()))
+    collector.start()
+    async with asyncio.timeout(5):
+        while (await listed(database))[blob]:
+            await asyncio.sleep(0.001)
+        await collector.close()
+
+
+async def test_who_waits_for_a_mark_does_not_keep_other_writers_waiting(
+    database: Database, store: LocalStore, time: Time, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blob, num_writes = put(store), 0
+    async with database.write() as session:
+        session.add(DoomedBlob(digest=blob, doomed_at=time.now(), deleting_at=time.now()))
+    write = database.write
+
+    @asynccontextmanager
+    async def count() -> AsyncIterator[Any]:
+        nonlocal num_writes
+        num_writes += 1
+        async with write() as session:
+            yield session
+
+    monkeypatch.setattr(database, "write", count)
+    with pytest.raises(Overloaded):
+        await keep(database, [blob])
+    assert num_writes == 0
+
+
+async def test_a_mark_that_comes_right_after_the_look_is_heeded(
+    database: Database, store: LocalStore, time: Time, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blobs = sorted((put(store, b"a"), put(store, b"b")))
+    async with database.write() as session:
+        session.add(DoomedBlob(digest=blobs[0], doomed_at=time.now(), deleting_at=None))
+        session.add(DoomedBlob(digest=blobs[1], doomed_at=time.now(), deleting_at=time.now()))
+
+    async def look(*_: Any) -> bool:
+        return False
+
+    monkeypatch.setattr(references, "_is_any_marked", look)
+    with pytest.raises(Overloaded):
+        await keep(database, blobs)
+    assert await listed(database) == {blobs[0]: False, blobs[1]: True}
+
+
+async def test_the_end_of_a_mark_and_who_wants_its_blobs_do_not_wait_for_each_other(
+    database: Database, time: Time, database_url: str
+) -> None:
+    if not database_url.startswith("postgres"):
+        pytest.skip("SQLite has one writer")
+    first, second = sorted(Digest(f"{number:064x}") for number in range(2))
+    # the other way round, where rows are found as they lie
+    for digest in (second, first):
+        async with database.write() as session:
+            await doom(session, [digest], time.now())
+    marks = deletion_marks.DeletionMarks(database, monotonic=time.monotonic)
+
+    async def delete() -> None:
+        async with marks.put([first, second], time.now(), grace=timedelta(), retention=timedelta()):
+            marked.set()
+            await may_end.wait()
+
+    marked, may_end = asyncio.Event(), asyncio.Event()
+    deleting = asyncio.create_task(delete())
+    await marked.wait()
+    async with asyncio.timeout(10):
+        async with database.write() as session:
+            for digest in (first, second):
+                await session.execute(select(DoomedBlob).where(DoomedBlob.digest == digest).with_for_update())
+                may_end.set()
+                await asyncio.sleep(0.3)
+        await deleting
+    assert await listed(database) == {first: False, second: False}
+
+
+async def test_nothing_is_published_restored_or_completed_of_what_is_being_deleted(
+    database: Database, store: LocalStore, time: Time, registry: Registry, acme: TenantId, publish: Any, impatient: None
+) -> None:
+    version = (await publish(is_promoting=False)).version
+    await registry.delete_version(acme, "sql", 1, actor="test")
+    uploads, data = registry.uploads.resumable, bytes(range(20))
+    upload, _ = await uploads.create(acme, hashlib.sha256(data).hexdigest(), 20, actor="test")
+    await uploads.receive(acme, upload.id, 0, 10, 20, pieces(data[:10]))
+    last = Digest(hashlib.sha256(data[10:]).hexdigest())
+
+    async def mark(*digests: Digest) -> None:
+        async with database.write() as session:
+            await session.execute(delete(DoomedBlob))
+            session.add_all(DoomedBlob(digest=each, doomed_at=time.now(), deleting_at=time.now()) for each in digests)
+
+    await mark(version.weights_blob)
+    for refused in (publish, lambda: registry.tombstones.restore_version(acme, "sql", 1, actor="test")):
+        with pytest.raises(Overloaded):
+            await refused()
+    for digest in (last, upload.sha256):
+        await mark(digest)
+        received = (await uploads.get(acme, upload.id)).received
+        with pytest.raises(Overloaded):
+            await uploads.receive(acme, upload.id, received, 20, 20, pieces(data[received:]))
+    await mark()
+    assert (await uploads.settle(acme, upload.id)).is_complete
+    assert (await registry.tombstones.restore_version(acme, "sql", 1, actor="test")).version == 1
 
 
 async def test_a_collector_that_is_stopped_leaves_no_mark(

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import msgspec
 import pytest
 
 from adapters_store import LocalStore
-from loraserve.db.session import Database
-from loraserve.errors import AdapterNotReady, AdapterQuarantined, AdapterRejected, EngineUnavailable
-from loraserve.limits import Limits
+from loraserve.db.session import Database, utc_now
+from loraserve.errors import AdapterNotReady, AdapterQuarantined, AdapterRejected, EngineUnavailable, Overloaded
+from loraserve.limits import LIMITS, Limits
 from loraserve.registry import late_certificates
-from loraserve.registry.late_certificates import RETRY_S
+from loraserve.registry.late_certificates import MAX_RETRY_S, RETRY_S
 from loraserve.registry.model_name import parse_model
 from loraserve.registry.service import Registry
+from loraserve.tenancy.auth import Authenticator
 from loraserve.types import BaseSpec, Certificate, TenantId
 
 Make = Callable[..., Certificate]
@@ -158,18 +160,49 @@ async def test_two_servers_do_not_verify_the_same(
     assert len(certifying.asked) == num_asked + 1
 
 
-async def test_an_engine_that_is_away_is_asked_for_one_version(
-    publish: Any, server: Registry, certifying: Any, acme: TenantId
+async def test_a_lease_is_held_for_as_long_as_each_certificate_may_take(
+    publish: Any, make_server: Callable[..., Registry], certifying: Any, make_certificate: Make
 ) -> None:
+    passed_s = 0.0
+    start = utc_now()
+    one, other = (make_server(clock=lambda: start + timedelta(seconds=passed_s)) for _ in range(2))
     certifying.outcome = AWAY
+    for number in range(3):
+        await publish(f"a{number}", number, via=one)
+    certifying.outcome = make_certificate()
+    certifying.gate.clear()
+    num_asked = len(certifying.asked)
+    sweeping = asyncio.create_task(one.late_certificates.sweep())
+    for number in range(1, 4):
+        await until_asked(certifying, num_asked + number)
+        passed_s += LIMITS.verification_timeout_s
+        assert not await other.late_certificates.sweep()
+        certifying.gate.set()
+        certifying.gate.clear()
+    assert await sweeping
+    # one that ended keeps it no longer
+    certifying.gate.set()
+    certifying.outcome = AWAY
+    await publish("a3", 3, via=one)
+    certifying.outcome = make_certificate()
+    passed_s += 3 * LIMITS.verification_timeout_s
+    assert await other.late_certificates.sweep()
+    assert other.late_certificates.num_by_verdict == {"passed": 1}
+
+
+@pytest.mark.parametrize("failure", [AWAY, Overloaded("It has too much to do.")])
+async def test_an_engine_that_is_away_or_busy_is_asked_for_one_version(
+    publish: Any, server: Registry, certifying: Any, acme: TenantId, failure: Exception
+) -> None:
+    certifying.outcome = failure
     for number in range(3):
         await publish(f"a{number}", number, via=server)
     num_asked = len(certifying.asked)
-    with pytest.raises(EngineUnavailable):
+    with pytest.raises(type(failure)):
         await server.late_certificates.sweep()
     assert len(certifying.asked) == num_asked + 1
     # the next sweep begins with another: one that takes too long doesn't keep the rest
-    with pytest.raises(EngineUnavailable):
+    with pytest.raises(type(failure)):
         await server.late_certificates.sweep()
     assert [ref.name for ref in certifying.asked[num_asked:]] == ["a0", "a1"]
 
@@ -188,8 +221,12 @@ async def test_a_version_that_can_not_be_verified_is_asked_for_more_and_more_sel
         return len(certifying.asked) - before
 
     assert [await num_asked(s) for s in (0, RETRY_S - 1, 1, RETRY_S, RETRY_S)] == [2, 0, 2, 0, 2]
+    # up to an hour
+    for _ in range(10):
+        assert await num_asked(MAX_RETRY_S) == 2
+    assert await num_asked(MAX_RETRY_S - 1) == 0
     certifying.outcome = make_certificate()
-    assert await num_asked(4 * RETRY_S) == 2
+    assert await num_asked(1) == 2
     assert [await parity(server, acme, name) for name in ("sql", "other")] == ["passed", "passed"]
 
 
@@ -227,7 +264,126 @@ async def test_one_is_verified_at_a_time_and_none_after_the_end(
     assert len(certifying.asked) == num_asked + 1
     async with asyncio.timeout(5):
         await server.late_certificates.close()
+    certifying.gate.set()
+    await asyncio.sleep(0.05)
+    assert len(certifying.asked) == num_asked + 1
     assert [await parity(server, acme, name) for name in ("a0", "a1")] == ["skipped", "skipped"]
+
+
+async def test_a_failure_does_not_end_the_sweeps(
+    publish: Any,
+    server: Registry,
+    certifying: Any,
+    acme: TenantId,
+    make_certificate: Make,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(late_certificates, "LIMITS", replace(Limits(), late_certificates_interval_s=0.001))
+    for number in range(3):
+        certifying.outcome = AWAY
+        await publish(f"a{number}", number, via=server)
+    num_asked = len(certifying.asked)
+    server.late_certificates.start()
+    await until_asked(certifying, num_asked + 1)
+    certifying.outcome = ValueError("a bug of ours")
+    await until_asked(certifying, num_asked + 2)
+    certifying.outcome = make_certificate()
+    async with asyncio.timeout(5):
+        while await parity(server, acme, "a2") != "passed":
+            await asyncio.sleep(0.001)
+        await server.late_certificates.close()
+
+
+async def test_the_engine_has_half_of_its_time_for_requests(
+    publish: Any, server: Registry, certifying: Any, time: Time, make_certificate: Make
+) -> None:
+    certifying.outcome = AWAY
+    for number in range(2):
+        await publish(f"a{number}", number, via=server)
+    certifying.outcome = make_certificate()
+    certifying.gate.clear()
+    num_asked = len(certifying.asked)
+    sweeping = asyncio.create_task(server.late_certificates.sweep())
+    await until_asked(certifying, num_asked + 1)
+    time.now += 0.2
+    certifying.gate.set()
+    certified = asyncio.get_running_loop().time()
+    await until_asked(certifying, num_asked + 2)
+    assert asyncio.get_running_loop().time() - certified > 0.19
+    assert await sweeping
+
+
+async def test_what_is_gone_or_in_quarantine_is_not_verified(
+    database: Database,
+    publish: Any,
+    server: Registry,
+    certifying: Any,
+    acme: TenantId,
+    globex: TenantId,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    certifying.outcome = AWAY
+    for seed, name in enumerate(("adapter", "damaged", "there")):
+        await publish(name, seed, via=server)
+    await publish("version", 3, via=server)
+    await publish("version", 4, via=server)
+    await publish("tenant", 5, via=server, tenant=globex)
+    await server.delete(acme, "adapter", actor="x")
+    await server.delete_version(acme, "version", 1, actor="x")
+    damaged = await server.get_version(acme, "damaged", 1)
+    await server.damages.quarantine(damaged.digest, damaged.weights_blob)
+    authenticator = Authenticator(database, admin_key="a" * 32)
+    await authenticator.open()
+    await authenticator.tenants.delete("globex", actor="test")
+    asked = []
+
+    async def verify(_tenant: TenantId, name: str, number: int, *, actor: str) -> Any:
+        asked.append((name, number))
+        raise AdapterNotReady("No place is free.")
+
+    monkeypatch.setattr(server.certificates, "verify", verify)
+    assert await server.late_certificates.sweep()
+    assert asked == [("there", 1), ("version", 2)]
+
+
+async def test_nothing_is_remembered_of_versions_that_are_gone(
+    publish: Any, server: Registry, certifying: Any, acme: TenantId
+) -> None:
+    certifying.outcome = AdapterNotReady("No place is free.")
+    await publish(via=server)
+    await server.late_certificates.sweep()
+    assert len(server.late_certificates._refusals) == 1
+    await server.delete(acme, "sql", actor="x")
+    await server.late_certificates.sweep()
+    assert server.late_certificates._refusals == {}
+
+
+async def test_one_that_is_deleted_while_it_is_verified_is_no_failure(
+    publish: Any, server: Registry, certifying: Any, acme: TenantId, make_certificate: Make
+) -> None:
+    certifying.outcome = AWAY
+    for number in range(2):
+        await publish(f"a{number}", number, via=server)
+    certifying.outcome = make_certificate()
+    certifying.gate.clear()
+    num_asked = len(certifying.asked)
+    sweeping = asyncio.create_task(server.late_certificates.sweep())
+    await until_asked(certifying, num_asked + 1)
+    await server.delete(acme, "a0", actor="x")
+    certifying.gate.set()
+    assert await sweeping
+    assert await parity(server, acme, "a1") == "passed"
+    assert server.late_certificates._refusals == {}
+
+
+async def test_a_quarantine_that_nobody_asked_for_is_in_the_log(
+    publish: Any, server: Registry, certifying: Any, make_certificate: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    certifying.outcome = AWAY
+    await publish(via=server)
+    certifying.outcome = make_certificate(verdict="failed", max_difference=0.31)
+    await server.late_certificates.sweep()
+    assert [record.levelname for record in caplog.records if "quarantined" in record.message] == ["ERROR"]
 
 
 async def test_a_server_that_certifies_on_request_begins_nothing(make_server: Callable[..., Registry]) -> None:

@@ -1,0 +1,154 @@
+"""Marks on what a collector is deleting: whoever wants such a blob waits for its end (`loraserve.registry.references.keep`).
+
+A mark is durable: the lock of a row would end with its connection, while the thread that deletes goes on. It ends with its deletions.
+One that its collector left, since it was killed or couldn't reach the database, ends when it was seen for `LIMITS.gc_mark_s`: by then
+nothing is deleted under it, also where its server lives. No deletion begins later than `DELETING_S` after the mark, and a store gives
+one up within three minutes. A server's beats would say no more: one whose connection broke doesn't beat, and deletes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+
+from sqlalchemy import delete, select, update
+
+from loraserve.db.models import DoomedBlob
+from loraserve.db.session import Database
+from loraserve.errors import LoraserveError
+from loraserve.limits import LIMITS
+from loraserve.registry.references import referenced
+from loraserve.types import Digest
+
+logger = logging.getLogger(__name__)
+
+DELETING_S = 5.0
+"""From before a mark on: after so long no deletion is begun under it."""
+_LOOK_S = 30.0
+
+
+@dataclass(slots=True)
+class Mark:
+    """Blobs that are being deleted."""
+
+    at: datetime
+    """By which it is told from other marks."""
+    began_s: float
+    """By the monotonic clock, before it could be seen."""
+    digests: Sequence[Digest] = ()
+    """Those that are marked; in order."""
+    gone: list[Digest] = field(default_factory=list)
+    """To be filled: those that are deleted."""
+
+    def has_time(self, now_s: float) -> bool:
+        """Whether another deletion may begin."""
+        return now_s - self.began_s < DELETING_S
+
+
+class DeletionMarks:
+    """The marks of one server, and its look at everybody's. One mark at a time.
+
+    Args:
+        monotonic: by which marks grow old: a clock that jumps must not end one.
+    """
+
+    def __init__(self, database: Database, *, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._database = database
+        self._monotonic = monotonic
+        self._under_way: Mark | None = None
+        self._left: set[tuple[Digest, datetime]] = set()
+        """This server's, whose deletions are over, but not they themselves: the database was away."""
+        self._seen: dict[tuple[Digest, datetime], float] = {}
+
+    @asynccontextmanager
+    async def put(
+        self, digests: Collection[Digest], now: datetime, *, grace: timedelta, retention: timedelta
+    ) -> AsyncIterator[Mark]:
+        """A mark for the length of a with block, on those of `digests` that nothing refers to and that were listed for `grace`.
+
+        Afterwards those that are `gone` are off the list, and so is what something refers to. If the block fails, `release` ends the mark.
+
+        Raises:
+            DatabaseUnavailable
+        """
+        mark = self._under_way = Mark(now, self._monotonic())
+        is_over = False
+        try:
+            await self._begin(mark, digests, now - grace, retention)
+            # No transaction is open: whoever wants to refer to one of these finds the mark, and afterwards finds the bytes gone or
+            # still listed, never about to go.
+            yield mark
+            await self._end(mark)
+            is_over = True
+        finally:
+            self._under_way = None
+            if not is_over:
+                self._left.update((digest, now) for digest in mark.digests)
+
+    async def _begin(self, mark: Mark, digests: Collection[Digest], cutoff: datetime, retention: timedelta) -> None:
+        async with self._database.write() as session:
+            query = select(DoomedBlob.digest).where(
+                DoomedBlob.digest.in_(digests), DoomedBlob.doomed_at <= cutoff, DoomedBlob.deleting_at.is_(None)
+            )
+            # A row that a publish is taking off the list is left to it.
+            due = [Digest(digest) for digest in (await session.scalars(query.with_for_update(skip_locked=True))).all()]
+            needed = await referenced(session, due, mark.at, retention)
+            # before the commit, whose answer may be lost
+            mark.digests = sorted(set(due) - needed)
+            await session.execute(delete(DoomedBlob).where(DoomedBlob.digest.in_(needed)))
+            marked = DoomedBlob.digest.in_(mark.digests)
+            await session.execute(update(DoomedBlob).where(marked).values(deleting_at=mark.at))
+
+    async def _end(self, mark: Mark) -> None:
+        if not mark.digests:
+            return
+        mine = DoomedBlob.digest.in_(mark.digests) & (DoomedBlob.deleting_at == mark.at)
+        async with self._database.write() as session:
+            # in the order in which who wants them locks them
+            await session.execute(select(DoomedBlob.digest).where(mine).order_by(DoomedBlob.digest).with_for_update())
+            await session.execute(delete(DoomedBlob).where(mine, DoomedBlob.digest.in_(mark.gone)))
+            await session.execute(update(DoomedBlob).where(mine).values(deleting_at=None))
+
+    async def release(self) -> int:
+        """Marks that were left are ended; what was under them is listed still. Returns how many blobs.
+
+        Raises:
+            DatabaseUnavailable
+        """
+        left = set(self._left)
+        query = select(DoomedBlob.digest, DoomedBlob.deleting_at).where(DoomedBlob.deleting_at.is_not(None))
+        async with self._database.read() as session:
+            found = {(Digest(digest), at) for digest, at in (await session.execute(query)).all() if at is not None}
+        now = self._monotonic()
+        self._seen = {key: self._seen.get(key, now) for key in found}
+        mine = None if self._under_way is None else self._under_way.at
+        over = [
+            (digest, at)
+            for (digest, at), seen in sorted(self._seen.items())
+            if at != mine and ((digest, at) in left or now - seen >= LIMITS.gc_mark_s)
+        ]
+        if over:
+            async with self._database.write() as session:
+                for digest, at in over:
+                    row = DoomedBlob.digest == digest, DoomedBlob.deleting_at == at
+                    await session.execute(update(DoomedBlob).where(*row).values(deleting_at=None))
+            logger.info("%d blobs are no longer marked as being deleted: their collector left them", len(over))
+        self._left -= left
+        return len(over)
+
+    async def run(self) -> None:
+        """Releases, now and then, until it is cancelled. What fails is logged, and tried again."""
+        while True:
+            await asyncio.sleep(min(_LOOK_S, LIMITS.gc_interval_s))
+            try:
+                await self.release()
+            except LoraserveError as error:
+                logger.info("what collectors left marked isn't looked at: %s", error)
+            except Exception:
+                # a bug of ours must not end it for good
+                logger.exception("looking at what collectors left marked failed")
