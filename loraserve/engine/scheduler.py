@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import math
 import time
 from bisect import insort
 from collections import Counter
@@ -195,7 +196,7 @@ class Scheduler:
         Running requests that are one token short come first. What they leave is for prompts, those that have begun and those that wait, tenant by tenant: the next
         is always of the tenant that had least, by its weight (`line.Turns`); a tenant that had more than others lately fills only a part of the step, so that who
         comes meanwhile doesn't wait for a long one. A tenant that has fewer than its part of the places, or of the KV blocks, takes what it needs of one that has
-        more: a request of the other starts over later. That happens to a request `MAX_FAIR_PREEMPTIONS` times at most.
+        more, a place only of one that had no less: a request of the other starts over later. That happens to a request `MAX_FAIR_PREEMPTIONS` times at most.
 
         A request whose adapter is still loading is passed over and holds up nobody. Those whose adapters are there thus go first, and none of them goes before a cold
         one for longer than its adapter takes: once that is there, the request has its place in the order again, and the next sequence to begin is its own, unless
@@ -289,9 +290,14 @@ class Scheduler:
         """The request begins, if it can: otherwise it waits on, and so does whoever would be in its way."""
         account = request.share.account
         is_full = len(self._running) >= step.num_places
-        if is_full and not self._holdings.lacks_places(account) and not request.is_express:
-            turns.end_turn()
-            return
+        if is_full and not request.is_express:
+            if not self._holdings.lacks_places(account):
+                turns.end_turn()
+                return
+            if self._find_place(request) is None:
+                # nor is there one for those that had more
+                turns.is_admitting = False
+                return
         if any(request is other for other in step.preempted):
             # Not in this step: so the last token of whom it preempted in flight is known when they come back.
             return
@@ -305,7 +311,7 @@ class Scheduler:
         count = min(request.num_pending_tokens, self._room(request, step))
         if self._holdings.exceeds_share(request, count):
             self._holdings.drop_blocks(request, is_use=False)
-            turns.end_turn()
+            turns.end_turn(is_lifted=True)
             return
         # Who was put back for want of blocks waits for all that it needs: begun with a part of them, it would be put back again.
         has_blocks = (not request.num_preemptions or self._holdings.fits_whole(request)) and self._holdings.reserve(
@@ -320,7 +326,7 @@ class Scheduler:
             has_blocks = self._holdings.reserve(request, count)
         victim = None
         if has_blocks and len(self._running) >= step.num_places:
-            victim = self._find_over(lambda other: self._holdings.has_places_to_give(other.share.account))
+            victim = self._find_place(request)
             if victim is not None:
                 self.num_fair_preemptions += 1
                 self._preempt(victim, step)
@@ -484,6 +490,19 @@ class Scheduler:
             return False
         accounts = {id(request.share.account): request.share.account for request in self._running}
         return any(map(self._holdings.has_places_to_give, accounts.values()))
+
+    def _find_place(self, request: Request) -> Request | None:
+        """Who is put back for the request to have a place: of a tenant with more than its part, that had no less than the request's by its weight.
+
+        A place taken of one that had less would set the counters further apart, each time again: a part of the places is a whole number of them, and one at least,
+        which may be far more than what is due to a tenant by its weight.
+        """
+        received = -math.inf if request.is_express else request.share.account.received
+        return self._find_over(
+            lambda other: (
+                self._holdings.has_places_to_give(other.share.account) and other.share.account.received >= received
+            )
+        )
 
     def _find_over(self, is_over: Callable[[Request], bool]) -> Request | None:
         """Of the running requests of tenants that have more than their part, the one that loses least, in this step already or not: the youngest of those that
