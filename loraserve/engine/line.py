@@ -126,7 +126,7 @@ class Turns:
     have begun come first, then those that wait: the best priority first, then the adapter that had least, then the oldest.
 
     A tenant, or an adapter, none of whose requests could be computed now (its adapter isn't there, or it holds all the memory that it may) is lifted to whoever had
-    a turn in its stead: what it can't use is no credit for later.
+    a turn in its stead: what it can't use is no credit for later. One for whom the others left no room isn't lifted: it is still owed what it didn't get.
 
     Attributes:
         is_admitting: whether those that wait have turns. May be set to False on the way.
@@ -155,16 +155,20 @@ class Turns:
         self._now_s = now_s
         self._is_closed = is_closed
         self._current: Turn | None = None
-        self._is_turn_over = False
+        self._is_turn_over = self._is_lifted = False
         self._is_over = False
 
     def end(self) -> None:
         """Nobody has a turn any more."""
         self._is_over = True
 
-    def end_turn(self) -> None:
-        """The tenant whose request it was has no turn after this one."""
-        self._is_turn_over = True
+    def end_turn(self, *, is_lifted: bool = False) -> None:
+        """The tenant whose request it was has no turn after this one.
+
+        Args:
+            is_lifted: whether that is by a limit of its own, so that its turn is lost to it.
+        """
+        self._is_turn_over, self._is_lifted = True, is_lifted
 
     def pass_share(self) -> None:
         """It can't begin, its adapter isn't there: nor can others of its tenant that wait for the same one."""
@@ -222,7 +226,7 @@ class Turns:
                 heapq.heapreplace(heap, (turn.key, heap[0][1]))
             elif self._is_turn_over:
                 heapq.heappop(heap)
-                if not turn.was_served:
+                if self._is_lifted and not turn.was_served:
                     passed.append(turn.account)
 
     def _begun_turns(self, turns: list[Turn]) -> list[tuple[Key, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from loraserve.engine.fairness import Accounts
@@ -48,14 +49,37 @@ class Preemption:
             if victim is request:
                 return False
 
-    def take_of_others(self, is_over: Callable[[Request], bool], step: Step) -> bool:
-        """Put one back of those of whom this is so, for a tenant that has less than its part; False if there is none to put back."""
-        victim = self._find_over(is_over)
+    def take_blocks(self, step: Step) -> bool:
+        """Put one back of a tenant that holds more blocks than its part, for one that has less; False if there is none to put back."""
+        return self._take(self._find_over(lambda other: self._holdings.holds_more(other.share.account)), step)
+
+    def take_place_for(self, request: Request, step: Step) -> bool:
+        """Put one back so that the request, of a tenant that has less than its part of the places, has a place; False if there is none to put back."""
+        return self._take(self._find_place(request), step)
+
+    def has_place_for(self, request: Request) -> bool:
+        """Whether `take_place_for` would find one."""
+        return self._find_place(request) is not None
+
+    def _take(self, victim: Request | None, step: Step) -> bool:
         if victim is None:
             return False
         self.num_fair += 1
         self.put_back(victim, step)
         return True
+
+    def _find_place(self, request: Request) -> Request | None:
+        """Who is put back for the request to have a place: of a tenant with more than its part, that had no less than the request's by its weight.
+
+        A place taken of one that had less would set the counters further apart, each time again: a part of the places is a whole number of them, and one at least,
+        which may be far more than what is due to a tenant by its weight.
+        """
+        received = -math.inf if request.is_express else request.share.account.received
+        return self._find_over(
+            lambda other: (
+                self._holdings.has_places_to_give(other.share.account) and other.share.account.received >= received
+            )
+        )
 
     def has_place_to_give(self) -> bool:
         """Whether some tenant has more than its part of the places, beside others."""

@@ -180,7 +180,7 @@ class Scheduler:
         Running requests that are one token short come first. What they leave is for prompts, those that have begun and those that wait, tenant by tenant: the next
         is always of the tenant that had least, by its weight (`line.Turns`); a tenant that had more than others lately fills only a part of the step, so that who
         comes meanwhile doesn't wait for a long one. A tenant that has fewer than its part of the places, or of the KV blocks, takes what it needs of one that has
-        more: a request of the other starts over later. That happens to a request `MAX_FAIR_PREEMPTIONS` times at most.
+        more, a place only of one that had no less: a request of the other starts over later. That happens to a request `MAX_FAIR_PREEMPTIONS` times at most.
 
         A request whose adapter is still loading is passed over and holds up nobody. Those whose adapters are there thus go first, and none of them goes before a cold
         one for longer than its adapter takes: once that is there, the request has its place in the order again, and the next sequence to begin is its own, unless
@@ -287,9 +287,14 @@ class Scheduler:
         """The request begins, if it can: otherwise it waits on, and so does whoever would be in its way."""
         account = request.share.account
         is_full = len(self._running) >= step.num_places
-        if is_full and not self._holdings.lacks_places(account) and not request.is_express:
-            turns.end_turn()
-            return
+        if is_full and not request.is_express:
+            if not self._holdings.lacks_places(account):
+                turns.end_turn()
+                return
+            if not self._preemption.has_place_for(request):
+                # nor is there one for those that had more
+                turns.is_admitting = False
+                return
         if any(request is other for other in step.preempted):
             # Not in this step: so the last token of whom it preempted in flight is known when they come back.
             return
@@ -301,18 +306,18 @@ class Scheduler:
         count = min(request.num_pending_tokens, self._room(request, step))
         if self._holdings.exceeds_share(request, count):
             self._holdings.drop_blocks(request, is_use=False)
-            turns.end_turn()
+            turns.end_turn(is_lifted=True)
             return
         # Who was put back for want of blocks waits for all that it needs: begun with a part of them, it would be put back again.
         has_blocks = (not request.num_preemptions or self._holdings.fits_whole(request)) and self._holdings.reserve(
             request, count
         )
         while not has_blocks and self._holdings.is_below_share(request):
-            if not self._preemption.take_of_others(lambda other: self._holdings.holds_more(other.share.account), step):
+            if not self._preemption.take_blocks(step):
                 break
             has_blocks = self._holdings.reserve(request, count)
         if has_blocks and len(self._running) >= step.num_places:
-            self._preemption.take_of_others(lambda other: self._holdings.has_places_to_give(other.share.account), step)
+            self._preemption.take_place_for(request, step)
         if not has_blocks or len(self._running) >= step.num_places:
             # In order: a later, shorter request must not starve this one of blocks.
             self._holdings.drop_blocks(request, is_use=False)

@@ -272,7 +272,7 @@ async def test_an_upload_rests_between_its_pieces_while_processors_are_computing
     is_computing = False
     taken: list[float] = []
 
-    def rest_s(work_s: float, factor: float = 0.0) -> float:
+    def rest_s(work_s: float) -> float:
         taken.append(work_s)
         return 0.0
 

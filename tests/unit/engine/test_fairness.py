@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from itertools import permutations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from loraserve.engine.fairness import OUTPUT_COST, PROMPT_COST
@@ -231,6 +232,46 @@ def test_a_tenant_without_its_part_of_the_places_takes_one_of_who_has_more() -> 
     assert all(request.num_output_tokens == 30 for request in noisy)
 
 
+def test_a_tenant_takes_no_place_of_one_that_had_less() -> None:
+    harness = Harness(max_num_seqs=4)
+    harness.add(make_request(1, tenant="steady", weight=2.0, max_tokens=100))
+    harness.add(make_request(16, tenant="light", weight=0.5, max_tokens=1))
+    harness.step()
+    harness.add(*[make_request(4, tenant="heavy", weight=2.0, max_tokens=60) for _ in range(6)])
+    harness.step()
+    # a place is due to it, and one more than is due to the other is the other's
+    again = make_request(4, tenant="light", weight=0.5, max_tokens=1)
+    harness.add(again)
+    light, heavy = (harness.scheduler._accounts._accounts[TenantId(name)] for name in ("light", "heavy"))
+    while again.status is Status.WAITING:
+        before = light.received, heavy.received
+        assert light.num_running == 0
+        assert heavy.num_running == 3
+        harness.step()
+        check(harness)
+    assert before[0] > heavy.received - 3.0
+    assert before[1] < before[0] <= before[1] + 3.0
+    assert harness.scheduler.num_fair_preemptions == 1
+
+
+def test_a_tenant_that_waits_for_a_place_is_owed_what_others_get_meanwhile() -> None:
+    harness = Harness(max_num_seqs=5, token_budget=8)
+    harness.add(make_request(60, tenant="long"))
+    harness.step()
+    harness.add(*[make_request(1, tenant="many", max_tokens=60) for _ in range(3)])
+    harness.add(make_request(1, tenant="waits", max_tokens=60))
+    harness.step()
+    harness.add(*[make_request(1, tenant="waits") for _ in range(2)])
+    accounts = harness.scheduler._accounts._accounts
+    long, many, waits = (accounts[TenantId(name)] for name in ("long", "many", "waits"))
+    for _ in range(4):
+        entries, _ = harness.step()
+        # one has a place to give, but not to a tenant that has its part; and a prompt has its turns
+        assert (long.num_running, many.num_running, waits.num_running, waits.num_waiting) == (1, 3, 1, 2)
+        assert entries[-1].request.tenant == "long"
+        assert waits.received == waits.served < long.received
+
+
 def test_a_request_is_put_back_for_others_a_few_times_at_most() -> None:
     harness = Harness(max_num_seqs=2)
     noisy = [make_request(4, tenant="noisy", max_tokens=200) for _ in range(2)]
@@ -338,6 +379,15 @@ def random_request(rng: random.Random, tenant: str, weight: float) -> Request:
 
 
 MAX_COST = 16 * PROMPT_COST + 8 * OUTPUT_COST
+MAX_COST_AFTER_PROMPT = 7 * OUTPUT_COST
+"""Of one whose first token is sampled."""
+
+
+def lead(num_places: int, weight: float) -> float:
+    """By how much a tenant is at most charged for what runs, once the last of it has begun: all of that one, and what the others have left after their prompts, since
+    a tenant's prompts that have begun come before its requests that wait.
+    """
+    return (MAX_COST + (num_places - 1) * MAX_COST_AFTER_PROMPT) / weight
 
 
 @given(
@@ -346,12 +396,26 @@ MAX_COST = 16 * PROMPT_COST + 8 * OUTPUT_COST
     weights=st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=4, max_size=4),
     num_blocks=st.sampled_from([24, 256]),
 )
+# they went apart without end
+@example(seed=82812, num_backlogs=[1, 11, 1], weights=[2.0, 0.5, 2.0, 0.5], num_blocks=256)
 @settings(max_examples=25, deadline=None)
 def test_tenants_with_something_waiting_never_differ_by_more_than_what_runs(
     seed: int, num_backlogs: list[int], weights: list[float], num_blocks: int
 ) -> None:
+    """Say f had more than g, and look at the last request of f that began.
+
+    - It began in a place that was free. Then f had no more than g, which waited too. Since then f was charged for what ran by then alone, in P places at most:
+      ``lead(P, f)``.
+    - It took a place, of a tenant v with more than its part; so f had no more than v, and now has no more than its own part of the places, d: ``lead(d, f)`` beyond
+      what v had. Whoever takes a place has no more than its part by that, so the last request of v that began didn't take one, and v had no more than ``lead(P, v)``
+      beyond g. That g had less and took none itself was since it had its part.
+
+    A token that is taken back from g, with its place, lowers what it had; but f has the fewer places then. Blocks never run short here. All of them begin with
+    nothing: between any two moments, a difference changes by twice as much at most.
+    """
     rng = random.Random(seed)
-    harness = Harness(max_num_seqs=4, num_blocks=num_blocks, token_budget=16)
+    num_places = 4
+    harness = Harness(max_num_seqs=num_places, num_blocks=num_blocks, token_budget=16)
     total: Counter[str] = Counter()
     tenants = [f"t{number}" for number in range(len(num_backlogs))]
     waiting: dict[str, list[Request]] = {tenant: [] for tenant in tenants}
@@ -359,8 +423,9 @@ def test_tenants_with_something_waiting_never_differ_by_more_than_what_runs(
         for number in (1, 2):
             harness.adapters.set(f"{name}{number}", Residency.RESIDENT)
     by_weight = dict(zip(tenants, weights, strict=False))
-    # a request runs to its end whoever had how much by then, and so do as many as there are places
-    bound = 2 * 4 * MAX_COST / min(by_weight.values())
+    bounds = {
+        (more, less): max_difference(num_places, by_weight, more, less) for more, less in permutations(tenants, 2)
+    }
     for _ in range(150):
         for tenant, count in zip(tenants, num_backlogs, strict=True):
             waiting[tenant] = [one for one in waiting[tenant] if one.status is Status.WAITING]
@@ -368,9 +433,20 @@ def test_tenants_with_something_waiting_never_differ_by_more_than_what_runs(
                 waiting[tenant].append(random_request(rng, tenant, by_weight[tenant]))
                 harness.add(waiting[tenant][-1])
         total.update(charged(harness))
-        had = [total[tenant] / by_weight[tenant] for tenant in tenants]
-        assert max(had) - min(had) <= bound
+        had = {tenant: total[tenant] / by_weight[tenant] for tenant in tenants}
+        assert all(had[more] - had[less] <= bound for (more, less), bound in bounds.items())
         check(harness)
+
+
+def max_difference(num_places: int, weights: dict[str, float], more: str, less: str) -> float:
+    """By how much the one may have had more than the other, by weight."""
+    part = max(1, int(num_places * weights[more] / sum(weights.values())))
+    taken = [
+        lead(num_places, weight) + lead(part, weights[more])
+        for tenant, weight in weights.items()
+        if tenant not in (more, less)
+    ]
+    return max([lead(num_places, weights[more]), *taken])
 
 
 def charged(harness: Harness) -> dict[str, float]:
