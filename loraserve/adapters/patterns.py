@@ -58,6 +58,8 @@ def parse_pattern(key: str, limits: Limits = LIMITS) -> Pattern | Regex | str:
 
 def first_matches(patterns: Sequence[Pattern | Regex], names: Iterable[str]) -> dict[str, int]:
     """For each name that some pattern matches by PEFT's rule, the index of the first such pattern."""
+    if not patterns:
+        return {}
     # suffix (from the start of a component to the end) → names that have it; many names share their short suffixes
     by_length: dict[int, dict[str, list[tuple[str, bool]]]] = {}
     names = list(dict.fromkeys(names))

@@ -44,6 +44,7 @@ from loraserve.memory.base_weights import beside_steps
 from loraserve.memory.load import read_blobs
 from loraserve.memory.priority import BACKGROUND, stand_back
 from loraserve.model.plain import Evaluation, PlainBase, evaluate
+from loraserve.rests import CERTIFICATE_FACTOR, CERTIFICATE_MOST_S, Rests
 from loraserve.types import AdapterRef, BaseSpec, Certificate, FinishReason, RequestId, TokenOutput
 
 logger = logging.getLogger(__name__)
@@ -118,6 +119,10 @@ class Verifications:
         self._numbers = itertools.count()
         self._known: LRUCache[tuple[tuple[int, ...], ...], _BaseAnswers] = LRUCache(MAX_KNOWN_SEQUENCES)
         # one: what is beside the steps shall take one core at most, and of that what they leave
+        # as of the last `poll`, for the thread beside the steps
+        self._is_serving = False
+        # a GPU's steps take little of the processors
+        self._rests = Rests(lambda: base.device.type == "cpu" and self._is_serving)
         self._executor = ThreadPoolExecutor(
             1, thread_name_prefix="verification", initializer=stand_back, initargs=(BACKGROUND,)
         )
@@ -156,6 +161,7 @@ class Verifications:
 
     def poll(self) -> list[m.VerifyReply]:
         """Go on with each verification as far as it can go now; return, once, the answers of those that are over."""
+        self._is_serving = self._engine.is_serving
         while self._waiting and len(self._active) < MAX_ACTIVE:
             self._active.append(self._waiting.popleft())
         for verification in list(self._active):
@@ -280,11 +286,15 @@ class Verifications:
     # on the thread beside the steps
 
     def _evaluate(self, v: _Verification, subject: _Subject) -> Evaluation:
+        rest = self._rests.on_thread(CERTIFICATE_FACTOR, CERTIFICATE_MOST_S)
+
+        def is_wanted() -> bool:
+            rest()
+            return v.is_wanted
+
         with beside_steps(self._base.device):
             known = None if v.known_base is None else v.known_base.plain
-            return evaluate(
-                self._base, subject.sequences, subject.terms, known_base=known, is_wanted=lambda: v.is_wanted
-            )
+            return evaluate(self._base, subject.sequences, subject.terms, known_base=known, is_wanted=is_wanted)
 
     def _judge(self, v: _Verification, reference: Evaluation) -> Certificate:
         """

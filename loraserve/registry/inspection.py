@@ -32,7 +32,7 @@ def inspect_upload(
     """What the two files hold. Nothing of `weights` is referred to afterwards.
 
     Args:
-        rest: called between pieces of the work (`registry.rests`).
+        rest: called between pieces of the work (`rests`).
 
     Raises:
         AdapterRejected: it can't be served; `problems` lists every reason that one stage finds.

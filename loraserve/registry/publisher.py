@@ -25,7 +25,7 @@ from loraserve.registry.quota import check_quota
 from loraserve.registry.records import CHECKED, QUARANTINED, Published, VersionRecord
 from loraserve.registry.references import keep, keep_stored
 from loraserve.registry.repository import AdapterRepository
-from loraserve.registry.rests import Rests
+from loraserve.rests import Rests
 from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
 
 MAX_INSPECTIONS = 2

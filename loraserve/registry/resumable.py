@@ -38,7 +38,7 @@ from loraserve.registry.places import Places
 from loraserve.registry.quota import check_room
 from loraserve.registry.references import doom, keep, keep_stored
 from loraserve.registry.repository import AdapterRepository
-from loraserve.registry.rests import Rests
+from loraserve.rests import Rests
 from loraserve.types import Digest, TenantId
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")

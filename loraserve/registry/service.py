@@ -39,12 +39,12 @@ from loraserve.registry.records import (
 )
 from loraserve.registry.repository import AdapterRepository
 from loraserve.registry.residency import OwnedVersion, list_owned
-from loraserve.registry.rests import Rests
 from loraserve.registry.routes import RouteRepository
 from loraserve.registry.shadow_hours import ShadowHours
 from loraserve.registry.strikes import Strikes
 from loraserve.registry.tombstones import Tombstones
 from loraserve.registry.uploads import Uploads
+from loraserve.rests import Rests
 from loraserve.tenancy.grants import Grants
 from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
 

@@ -9,8 +9,8 @@ from adapters_store.base import BlobStore, StagedBlob
 from loraserve.db.session import Clock, Database
 from loraserve.limits import LIMITS
 from loraserve.registry.places import Places
-from loraserve.registry.rests import Rests
 from loraserve.registry.resumable import ResumableUploads
+from loraserve.rests import Rests
 from loraserve.types import TenantId
 
 

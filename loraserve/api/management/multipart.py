@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
     from adapters_store import StagedBlob
-    from loraserve.registry.rests import Rests
+    from loraserve.rests import Rests
 
 CONFIG, WEIGHTS = "config", "weights"
 _EXPECTED = f"Send multipart/form-data with the two parts {CONFIG} and {WEIGHTS}."

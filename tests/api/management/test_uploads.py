@@ -13,11 +13,10 @@ import pytest
 from fastapi import FastAPI
 
 from adapters_store import LocalStore
-from loraserve import faults
+from loraserve import faults, rests
 from loraserve.api.management import multipart
 from loraserve.api.services import Services
 from loraserve.limits import LIMITS
-from loraserve.registry import rests
 
 BOUNDARY = "xxBOUNDARYxx"
 
@@ -273,7 +272,7 @@ async def test_an_upload_rests_between_its_pieces_while_processors_are_computing
     is_computing = False
     taken: list[float] = []
 
-    def rest_s(work_s: float) -> float:
+    def rest_s(work_s: float, factor: float = 0.0) -> float:
         taken.append(work_s)
         return 0.0
 

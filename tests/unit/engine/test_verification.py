@@ -18,6 +18,7 @@ import transformers
 from safetensors.torch import load, save
 
 from adapters_store import open_store
+from loraserve import rests
 from loraserve.engine import runner as runner_module
 from loraserve.engine import scheduler as scheduler_module
 from loraserve.engine import verification
@@ -384,6 +385,28 @@ def test_running_requests_go_on_and_say_the_same(world: World, make_engine: Call
     # it may be over before they are
     tokens += run(engine)[request] if engine.has_requests else []
     assert tokens == world.expected("mixed", PROMPT, 70)
+
+
+def test_the_evaluation_rests_beside_requests_alone(
+    world: World, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    taken: list[float] = []
+
+    def rest_s(work_s: float, factor: float) -> float:
+        taken.append(factor)
+        return 0.0
+
+    monkeypatch.setattr(rests, "WORTH_S", 0.0)
+    monkeypatch.setattr(rests, "_rest_s", rest_s)
+    assert certificate(engine, world.refs["r8"]).verdict == "passed"
+    assert taken == []
+    add(engine, world, PROMPT, "mixed", max_tokens=70)
+    engine.step()
+    assert certificate(engine, world.refs["rs"]).verdict == "passed"
+    assert len(taken) > len(world.refs)
+    assert set(taken) == {rests.CERTIFICATE_FACTOR}
+    run(engine)
 
 
 def test_overlapped_steps_do_the_same(world: World, make_engine: Callable[..., Engine]) -> None:

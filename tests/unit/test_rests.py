@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from loraserve.registry import rests
-from loraserve.registry.rests import FACTOR, LONGEST_S, WORTH_S, Rests
+from loraserve import rests
+from loraserve.rests import FACTOR, LONGEST_S, WORTH_S, Rests
 
 Naps = list[float]
 
@@ -73,6 +73,14 @@ def test_on_a_thread_pieces_add_up_to_what_is_worth_a_rest(naps: Naps, work: Cal
         work(WORTH_S * 0.3)
         rest()
     assert naps == [pytest.approx(WORTH_S * 1.2 * FACTOR)]
+
+
+def test_all_rests_together_are_bounded_where_somebody_waits(naps: Naps, work: Callable[[float], None]) -> None:
+    rest = Rests(lambda: True).on_thread(factor=2.0, most_s=0.1)
+    for _ in range(4):
+        work(0.02)
+        rest()
+    assert naps == [pytest.approx(0.04), pytest.approx(0.04), pytest.approx(0.02)]
 
 
 async def test_an_error_comes_without_a_rest(naps: Naps) -> None:
