@@ -52,7 +52,7 @@ async def register(data: Path, base: BaseSpec, adapters: Adapters, numbers: rang
             staged = await registry.uploads.stage(tenant)
             try:
                 await asyncio.to_thread(staged.write, weights)
-                await registry.uploads.publish(tenant, adapters.name(number), config, staged, actor="benchmark")
+                await registry.publisher.publish(tenant, adapters.name(number), config, staged, actor="benchmark")
             finally:
                 await registry.uploads.release(tenant, staged)
 

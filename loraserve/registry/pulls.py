@@ -11,6 +11,7 @@ from loraserve.db.idempotency import Once
 from loraserve.errors import AdapterFormatError, SourceTooSlow
 from loraserve.limits import LIMITS
 from loraserve.registry.operations import OperationRecord, Operations, Progress, Result
+from loraserve.registry.publisher import Publisher
 from loraserve.registry.sources import Source, check_allowed, parse_source
 from loraserve.registry.uploads import Uploads
 from loraserve.types import TenantId
@@ -30,12 +31,14 @@ class Pulls:
     def __init__(
         self,
         uploads: Uploads,
+        publisher: Publisher,
         operations: Operations,
         allow: Sequence[str],
         *,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._uploads = uploads
+        self._publisher = publisher
         self._operations = operations
         self._allow = tuple(allow)
         self._monotonic = monotonic
@@ -57,7 +60,7 @@ class Pulls:
             PermissionDenied: the operator doesn't allow it.
             Overloaded, Replay: as `Operations.begin`.
         """
-        self._uploads.check_name(name)
+        self._publisher.check_name(name)
         found = parse_source(source)
         check_allowed(found, self._allow)
 
@@ -72,7 +75,7 @@ class Pulls:
         staged = await self._uploads.stage(tenant)
         try:
             config = await asyncio.to_thread(_fetch, source, staged, progress, _Pace(source.address, self._monotonic))
-            published = await self._uploads.publish(
+            published = await self._publisher.publish(
                 tenant, name, config, staged, actor=actor, is_promoting=is_promoting
             )
         finally:

@@ -307,7 +307,7 @@ class ResumableUploads:
         return record
 
     async def stored(self, tenant: TenantId, sha256: str) -> StoredWeights:
-        """The blob of the tenant's complete upload, as `Uploads.publish` takes weights.
+        """The blob of the tenant's complete upload, as `Publisher.publish` takes weights.
 
         Raises:
             UploadNotFound: the tenant has no upload of it, or one that isn't complete.

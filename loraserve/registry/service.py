@@ -30,6 +30,7 @@ from loraserve.registry.model_name import ParsedModel, Term, model_not_found
 from loraserve.registry.notes import Notes
 from loraserve.registry.operations import Operations
 from loraserve.registry.pins import PinningEngine, Pins
+from loraserve.registry.publisher import Publisher
 from loraserve.registry.pulls import Pulls
 from loraserve.registry.records import (
     AdapterRecord,
@@ -57,7 +58,7 @@ class Registry:
     What a call acknowledged is durable: blobs first (`adapters_store`), then the database's commit. A change is seen by
     `resolve` at once in this process and within `LIMITS.resolve_cache_s` in others.
 
-    `uploads` is the way in; `aliases` moves names, `notes` writes on what is there, `tombstones` restores what was deleted; `pins` are
+    `uploads` and `publisher` are the way in; `aliases` moves names, `notes` writes on what is there, `tombstones` restores what was deleted; `pins` are
     operators'; `certificates` verifies what is there again, `late_certificates` what couldn't be at its upload; `damages` is told of bytes that aren't what they were, `strikes` of answers
     that are no numbers, `shadow_hours` of how shadows did; `grants` let other tenants use an adapter.
 
@@ -98,15 +99,10 @@ class Registry:
             database, certify, self.forget, is_at_upload=is_certified_at_upload, clock=clock
         )
         self.late_certificates = LateCertificates(database, self.certificates, base, clock=clock, monotonic=monotonic)
-        self.uploads = Uploads(
-            database,
-            store,
-            base,
-            self.certificates,
-            self.forget,
-            retention_s=retention_s,
-            clock=clock,
-            rests=Rests(is_computing),
+        rests = Rests(is_computing)
+        self.uploads = Uploads(database, store, clock=clock, rests=rests)
+        self.publisher = Publisher(
+            database, store, base, self.certificates, self.forget, retention_s=retention_s, clock=clock, rests=rests
         )
         self.aliases = Aliases(database, self.forget, clock=clock)
         self.notes = Notes(database, self.forget, clock=clock)
@@ -114,7 +110,7 @@ class Registry:
         self.pins = Pins(database, pinning, clock=clock, monotonic=monotonic)
         self.damages = Damages(database, self.forget, clock=clock)
         self.operations = Operations(database, clock=clock)
-        self.pulls = Pulls(self.uploads, self.operations, pull_allow)
+        self.pulls = Pulls(self.uploads, self.publisher, self.operations, pull_allow)
         self.collector = Collector(database, store, retention_s=retention_s, clock=clock, monotonic=monotonic)
         self.grants = Grants(database, self.forget, clock=clock)
         self.strikes = Strikes(database, self.forget, clock=clock)

@@ -59,7 +59,7 @@ async def publish_forever(database_url: str, store_url: str, inputs: Inputs, rou
         name = f"round-{round_number}-{number // PER_ROUND}"
         staged = await registry.uploads.stage(tenant)
         staged.write(mine[number % PER_ROUND])
-        published = await registry.uploads.publish(tenant, name, inputs.config, staged, actor="test")
+        published = await registry.publisher.publish(tenant, name, inputs.config, staged, actor="test")
         await registry.uploads.release(tenant, staged)
         version = published.version.version
         os.write(1, f"published {name} {version} {published.version.digest}\n".encode())

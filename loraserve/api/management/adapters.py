@@ -58,8 +58,8 @@ async def publish_version(
         raise InvalidRequest(
             "The query has a parameter that isn't known here.", param=plain, hint="Known: dry_run, promote."
         )
-    uploads = services.registry.uploads
-    uploads.check_name(name)
+    uploads, publisher = services.registry.uploads, services.registry.publisher
+    publisher.check_name(name)
     if is_json(request):
         return await publish_stored(request, caller, name, _published, is_promoting=promote, is_dry_run=dry_run)
     boundary = multipart_boundary(request)
@@ -69,7 +69,7 @@ async def publish_version(
         content = hashlib.sha256(config).digest() + staged.digest.encode()
 
         async def work(once: Once[Published] | None) -> Published:
-            return await uploads.publish(
+            return await publisher.publish(
                 caller.tenant,
                 name,
                 config,

@@ -166,7 +166,7 @@ async def publish_stored(
         with uploads.place(caller.tenant):
             stored = await uploads.resumable.stored(caller.tenant, blob)
             try:
-                return await uploads.publish(
+                return await registry.publisher.publish(
                     caller.tenant,
                     name,
                     config,

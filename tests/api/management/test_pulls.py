@@ -68,7 +68,7 @@ def origin(files: dict[str, bytes], services: Services, monkeypatch: pytest.Monk
 
 def allow(services: Services, *patterns: str) -> None:
     registry = services.registry
-    registry.pulls = Pulls(registry.uploads, registry.operations, patterns)
+    registry.pulls = Pulls(registry.uploads, registry.publisher, registry.operations, patterns)
 
 
 async def begin(admin: httpx2.AsyncClient, source: str = "s3://models/sql", **body: Any) -> httpx2.Response:
@@ -223,7 +223,9 @@ async def test_a_source_that_drips_is_given_up(
 ) -> None:
     registry, clock = services.registry, itertools.count()
     # each piece of 100 bytes takes so long, the first one too
-    registry.pulls = Pulls(registry.uploads, registry.operations, ["*"], monotonic=lambda: next(clock) // 2 * piece_s)
+    registry.pulls = Pulls(
+        registry.uploads, registry.publisher, registry.operations, ["*"], monotonic=lambda: next(clock) // 2 * piece_s
+    )
     ended = await until_ended(acme, await begin(admin))
     assert ended["state"] == state
     if state == "done":

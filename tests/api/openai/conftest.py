@@ -242,7 +242,7 @@ def publish(services: Services, acme: Tenant, make_upload: Callable[..., tuple[b
         staged = await uploads.stage(owner)
         try:
             staged.write(weights)
-            published = await uploads.publish(owner, name, config, staged, actor="test")
+            published = await services.registry.publisher.publish(owner, name, config, staged, actor="test")
         finally:
             await uploads.release(owner, staged)
         assert published.version.version is not None

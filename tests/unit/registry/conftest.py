@@ -95,7 +95,7 @@ def publish(registry: Registry, acme: TenantId, make_upload: Callable[..., tuple
         staged = await via.uploads.stage(tenant)
         try:
             staged.write(weights)
-            return await via.uploads.publish(tenant, name, config, staged, actor="test", **how)  # type: ignore[arg-type]
+            return await via.publisher.publish(tenant, name, config, staged, actor="test", **how)  # type: ignore[arg-type]
         finally:
             await via.uploads.release(tenant, staged)
 

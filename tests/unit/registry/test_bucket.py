@@ -51,7 +51,7 @@ async def test_an_upload_that_two_servers_took_is_published_and_its_chunks_go(
     done = await two.uploads.resumable.receive(acme, upload.id, 100, len(data), len(data), piece(data[100:]))
     assert done.is_complete
     stored = await one.uploads.resumable.stored(acme, upload.sha256)
-    version = (await one.uploads.publish(acme, "sql", config, stored, actor="x")).version
+    version = (await one.publisher.publish(acme, "sql", config, stored, actor="x")).version
     assert bytes(stores[1].read(version.weights_blob)) == data
     passed = [0.0]
     collector = Collector(

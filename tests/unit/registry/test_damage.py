@@ -74,7 +74,7 @@ async def test_an_equal_version_in_other_files_goes_on(
     with store.stage() as staged:
         staged.write(weights)
         spaced = json.dumps(json.loads(config), indent=3).encode()
-        twin = (await registry.uploads.publish(globex, "sql", spaced, staged, actor="x")).version
+        twin = (await registry.publisher.publish(globex, "sql", spaced, staged, actor="x")).version
     assert (twin.digest, twin.config_blob == bad.config_blob) == (bad.digest, False)
     await registry.damages.quarantine(bad.digest, bad.config_blob)
     assert (await registry.resolve(globex, SQL)).version == 1
@@ -114,7 +114,7 @@ async def test_other_files_of_the_same_adapter_take_the_place_of_damaged_ones(
     with store.stage() as staged:
         staged.write(weights)
         spaced = json.dumps(json.loads(config), indent=3).encode()
-        mended = (await registry.uploads.publish(acme, "sql", spaced, staged, actor="x")).version
+        mended = (await registry.publisher.publish(acme, "sql", spaced, staged, actor="x")).version
     assert (mended.digest, mended.state, mended.size_bytes) == (bad.digest, "ready", len(spaced) + len(weights))
     ref = await registry.resolve(acme, SQL)
     assert bytes(store.read(ref.config_blob)) == spaced

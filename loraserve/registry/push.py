@@ -1,0 +1,132 @@
+"""One push: what was sent, what it was found to be, where it is stored, and the version's row that comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Protocol
+
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from loraserve.db.models import Adapter, AdapterVersion
+from loraserve.registry.changes import record_change
+from loraserve.registry.damage import mend
+from loraserve.registry.inspection import Inspected
+from loraserve.registry.parity import Parity
+from loraserve.registry.records import READY
+from loraserve.registry.repository import AdapterRepository
+from loraserve.types import BaseSpec, Digest, TenantId
+
+
+class Weights(Protocol):
+    """The bytes of a version's weights: staged, or in the store already."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def digest(self) -> Digest: ...
+
+    def read(self) -> memoryview: ...
+
+    def commit(self) -> Digest: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """One publish: what was sent, and what it was found to be."""
+
+    tenant: TenantId
+    name: str
+    config: bytes
+    weights: Weights
+    base: BaseSpec
+    inspected: Inspected
+    actor: str
+    is_promoting: bool
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.config) + self.weights.num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The blobs that hold a version."""
+
+    config_blob: Digest
+    weights_blob: Digest
+    is_kept: bool
+    """Whether they are the files that were sent."""
+
+
+def add_version(
+    session: AsyncSession,
+    repository: AdapterRepository,
+    adapter: Adapter,
+    push: Push,
+    stored: Stored,
+    parity: Parity | None,
+    now: datetime,
+) -> AdapterVersion:
+    """A new version, with its audit row."""
+    inspected = push.inspected
+    version = repository.add_version(
+        adapter,
+        now,
+        push.actor,
+        digest=inspected.digest,
+        config_blob=stored.config_blob,
+        weights_blob=stored.weights_blob,
+        base_digest=push.base.digest,
+        size_bytes=push.size_bytes,
+        rank=inspected.rank,
+        target_modules=list(inspected.target_modules),
+        dtype=inspected.dtype,
+        state=READY if parity is None else parity.state,
+        checks=list(checks_of(inspected, parity)),
+    )
+    repository.touch(adapter, now)
+    record_change(
+        session,
+        repository,
+        "version.publish",
+        f"{push.name}@{version.number}",
+        actor=push.actor,
+        now=now,
+        digest=version.digest,
+        size_bytes=push.size_bytes,
+        state=version.state,
+    )
+    return version
+
+
+def mend_version(
+    session: AsyncSession,
+    repository: AdapterRepository,
+    adapter: Adapter,
+    version: AdapterVersion,
+    push: Push,
+    stored: Stored,
+    parity: Parity | None,
+    now: datetime,
+) -> None:
+    """The damaged version is stored in whole blobs, with its audit row."""
+    mend(version, stored.config_blob, stored.weights_blob, push.size_bytes, parity)
+    repository.touch(adapter, now)
+    record_change(
+        session,
+        repository,
+        "version.mend",
+        f"{push.name}@{version.number}",
+        actor=push.actor,
+        now=now,
+        digest=version.digest,
+        state=version.state,
+    )
+
+
+def checks_of(inspected: Inspected, parity: Parity | None) -> tuple[Mapping[str, Any], ...]:
+    """The version's `checks`."""
+    return inspected.checks if parity is None else (*inspected.checks, parity.as_check())
