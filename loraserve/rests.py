@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from concurrent.futures import Executor
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -24,15 +25,21 @@ LONGEST_S = 0.5
 """Of one rest, whatever the work before it was; somebody waits."""
 
 
+Rest = Callable[[], None]
+"""Called between the pieces of what a thread does."""
+
+
 class Rests:
     """When work stands back, and for how long.
 
     Args:
         is_computing: whether somebody's requests are computed on this machine's processors now; where they aren't, nothing rests.
+        threads: for work that rests on its thread, so that it keeps none from others; None: the event loop's own.
     """
 
-    def __init__(self, is_computing: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, is_computing: Callable[[], bool] = lambda: False, threads: Executor | None = None) -> None:
         self._is_computing = is_computing
+        self._threads = threads
 
     async def after(self, work: Callable[[], T]) -> T:
         """What `work` returns, done on a thread; a rest follows it."""
@@ -41,8 +48,12 @@ class Rests:
             await asyncio.sleep(_rest_s(work_s))
         return result
 
-    def on_thread(self) -> Callable[[], None]:
-        """To be called between the pieces of what one thread does: it sleeps there when enough was done since the last time."""
+    async def in_pieces(self, work: Callable[[Rest], T]) -> T:
+        """What `work` returns, done on a thread where it calls what it is given between its pieces."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: work(self._on_thread()))
+
+    def _on_thread(self) -> Rest:
+        """What the calling thread calls between its pieces: it sleeps there when enough was done since the last time."""
         began_s = time.thread_time()
 
         def rest() -> None:

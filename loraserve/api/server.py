@@ -26,7 +26,9 @@ from loraserve.engine.client import EngineClient
 from loraserve.errors import ConfigError
 from loraserve.memory.priority import SERVER, stand_back
 from loraserve.model.source import resolve_model_dir
+from loraserve.registry.publisher import MAX_INSPECTIONS
 from loraserve.registry.service import Registry
+from loraserve.rests import Rests
 from loraserve.settings import Settings
 from loraserve.tenancy.admission import Admissions
 from loraserve.tenancy.auth import Authenticator
@@ -64,8 +66,7 @@ def serve(settings: Settings) -> int:
 
 async def _serve(settings: Settings) -> int:
     # what is too long for the event loop is mostly uploads': where the engine computes on the same cores, tokens come first
-    threads = ThreadPoolExecutor(thread_name_prefix="server", initializer=stand_back, initargs=(SERVER,))
-    asyncio.get_running_loop().set_default_executor(threads)
+    asyncio.get_running_loop().set_default_executor(_threads("server"))
     listener = _listen(settings)
     with listener:
         services, database = await _make_services(settings)
@@ -94,6 +95,11 @@ async def _serve(settings: Settings) -> int:
             if usage is not None:
                 usage.start()
             return await _Lifetime(services, listener, settings.grace_s).run()
+
+
+def _threads(name: str, count: int | None = None) -> ThreadPoolExecutor:
+    """Threads that stand back for the engine's."""
+    return ThreadPoolExecutor(count, thread_name_prefix=name, initializer=stand_back, initargs=(SERVER,))
 
 
 def _listen(settings: Settings) -> socket.socket:
@@ -142,7 +148,7 @@ async def _make_services(settings: Settings) -> tuple[Services, Database]:
         lambda: engine.base,
         certify=engine.verify,
         pinning=engine,
-        is_computing=lambda: engine.is_computing_here,
+        rests=Rests(lambda: engine.is_computing_here, _threads("upload", MAX_INSPECTIONS)),
         is_certified_at_upload=settings.certify == "at-upload",
         retention_s=settings.retention_s,
         pull_allow=settings.pull_allow,

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 from adapters_store.base import BlobStore
 from loraserve import faults
@@ -25,7 +26,7 @@ from loraserve.registry.quota import check_quota
 from loraserve.registry.records import CHECKED, QUARANTINED, Published, VersionRecord
 from loraserve.registry.references import keep, keep_stored
 from loraserve.registry.repository import AdapterRepository
-from loraserve.rests import Rests
+from loraserve.rests import Rest, Rests
 from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
 
 MAX_INSPECTIONS = 2
@@ -107,7 +108,7 @@ class Publisher:
                 await once.check(session)
         base = self._base()
         async with self._inspections:
-            inspected = await asyncio.to_thread(_inspect, config, weights, base, self._rests)
+            inspected = await self._rests.in_pieces(partial(_inspect, config, weights, base))
         push = Push(tenant, name, config, weights, base, inspected, actor, is_promoting)
         if is_dry_run:
             return await self._preview(push)
@@ -277,8 +278,7 @@ class _Known:
         return self.version is not None and is_damaged(self.version.checks)
 
 
-def _inspect(config: bytes, weights: Weights, base: BaseSpec, rests: Rests) -> Inspected:
-    rest = rests.on_thread()
+def _inspect(config: bytes, weights: Weights, base: BaseSpec, rest: Rest) -> Inspected:
     data = weights.read()
     rest()
     return inspect_upload(config, data, base, rest=rest)

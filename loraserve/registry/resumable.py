@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
@@ -38,7 +38,7 @@ from loraserve.registry.places import Places
 from loraserve.registry.quota import check_room
 from loraserve.registry.references import doom, keep, keep_stored
 from loraserve.registry.repository import AdapterRepository
-from loraserve.rests import Rests
+from loraserve.rests import Rest, Rests
 from loraserve.types import Digest, TenantId
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -271,9 +271,7 @@ class ResumableUploads:
         if is_right and not await asyncio.to_thread(self._store.exists, upload.sha256):
             is_right, broken = False, chunks[0]
         if len(chunks) > 1:
-            is_right, broken = await asyncio.to_thread(
-                _assemble, self._store, chunks, upload.sha256, self._rests.on_thread()
-            )
+            is_right, broken = await self._rests.in_pieces(partial(_assemble, self._store, chunks, upload.sha256))
         if is_right:
             await keep_stored(self._database, self._store, [upload.sha256])
         now = self._clock()
@@ -406,9 +404,7 @@ async def _chunks(session: AsyncSession, upload_id: str) -> list[_Chunk]:
     return [_Chunk(row.start, row.size, Digest(row.digest)) for row in (await session.scalars(query)).all()]
 
 
-def _assemble(
-    store: BlobStore, chunks: Sequence[_Chunk], sha256: Digest, rest: Callable[[], None]
-) -> tuple[bool, _Chunk | None]:
+def _assemble(store: BlobStore, chunks: Sequence[_Chunk], sha256: Digest, rest: Rest) -> tuple[bool, _Chunk | None]:
     """Whether the chunks make the blob `sha256`, which is committed then; and the first of them that is damaged or gone."""
     with store.stage() as staged:
         for chunk in chunks:

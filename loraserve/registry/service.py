@@ -69,7 +69,7 @@ class Registry:
         retention_s: for so long what was deleted can be restored.
         pull_allow: patterns of where adapters may be pulled from.
         pinning: the engine that holds what operators have pinned; None: nothing does.
-        is_computing: whether requests are computed on this machine's processors now: uploads stand back for them.
+        rests: of uploads, beside the steps of an engine on this machine's processors; None: nothing rests.
         draw: uniform in [0, 1): which of a split's versions a request gets that says no user.
     """
 
@@ -84,7 +84,7 @@ class Registry:
         retention_s: float = DEFAULT_RETENTION_S,
         pull_allow: Sequence[str] = (),
         pinning: PinningEngine | None = None,
-        is_computing: Callable[[], bool] = lambda: False,
+        rests: Rests | None = None,
         clock: Clock = utc_now,
         monotonic: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
@@ -99,7 +99,7 @@ class Registry:
             database, certify, self.forget, is_at_upload=is_certified_at_upload, clock=clock
         )
         self.late_certificates = LateCertificates(database, self.certificates, base, clock=clock, monotonic=monotonic)
-        rests = Rests(is_computing)
+        rests = rests or Rests()
         self.uploads = Uploads(database, store, clock=clock, rests=rests)
         self.publisher = Publisher(
             database, store, base, self.certificates, self.forget, retention_s=retention_s, clock=clock, rests=rests

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from loraserve import rests
-from loraserve.rests import FACTOR, LONGEST_S, WORTH_S, Rests
+from loraserve.rests import FACTOR, LONGEST_S, WORTH_S, Rest, Rests
 
 Naps = list[float]
 
@@ -54,25 +56,65 @@ async def test_where_nothing_is_computed_nothing_rests(naps: Naps, work: Callabl
     is_computing = False
     between = Rests(lambda: is_computing)
     assert await between.after(lambda: work(1.0) or "done") == "done"
-    rest = between.on_thread()
-    work(1.0)
-    rest()
-    assert naps == []
-    is_computing = True
-    # what was done before doesn't count any more
-    rest()
-    assert naps == []
-    work(0.01)
-    rest()
+
+    def in_pieces(rest: Rest) -> str:
+        nonlocal is_computing
+        work(1.0)
+        rest()
+        assert naps == []
+        is_computing = True
+        # what was done before doesn't count any more
+        rest()
+        assert naps == []
+        work(0.01)
+        rest()
+        return "done"
+
+    assert await between.in_pieces(in_pieces) == "done"
     assert naps == [pytest.approx(0.01 * FACTOR)]
 
 
-def test_on_a_thread_pieces_add_up_to_what_is_worth_a_rest(naps: Naps, work: Callable[[float], None]) -> None:
-    rest = Rests(lambda: True).on_thread()
-    for _ in range(5):
-        work(WORTH_S * 0.3)
-        rest()
+async def test_on_a_thread_pieces_add_up_to_what_is_worth_a_rest(naps: Naps, work: Callable[[float], None]) -> None:
+    work(100.0)
+
+    def in_pieces(rest: Rest) -> None:
+        for _ in range(5):
+            work(WORTH_S * 0.3)
+            rest()
+
+    await Rests(lambda: True).in_pieces(in_pieces)
     assert naps == [pytest.approx(WORTH_S * 1.2 * FACTOR)]
+
+
+async def test_what_rests_on_its_thread_keeps_none_from_others() -> None:
+    with ThreadPoolExecutor(1) as threads:
+        own = Rests(lambda: True, threads)
+        names = await asyncio.gather(*(own.in_pieces(lambda rest: threading.current_thread().name) for _ in range(3)))
+        assert len(set(names)) == 1
+        assert names[0] != await asyncio.to_thread(lambda: threading.current_thread().name)
+
+
+async def test_the_time_of_the_thread_that_works_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: Naps = []
+
+    def rest_s(work_s: float) -> float:
+        taken.append(work_s)
+        return 0.0
+
+    def spin(seconds: float) -> None:
+        until = time.thread_time() + seconds
+        while time.thread_time() < until:
+            pass
+
+    def in_pieces(rest: Rest) -> None:
+        spin(0.01)
+        rest()
+
+    monkeypatch.setattr(rests, "_rest_s", rest_s)
+    # the event loop's thread has had more than the other will
+    spin(0.05)
+    await Rests(lambda: True).in_pieces(in_pieces)
+    assert taken == [pytest.approx(0.01, rel=0.5)]
 
 
 async def test_an_error_comes_without_a_rest(naps: Naps) -> None:

@@ -38,7 +38,7 @@ async def test_a_granted_adapter_is_listed_and_answers_as_its_owners(
     for name in ("acme/sql", "acme/sql@1", "acme/sql@live", "org/base:1:acme/sql"):
         assert (await borrower.get(f"/v1/models/{name}")).json() == listed[1] | {"id": name}
         answer = await borrower.post("/v1/completions", json=COMPLETION | {"model": name})
-        assert (answer.status_code, answer.headers["x-loraserve-adapter"]) == (200, "sql@1")
+        assert (answer.status_code, answer.headers["x-loraserve-adapter"]) == (200, "acme/sql@1")
     assert (await borrower.get("/v1/models/sql")).status_code == 404
     await services.registry.grants.delete(acme.caller.tenant, "sql", "globex", actor="x")
     assert (await borrower.get("/v1/models")).json()["data"] == own[:1]
