@@ -107,8 +107,11 @@ class StagedBlob(Protocol):
 class BlobStore(Protocol):
     """Immutable blobs by digest. Safe to use from several threads and several processes."""
 
-    def stage(self) -> StagedBlob:
+    def stage(self, *, is_looked_at: bool = False) -> StagedBlob:
         """A new empty blob to write to.
+
+        Args:
+            is_looked_at: whether it will be read before the commit: what is short of it, 16 MiB or less, is kept in memory for that.
 
         Raises:
             StorageError: it can't be created.

@@ -57,7 +57,7 @@ class LocalStore:
         self._is_closed = False
         self.sweep()
 
-    def stage(self) -> LocalStagedBlob:
+    def stage(self, *, is_looked_at: bool = False) -> LocalStagedBlob:
         while True:
             name = secrets.token_hex(16)
             with storage_errors("A staged file can't be created"):
@@ -65,7 +65,7 @@ class LocalStore:
                 # The lock says that its writer lives; a sweep that came first has unlinked the file.
                 fcntl.flock(fd, fcntl.LOCK_EX)
                 if os.fstat(fd).st_nlink:
-                    return LocalStagedBlob(self, name, fd)
+                    return LocalStagedBlob(self, name, fd, is_looked_at=is_looked_at)
                 os.close(fd)
 
     def read(self, digest: str) -> memoryview:
@@ -222,10 +222,10 @@ class LocalStore:
 class LocalStagedBlob(StagedFile):
     """A `StagedBlob` in a file that nobody else sees, locked as long as this process lives."""
 
-    def __init__(self, store: LocalStore, name: str, fd: int) -> None:
+    def __init__(self, store: LocalStore, name: str, fd: int, *, is_looked_at: bool) -> None:
         self._store = store
         self._name = name
-        super().__init__(fd)
+        super().__init__(fd, is_looked_at=is_looked_at)
 
     def _keep(self, fd: int, digest: Digest) -> None:
         with storage_errors("The upload can't be made durable"):

@@ -110,13 +110,13 @@ class ObjectStore:
                 raise ConfigError(f"The folder {spool} for uploads can't be made: {error.strerror}.") from error
         self._probe()
 
-    def stage(self) -> SpooledBlob:
+    def stage(self, *, is_looked_at: bool = False) -> SpooledBlob:
         # without a name from the start where the system can: nothing to sweep after a crash
         with (
             storage_errors("A staged file can't be created"),
             tempfile.TemporaryFile(dir=self._spool, buffering=0) as file,
         ):
-            return SpooledBlob(self, os.dup(file.fileno()))
+            return SpooledBlob(self, os.dup(file.fileno()), is_looked_at=is_looked_at)
 
     def read(self, digest: str) -> memoryview:
         digest = check_digest(digest)
@@ -258,8 +258,8 @@ class ObjectStore:
 class SpooledBlob(StagedFile):
     """A `StagedBlob` in a local file without a name, until it is put under its digest."""
 
-    def __init__(self, store: ObjectStore, fd: int) -> None:
-        super().__init__(fd)
+    def __init__(self, store: ObjectStore, fd: int, *, is_looked_at: bool) -> None:
+        super().__init__(fd, is_looked_at=is_looked_at)
         self._store = store
 
     def _keep(self, fd: int, digest: Digest) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import os
 import threading
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -15,22 +16,29 @@ from loraserve.errors import StorageError
 from loraserve.types import Digest
 
 KEPT_BYTES = 16 << 20
-"""Of a file up to this size, what was hashed on its way in is kept in memory: it needn't be read back and hashed again to be looked at."""
+"""Of a file up to this size that is to be looked at, what was hashed on its way in is kept in memory: it needn't be read back and hashed again."""
 
 
 class StagedFile(ABC):
     """A `StagedBlob` in an open file, which it owns. A store says how the file becomes a blob (`_keep`).
 
     One thread has it at a time: who gives up may discard it while another still writes, and the number of a closed descriptor may be another file's already.
+
+    Args:
+        fd: the file's.
+        is_looked_at: whether it will be read before the commit.
     """
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, *, is_looked_at: bool) -> None:
         self._fd: int | None = fd
         self._lock = threading.RLock()
         self._sha = hashlib.sha256()
         self._num_bytes = 0
-        # takes memory as it is written to
-        self._kept: memoryview | None = fresh_memory(KEPT_BYTES)
+        self._kept: memoryview | None = None
+        if is_looked_at:
+            # where the system gives no addresses, the file is read back
+            with suppress(OSError):
+                self._kept = fresh_memory(KEPT_BYTES)
 
     @abstractmethod
     def _keep(self, fd: int, digest: Digest) -> None:

@@ -20,7 +20,7 @@ T = TypeVar("T")
 FACTOR = 5.0
 """Times as long as it worked an upload rests: it takes a sixth of a core."""
 WORTH_S = 0.002
-"""Of work, before a rest: shorter ones cost more than they spare."""
+"""Of work on a thread, before a rest: shorter ones cost more than they spare."""
 LONGEST_S = 0.5
 """Of one rest, whatever the work before it was; somebody waits."""
 
@@ -44,7 +44,7 @@ class Rests:
     async def after(self, work: Callable[[], T]) -> T:
         """What `work` returns, done on a thread; a rest follows it."""
         result, work_s = await asyncio.to_thread(_timed, work)
-        if work_s >= WORTH_S and self._is_computing():
+        if self._is_computing():
             await asyncio.sleep(_rest_s(work_s))
         return result
 

@@ -24,8 +24,8 @@ from loraserve.db import migrate
 from loraserve.db.session import Database
 from loraserve.engine.client import EngineClient
 from loraserve.errors import ConfigError
-from loraserve.memory.priority import SERVER, stand_back
 from loraserve.model.source import resolve_model_dir
+from loraserve.priority import SERVER, stand_back
 from loraserve.registry.publisher import MAX_INSPECTIONS
 from loraserve.registry.service import Registry
 from loraserve.rests import Rests

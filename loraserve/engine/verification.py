@@ -42,8 +42,8 @@ from loraserve.errors import (
 from loraserve.limits import LIMITS
 from loraserve.memory.base_weights import beside_steps
 from loraserve.memory.load import read_blobs
-from loraserve.memory.priority import BACKGROUND, stand_back
 from loraserve.model.plain import Evaluation, PlainBase, evaluate
+from loraserve.priority import BACKGROUND, stand_back
 from loraserve.types import AdapterRef, BaseSpec, Certificate, FinishReason, RequestId, TokenOutput
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 
 from loraserve.errors import AdapterUnavailable, LoraserveError
 from loraserve.memory.facts import Loaded
-from loraserve.memory.priority import LOADER, stand_back
+from loraserve.priority import LOADER, stand_back
 from loraserve.types import AdapterRef, Digest, TenantId
 
 logger = logging.getLogger("loraserve.memory")

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from adapters_store import StagedBlob
 from loraserve.db.idempotency import Once
 from loraserve.errors import AdapterFormatError, SourceTooSlow
 from loraserve.limits import LIMITS
+from loraserve.priority import SERVER, stand_back
 from loraserve.registry.operations import OperationRecord, Operations, Progress, Result
 from loraserve.registry.publisher import Publisher
 from loraserve.registry.sources import Source, check_allowed, parse_source
@@ -42,6 +45,10 @@ class Pulls:
         self._operations = operations
         self._allow = tuple(allow)
         self._monotonic = monotonic
+        # their own: a pull may wait for its source for hours
+        self._threads = ThreadPoolExecutor(
+            LIMITS.max_concurrent_operations, "pull", initializer=stand_back, initargs=(SERVER,)
+        )
 
     async def begin(
         self,
@@ -74,7 +81,9 @@ class Pulls:
     ) -> Result:
         staged = await self._uploads.stage(tenant)
         try:
-            config = await asyncio.to_thread(_fetch, source, staged, progress, _Pace(source.address, self._monotonic))
+            pace = _Pace(source.address, self._monotonic)
+            fetch = partial(_fetch, source, staged, progress, pace)
+            config = await asyncio.get_running_loop().run_in_executor(self._threads, fetch)
             published = await self._publisher.publish(
                 tenant, name, config, staged, actor=actor, is_promoting=is_promoting
             )

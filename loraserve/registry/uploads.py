@@ -49,7 +49,7 @@ class Uploads:
         """
         self._places.take(tenant)
         try:
-            return await asyncio.to_thread(self._store.stage)
+            return await asyncio.to_thread(self._store.stage, is_looked_at=True)
         except BaseException:
             self._places.give_back(tenant)
             raise

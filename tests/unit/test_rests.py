@@ -46,9 +46,8 @@ async def test_a_piece_of_work_is_followed_by_a_rest_in_proportion(naps: Naps, w
     assert naps == [pytest.approx(0.01 * FACTOR)]
 
 
-async def test_a_rest_is_bounded_and_a_short_piece_has_none(naps: Naps, work: Callable[[float], None]) -> None:
+async def test_a_rest_is_bounded(naps: Naps, work: Callable[[float], None]) -> None:
     await Rests(lambda: True).after(lambda: work(100.0))
-    await Rests(lambda: True).after(lambda: work(WORTH_S / 2))
     assert naps == [LONGEST_S]
 
 

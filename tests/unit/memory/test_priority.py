@@ -14,7 +14,7 @@ import pytest
 from adapters_store import LocalStore
 from loraserve import faults
 from loraserve.memory.pager import Pager
-from loraserve.memory.priority import BACKGROUND, LOADER, stand_back
+from loraserve.priority import BACKGROUND, LOADER, stand_back
 
 MakePager = Callable[..., Pager]
 
