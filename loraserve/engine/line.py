@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
@@ -101,7 +102,7 @@ class Line:
         """Who couldn't begin when it last had its turn, and perhaps can now, has turns again.
 
         Args:
-            adapters: those that the pager says have come or gone.
+            adapters: those that the pager says have come, failed or left the line.
             is_closed: whether the line for space is.
         """
         away = self._accounts.away
@@ -126,7 +127,7 @@ class Turns:
     have begun come first, then those that wait: the best priority first, then the adapter that had least, then the oldest.
 
     A tenant, or an adapter, none of whose requests could be computed now (its adapter isn't there, or it holds all the memory that it may) is lifted to whoever had
-    a turn in its stead: what it can't use is no credit for later. One for whom the others left no room isn't lifted: it is still owed what it didn't get.
+    a turn in its stead: what it can't use is no credit for later. One for whom the others left no room is still owed what it didn't get, within bounds (`end_turn`).
 
     Attributes:
         is_admitting: whether those that wait have turns. May be set to False on the way.
@@ -155,20 +156,21 @@ class Turns:
         self._now_s = now_s
         self._is_closed = is_closed
         self._current: Turn | None = None
-        self._is_turn_over = self._is_lifted = False
+        self._is_turn_over = False
+        self._owed = math.inf
         self._is_over = False
 
     def end(self) -> None:
         """Nobody has a turn any more."""
         self._is_over = True
 
-    def end_turn(self, *, is_lifted: bool = False) -> None:
+    def end_turn(self, *, owed: float = math.inf) -> None:
         """The tenant whose request it was has no turn after this one.
 
         Args:
-            is_lifted: whether that is by a limit of its own, so that its turn is lost to it.
+            owed: how much less than who has a turn in its stead it may have had, by its weight: the rest is lost to it. 0 where that is by a limit of its own.
         """
-        self._is_turn_over, self._is_lifted = True, is_lifted
+        self._is_turn_over, self._owed = True, owed
 
     def pass_share(self) -> None:
         """It can't begin, its adapter isn't there: nor can others of its tenant that wait for the same one."""
@@ -195,7 +197,7 @@ class Turns:
         Tenants with something begun are in the heap from the first, others once nobody in it had less.
         """
         ranking, heap = self._line.accounts.ranking, self._begun_turns(turns)
-        passed: list[Account] = []
+        passed: list[tuple[Account, float]] = []
         had_turns = {id(turn.account) for turn in turns}
         while not self._is_over:
             following = ranking.peek() if self.is_admitting else None
@@ -213,21 +215,21 @@ class Turns:
             if candidate is None:
                 heapq.heappop(heap)
                 if self.is_admitting and not turn.was_served:
-                    passed.append(turn.account)
+                    passed.append((turn.account, 0.0))
                 continue
             received = turn.account.received
             self._is_turn_over, self._current = False, turn
             yield candidate
             if self._scheduled and self._scheduled[-1].request is candidate:
                 turn.note_served()
-                for account in passed:
-                    account.received = max(account.received, received)
+                for account, owed in passed:
+                    account.received = max(account.received, received - owed)
                 passed.clear()
                 heapq.heapreplace(heap, (turn.key, heap[0][1]))
             elif self._is_turn_over:
                 heapq.heappop(heap)
-                if self._is_lifted and not turn.was_served:
-                    passed.append(turn.account)
+                if self._owed < math.inf and not turn.was_served:
+                    passed.append((turn.account, self._owed))
 
     def _begun_turns(self, turns: list[Turn]) -> list[tuple[Key, int]]:
         by_account: dict[int, Turn] = {}

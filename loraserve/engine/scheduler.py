@@ -12,6 +12,7 @@ that was launched; the pin isn't kept for that.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from bisect import insort
 from collections.abc import Callable, Collection, Sequence
@@ -45,6 +46,9 @@ _ORDER = attrgetter("order")
 
 CREDIT_STEPS = 4
 """So many steps full of prompt tokens a tenant that comes back may have had less than others: beyond that, having been away is no credit."""
+OWED_STEPS = 16
+"""So many steps full of prompt tokens a tenant may have had less than others, by its weight, that has its part of the places and waits for more: beyond that, it isn't made up
+for. Else one whose long prompts were computed meanwhile would have nothing for as long as the other's few tokens a step take to be as much."""
 PROBE_DIVISOR, MIN_PROBE_ROWS = 8, 4
 """Beside requests, a step has a probe's row for each so many of theirs, and so many at least: a certificate takes longer, and nobody's next token much."""
 AHEAD_DIVISOR = 4
@@ -77,6 +81,7 @@ class Scheduler:
         self._clock = clock
         self._requests: dict[RequestId, Request] = {}
         self._accounts = Accounts(CREDIT_STEPS * token_budget * PROMPT_COST)
+        self._most_owed = OWED_STEPS * token_budget * PROMPT_COST
         self._line = Line(self._accounts)
         self._holdings = Holdings(kv, self._accounts, max_num_seqs)
         self._running: list[Request] = []  # sorted by order
@@ -171,7 +176,7 @@ class Scheduler:
     # schedule
 
     def note_changed(self, adapters: Collection[Digest]) -> None:
-        """These have come to the device or left it, couldn't be loaded, or wait for it no more, as the pager's `poll` has said: who wants one may ask for it again."""
+        """These have come to the device, couldn't be loaded, or wait for it no more, as the pager's `poll` has said: who wants one may ask for it again."""
         self._changed.update(adapters)
 
     def schedule(self) -> list[ScheduledRequest]:
@@ -287,26 +292,25 @@ class Scheduler:
         """The request begins, if it can: otherwise it waits on, and so does whoever would be in its way."""
         account = request.share.account
         is_full = len(self._running) >= step.num_places
-        if is_full and not request.is_express:
-            if not self._holdings.lacks_places(account):
-                turns.end_turn()
-                return
-            if not self._preemption.has_place_for(request):
-                # nor is there one for those that had more
-                turns.is_admitting = False
-                return
+        if is_full and not request.is_express and not self._holdings.lacks_places(account):
+            turns.end_turn(owed=self._most_owed if self._holdings.has_its_places(account) else math.inf)
+            return
         if any(request is other for other in step.preempted):
             # Not in this step: so the last token of whom it preempted in flight is known when they come back.
             return
         if not self._has_adapter(request, step):
             turns.pass_share()
             return
+        if is_full and not request.is_express and not self._preemption.has_place_for(request):
+            # nor is there one for those that had more
+            turns.is_admitting = False
+            return
         if not request.wants_prompt_logprobs and request.probe is None:
             self._holdings.take_prefix(request)
         count = min(request.num_pending_tokens, self._room(request, step))
         if self._holdings.exceeds_share(request, count):
             self._holdings.drop_blocks(request, is_use=False)
-            turns.end_turn(is_lifted=True)
+            turns.end_turn(owed=0.0)
             return
         # Who was put back for want of blocks waits for all that it needs: begun with a part of them, it would be put back again.
         has_blocks = (not request.num_preemptions or self._holdings.fits_whole(request)) and self._holdings.reserve(

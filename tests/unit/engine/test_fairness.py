@@ -14,7 +14,7 @@ from loraserve.engine.fairness import OUTPUT_COST, PROMPT_COST
 from loraserve.engine.preemption import MAX_FAIR_PREEMPTIONS
 from loraserve.engine.probe import Probe
 from loraserve.engine.request import Request, Status
-from loraserve.engine.scheduler import AHEAD_DIVISOR, CREDIT_STEPS
+from loraserve.engine.scheduler import AHEAD_DIVISOR, CREDIT_STEPS, OWED_STEPS
 from loraserve.memory.pager import Residency
 from loraserve.types import FinishReason, TenantId
 
@@ -270,6 +270,28 @@ def test_a_tenant_that_waits_for_a_place_is_owed_what_others_get_meanwhile() -> 
         assert (long.num_running, many.num_running, waits.num_running, waits.num_waiting) == (1, 3, 1, 2)
         assert entries[-1].request.tenant == "long"
         assert waits.received == waits.served < long.received
+
+
+def test_who_has_its_part_of_the_places_is_owed_no_more_than_a_few_steps() -> None:
+    """Long prompts of one are computed while another waits for more than its part; then they have ended, and the one has a request again."""
+    harness = Harness(max_num_seqs=4, token_budget=16, num_blocks=1024)
+    harness.add(*[make_request(1, tenant="many", max_tokens=2000) for _ in range(2)])
+    long = [make_request(1500, tenant="long", max_tokens=1) for _ in range(2)]
+    harness.add(*long)
+    harness.step()
+    harness.add(*[make_request(1, tenant="many", max_tokens=2000) for _ in range(3)])
+    while any(request.status is not Status.FINISHED for request in long):
+        harness.step()
+    again = make_request(4, tenant="long", max_tokens=1)
+    harness.add(again)
+    many = harness.scheduler._accounts._accounts[TenantId("many")]
+    num_steps = 0
+    while again.status is Status.WAITING:
+        harness.step()
+        num_steps += 1
+        check(harness)
+        assert num_steps <= OWED_STEPS * 16 / (4 * OUTPUT_COST) + 8
+    assert many.num_running == 3
 
 
 def test_a_request_is_put_back_for_others_a_few_times_at_most() -> None:
