@@ -158,6 +158,9 @@ class _ShareTurn:
 
     def pass_over(self) -> None:
         share, visited = self.share, self.visited
+        if visited is not None and visited.status is Status.FINISHED:
+            # its adapter's load failed: the others are told now, too, not after as many loads
+            return
         if share.num_cold == len(share.waiting):
             self.others, self._last = iter(()), None
             self._is_away = self._is_away or _is_cold(visited)

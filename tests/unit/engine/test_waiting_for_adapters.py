@@ -74,6 +74,15 @@ def test_who_waits_for_a_place_in_a_step_with_its_adapter_there_is_not_overdue()
     assert cold.num_output_tokens == 3
 
 
+def test_all_that_wait_for_an_adapter_are_told_of_its_failure_in_one_step() -> None:
+    harness = Harness()
+    cold = [make_request(adapter="cold") for _ in range(50)]
+    harness.add(*cold)
+    harness.step()
+    harness.adapters.set("cold", Residency.FAILED)
+    assert len(errors(harness.step()[1])) == 50
+
+
 def test_a_request_whose_adapter_failed_while_no_place_was_free_is_told_at_its_deadline() -> None:
     harness = Harness(max_num_seqs=1)
     cold, running = make_request(adapter="cold"), make_request(max_tokens=50)
