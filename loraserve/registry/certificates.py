@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -25,6 +26,12 @@ Certify = Callable[[AdapterRef], Awaitable[Certificate]]
 REJECTED = "rejected"
 VERDICTS = (PASSED, FAILED, SKIPPED, REJECTED)
 """What is counted. `REJECTED`: the engine can never serve it."""
+
+
+def verdict_of(check: Mapping[str, Any]) -> str:
+    """One of `VERDICTS`: what was counted when `Certificates.verify` stored this check."""
+    is_rejected = check["status"] == FAILED and check["certificate"] is None
+    return REJECTED if is_rejected else str(check["status"])
 
 
 class Certificates:

@@ -17,7 +17,7 @@ from loraserve.db.models import Adapter, AdapterVersion, Tenant
 from loraserve.db.session import Clock, Database
 from loraserve.errors import EngineError, EngineUnavailable, LoraserveError, NotFound, Overloaded
 from loraserve.limits import LIMITS
-from loraserve.registry.certificates import Certificates
+from loraserve.registry.certificates import Certificates, verdict_of
 from loraserve.registry.leases import hold_lease
 from loraserve.registry.parity import PARITY, SKIPPED, is_due
 from loraserve.registry.records import QUARANTINED, READY
@@ -71,7 +71,7 @@ class LateCertificates:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_by_verdict: Counter[str] = Counter()
-        """Since the start, by the certificate's verdict."""
+        """Since the start, by the verdict; as `Certificates` counts them."""
         self._database = database
         self._certificates = certificates
         self._base = base
@@ -170,7 +170,7 @@ class LateCertificates:
             logger.info("%s@%d of tenant %s isn't verified yet: %s", due.name, due.number, due.tenant, error)
             return
         self._refusals.pop(due.id, None)
-        self.num_by_verdict.update(check["status"] for check in version.checks if check["name"] == PARITY)
+        self.num_by_verdict.update(verdict_of(check) for check in version.checks if check["name"] == PARITY)
         if version.state == QUARANTINED:
             logger.error(
                 "%s@%d of tenant %s is quarantined: its late certificate failed", due.name, due.number, due.tenant
