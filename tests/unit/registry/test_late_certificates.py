@@ -290,8 +290,16 @@ async def test_a_failure_does_not_end_the_sweeps(
     num_asked = len(certifying.asked)
     server.late_certificates.start()
     await until_asked(certifying, num_asked + 1)
-    certifying.outcome = ValueError("a bug of ours")
-    await until_asked(certifying, num_asked + 2)
+    look, num_broken = server.late_certificates._look, 0
+
+    async def break_once(after: str, base: Any) -> Any:
+        nonlocal num_broken
+        num_broken += 1
+        if num_broken == 1:
+            raise ValueError("a bug of ours")
+        return await look(after, base)
+
+    monkeypatch.setattr(server.late_certificates, "_look", break_once)
     certifying.outcome = make_certificate()
     async with asyncio.timeout(5):
         while await parity(server, acme, "a2") != "passed":
@@ -299,13 +307,14 @@ async def test_a_failure_does_not_end_the_sweeps(
         await server.late_certificates.close()
 
 
+@pytest.mark.parametrize("outcome", [None, AdapterNotReady("No place is free."), ValueError("a bug of ours")])
 async def test_the_engine_has_half_of_its_time_for_requests(
-    publish: Any, server: Registry, certifying: Any, time: Time, make_certificate: Make
+    publish: Any, server: Registry, certifying: Any, time: Time, make_certificate: Make, outcome: Exception | None
 ) -> None:
     certifying.outcome = AWAY
     for number in range(2):
         await publish(f"a{number}", number, via=server)
-    certifying.outcome = make_certificate()
+    certifying.outcome = make_certificate() if outcome is None else outcome
     certifying.gate.clear()
     num_asked = len(certifying.asked)
     sweeping = asyncio.create_task(server.late_certificates.sweep())
@@ -316,6 +325,103 @@ async def test_the_engine_has_half_of_its_time_for_requests(
     await until_asked(certifying, num_asked + 2)
     assert asyncio.get_running_loop().time() - certified > 0.19
     assert await sweeping
+
+
+@pytest.mark.parametrize("failure", [AWAY, Overloaded("It took too long.")])
+async def test_a_pause_follows_a_failure_too_and_another_server_need_not_wait_for_its_end(
+    publish: Any,
+    server: Registry,
+    make_server: Callable[..., Registry],
+    certifying: Any,
+    time: Time,
+    make_certificate: Make,
+    failure: Exception,
+) -> None:
+    certifying.outcome = failure
+    await publish(via=server)
+    certifying.gate.clear()
+    sweeping = asyncio.create_task(server.late_certificates.sweep())
+    await until_asked(certifying, 2)
+    time.now += 30.0
+    certifying.gate.set()
+    other = make_server()
+    async with asyncio.timeout(5):
+        while not server.late_certificates._refusals:
+            await asyncio.sleep(0.001)
+        certifying.outcome = make_certificate()
+        while not await other.late_certificates.sweep():
+            await asyncio.sleep(0.001)
+    assert other.late_certificates.num_by_verdict == {"passed": 1}
+    assert not sweeping.done()
+    sweeping.cancel()
+    await asyncio.gather(sweeping, return_exceptions=True)
+
+
+async def test_a_sick_server_does_not_keep_healthy_ones_from_it(
+    publish: Any, server: Registry, make_server: Callable[..., Registry], certifying: Any, make_certificate: Make
+) -> None:
+    certifying.outcome = AWAY
+    await publish(via=server)
+    with pytest.raises(EngineUnavailable):
+        await server.late_certificates.sweep()
+    certifying.outcome = make_certificate()
+    other = make_server()
+    assert await other.late_certificates.sweep()
+    assert other.late_certificates.num_by_verdict == {"passed": 1}
+
+
+async def test_servers_of_two_bases_do_not_wait_for_each_other(
+    publish: Any,
+    server: Registry,
+    make_server: Callable[..., Registry],
+    small_base: BaseSpec,
+    certifying: Any,
+    make_certificate: Make,
+) -> None:
+    other = make_server(_other(small_base))
+    certifying.outcome = AWAY
+    await publish(via=server)
+    await publish("other", 1, via=other)
+    certifying.outcome = make_certificate()
+    certifying.gate.clear()
+    num_asked = len(certifying.asked)
+    sweeping = [asyncio.create_task(one.late_certificates.sweep()) for one in (server, other)]
+    await until_asked(certifying, num_asked + 2)
+    certifying.gate.set()
+    assert await asyncio.gather(*sweeping) == [True, True]
+
+
+async def test_a_version_that_a_bug_of_ours_fails_does_not_keep_the_others(
+    publish: Any,
+    server: Registry,
+    acme: TenantId,
+    certifying: Any,
+    time: Time,
+    make_certificate: Make,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    certifying.outcome = AWAY
+    for number in range(2):
+        await publish(f"a{number}", number, via=server)
+    certifying.outcome = make_certificate()
+    asked, verify = [], server.certificates.verify
+
+    async def break_on_the_first(tenant: TenantId, name: str, number: int, *, actor: str) -> Any:
+        asked.append(name)
+        if name == "a0":
+            raise ValueError("a bug of ours")
+        return await verify(tenant, name, number, actor=actor)
+
+    monkeypatch.setattr(server.certificates, "verify", break_on_the_first)
+    assert await server.late_certificates.sweep()
+    assert await parity(server, acme, "a1") == "passed"
+    assert "a bug of ours" in caplog.text
+    # put off as any other
+    assert await server.late_certificates.sweep()
+    time.now += RETRY_S
+    assert await server.late_certificates.sweep()
+    assert asked == ["a0", "a1", "a0"]
 
 
 async def test_what_is_gone_or_in_quarantine_is_not_verified(
