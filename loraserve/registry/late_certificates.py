@@ -16,7 +16,7 @@ from ulid import ULID
 
 from loraserve.db.models import Adapter, AdapterVersion, Tenant
 from loraserve.db.session import Clock, Database
-from loraserve.errors import EngineError, EngineUnavailable, LoraserveError, NotFound, Overloaded
+from loraserve.errors import EngineDied, EngineError, EngineUnavailable, LoraserveError, NotFound, Overloaded
 from loraserve.limits import LIMITS
 from loraserve.registry.certificates import Certificates, verdict_of
 from loraserve.registry.leases import give_up_lease, hold_lease
@@ -56,7 +56,8 @@ class _Refusal:
 class LateCertificates:
     """Verifies what was published without a certificate, since the engine was away or busy; one version at a time, one server of all.
 
-    What comes of it is what `Certificates.verify` makes of it: a failed certificate is a quarantine. Versions that were left to whoever
+    What comes of it is what `Certificates.verify` makes of it: a failed certificate is a quarantine. A version under which the engine
+    died twice (its upload's try is one of them) isn't tried again: one push must not keep the engine from everybody. Versions that were left to whoever
     asks stay as they are, and so do those of another base: this server can't tell of them.
 
     Args:
@@ -180,6 +181,13 @@ class LateCertificates:
             return None
         except LoraserveError as error:
             self._put_off(due)
+            if isinstance(error, EngineDied):
+                logger.error(
+                    "the engine died while it verified %s@%d of tenant %s, which is tried twice at most",
+                    due.name,
+                    due.number,
+                    due.tenant,
+                )
             if isinstance(error, EngineError | Overloaded):
                 return error
             logger.info("%s@%d of tenant %s isn't verified yet: %s", due.name, due.number, due.tenant, error)

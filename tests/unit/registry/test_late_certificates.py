@@ -13,17 +13,26 @@ import pytest
 
 from adapters_store import LocalStore
 from loraserve.db.session import Database, utc_now
-from loraserve.errors import AdapterNotReady, AdapterQuarantined, AdapterRejected, EngineUnavailable, Overloaded
+from loraserve.errors import (
+    AdapterNotReady,
+    AdapterQuarantined,
+    AdapterRejected,
+    EngineDied,
+    EngineUnavailable,
+    Overloaded,
+)
 from loraserve.limits import LIMITS, Limits
 from loraserve.registry import late_certificates
 from loraserve.registry.late_certificates import MAX_RETRY_S, RETRY_S
 from loraserve.registry.model_name import parse_model
+from loraserve.registry.parity import DIED_ONCE, DIED_TWICE
 from loraserve.registry.service import Registry
 from loraserve.tenancy.auth import Authenticator
 from loraserve.types import BaseSpec, Certificate, TenantId
 
 Make = Callable[..., Certificate]
 AWAY = EngineUnavailable("The engine isn't up.")
+DIED = EngineDied("The engine died; try again.")
 
 
 @dataclass
@@ -59,6 +68,11 @@ def server(make_server: Callable[..., Registry]) -> Registry:
 async def parity(registry: Registry, tenant: TenantId, name: str = "sql") -> str:
     checks = (await registry.get_version(tenant, name, 1)).checks
     return str(next(check["status"] for check in checks if check["name"] == "parity"))
+
+
+async def detail(registry: Registry, tenant: TenantId) -> str:
+    checks = (await registry.get_version(tenant, "sql", 1)).checks
+    return str(next(check["detail"] for check in checks if check["name"] == "parity"))
 
 
 async def until_asked(certifying: Any, num_times: int) -> None:
@@ -103,6 +117,69 @@ async def test_a_late_certificate_that_failed_is_a_quarantine(
     verdict = "rejected" if is_rejected else "failed"
     assert server.late_certificates.num_by_verdict == {verdict: 1}
     assert server.certificates.num_by_verdict == {"skipped": 1, verdict: 1}
+
+
+@pytest.mark.parametrize("at_upload", [AWAY, DIED])
+async def test_a_version_that_kills_the_engine_is_tried_twice_by_whatever_server(
+    publish: Any,
+    server: Registry,
+    make_server: Callable[..., Registry],
+    certifying: Any,
+    time: Time,
+    acme: TenantId,
+    make_certificate: Make,
+    at_upload: Exception,
+) -> None:
+    certifying.outcome = at_upload
+    await publish(via=server)
+    certifying.outcome = DIED
+    for one in [server] if at_upload is DIED else [server, make_server()]:
+        assert await detail(server, acme) != DIED_TWICE
+        with pytest.raises(EngineDied):
+            await one.late_certificates.sweep()
+    assert (await parity(server, acme), await detail(server, acme)) == ("skipped", DIED_TWICE)
+    num_asked = len(certifying.asked)
+    time.now += MAX_RETRY_S
+    for one in (server, make_server()):
+        assert await one.late_certificates.sweep()
+    assert len(certifying.asked) == num_asked
+    # it is served, and whoever asks for a certificate may have one
+    assert (await server.resolve(acme, parse_model("sql", "base"))).version == 1
+    with pytest.raises(EngineDied):
+        await server.certificates.verify(acme, "sql", 1, actor="x")
+    certifying.outcome = make_certificate()
+    await server.certificates.verify(acme, "sql", 1, actor="x")
+    assert await parity(server, acme) == "passed"
+
+
+async def test_an_engine_that_was_away_before_says_nothing_against_a_version(
+    publish: Any, server: Registry, certifying: Any, time: Time, acme: TenantId, make_certificate: Make
+) -> None:
+    certifying.outcome = DIED
+    await publish(via=server)
+    assert await detail(server, acme) == DIED_ONCE
+    certifying.outcome = AWAY
+    for _ in range(3):
+        time.now += MAX_RETRY_S
+        with pytest.raises(EngineUnavailable):
+            await server.late_certificates.sweep()
+    assert await detail(server, acme) == DIED_ONCE
+    time.now += MAX_RETRY_S
+    certifying.outcome = make_certificate()
+    assert await server.late_certificates.sweep()
+    assert await parity(server, acme) == "passed"
+
+
+async def test_an_engine_that_dies_takes_no_certificate_away(
+    publish: Any, server: Registry, certifying: Any, acme: TenantId
+) -> None:
+    await publish(via=server)
+    before = (await server.get_version(acme, "sql", 1)).checks
+    certifying.outcome = DIED
+    for _ in range(2):
+        with pytest.raises(EngineDied):
+            await server.certificates.verify(acme, "sql", 1, actor="x")
+    assert (await server.get_version(acme, "sql", 1)).checks == before
 
 
 async def test_what_was_left_to_whoever_asks_stays_so(
