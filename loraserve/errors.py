@@ -54,6 +54,7 @@ An error knows what went wrong, never how HTTP says it: `loraserve.api.errors` m
     │   └── QuotaExceeded           the tenant's share of adapters, bytes or keys is used up
     ├── EngineError
     │   ├── EngineUnavailable       the engine isn't up (yet, or again)
+    │   │   └── EngineDied          it was, and died before it answered this call
     │   ├── DeadlineExceeded        no token was made within the timeout that the request named
     │   └── EngineCrashed           the engine died twice under this request
     ├── StorageError
@@ -336,6 +337,10 @@ class EngineError(LoraserveError):
 
 class EngineUnavailable(EngineError):
     code = "engine_unavailable"
+
+
+class EngineDied(EngineUnavailable):
+    """For clients the same as its parent, and of the same `code`; what was asked for may be what killed it."""
 
 
 class DeadlineExceeded(EngineError):

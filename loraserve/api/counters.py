@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from loraserve.api.memory_metrics import memory_metrics
 from loraserve.api.shadow import OUTCOMES as SHADOW_OUTCOMES
 from loraserve.api.tenancy_metrics import tenancy_metrics
-from loraserve.registry.certificates import VERDICTS
+from loraserve.registry.certificates import REJECTED, VERDICTS
 from loraserve.registry.operations import ENDED
 from loraserve.registry.parity import FAILED, PASSED
 
@@ -184,7 +184,7 @@ class EngineCollector(Collector):
             "Of those, for versions that were published while the engine was away or busy.",
             labels=["verdict"],
         )
-        for verdict in (PASSED, FAILED):
+        for verdict in (PASSED, FAILED, REJECTED):
             late.add_metric([verdict], registry.late_certificates.num_by_verdict[verdict])
         yield late
         yield CounterMetricFamily(

@@ -22,6 +22,7 @@ from loraserve.engine.queue_bounds import QueueBounds
 from loraserve.errors import (
     AdapterRejected,
     EngineCrashed,
+    EngineDied,
     EngineUnavailable,
     LoraserveError,
     Overloaded,
@@ -209,6 +210,7 @@ class EngineClient:
         Raises:
             AdapterRejected: it can never be served here, and why.
             AdapterUnavailable, EngineError, Overloaded: it couldn't be found out now.
+            EngineDied: the engine did meanwhile, maybe of this.
         """
         try:
             async with asyncio.timeout(LIMITS.verification_timeout_s):
@@ -405,7 +407,7 @@ class EngineClient:
 
     def _count_crash(self) -> None:
         """A request in flight at two crashes in a row fails; since suspects are replayed one by one, it fails alone."""
-        self._fail_calls(EngineUnavailable("The engine died; try again."))
+        self._fail_calls(EngineDied("The engine died; try again."))
         for live in list(self._live.values()):
             if not live.is_sent or live.is_finished:
                 continue

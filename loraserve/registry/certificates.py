@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -13,10 +14,21 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from loraserve.db.idempotency import Once
 from loraserve.db.models import Adapter, AdapterVersion
 from loraserve.db.session import Clock, Database
-from loraserve.errors import AdapterRejected, EngineUnavailable, LoraserveError, Overloaded, RateLimited
+from loraserve.errors import AdapterRejected, EngineDied, EngineUnavailable, LoraserveError, Overloaded, RateLimited
 from loraserve.limits import LIMITS
 from loraserve.registry.changes import record_change
-from loraserve.registry.parity import FAILED, NUMERICS, ON_REQUEST, PARITY, PASSED, SKIPPED, STORED, Parity
+from loraserve.registry.parity import (
+    DIED_ONCE,
+    FAILED,
+    NUMERICS,
+    ON_REQUEST,
+    PARITY,
+    PASSED,
+    SKIPPED,
+    STORED,
+    Parity,
+    after_death,
+)
 from loraserve.registry.records import QUARANTINED, READY, VersionRecord
 from loraserve.registry.repository import AdapterRepository
 from loraserve.types import AdapterRef, Certificate, Digest, TenantId
@@ -25,6 +37,12 @@ Certify = Callable[[AdapterRef], Awaitable[Certificate]]
 REJECTED = "rejected"
 VERDICTS = (PASSED, FAILED, SKIPPED, REJECTED)
 """What is counted. `REJECTED`: the engine can never serve it."""
+
+
+def verdict_of(check: Mapping[str, Any]) -> str:
+    """One of `VERDICTS`: what was counted when `Certificates.verify` stored this check."""
+    is_rejected = check["status"] == FAILED and check["certificate"] is None
+    return REJECTED if is_rejected else str(check["status"])
 
 
 class Certificates:
@@ -67,7 +85,7 @@ class Certificates:
         """The outcome for committed blobs that aren't a version yet; None where nothing is verified.
 
         An engine that is away or busy is no reason to refuse an upload: the outcome is `SKIPPED` then, and says why; `LateCertificates`
-        asks again.
+        asks again, but not for ever where the engine died of it.
 
         Raises:
             AdapterRejected: the engine can never serve it.
@@ -81,6 +99,9 @@ class Certificates:
             return await self._ask(ref)
         except AdapterRejected:
             raise
+        except EngineDied:
+            self.num_by_verdict[SKIPPED] += 1
+            return Parity(SKIPPED, DIED_ONCE)
         except LoraserveError as error:
             self.num_by_verdict[SKIPPED] += 1
             return Parity(SKIPPED, error.message.rstrip("."))
@@ -96,6 +117,7 @@ class Certificates:
             AdapterNotFound, VersionNotFound
             RateLimited: the tenant has `LIMITS.max_concurrent_verifications_per_tenant` under way.
             EngineUnavailable, Overloaded, AdapterUnavailable: there is no certificate now; nothing was changed.
+            EngineDied: nor is there one, and a missing certificate's check says why.
             Replay: `once` was used before.
         """
         async with self._database.read() as session:
@@ -106,7 +128,11 @@ class Certificates:
             record = await repository.version_record(adapter, await repository.version(adapter, number))
             ref, known = record.ref, record.checks
         with self._place(tenant):
-            parity = await self._ask_again(ref)
+            try:
+                parity = await self._ask_again(ref)
+            except EngineDied:
+                await self._record_death(tenant, name, number, actor)
+                raise
         now = self._clock()
         async with self._database.write() as session:
             if once is not None:
@@ -161,6 +187,30 @@ class Certificates:
                 if check["name"] == PARITY and check["status"] == FAILED:
                     return Parity(FAILED, f"{check['detail']} (found of the same weights as {name}@{number})")
         return None
+
+    async def _record_death(self, tenant: TenantId, name: str, number: int, actor: str) -> None:
+        """The version's missing certificate says that the engine died instead: all servers must know it, also after they are restarted."""
+        now = self._clock()
+        async with self._database.write() as session:
+            repository = AdapterRepository(session, tenant)
+            adapter = await repository.adapter(name, is_locking=True)
+            row = await repository.version(adapter, number)
+            checks = [after_death(check) for check in row.checks]
+            if checks == row.checks:
+                return
+            row.checks = checks
+            repository.touch(adapter, now)
+            record_change(
+                session,
+                repository,
+                "version.verify",
+                f"{name}@{number}",
+                actor=actor,
+                now=now,
+                verdict=SKIPPED,
+                before=row.state,
+                after=row.state,
+            )
 
     async def _ask_again(self, ref: AdapterRef) -> Parity:
         try:

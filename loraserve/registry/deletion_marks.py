@@ -2,8 +2,8 @@
 
 A mark is durable: the lock of a row would end with its connection, while the thread that deletes goes on. It ends with its deletions.
 One that its collector left, since it was killed or couldn't reach the database, ends when it was seen for `LIMITS.gc_mark_s`: by then
-nothing is deleted under it, also where its server lives. No deletion begins later than `DELETING_S` after the mark, and a store gives
-one up within three minutes. A server's beats would say no more: one whose connection broke doesn't beat, and deletes.
+nothing is deleted under it, also where its server lives. No deletion begins later than `DELETING_S` after the mark, by either clock of
+its server, and a store gives one up within three minutes. A server's beats would say no more: one whose connection broke doesn't beat, and deletes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Mark:
     """Blobs that are being deleted."""
 
     at: datetime
-    """By which it is told from other marks."""
+    """By the wall clock, before it could be seen; by which it is told from other marks."""
     began_s: float
     """By the monotonic clock, before it could be seen."""
     digests: Sequence[Digest] = ()
@@ -45,9 +45,13 @@ class Mark:
     gone: list[Digest] = field(default_factory=list)
     """To be filled: those that are deleted."""
 
-    def has_time(self, now_s: float) -> bool:
-        """Whether another deletion may begin."""
-        return now_s - self.began_s < DELETING_S
+    def has_time(self, now_s: float, now: datetime) -> bool:
+        """Whether another deletion may begin, by the monotonic clock and by the wall clock.
+
+        The monotonic one may stand still while a machine is paused, and others have ended the mark meanwhile; the wall clock may be set
+        back. Where it was, nobody knows how old the mark is.
+        """
+        return now_s - self.began_s < DELETING_S and timedelta(0) <= now - self.at < timedelta(seconds=DELETING_S)
 
 
 class DeletionMarks:

@@ -195,7 +195,7 @@ class Collector:
             try:
                 num_bytes = self._store.num_bytes(digest)
                 # The last look before the bytes go. Whoever was stopped for long has lost its mark.
-                if not mark.has_time(self._monotonic()):
+                if not mark.has_time(self._monotonic(), self._clock()):
                     left, has_failed = mark.digests[index:], index == 0
                     break
                 self._store.delete(digest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -15,10 +16,10 @@ from ulid import ULID
 
 from loraserve.db.models import Adapter, AdapterVersion, Tenant
 from loraserve.db.session import Clock, Database
-from loraserve.errors import EngineError, EngineUnavailable, LoraserveError, NotFound, Overloaded
+from loraserve.errors import EngineDied, EngineError, EngineUnavailable, LoraserveError, NotFound, Overloaded
 from loraserve.limits import LIMITS
-from loraserve.registry.certificates import Certificates
-from loraserve.registry.leases import hold_lease
+from loraserve.registry.certificates import Certificates, verdict_of
+from loraserve.registry.leases import give_up_lease, hold_lease
 from loraserve.registry.parity import PARITY, SKIPPED, is_due
 from loraserve.registry.records import QUARANTINED, READY
 from loraserve.types import BaseSpec, Digest, TenantId
@@ -26,11 +27,14 @@ from loraserve.types import BaseSpec, Digest, TenantId
 logger = logging.getLogger(__name__)
 
 LEASE = "late-certificates"
+"""Of each base its own, see `_lease_of`."""
 ACTOR = "server"
 RETRY_S, MAX_RETRY_S = 60.0, 3600.0
 """A version of which there was no certificate isn't asked for again for this long; doubled each time in a row, up to the second."""
-_LEASE_LENGTH = timedelta(seconds=2 * LIMITS.verification_timeout_s)
-"""It is renewed before each version, and one takes `LIMITS.verification_timeout_s` at most."""
+_LEASE_LENGTH = timedelta(seconds=3 * LIMITS.verification_timeout_s)
+"""It is renewed before each version; one takes `LIMITS.verification_timeout_s` at most, and the pause after it as long."""
+_NUM_DIGITS = 32
+"""Of the base's digest, in the lease's name: the column has room for 63 characters."""
 _WINDOW = 2000
 """Versions that one statement looks at."""
 
@@ -52,7 +56,8 @@ class _Refusal:
 class LateCertificates:
     """Verifies what was published without a certificate, since the engine was away or busy; one version at a time, one server of all.
 
-    What comes of it is what `Certificates.verify` makes of it: a failed certificate is a quarantine. Versions that were left to whoever
+    What comes of it is what `Certificates.verify` makes of it: a failed certificate is a quarantine. A version under which the engine
+    died twice (its upload's try is one of them) isn't tried again: one push must not keep the engine from everybody. Versions that were left to whoever
     asks stay as they are, and so do those of another base: this server can't tell of them.
 
     Args:
@@ -71,7 +76,7 @@ class LateCertificates:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_by_verdict: Counter[str] = Counter()
-        """Since the start, by the certificate's verdict."""
+        """Since the start, by the verdict; as `Certificates` counts them."""
         self._database = database
         self._certificates = certificates
         self._base = base
@@ -111,12 +116,14 @@ class LateCertificates:
             False: the base isn't loaded, or another server is at it.
 
         Raises:
-            EngineError, Overloaded: the engine is away or busy again, or the database; the rest is for the next sweep.
+            EngineError, Overloaded: the engine is away or busy again, or the database; the rest is for the next sweep, or for another
+                server: nothing keeps it from going on.
         """
         try:
             base = Digest(self._base().digest)
         except EngineUnavailable:
             return False
+        lease = _lease_of(base)
         seen: set[str] = set()
         after: str | None = ""
         while after is not None:
@@ -126,9 +133,19 @@ class LateCertificates:
                 refusal = self._refusals.get(due.id)
                 if refusal is not None and self._monotonic() < refusal.retry_at_s:
                     continue
-                if not await hold_lease(self._database, LEASE, self._holder, self._clock(), _LEASE_LENGTH):
+                if not await hold_lease(self._database, lease, self._holder, self._clock(), _LEASE_LENGTH):
                     return False
-                await self._verify(due)
+                began = self._monotonic()
+                failure = await self._verify(due)
+                if failure is not None:
+                    with contextlib.suppress(LoraserveError):
+                        # it ends by itself, where the database is what is away
+                        await give_up_lease(self._database, lease, self._holder)
+                # the engine has requests to answer: half of its time at most, whatever came of it
+                await asyncio.sleep(self._monotonic() - began)
+                if failure is not None:
+                    # it would be no better for the next one
+                    raise failure
         self._refusals = {key: refusal for key, refusal in self._refusals.items() if key in seen}
         return True
 
@@ -155,31 +172,46 @@ class LateCertificates:
         ]
         return found, end
 
-    async def _verify(self, due: _Due) -> None:
-        began = self._monotonic()
+    async def _verify(self, due: _Due) -> LoraserveError | None:
+        """Returns why it is of no use to ask for another one now; None: go on."""
         try:
             version = await self._certificates.verify(due.tenant, due.name, due.number, actor=ACTOR)
         except NotFound:
             # deleted meanwhile
-            return
+            return None
         except LoraserveError as error:
             self._put_off(due)
+            if isinstance(error, EngineDied):
+                logger.error(
+                    "the engine died while it verified %s@%d of tenant %s, which is tried twice at most",
+                    due.name,
+                    due.number,
+                    due.tenant,
+                )
             if isinstance(error, EngineError | Overloaded):
-                # it would be no better for the next one
-                raise
+                return error
             logger.info("%s@%d of tenant %s isn't verified yet: %s", due.name, due.number, due.tenant, error)
-            return
+            return None
+        except Exception:
+            # a bug of ours, maybe with this version alone, must not keep the others from theirs
+            self._put_off(due)
+            logger.exception("verifying %s@%d of tenant %s failed", due.name, due.number, due.tenant)
+            return None
         self._refusals.pop(due.id, None)
-        self.num_by_verdict.update(check["status"] for check in version.checks if check["name"] == PARITY)
+        self.num_by_verdict.update(verdict_of(check) for check in version.checks if check["name"] == PARITY)
         if version.state == QUARANTINED:
             logger.error(
                 "%s@%d of tenant %s is quarantined: its late certificate failed", due.name, due.number, due.tenant
             )
-        # the engine has requests to answer: half of its time at most
-        await asyncio.sleep(self._monotonic() - began)
+        return None
 
     def _put_off(self, due: _Due) -> None:
         before = self._refusals.get(due.id)
         num_in_a_row = 1 if before is None else before.num_in_a_row + 1
         pause_s = min(RETRY_S * 2.0 ** (num_in_a_row - 1), MAX_RETRY_S)
         self._refusals[due.id] = _Refusal(self._monotonic() + pause_s, num_in_a_row)
+
+
+def _lease_of(base: Digest) -> str:
+    """The lease's name: servers of another base can't verify these versions, and must not keep those from it who can."""
+    return f"{LEASE}/{base[:_NUM_DIGITS]}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import or_
+from sqlalchemy import delete, or_
 from sqlalchemy.dialects import postgresql, sqlite
 
 from loraserve.db.models import Lease
@@ -33,3 +33,13 @@ async def hold_lease(database: Database, name: str, holder: str, now: datetime, 
             ).returning(Lease.holder)
         )
     return bool(held == holder)
+
+
+async def give_up_lease(database: Database, name: str, holder: str) -> None:
+    """Another server may do `name` at once, if it was `holder` that did.
+
+    Raises:
+        DatabaseUnavailable
+    """
+    async with database.write() as session:
+        await session.execute(delete(Lease).where(Lease.name == name, Lease.holder == holder))

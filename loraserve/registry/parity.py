@@ -22,6 +22,9 @@ NUMERICS = "numerics"
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 ON_REQUEST = "this server verifies versions when it is asked to"
 """The detail of a certificate that was skipped by the operator's wish; any other one was since the engine gave none."""
+DIED_ONCE = "the engine died while it verified this version"
+DIED_TWICE = "the engine died twice while it verified this version, which isn't verified again but on request"
+"""The details of certificates that were skipped since the engine died before it gave one: maybe of the version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +61,15 @@ class Parity:
 
 
 def is_due(check: Mapping[str, Any]) -> bool:
-    """Whether the check is a certificate that is still missing though nobody wished so."""
-    return (check["name"], check["status"]) == (PARITY, SKIPPED) and bool(check["detail"] != ON_REQUEST)
+    """Whether the check is a certificate that is still missing though nobody wished so, and the engine may be asked for it again."""
+    return (check["name"], check["status"]) == (PARITY, SKIPPED) and check["detail"] not in (ON_REQUEST, DIED_TWICE)
+
+
+def after_death(check: Mapping[str, Any]) -> dict[str, Any]:
+    """The same check, after the engine died while it verified the version. After two such tries it isn't due any more."""
+    if not is_due(check):
+        return dict(check)
+    return Parity(SKIPPED, DIED_TWICE if check["detail"] == DIED_ONCE else DIED_ONCE).as_check()
 
 
 def _numbers(one: Certificate) -> str:

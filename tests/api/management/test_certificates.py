@@ -119,6 +119,7 @@ async def test_certificates_are_counted(
         'loraserve_certificates_total{verdict="passed"} 1.0',
         'loraserve_certificates_total{verdict="failed"} 1.0',
         'loraserve_certificates_total{verdict="skipped"} 0.0',
+        'loraserve_late_certificates_total{verdict="rejected"} 0.0',
         "loraserve_quarantined_refusals_total 0.0",
     ):
         assert line in text

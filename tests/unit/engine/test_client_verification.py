@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from loraserve.engine import client as client_module
-from loraserve.errors import AdapterCorrupt, AdapterRejected, EngineUnavailable
+from loraserve.errors import AdapterCorrupt, AdapterRejected, EngineDied, EngineUnavailable
 from loraserve.limits import LIMITS
 
 from .conftest import World, make_ref
@@ -52,7 +52,11 @@ async def test_engine_that_dies_in_a_verification_says_so_and_its_heir_verifies(
         await asyncio.sleep(0.005)
         assert client.pid is not None
         os.kill(client.pid, signal.SIGKILL)
-        with pytest.raises(EngineUnavailable):
+        with pytest.raises(EngineDied):
             await task
+        # nothing is known against who asks while it is away
+        with pytest.raises(EngineUnavailable) as caught:
+            await client.verify(world.refs["r8"])
+        assert not isinstance(caught.value, EngineDied)
         await until(lambda: client.is_ready)
         assert (await client.verify(world.refs["r8"])).verdict == "passed"

@@ -343,15 +343,27 @@ async def test_a_server_does_not_end_the_mark_under_which_it_deletes(
     assert released == [0, 0]
 
 
+@pytest.mark.parametrize(
+    ("passed_s", "jumped_s"),
+    [(deletion_marks.DELETING_S, 0.0), (0.0, deletion_marks.DELETING_S), (0.0, -1.0)],
+    ids=["a slow process", "a machine that was paused", "a clock that was set back"],
+)
 async def test_a_collector_that_was_stopped_for_long_deletes_nothing_under_its_old_mark(
-    collector: Collector, database: Database, store: LocalStore, time: Time, monkeypatch: pytest.MonkeyPatch
+    collector: Collector,
+    database: Database,
+    store: LocalStore,
+    time: Time,
+    monkeypatch: pytest.MonkeyPatch,
+    passed_s: float,
+    jumped_s: float,
 ) -> None:
     blob = put(store)
     await passes(collector, time, 0)
     num_bytes = store.num_bytes
 
     def stop(digest: str) -> int:
-        time.passed_s += deletion_marks.DELETING_S
+        time.passed_s += passed_s
+        time.jumped_s += jumped_s
         return num_bytes(digest)
 
     with monkeypatch.context() as stopped:

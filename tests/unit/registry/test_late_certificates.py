@@ -13,17 +13,26 @@ import pytest
 
 from adapters_store import LocalStore
 from loraserve.db.session import Database, utc_now
-from loraserve.errors import AdapterNotReady, AdapterQuarantined, AdapterRejected, EngineUnavailable, Overloaded
+from loraserve.errors import (
+    AdapterNotReady,
+    AdapterQuarantined,
+    AdapterRejected,
+    EngineDied,
+    EngineUnavailable,
+    Overloaded,
+)
 from loraserve.limits import LIMITS, Limits
 from loraserve.registry import late_certificates
 from loraserve.registry.late_certificates import MAX_RETRY_S, RETRY_S
 from loraserve.registry.model_name import parse_model
+from loraserve.registry.parity import DIED_ONCE, DIED_TWICE
 from loraserve.registry.service import Registry
 from loraserve.tenancy.auth import Authenticator
 from loraserve.types import BaseSpec, Certificate, TenantId
 
 Make = Callable[..., Certificate]
 AWAY = EngineUnavailable("The engine isn't up.")
+DIED = EngineDied("The engine died; try again.")
 
 
 @dataclass
@@ -59,6 +68,11 @@ def server(make_server: Callable[..., Registry]) -> Registry:
 async def parity(registry: Registry, tenant: TenantId, name: str = "sql") -> str:
     checks = (await registry.get_version(tenant, name, 1)).checks
     return str(next(check["status"] for check in checks if check["name"] == "parity"))
+
+
+async def detail(registry: Registry, tenant: TenantId) -> str:
+    checks = (await registry.get_version(tenant, "sql", 1)).checks
+    return str(next(check["detail"] for check in checks if check["name"] == "parity"))
 
 
 async def until_asked(certifying: Any, num_times: int) -> None:
@@ -99,7 +113,73 @@ async def test_a_late_certificate_that_failed_is_a_quarantine(
     await server.late_certificates.sweep()
     with pytest.raises(AdapterQuarantined):
         await server.resolve(acme, sql)
-    assert server.late_certificates.num_by_verdict == {"failed": 1}
+    # counted as in the other metric, of which this one is a part
+    verdict = "rejected" if is_rejected else "failed"
+    assert server.late_certificates.num_by_verdict == {verdict: 1}
+    assert server.certificates.num_by_verdict == {"skipped": 1, verdict: 1}
+
+
+@pytest.mark.parametrize("at_upload", [AWAY, DIED])
+async def test_a_version_that_kills_the_engine_is_tried_twice_by_whatever_server(
+    publish: Any,
+    server: Registry,
+    make_server: Callable[..., Registry],
+    certifying: Any,
+    time: Time,
+    acme: TenantId,
+    make_certificate: Make,
+    at_upload: Exception,
+) -> None:
+    certifying.outcome = at_upload
+    await publish(via=server)
+    certifying.outcome = DIED
+    for one in [server] if at_upload is DIED else [server, make_server()]:
+        assert await detail(server, acme) != DIED_TWICE
+        with pytest.raises(EngineDied):
+            await one.late_certificates.sweep()
+    assert (await parity(server, acme), await detail(server, acme)) == ("skipped", DIED_TWICE)
+    num_asked = len(certifying.asked)
+    time.now += MAX_RETRY_S
+    for one in (server, make_server()):
+        assert await one.late_certificates.sweep()
+    assert len(certifying.asked) == num_asked
+    # it is served, and whoever asks for a certificate may have one
+    assert (await server.resolve(acme, parse_model("sql", "base"))).version == 1
+    with pytest.raises(EngineDied):
+        await server.certificates.verify(acme, "sql", 1, actor="x")
+    certifying.outcome = make_certificate()
+    await server.certificates.verify(acme, "sql", 1, actor="x")
+    assert await parity(server, acme) == "passed"
+
+
+async def test_an_engine_that_was_away_before_says_nothing_against_a_version(
+    publish: Any, server: Registry, certifying: Any, time: Time, acme: TenantId, make_certificate: Make
+) -> None:
+    certifying.outcome = DIED
+    await publish(via=server)
+    assert await detail(server, acme) == DIED_ONCE
+    certifying.outcome = AWAY
+    for _ in range(3):
+        time.now += MAX_RETRY_S
+        with pytest.raises(EngineUnavailable):
+            await server.late_certificates.sweep()
+    assert await detail(server, acme) == DIED_ONCE
+    time.now += MAX_RETRY_S
+    certifying.outcome = make_certificate()
+    assert await server.late_certificates.sweep()
+    assert await parity(server, acme) == "passed"
+
+
+async def test_an_engine_that_dies_takes_no_certificate_away(
+    publish: Any, server: Registry, certifying: Any, acme: TenantId
+) -> None:
+    await publish(via=server)
+    before = (await server.get_version(acme, "sql", 1)).checks
+    certifying.outcome = DIED
+    for _ in range(2):
+        with pytest.raises(EngineDied):
+            await server.certificates.verify(acme, "sql", 1, actor="x")
+    assert (await server.get_version(acme, "sql", 1)).checks == before
 
 
 async def test_what_was_left_to_whoever_asks_stays_so(
@@ -287,8 +367,16 @@ async def test_a_failure_does_not_end_the_sweeps(
     num_asked = len(certifying.asked)
     server.late_certificates.start()
     await until_asked(certifying, num_asked + 1)
-    certifying.outcome = ValueError("a bug of ours")
-    await until_asked(certifying, num_asked + 2)
+    look, num_broken = server.late_certificates._look, 0
+
+    async def break_once(after: str, base: Any) -> Any:
+        nonlocal num_broken
+        num_broken += 1
+        if num_broken == 1:
+            raise ValueError("a bug of ours")
+        return await look(after, base)
+
+    monkeypatch.setattr(server.late_certificates, "_look", break_once)
     certifying.outcome = make_certificate()
     async with asyncio.timeout(5):
         while await parity(server, acme, "a2") != "passed":
@@ -296,13 +384,14 @@ async def test_a_failure_does_not_end_the_sweeps(
         await server.late_certificates.close()
 
 
+@pytest.mark.parametrize("outcome", [None, AdapterNotReady("No place is free."), ValueError("a bug of ours")])
 async def test_the_engine_has_half_of_its_time_for_requests(
-    publish: Any, server: Registry, certifying: Any, time: Time, make_certificate: Make
+    publish: Any, server: Registry, certifying: Any, time: Time, make_certificate: Make, outcome: Exception | None
 ) -> None:
     certifying.outcome = AWAY
     for number in range(2):
         await publish(f"a{number}", number, via=server)
-    certifying.outcome = make_certificate()
+    certifying.outcome = make_certificate() if outcome is None else outcome
     certifying.gate.clear()
     num_asked = len(certifying.asked)
     sweeping = asyncio.create_task(server.late_certificates.sweep())
@@ -313,6 +402,103 @@ async def test_the_engine_has_half_of_its_time_for_requests(
     await until_asked(certifying, num_asked + 2)
     assert asyncio.get_running_loop().time() - certified > 0.19
     assert await sweeping
+
+
+@pytest.mark.parametrize("failure", [AWAY, Overloaded("It took too long.")])
+async def test_a_pause_follows_a_failure_too_and_another_server_need_not_wait_for_its_end(
+    publish: Any,
+    server: Registry,
+    make_server: Callable[..., Registry],
+    certifying: Any,
+    time: Time,
+    make_certificate: Make,
+    failure: Exception,
+) -> None:
+    certifying.outcome = failure
+    await publish(via=server)
+    certifying.gate.clear()
+    sweeping = asyncio.create_task(server.late_certificates.sweep())
+    await until_asked(certifying, 2)
+    time.now += 30.0
+    certifying.gate.set()
+    other = make_server()
+    async with asyncio.timeout(5):
+        while not server.late_certificates._refusals:
+            await asyncio.sleep(0.001)
+        certifying.outcome = make_certificate()
+        while not await other.late_certificates.sweep():
+            await asyncio.sleep(0.001)
+    assert other.late_certificates.num_by_verdict == {"passed": 1}
+    assert not sweeping.done()
+    sweeping.cancel()
+    await asyncio.gather(sweeping, return_exceptions=True)
+
+
+async def test_a_sick_server_does_not_keep_healthy_ones_from_it(
+    publish: Any, server: Registry, make_server: Callable[..., Registry], certifying: Any, make_certificate: Make
+) -> None:
+    certifying.outcome = AWAY
+    await publish(via=server)
+    with pytest.raises(EngineUnavailable):
+        await server.late_certificates.sweep()
+    certifying.outcome = make_certificate()
+    other = make_server()
+    assert await other.late_certificates.sweep()
+    assert other.late_certificates.num_by_verdict == {"passed": 1}
+
+
+async def test_servers_of_two_bases_do_not_wait_for_each_other(
+    publish: Any,
+    server: Registry,
+    make_server: Callable[..., Registry],
+    small_base: BaseSpec,
+    certifying: Any,
+    make_certificate: Make,
+) -> None:
+    other = make_server(_other(small_base))
+    certifying.outcome = AWAY
+    await publish(via=server)
+    await publish("other", 1, via=other)
+    certifying.outcome = make_certificate()
+    certifying.gate.clear()
+    num_asked = len(certifying.asked)
+    sweeping = [asyncio.create_task(one.late_certificates.sweep()) for one in (server, other)]
+    await until_asked(certifying, num_asked + 2)
+    certifying.gate.set()
+    assert await asyncio.gather(*sweeping) == [True, True]
+
+
+async def test_a_version_that_a_bug_of_ours_fails_does_not_keep_the_others(
+    publish: Any,
+    server: Registry,
+    acme: TenantId,
+    certifying: Any,
+    time: Time,
+    make_certificate: Make,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    certifying.outcome = AWAY
+    for number in range(2):
+        await publish(f"a{number}", number, via=server)
+    certifying.outcome = make_certificate()
+    asked, verify = [], server.certificates.verify
+
+    async def break_on_the_first(tenant: TenantId, name: str, number: int, *, actor: str) -> Any:
+        asked.append(name)
+        if name == "a0":
+            raise ValueError("a bug of ours")
+        return await verify(tenant, name, number, actor=actor)
+
+    monkeypatch.setattr(server.certificates, "verify", break_on_the_first)
+    assert await server.late_certificates.sweep()
+    assert await parity(server, acme, "a1") == "passed"
+    assert "a bug of ours" in caplog.text
+    # put off as any other
+    assert await server.late_certificates.sweep()
+    time.now += RETRY_S
+    assert await server.late_certificates.sweep()
+    assert asked == ["a0", "a1", "a0"]
 
 
 async def test_what_is_gone_or_in_quarantine_is_not_verified(
