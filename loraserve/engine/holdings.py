@@ -82,7 +82,10 @@ class Holdings:
 
     def has_its_places(self, account: Account) -> bool:
         """Its whole part: what is due by the weights may lie between two numbers of places."""
-        return account.num_running >= self._max_num_seqs * account.weight / self._accounts.total_weight
+        return (
+            not account.is_nobody
+            and account.num_running >= self._max_num_seqs * account.weight / self._accounts.total_weight
+        )
 
     def has_places_to_give(self, account: Account) -> bool:
         """More than a part of one beyond what is due."""

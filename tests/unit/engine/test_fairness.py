@@ -587,6 +587,14 @@ def test_a_certificates_probe_is_no_tenant_beside_whom_others_had_much() -> None
     assert num_tokens(has_probe=True) == num_tokens(has_probe=False)
 
 
+def test_probes_that_have_every_place_wait_for_one_another() -> None:
+    harness = Harness(max_num_seqs=1)
+    harness.add(make_probe(), make_probe())
+    harness.run()
+    check(harness)
+    assert harness.scheduler.num_preemptions == 0
+
+
 def test_nobody_is_put_back_for_a_probe() -> None:
     harness = Harness(max_num_seqs=4)
     running = [make_request(4, tenant="a", max_tokens=40) for _ in range(4)]
