@@ -3,8 +3,9 @@
 A lower priority doesn't spare the steps: the two share caches, memory and often a core's units, and a step waits for the slowest of its threads. Work that is spread out
 costs the same in all, and no step much of it.
 
-For threads of the server's process. In the engine's they'd do harm: each time that one wakes the step's thread hands it the interpreter's lock and waits until it has run, which
-at a low priority may take seconds. Tried with certificates' evaluation at niceness 19: beside 32 streams a token came after 1.5 s at the 99th percentile, instead of 0.33 s without rests.
+For threads of the server's process. Tried in the engine's too, with certificates' evaluation at niceness 19, they did harm: beside 32 streams a token came after 1.0 and 1.5 s at
+the 99th percentile in two runs of `benchmarks.churn`, and after 0.33 s in one without rests. Most likely the step's thread hands the interpreter's lock to one that has woken, and
+waits until that has run, which at a low priority takes long; that wasn't looked into.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 FACTOR = 5.0
-"""Times as long as it worked an upload rests: it takes a sixth of a core."""
+"""Times as long as it worked an upload rests: each takes a sixth of a core."""
 WORTH_S = 0.002
 """Of work on a thread, before a rest: shorter ones cost more than they spare."""
 LONGEST_S = 0.5

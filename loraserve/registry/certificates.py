@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import datetime
 from typing import Any
 
 from sqlalchemy import select
@@ -147,18 +148,7 @@ class Certificates:
             checks = [check for check in row.checks if check["name"] != PARITY and check not in answered]
             row.checks = [*checks, parity.as_check()]
             row.state = QUARANTINED if any(check["status"] == FAILED for check in row.checks) else READY
-            repository.touch(adapter, now)
-            record_change(
-                session,
-                repository,
-                "version.verify",
-                f"{name}@{number}",
-                actor=actor,
-                now=now,
-                verdict=parity.status,
-                before=before,
-                after=row.state,
-            )
+            _note(session, repository, adapter, row, now, actor=actor, verdict=parity.status, before=before)
             await session.flush()
             record = await repository.version_record(adapter, row)
             if once is not None:
@@ -199,18 +189,7 @@ class Certificates:
             if checks == row.checks:
                 return
             row.checks = checks
-            repository.touch(adapter, now)
-            record_change(
-                session,
-                repository,
-                "version.verify",
-                f"{name}@{number}",
-                actor=actor,
-                now=now,
-                verdict=SKIPPED,
-                before=row.state,
-                after=row.state,
-            )
+            _note(session, repository, adapter, row, now, actor=actor, verdict=SKIPPED, before=row.state)
 
     async def _ask_again(self, ref: AdapterRef) -> Parity:
         try:
@@ -249,3 +228,29 @@ class Certificates:
             if not self._num_running[tenant]:
                 # one entry per verifying tenant, not per tenant ever seen
                 del self._num_running[tenant]
+
+
+def _note(
+    session: AsyncSession,
+    repository: AdapterRepository,
+    adapter: Adapter,
+    row: AdapterVersion,
+    now: datetime,
+    *,
+    actor: str,
+    verdict: str,
+    before: str,
+) -> None:
+    """The version's resource has changed, and the audit says by whose call."""
+    repository.touch(adapter, now)
+    record_change(
+        session,
+        repository,
+        "version.verify",
+        f"{adapter.name}@{row.number}",
+        actor=actor,
+        now=now,
+        verdict=verdict,
+        before=before,
+        after=row.state,
+    )

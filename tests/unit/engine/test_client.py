@@ -89,6 +89,20 @@ async def test_requests_are_answered_together_and_leave_nothing(world):
         await until(lambda: client.stats.num_kv_blocks_used == client.stats.num_pins == client.stats.num_running == 0)
 
 
+async def test_it_knows_when_this_machines_processors_compute_for_somebody(world):
+    async with running(world) as client:
+        assert not client.is_computing_here
+        answers = client.generate(make(world, prompt(1), max_tokens=40))
+        await anext(answers)
+        assert client.is_computing_here
+        # as an engine on a GPU would have said
+        client._device = "cuda"
+        assert not client.is_computing_here
+        client._device = "cpu"
+        await answers.aclose()
+        assert not client.is_computing_here
+
+
 async def test_a_stop_string_ends_the_text_and_the_request(world):
     async with running(world) as client:
         whole, tokens, _ = await collect(client, make(world, prompt(1), max_tokens=60))
