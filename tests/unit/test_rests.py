@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,27 +18,37 @@ Naps = list[float]
 
 
 @pytest.fixture
-def naps(monkeypatch: pytest.MonkeyPatch) -> Naps:
-    """The rests that are taken, none of which is waited for; a processor's time goes on by 1 s with each piece of work."""
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The module's own clock; other threads of the process have theirs."""
+    clock = SimpleNamespace(sleep=time.sleep, thread_time=time.thread_time)
+    monkeypatch.setattr(rests, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def naps(clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Naps:
+    """The rests that are taken, none of which is waited for."""
     taken: Naps = []
 
     async def sleep(seconds: float) -> None:
         taken.append(seconds)
 
-    monkeypatch.setattr(rests.asyncio, "sleep", sleep)
-    monkeypatch.setattr(rests.time, "sleep", taken.append)
+    loop = SimpleNamespace(sleep=sleep, to_thread=asyncio.to_thread, get_running_loop=asyncio.get_running_loop)
+    monkeypatch.setattr(rests, "asyncio", loop)
+    clock.sleep = taken.append
     return taken
 
 
 @pytest.fixture
-def work(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+def work(clock: SimpleNamespace) -> Callable[[float], None]:
     """What takes a processor so many seconds."""
-    now = [0.0]
-    monkeypatch.setattr(rests.time, "thread_time", lambda: now[0])
+    now = 0.0
 
     def do(seconds: float) -> None:
-        now[0] += seconds
+        nonlocal now
+        now += seconds
 
+    clock.thread_time = lambda: now
     return do
 
 

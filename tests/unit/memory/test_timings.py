@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
+from loraserve.memory import timings as timings_module
 from loraserve.memory.timings import Stopwatch, Timings, timed
 from loraserve.types import TIME_BOUNDS_S, EngineStats
 
@@ -43,7 +45,7 @@ def test_histograms_cross_between_processes() -> None:
 
 def test_a_stopwatch_counts_a_block_within_another_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([1.0, 4.0, 10.0, 11.0])
-    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(timings_module, "time", SimpleNamespace(perf_counter=lambda: next(now)))
     watch = Stopwatch()
     with watch, watch:
         pass
