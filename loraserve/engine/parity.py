@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from loraserve.adapters.ir import AdapterIR
 from loraserve.errors import EngineError
 from loraserve.model.plain import Evaluation
 from loraserve.types import BaseSpec, Certificate
+
+SumsT = TypeVar("SumsT", "_TokenSums", "_RoundSums")
 
 _LENGTHS = (13, 17)
 _MAX_SPECIAL = 4
@@ -23,6 +26,8 @@ _FLOORS: Mapping[str, float] = {"float32": 1e-5, "float16": 2.5e-4, "bfloat16": 
 """Of the largest logit: what rounding may make of a weight that an adapter leaves almost as it was; of float32, what it makes of a sum through all layers."""
 _MAX_BASE_NOISE = 0.35
 """Of the logits' standard deviation."""
+_CHUNK_LOGITS = 1 << 17
+"""Compared at a time: half a MiB of each."""
 
 
 def probe_sequences(base: BaseSpec, adapters: Sequence[AdapterIR]) -> list[tuple[int, ...]]:
@@ -75,8 +80,19 @@ class Answers:
     adapted: Sequence[Sequence[Tensor]]
 
 
-def judge(answers: Answers, reference: Evaluation, *, dtype: str, precision_loss: float, seconds: float) -> Certificate:
+def judge(
+    answers: Answers,
+    reference: Evaluation,
+    *,
+    dtype: str,
+    precision_loss: float,
+    seconds: float,
+    pause: Callable[[], None] = lambda: None,
+) -> Certificate:
     """Return the certificate of an adapter whose answers are these.
+
+    Args:
+        pause: called between its pieces; what it raises ends it.
 
     The engine's own rounding is what the base alone shows, so that a bound is as tight as the base allows. Three things are compared, in each round:
 
@@ -105,36 +121,115 @@ def judge(answers: Answers, reference: Evaluation, *, dtype: str, precision_loss
     Raises:
         EngineError: the base alone is too far from its plain evaluation for anything to be said.
     """
-    plain_base, plain = torch.cat(reference.base), torch.cat(reference.adapted)
-    base, effect = torch.cat(list(answers.base)), plain - plain_base
-    if not bool(plain.isfinite().all()):
+    tokens = _joined(_TokenSums, [_TokenSums.of(*some) for some in _chunks(pause, answers.base, reference)])
+    if not bool(tokens.is_finite.all()):
         return unanswered(
             "Its plain evaluation in float32 isn't finite.", precision_loss=precision_loss, seconds=seconds
         )
-    noise = _Noise.of(base - plain_base)
-    if not noise.rms <= _MAX_BASE_NOISE * float(plain_base.std(dim=1).mean()):
+    vocab_size = reference.base[0].shape[1]
+    noise = _Noise.of(tokens, vocab_size)
+    if not noise.rms <= _MAX_BASE_NOISE * float(tokens.deviation.mean()):
         raise EngineError(
             f"The base's own answers are {noise.largest:.3g} from its plain evaluation: nothing can be said of an adapter."
         )
     epsilon = _EPSILONS[dtype] + _LOSS_FACTOR * precision_loss
-    floor = _FLOORS[dtype] * float(plain_base.abs().max())
-    bounds = _Bounds(floor, noise, epsilon, effect)
-    rounds = [torch.cat(list(rows)) for rows in answers.adapted]
-    problems = [problem for rows in rounds if (problem := bounds.broken_by(rows - plain, rows - base))]
-    differences = torch.stack([(rows - plain).abs() for rows in rounds])
+    floor = _FLOORS[dtype] * float(tokens.largest.max())
+    bounds = _Bounds(floor, noise, epsilon, tokens, vocab_size)
+    rounds = [
+        _joined(_RoundSums, [_RoundSums.of(*some) for some in _chunks(pause, answers.base, reference, rows)])
+        for rows in answers.adapted
+    ]
+    problems = [problem for one in rounds if (problem := bounds.broken_by(one))]
+    every = _joined(_RoundSums, rounds)
     return Certificate(
         verdict="failed" if problems else "passed",
-        max_difference=float(differences.max()),
-        mean_difference=float(differences.mean()),
+        max_difference=float(every.largest.max()),
+        mean_difference=float(every.total.mean() / vocab_size),
         base_difference=noise.largest,
         tolerance=bounds.largest,
-        max_effect=float(effect.abs().max()),
-        top1_agreement=float((torch.stack(rounds).argmax(-1) == plain.argmax(-1)).float().mean()),
+        max_effect=float(tokens.largest_effect.max()),
+        top1_agreement=float(every.is_agreed.double().mean()),
         precision_loss=precision_loss,
-        num_probe_tokens=plain.shape[0],
+        num_probe_tokens=tokens.largest.shape[0],
         seconds=seconds,
         reason=problems[0] if problems else "",
     )
+
+
+def _chunks(
+    pause: Callable[[], None], base: Sequence[Tensor], reference: Evaluation, *more: Sequence[Tensor]
+) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the same few tokens' logits of each: the engine's of the base, the plain evaluation's of the base and of the adapter, and more. What is computed of them
+    stays in a processor's cache."""
+    for sequence in zip(base, reference.base, reference.adapted, *more, strict=True):
+        step = max(1, _CHUNK_LOGITS // sequence[0].shape[1])
+        for start in range(0, sequence[0].shape[0], step):
+            pause()
+            yield tuple(logits[start : start + step] for logits in sequence)
+
+
+def _joined(kind: type[SumsT], parts: Sequence[SumsT]) -> SumsT:
+    return kind(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+class _TokenSums(NamedTuple):
+    """Over the vocabulary, of each token, [num_tokens]; sums in float64, to be added up."""
+
+    is_finite: Tensor
+    """Of the plain evaluation with the adapter."""
+    deviation: Tensor
+    """The standard deviation of the base's logits, by the plain evaluation."""
+    largest: Tensor
+    """Of those."""
+    largest_noise: Tensor
+    noise: Tensor
+    """The sum of squares of what the engine's rounding makes of the base's logits."""
+    largest_effect: Tensor
+    effect: Tensor
+    """The sum of its squares."""
+
+    @classmethod
+    def of(cls, base: Tensor, plain_base: Tensor, plain: Tensor) -> _TokenSums:
+        noise, effect = base - plain_base, plain - plain_base
+        return cls(
+            plain.isfinite().all(1),
+            plain_base.std(1),
+            plain_base.abs().amax(1),
+            noise.abs().amax(1),
+            _squares(noise),
+            effect.abs().amax(1),
+            _squares(effect),
+        )
+
+
+class _RoundSums(NamedTuple):
+    """The same of a round."""
+
+    largest: Tensor
+    """Of a logit's difference to the plain evaluation."""
+    total: Tensor
+    """Of all such differences."""
+    error: Tensor
+    """The sum of squares of what is wrong with the effect."""
+    product: Tensor
+    """Of what was added to the base's logits and what should have been: the sum."""
+    is_agreed: Tensor
+    """Whether the largest logit is the plain evaluation's."""
+
+    @classmethod
+    def of(cls, base: Tensor, plain_base: Tensor, plain: Tensor, rows: Tensor) -> _RoundSums:
+        difference, effect, added = (rows - plain).abs(), plain - plain_base, rows - base
+        return cls(
+            difference.amax(1),
+            difference.sum(1).double(),
+            _squares(added - effect),
+            (added * effect).sum(1).double(),
+            rows.argmax(1) == plain.argmax(1),
+        )
+
+
+def _squares(x: Tensor) -> Tensor:
+    return x.square().sum(1).double()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +241,9 @@ class _Noise:
     token_rms: float
 
     @classmethod
-    def of(cls, difference: Tensor) -> _Noise:
-        return cls(float(difference.abs().max()), _rms(difference), float(_token_rms(difference).max()))
+    def of(cls, tokens: _TokenSums, vocab_size: int) -> _Noise:
+        squares = tokens.noise / vocab_size
+        return cls(float(tokens.largest_noise.max()), float(squares.mean().sqrt()), float(squares.max().sqrt()))
 
 
 class _Bounds:
@@ -157,51 +253,42 @@ class _Bounds:
         largest: of any logit's.
     """
 
-    def __init__(self, floor: float, noise: _Noise, epsilon: float, effect: Tensor) -> None:
-        self._floor, self._noise, self._epsilon, self._effect = floor, noise, epsilon, effect
-        self.largest = floor + 5 * noise.largest + epsilon * float(effect.abs().max())
+    def __init__(self, floor: float, noise: _Noise, epsilon: float, tokens: _TokenSums, vocab_size: int) -> None:
+        self._floor, self._noise, self._epsilon = floor, noise, epsilon
+        self._effect, self._vocab_size = tokens.effect, vocab_size
+        self.largest = floor + 5 * noise.largest + epsilon * float(tokens.largest_effect.max())
 
-    def broken_by(self, difference: Tensor, added: Tensor) -> str:
-        """Return which of the bounds a round breaks, in words; empty if none.
-
-        Args:
-            difference: of its logits to those of the plain evaluation.
-            added: of its logits to the engine's own of the base: its effect.
-        """
-        largest = float(difference.abs().max())
+    def broken_by(self, one: _RoundSums) -> str:
+        """Return which of the bounds a round breaks, in words; empty if none."""
+        largest = float(one.largest.max())
         if not largest <= self.largest:
             return f"A logit is {largest:.4g} from its plain evaluation; {self.largest:.4g} is allowed."
-        error = added - self._effect
-        effect_rms = _rms(self._effect)
+        effect_rms, error_rms = self._rms(self._effect), self._rms(one.error)
         allowed = self._floor + 4 * self._noise.rms + self._epsilon * effect_rms
-        if not _rms(error) <= allowed:
-            return f"What it changes of the base's logits is off by {_rms(error):.4g} (rms), of {effect_rms:.4g}; {allowed:.4g} is allowed."
-        own = _token_rms(self._effect).clamp(min=effect_rms)
-        excess = _token_rms(error) - (self._floor + 4 * self._noise.token_rms + self._epsilon * own)
+        if not error_rms <= allowed:
+            return f"What it changes of the base's logits is off by {error_rms:.4g} (rms), of {effect_rms:.4g}; {allowed:.4g} is allowed."
+        own, errors = ((squares / self._vocab_size).sqrt() for squares in (self._effect, one.error))
+        own = own.clamp(min=effect_rms)
+        excess = errors - (self._floor + 4 * self._noise.token_rms + self._epsilon * own)
         if not float(excess.max()) <= 0:
             token = int(excess.argmax())
-            return f"What it changes of the base's logits at probe token {token} is off by {float(_token_rms(error)[token]):.4g} (rms), of {float(own[token]):.4g}."
-        return self._wrong_size(added)
+            return f"What it changes of the base's logits at probe token {token} is off by {float(errors[token]):.4g} (rms), of {float(own[token]):.4g}."
+        return self._wrong_size(one)
 
-    def _wrong_size(self, added: Tensor) -> str:
-        squares = self._effect.double().square().sum(1)
+    def _wrong_size(self, one: _RoundSums) -> str:
+        squares = self._effect
         if not float(squares.sum()) > 0:
             return ""
-        products = (added.double() * self._effect.double()).sum(1)
-        multiple = float(products.sum() / squares.sum())
-        error = float((products - multiple * squares).square().sum().sqrt() / squares.sum())
+        multiple = float(one.product.sum() / squares.sum())
+        error = float((one.product - multiple * squares).square().sum().sqrt() / squares.sum())
         # of a small effect, rounding may leave nothing
-        if abs(multiple - 1) <= self._epsilon + 8 * error + self._floor / _rms(self._effect):
+        if abs(multiple - 1) <= self._epsilon + 8 * error + self._floor / self._rms(self._effect):
             return ""
         return f"What it changes of the base's logits is {multiple:.4g} of what it should be (with a standard error of {error:.2g})."
 
-
-def _rms(x: Tensor) -> float:
-    return float(x.square().mean().sqrt())
-
-
-def _token_rms(x: Tensor) -> Tensor:
-    return x.square().mean(1).sqrt()
+    def _rms(self, squares: Tensor) -> float:
+        """Over all tokens, of each one's sum of squares."""
+        return float((squares.mean() / self._vocab_size).sqrt())
 
 
 def unanswered(reason: str, *, precision_loss: float, seconds: float) -> Certificate:

@@ -3,8 +3,9 @@
 What is compared, and when an adapter has failed, is `parity`'s. Here an adapter is asked of the pager like any request's; its probes' rows take their part in steps,
 first in one that has no other rows, then mixed with the base's, with another adapter's and with whatever is running. Nothing of them is kept in the prefix cache, and nothing found there.
 
-A step of their own would hold up everybody: where requests run, there is none, and the probes' rows trickle into theirs. What the base alone answers, in the engine and in the plain
-evaluation, doesn't change: the same sequences of it are computed once.
+A step of their own would hold up everybody: where requests run, there is none, and the probes' rows trickle into theirs. So does the evaluation, where it takes the processors that
+compute the steps: it's done a piece at a time between them, in a bounded part of their time. What the base alone answers, in the engine and in the plain evaluation, doesn't change:
+the same sequences of it are computed once.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from loraserve.adapters.ir import AdapterIR
 from loraserve.adapters.peft_format import read_adapter
 from loraserve.engine import messages as m
 from loraserve.engine.core import Engine
+from loraserve.engine.interludes import SHARE, URGENT_SHARE, Interludes
 from loraserve.engine.parity import Answers, judge, probe_sequences, unanswered
 from loraserve.engine.probe import Probe
 from loraserve.errors import (
@@ -60,6 +62,13 @@ BESIDE_END = 6
 MAX_ACTIVE = 2
 """Verifications at a time: while one waits for its adapter's place, another goes on."""
 
+URGENT_S = 45.0
+"""After so long a verification takes more of the steps' time: who asked waits for `LIMITS.verification_timeout_s` at most."""
+
+
+class _Unwanted(Exception):
+    """Nobody wants the certificate any more."""
+
 
 @dataclass(frozen=True, slots=True)
 class _BaseAnswers:
@@ -86,6 +95,8 @@ class _Verification:
     call_id: int
     ref: AdapterRef
     started_s: float
+    began_s: float = 0.0
+    """When its turn came, after others'."""
     reading: Future[_Subject] | None = None
     reference: Future[Evaluation] | None = None
     verdict: Future[Certificate] | None = None
@@ -117,15 +128,26 @@ class Verifications:
         self._replies: list[m.VerifyReply] = []
         self._numbers = itertools.count()
         self._known: LRUCache[tuple[tuple[int, ...], ...], _BaseAnswers] = LRUCache(MAX_KNOWN_SEQUENCES)
-        # one: what is beside the steps shall take one core at most, and of that what they leave
+        self._interludes = Interludes()
+        self._polled_s = clock()
+        # one: what is beside a GPU's steps shall take one core at most, and of that what they leave
+        self._shares_processors = base.device.type == "cpu"
         self._executor = ThreadPoolExecutor(
-            1, thread_name_prefix="verification", initializer=stand_back, initargs=(BACKGROUND,)
+            1,
+            thread_name_prefix="verification",
+            # between steps everybody waits for it
+            initializer=(lambda: None) if self._shares_processors else lambda: stand_back(BACKGROUND),
         )
 
     @property
     def is_active(self) -> bool:
         """Whether `poll` will have something to say, sooner or later."""
         return bool(self._active or self._waiting or self._replies)
+
+    @property
+    def given_s(self) -> float:
+        """Seconds for which steps have waited for evaluations."""
+        return self._interludes.given_s
 
     def start(self, call_id: int, ref: AdapterRef) -> None:
         """Queue a verification; `poll` returns its answer. Of too many, it's that there are too many."""
@@ -156,7 +178,9 @@ class Verifications:
 
     def poll(self) -> list[m.VerifyReply]:
         """Go on with each verification as far as it can go now; return, once, the answers of those that are over."""
+        self._pace()
         while self._waiting and len(self._active) < MAX_ACTIVE:
+            self._waiting[0].began_s = self._clock()
             self._active.append(self._waiting.popleft())
         for verification in list(self._active):
             try:
@@ -182,7 +206,18 @@ class Verifications:
         """No verification goes on, and the thread is gone."""
         for verification in [*self._waiting, *self._active]:
             self._end(verification)
+        self._interludes.open()
         self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def _pace(self) -> None:
+        """Let the evaluation go on for a while, or from now on."""
+        if not (self._shares_processors and self._engine.is_serving):
+            self._interludes.open()
+        else:
+            now_s = self._clock()
+            is_urgent = any(now_s - verification.began_s > URGENT_S for verification in self._active)
+            self._interludes.give(now_s - self._polled_s, URGENT_SHARE if is_urgent else SHARE)
+        self._polled_s = self._clock()
 
     # one verification
 
@@ -193,7 +228,7 @@ class Verifications:
             LoraserveError: why there will be none.
         """
         if v.reading is None:
-            v.reading = self._executor.submit(_read_subject, self._store, v.ref, self._engine.base)
+            v.reading = self._executor.submit(self._read, v)
         if not v.reading.done():
             return None
         subject = v.reading.result()
@@ -277,13 +312,22 @@ class Verifications:
         else:
             self._waiting.remove(v)
 
-    # on the thread beside the steps
+    # on the thread beside the steps, or between them
+
+    def _pause(self, v: _Verification) -> None:
+        self._interludes.pause()
+        if not v.is_wanted:
+            raise _Unwanted
+
+    def _read(self, v: _Verification) -> _Subject:
+        with self._interludes.job():
+            return _read_subject(self._store, v.ref, self._engine.base, lambda: self._pause(v))
 
     def _evaluate(self, v: _Verification, subject: _Subject) -> Evaluation:
-        with beside_steps(self._base.device):
+        with self._interludes.job(), beside_steps(self._base.device):
             known = None if v.known_base is None else v.known_base.plain
             return evaluate(
-                self._base, subject.sequences, subject.terms, known_base=known, is_wanted=lambda: v.is_wanted
+                self._base, subject.sequences, subject.terms, known_base=known, pause=lambda: self._pause(v)
             )
 
     def _judge(self, v: _Verification, reference: Evaluation) -> Certificate:
@@ -291,7 +335,7 @@ class Verifications:
         Raises:
             EngineError: the base alone answers otherwise than it should: that is no adapter's fault, and no verdict on one can be had.
         """
-        with beside_steps(self._base.device):
+        with self._interludes.job(), beside_steps(self._base.device):
             if v.known_base is None:
                 v.known_base = _BaseAnswers(tuple(_logits(v.base)), reference.base)
             rounds = [_logits(probes) for probes in (v.alone, v.mixed) if probes]
@@ -301,6 +345,7 @@ class Verifications:
                 dtype=self._engine.base.dtype,
                 precision_loss=v.precision_loss or 0.0,
                 seconds=self._clock() - v.started_s,
+                pause=lambda: self._pause(v),
             )
         base = self._engine.base
         if (base.dtype, base.quantization) == ("float32", "none") and not certificate.base_difference <= EXACT_BASE:
@@ -320,20 +365,25 @@ def _logits(probes: Sequence[Probe]) -> list[Tensor]:
     return [rows for rows in logits if rows is not None]
 
 
-def _read_subject(store: BlobStore, ref: AdapterRef, base: BaseSpec) -> _Subject:
-    terms = [(_read(store, part.adapter, base), part.weight) for part in ref.parts] or [(_read(store, ref, base), 1.0)]
+def _read_subject(store: BlobStore, ref: AdapterRef, base: BaseSpec, pause: Callable[[], None]) -> _Subject:
+    parts = [(part.adapter, part.weight) for part in ref.parts] or [(ref, 1.0)]
+    terms = [(_read_adapter(store, adapter, base, pause), weight) for adapter, weight in parts]
     return _Subject(terms, probe_sequences(base, [ir for ir, _ in terms]))
 
 
-def _read(store: BlobStore, ref: AdapterRef, base: BaseSpec) -> AdapterIR:
+def _read_adapter(store: BlobStore, ref: AdapterRef, base: BaseSpec, pause: Callable[[], None]) -> AdapterIR:
     """
     Raises:
         AdapterRejected: it doesn't fit this base.
         AdapterCorrupt, AdapterUnavailable: its files can't be read.
     """
     config, weights = read_blobs(store, ref)
+    pause()
     adapter = read_adapter(config, weights)
-    return compile_adapter(adapter.config, adapter.tensors, base)
+    pause()
+    compiled = compile_adapter(adapter.config, adapter.tensors, base)
+    pause()
+    return compiled
 
 
 def _refused(call_id: int, error: LoraserveError) -> m.VerifyReply:

@@ -20,7 +20,7 @@ class BaseWeights(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def weight_rows(self, layer: int, module: str) -> Iterator[Tensor]:
+    def weight_rows(self, layer: int, module: str, /) -> Iterator[Tensor]:
         """Yield a module's weight as the base computes with it (dequantised), float32, in blocks of rows [n, in_features], in order, on `device`.
 
         Of ``embed_tokens``, the rows of the table: [n, hidden_size], a row for each token.

@@ -61,21 +61,27 @@ class Decoder:
         """Where `weight_rows` are."""
         return self.backend.device
 
-    def weight_rows(self, layer: int, module: str) -> Iterator[Tensor]:
-        """Yield a module's weight as it is computed with, float32, a block of rows at a time, in order. Any thread may, also while a step runs.
+    def weight_rows(self, layer: int, *modules: str) -> Iterator[Tensor]:
+        """Yield modules' weights as they are computed with, float32, a block of rows at a time, in order. Any thread may, also while a step runs.
 
         Args:
-            module: a linear's short name, whose blocks are [n, in_features]; or ``embed_tokens``, whose are [n, hidden_size], a row for each token.
+            modules: a linear's short name, whose blocks are [n, in_features], or several that follow each other in one (q, k and v; gate and up), which is
+                unpacked once then; or ``embed_tokens``, whose are [n, hidden_size], a row for each token.
         """
-        if module == "embed_tokens":
+        if modules == ("embed_tokens",):
             for start, end in row_blocks(0, *self._embedding.shape):
                 yield self._embedding[start:end].float()
             return
-        if module == "lm_head":
+        if modules == ("lm_head",):
             yield from self._head.base.rows(0, self.spec.vocab_size)
             return
-        linear, start = self._linear(layer, module)
-        yield from linear.rows(start, start + self.spec.modules[module][0])
+        linear, start = self._linear(layer, modules[0])
+        end = start
+        for module in modules:
+            if self._linear(layer, module) != (linear, end):
+                raise InvariantViolation(f"{module} doesn't follow in the linear of {modules[0]}.")
+            end += self.spec.modules[module][0]
+        yield from linear.rows(start, end)
 
     def bias(self, layer: int, module: str) -> Tensor | None:
         """Return a linear's bias, [out_features] float32; None where it has none."""

@@ -34,8 +34,8 @@ class PlainBase(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def weight_rows(self, layer: int, module: str) -> Iterator[Tensor]:
-        """Yield a module's weight in blocks of rows, float32, in order; of ``embed_tokens`` the rows of the table."""
+    def weight_rows(self, layer: int, *modules: str) -> Iterator[Tensor]:
+        """Yield a module's weight in blocks of rows, float32, in order, or those of modules that read the same input, one after the other; of ``embed_tokens`` the rows of the table."""
         ...
 
     def bias(self, layer: int, module: str) -> Tensor | None:
@@ -49,10 +49,6 @@ class PlainBase(Protocol):
     def norm_weight(self, name: str) -> Tensor:
         """Return what a norm multiplies with, float32, by the name of its tensor in the checkpoint."""
         ...
-
-
-class Stopped(Exception):
-    """Nobody wants the evaluation any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +70,17 @@ def evaluate(
     terms: Sequence[tuple[AdapterIR, float]],
     *,
     known_base: tuple[Tensor, ...] | None = None,
-    is_wanted: Callable[[], bool] = lambda: True,
+    pause: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """Return the logits of every token of these sequences.
 
     Args:
         terms: an adapter, with a weight of 1; or the terms of a composition: the weighted changes add up, module by module.
         known_base: the same sequences' by the base, from an earlier evaluation: they aren't computed again.
-        is_wanted: asked now and then.
-
-    Raises:
-        Stopped: it was asked and said no.
+        pause: called between its pieces, each a block of a weight; what it raises ends the evaluation.
     """
     with torch.inference_mode():
-        return _Pass(base, sequences, terms, known_base, is_wanted).run()
+        return _Pass(base, sequences, terms, known_base, pause).run()
 
 
 def invocation_start(token_ids: Sequence[int], invocation: Sequence[int]) -> int | None:
@@ -123,9 +116,9 @@ class _Pass:
         sequences: Sequence[Sequence[int]],
         terms: Sequence[tuple[AdapterIR, float]],
         known_base: tuple[Tensor, ...] | None,
-        is_wanted: Callable[[], bool],
+        pause: Callable[[], None],
     ) -> None:
-        self._base, self._config, self._is_wanted = base, base.config, is_wanted
+        self._base, self._config, self._pause = base, base.config, pause
         self._device = base.device
         self._known_base = known_base
         evaluated = list(sequences) * (2 if known_base is None else 1)
@@ -170,7 +163,8 @@ class _Pass:
 
     def _attend(self, layer: int, x: Tensor) -> Tensor:
         config, architecture = self._config, self._config.architecture
-        q, k, v = (self._linear(x, layer, module) for module in ("q_proj", "k_proj", "v_proj"))
+        num_q, num_kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        q, k, v = self._linears(x, layer, {"q_proj": num_q, "k_proj": num_kv, "v_proj": num_kv})
         if architecture.has_qk_norm:
             q = self._norm_heads(q, layer, architecture.q_norm)
             k = self._norm_heads(k, layer, architecture.k_norm)
@@ -210,7 +204,8 @@ class _Pass:
         mixture = self._base.experts(layer)
         if mixture is not None:
             return self._mix(x, mixture)
-        gate, up = self._linear(x, layer, "gate_proj"), self._linear(x, layer, "up_proj")
+        size = self._config.intermediate_size
+        gate, up = self._linears(x, layer, {"gate_proj": size, "up_proj": size})
         return self._linear(self._activate(gate) * up, layer, "down_proj")
 
     def _mix(self, x: Tensor, mixture: MixtureOfExperts) -> Tensor:
@@ -265,9 +260,26 @@ class _Pass:
     # linears
 
     def _linear(self, x: Tensor, layer: int, module: str) -> Tensor:
-        if not self._is_wanted():
-            raise Stopped
-        y = torch.cat([x @ block.T for block in self._base.weight_rows(layer, module)], dim=1)
+        return self._adapt(x, self._multiply(x, layer, module), layer, module)
+
+    def _linears(self, x: Tensor, layer: int, sizes: Mapping[str, int]) -> list[Tensor]:
+        """Of modules that read the same input, and have so many outputs; their weights are read one after the other."""
+        parts = torch.split(self._multiply(x, layer, *sizes), list(sizes.values()), 1)
+        return [self._adapt(x, y, layer, module) for module, y in zip(sizes, parts, strict=True)]
+
+    def _multiply(self, x: Tensor, layer: int, *modules: str) -> Tensor:
+        products = []
+        for block in self._base.weight_rows(layer, *modules):
+            products.append(x @ block.T)
+            self._pause()
+        return torch.cat(products, dim=1)
+
+    def _adapt(self, x: Tensor, y: Tensor, layer: int, module: str) -> Tensor:
+        """A module's output.
+
+        Args:
+            y: the base's weight times x.
+        """
         bias = self._base.bias(layer, module)
         out = y if bias is None else y + bias
         changes = []

@@ -13,7 +13,7 @@ import torch
 from loraserve.adapters.compiler import compile_adapter
 from loraserve.adapters.ir import AdapterIR
 from loraserve.adapters.peft_format import read_adapter
-from loraserve.model.plain import Stopped, evaluate, invocation_start
+from loraserve.model.plain import evaluate, invocation_start
 from loraserve.types import BaseSpec
 
 from .conftest import build_model, load, random_tokens, reference_logits, save_model
@@ -122,10 +122,21 @@ def test_quantized_base_is_evaluated_on_the_weights_that_it_computes_with(tmp_pa
         torch.testing.assert_close(base, reference_logits(model, prompt), atol=TOLERANCE, rtol=0)
 
 
-def test_evaluation_that_nobody_wants_stops(small_llama: tuple[Any, Path]) -> None:
-    answers = iter([True, True, False])
-    with pytest.raises(Stopped):
-        evaluate(load(small_llama[1]), PROMPTS, [], is_wanted=lambda: next(answers))
+def test_evaluation_ends_with_what_is_raised_between_its_pieces(small_llama: tuple[Any, Path]) -> None:
+    decoder, num_pauses = load(small_llama[1]), 0
+
+    def pause() -> None:
+        nonlocal num_pauses
+        num_pauses += 1
+        if num_pauses == 3:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        evaluate(decoder, PROMPTS, [], pause=pause)
+    assert num_pauses == 3
+    evaluate(decoder, PROMPTS, [], pause=pause)
+    # each linear's weight is read once: q, k and v in one go, gate and up too
+    assert num_pauses - 3 == 4 * decoder.config.num_layers + 1
 
 
 @pytest.mark.parametrize(
