@@ -11,6 +11,7 @@ waits until that has run, which at a low priority takes long; that wasn't looked
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -19,11 +20,13 @@ from typing import TypeVar
 T = TypeVar("T")
 
 FACTOR = 5.0
-"""Times as long as it worked an upload rests: each takes a sixth of a core."""
+"""Times as long as it worked an upload rests: all together take a sixth of a core."""
 WORTH_S = 0.002
 """Of work on a thread, before a rest: shorter ones cost more than they spare."""
 LONGEST_S = 0.5
 """Of one rest, whatever the work before it was; somebody waits."""
+LONGEST_TURN_S = 5.0
+"""Of one rest with those of others before it."""
 
 
 Rest = Callable[[], None]
@@ -31,7 +34,7 @@ Rest = Callable[[], None]
 
 
 class Rests:
-    """When work stands back, and for how long.
+    """When work stands back, and for how long. Its rests follow each other: many at once take no more of the processors than one, each a part of that.
 
     Args:
         is_computing: whether somebody's requests are computed on this machine's processors now; where they aren't, nothing rests.
@@ -41,12 +44,15 @@ class Rests:
     def __init__(self, is_computing: Callable[[], bool] = lambda: False, threads: Executor | None = None) -> None:
         self._is_computing = is_computing
         self._threads = threads
+        self._taken = threading.Lock()
+        self._rested_s = 0.0
+        """When all rests so far will be over, on the monotonic clock."""
 
     async def after(self, work: Callable[[], T]) -> T:
         """What `work` returns, done on a thread; a rest follows it."""
         result, work_s = await asyncio.to_thread(_timed, work)
         if self._is_computing():
-            await asyncio.sleep(_rest_s(work_s))
+            await asyncio.sleep(self._turn_s(work_s))
         return result
 
     async def in_pieces(self, work: Callable[[Rest], T]) -> T:
@@ -63,10 +69,19 @@ class Rests:
             if work_s < WORTH_S:
                 return
             if self._is_computing():
-                time.sleep(_rest_s(work_s))
+                time.sleep(self._turn_s(work_s))
             began_s = time.thread_time()
 
         return rest
+
+    def _turn_s(self, work_s: float) -> float:
+        """How long who has worked so long waits: until its own rest is over, after all that were taken before."""
+        with self._taken:
+            now_s = time.monotonic()
+            self._rested_s = max(self._rested_s, now_s) + _rest_s(work_s)
+            # who waits no longer than this takes no more of the line either
+            self._rested_s = min(self._rested_s, now_s + LONGEST_TURN_S)
+            return self._rested_s - now_s
 
 
 def _rest_s(work_s: float) -> float:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from loraserve import rests
-from loraserve.rests import FACTOR, LONGEST_S, WORTH_S, Rest, Rests
+from loraserve.rests import FACTOR, LONGEST_S, LONGEST_TURN_S, WORTH_S, Rest, Rests
 
 Naps = list[float]
 
@@ -20,7 +20,7 @@ Naps = list[float]
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The module's own clock; other threads of the process have theirs."""
-    clock = SimpleNamespace(sleep=time.sleep, thread_time=time.thread_time)
+    clock = SimpleNamespace(sleep=time.sleep, thread_time=time.thread_time, monotonic=time.monotonic)
     monkeypatch.setattr(rests, "time", clock)
     return clock
 
@@ -60,6 +60,25 @@ async def test_a_piece_of_work_is_followed_by_a_rest_in_proportion(naps: Naps, w
 async def test_a_rest_is_bounded(naps: Naps, work: Callable[[float], None]) -> None:
     await Rests(lambda: True).after(lambda: work(100.0))
     assert naps == [LONGEST_S]
+
+
+async def test_rests_of_many_follow_each_other(
+    naps: Naps, work: Callable[[float], None], clock: SimpleNamespace
+) -> None:
+    clock.monotonic = lambda: 100.0
+    shared = Rests(lambda: True)
+    for _ in range(3):
+        await shared.after(lambda: work(0.01))
+    await shared.in_pieces(lambda rest: (work(0.01), rest()))
+    assert naps == [pytest.approx(0.01 * FACTOR * i) for i in (1, 2, 3, 4)]
+    # they are over
+    clock.monotonic = lambda: 101.0
+    await shared.after(lambda: work(0.01))
+    assert naps[4] == pytest.approx(0.01 * FACTOR)
+    naps.clear()
+    for _ in range(20):
+        await shared.after(lambda: work(1.0))
+    assert max(naps) == pytest.approx(LONGEST_TURN_S)
 
 
 async def test_where_nothing_is_computed_nothing_rests(naps: Naps, work: Callable[[float], None]) -> None:
