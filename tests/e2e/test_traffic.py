@@ -49,12 +49,14 @@ def test_a_shadow_is_compared_and_not_billed_and_a_fallback_answers_for_damaged_
         answers = [ask() for _ in range(3)]
         assert {answer.json()["choices"][0]["text"] for answer in answers} == {alone[1]}
         rows = until(lambda: http.get("/api/v1/adapters/help/aliases/live/shadow").json()["data"])
-        (row,) = rows
-        assert (row["version"], row["shadow_version"], row["num_failed"]) == (1, 2, 0)
-        assert row["num_equal"] == 0
-        assert row["num_requests"] > 0
-        assert row["live_ms"] > 0
-        assert row["shadow_ms"] > 0
+        # one an hour
+        assert len(rows) <= 2
+        for row in rows:
+            assert (row["version"], row["shadow_version"], row["num_failed"]) == (1, 2, 0)
+            assert row["num_equal"] == 0
+            assert row["num_requests"] > 0
+            assert row["live_ms"] > 0
+            assert row["shadow_ms"] > 0
 
         used = sum(answer.json()["usage"]["completion_tokens"] for answer in answers)
 

@@ -88,6 +88,7 @@ def test_known_names_and_keys_go_on_and_writes_come_back_when_the_database_does(
         after = client.get(alias)
         assert (after.headers["etag"], after.json()) == (before.headers["etag"], before.json())
         # what was used meanwhile is counted
+        deadline = time.monotonic() + 10
         while sum(one["num_requests"] for one in client.get("/api/v1/usage").json()["data"]) != len(took) + 1:
             assert time.monotonic() < deadline
             time.sleep(0.2)
