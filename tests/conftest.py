@@ -31,7 +31,6 @@ from loraserve.db import migrate
 from loraserve.db.models import Base
 from loraserve.types import BaseSpec, Certificate, Digest
 
-
 __all__ = [
     "pytest_collection_finish",
     "pytest_collection_modifyitems",
