@@ -266,8 +266,6 @@ class EngineStats(Struct, frozen=True):
     """Seconds that each request for an adapter waited for it, 0 where it was there; of those too that ended waiting."""
     step_adapter_s: Histogram = Histogram()
     """Seconds of each step that its thread spent on adapters' behalf: taking loads in, giving places, asking."""
-    verification_s: float = 0.0
-    """Seconds for which steps of requests waited for pieces of verifications between them."""
     device_bytes: int = 0
     """The budget that KV blocks and adapters share."""
     kv_bytes_used: int = 0

@@ -43,11 +43,6 @@ def memory_metrics(stats: EngineStats) -> Iterator[Metric]:
         "How long the step's thread was kept from each step by adapters: asking for them, taking loads in, giving places.",
         stats.step_adapter_s,
     )
-    yield CounterMetricFamily(
-        "loraserve_step_verification_delay_seconds",
-        "Seconds that the next step of running requests waited for a piece of an adapter's verification, where both take the same processors.",
-        stats.verification_s,
-    )
 
 
 def _adapters(stats: EngineStats) -> Iterator[Metric]:

@@ -339,7 +339,6 @@ class Engine:
             adapter_wait_s=scheduler.adapter_wait_s.histogram,
             step_adapter_s=self._step_adapter_s.histogram,
             step_s=self._step_s,
-            verification_s=0.0 if self.verifications is None else self.verifications.given_s,
             invariant_violations=self._invariant_violations + self.pager.num_violations,
             **cast("dict[str, Any]", self.pager.stats()),
         )

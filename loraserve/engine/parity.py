@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -87,12 +87,8 @@ def judge(
     dtype: str,
     precision_loss: float,
     seconds: float,
-    pause: Callable[[], None] = lambda: None,
 ) -> Certificate:
     """Return the certificate of an adapter whose answers are these.
-
-    Args:
-        pause: called between its pieces; what it raises ends it.
 
     The engine's own rounding is what the base alone shows, so that a bound is as tight as the base allows. Three things are compared, in each round:
 
@@ -121,7 +117,7 @@ def judge(
     Raises:
         EngineError: the base alone is too far from its plain evaluation for anything to be said.
     """
-    tokens = _joined(_TokenSums, [_TokenSums.of(*some) for some in _chunks(pause, answers.base, reference)])
+    tokens = _joined(_TokenSums, [_TokenSums.of(*some) for some in _chunks(answers.base, reference)])
     if not bool(tokens.is_finite.all()):
         return unanswered(
             "Its plain evaluation in float32 isn't finite.", precision_loss=precision_loss, seconds=seconds
@@ -136,7 +132,7 @@ def judge(
     floor = _FLOORS[dtype] * float(tokens.largest.max())
     bounds = _Bounds(floor, noise, epsilon, tokens, vocab_size)
     rounds = [
-        _joined(_RoundSums, [_RoundSums.of(*some) for some in _chunks(pause, answers.base, reference, rows)])
+        _joined(_RoundSums, [_RoundSums.of(*some) for some in _chunks(answers.base, reference, rows)])
         for rows in answers.adapted
     ]
     problems = [problem for one in rounds if (problem := bounds.broken_by(one))]
@@ -156,15 +152,12 @@ def judge(
     )
 
 
-def _chunks(
-    pause: Callable[[], None], base: Sequence[Tensor], reference: Evaluation, *more: Sequence[Tensor]
-) -> Iterator[tuple[Tensor, ...]]:
+def _chunks(base: Sequence[Tensor], reference: Evaluation, *more: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
     """Yield the same few tokens' logits of each: the engine's of the base, the plain evaluation's of the base and of the adapter, and more. What is computed of them
     stays in a processor's cache."""
     for sequence in zip(base, reference.base, reference.adapted, *more, strict=True):
         step = max(1, _CHUNK_LOGITS // sequence[0].shape[1])
         for start in range(0, sequence[0].shape[0], step):
-            pause()
             yield tuple(logits[start : start + step] for logits in sequence)
 
 

@@ -18,9 +18,9 @@ import transformers
 from safetensors.torch import load, save
 
 from adapters_store import open_store
-from loraserve.engine import interludes, verification
 from loraserve.engine import runner as runner_module
 from loraserve.engine import scheduler as scheduler_module
+from loraserve.engine import verification
 from loraserve.engine.activation import find_activation
 from loraserve.engine.assembly import build_engine
 from loraserve.engine.batch import Batch
@@ -31,9 +31,8 @@ from loraserve.engine.verification import Verifications
 from loraserve.limits import LIMITS
 from loraserve.memory.device import CpuDevice
 from loraserve.memory.kv_cache import Activation
-from loraserve.model import plain
 from loraserve.model.plain import Evaluation
-from loraserve.types import AdapterRef, Certificate, Digest, RequestId, TokenOutput
+from loraserve.types import AdapterRef, Certificate, Digest, TokenOutput
 from loraserve_kernels.layout import LoraModule
 from loraserve_kernels.plan import make_plan
 
@@ -385,44 +384,6 @@ def test_running_requests_go_on_and_say_the_same(world: World, make_engine: Call
     # it may be over before they are
     tokens += run(engine)[request] if engine.has_requests else []
     assert tokens == world.expected("mixed", PROMPT, 70)
-
-
-def test_the_evaluation_goes_on_between_the_steps_of_running_requests(
-    world: World, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_engine()
-    monkeypatch.setattr(verification, "SHARE", 0.5)
-    # whatever else the machine does
-    monkeypatch.setattr(interludes, "PATIENCE_S", 10.0)
-    step, multiply = engine.step, plain._Pass._multiply
-    num_steps, in_steps, beside = 0, False, []
-
-    def slow_step() -> list[TokenOutput]:
-        nonlocal num_steps, in_steps
-        in_steps = True
-        time.sleep(0.005)
-        outputs = step()
-        in_steps, num_steps = False, num_steps + 1
-        return outputs
-
-    def spied_multiply(self: Any, *arguments: Any) -> torch.Tensor:
-        before = in_steps, num_steps
-        product = multiply(self, *arguments)
-        if engine.is_serving:
-            beside.append(in_steps or before != (in_steps, num_steps))
-        return product
-
-    monkeypatch.setattr(engine, "step", slow_step)
-    monkeypatch.setattr(plain._Pass, "_multiply", spied_multiply)
-    request = add(engine, world, PROMPT, "mixed", max_tokens=engine.base.max_model_len - len(PROMPT))
-    while not engine.is_serving:
-        engine.step()
-    assert certificate(engine, world.refs["r8"]).verdict == "passed"
-    assert engine.is_serving
-    assert len(beside) == 4 * engine.base.num_layers + 1
-    assert not any(beside)
-    assert engine.stats().verification_s > 0
-    engine.abort(RequestId(request))
 
 
 def test_overlapped_steps_do_the_same(world: World, make_engine: Callable[..., Engine]) -> None:
