@@ -80,14 +80,7 @@ class Answers:
     adapted: Sequence[Sequence[Tensor]]
 
 
-def judge(
-    answers: Answers,
-    reference: Evaluation,
-    *,
-    dtype: str,
-    precision_loss: float,
-    seconds: float,
-) -> Certificate:
+def judge(answers: Answers, reference: Evaluation, *, dtype: str, precision_loss: float, seconds: float) -> Certificate:
     """Return the certificate of an adapter whose answers are these.
 
     The engine's own rounding is what the base alone shows, so that a bound is as tight as the base allows. Three things are compared, in each round:

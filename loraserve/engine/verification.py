@@ -61,10 +61,6 @@ MAX_ACTIVE = 2
 """Verifications at a time: while one waits for its adapter's place, another goes on."""
 
 
-class _Unwanted(Exception):
-    """Nobody wants the certificate any more."""
-
-
 @dataclass(frozen=True, slots=True)
 class _BaseAnswers:
     """The logits of some sequences by the base alone: the engine's, and the plain evaluation's."""
@@ -122,8 +118,8 @@ class Verifications:
         self._numbers = itertools.count()
         self._known: LRUCache[tuple[tuple[int, ...], ...], _BaseAnswers] = LRUCache(MAX_KNOWN_SEQUENCES)
         # One: what is beside the steps shall take one core at most, and of that what they leave. On a CPU that leaves little this is the cheapest all the same. Done between the
-        # steps, a piece at a time in a twentieth of theirs, a certificate (0.7 s) took 15 s instead of 3 and 0.65 s from the steps instead of 0.2 to 0.3: measured on two cores,
-        # 32 sequences, a base of 110M parameters in float32.
+        # steps, a piece at a time in a twentieth of theirs, a certificate (0.7 s) took 15 s instead of 3, and 0.65 s from the steps instead of about 0.2: measured on two
+        # cores, 32 sequences, a base of 110M parameters in float32.
         self._executor = ThreadPoolExecutor(
             1, thread_name_prefix="verification", initializer=stand_back, initargs=(BACKGROUND,)
         )
@@ -286,13 +282,11 @@ class Verifications:
     # on the thread beside the steps
 
     def _evaluate(self, v: _Verification, subject: _Subject) -> Evaluation:
-        def pause() -> None:
-            if not v.is_wanted:
-                raise _Unwanted
-
         with beside_steps(self._base.device):
             known = None if v.known_base is None else v.known_base.plain
-            return evaluate(self._base, subject.sequences, subject.terms, known_base=known, pause=pause)
+            return evaluate(
+                self._base, subject.sequences, subject.terms, known_base=known, is_wanted=lambda: v.is_wanted
+            )
 
     def _judge(self, v: _Verification, reference: Evaluation) -> Certificate:
         """

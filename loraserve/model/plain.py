@@ -51,6 +51,10 @@ class PlainBase(Protocol):
         ...
 
 
+class Stopped(Exception):
+    """Nobody wants the evaluation any more."""
+
+
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """Logits in the host's memory, a [num_tokens, vocab_size] float32 tensor for each sequence.
@@ -70,17 +74,20 @@ def evaluate(
     terms: Sequence[tuple[AdapterIR, float]],
     *,
     known_base: tuple[Tensor, ...] | None = None,
-    pause: Callable[[], None] = lambda: None,
+    is_wanted: Callable[[], bool] = lambda: True,
 ) -> Evaluation:
     """Return the logits of every token of these sequences.
 
     Args:
         terms: an adapter, with a weight of 1; or the terms of a composition: the weighted changes add up, module by module.
         known_base: the same sequences' by the base, from an earlier evaluation: they aren't computed again.
-        pause: called between its pieces, each a block of a weight; what it raises ends the evaluation.
+        is_wanted: asked before each weight is read.
+
+    Raises:
+        Stopped: it was asked and said no.
     """
     with torch.inference_mode():
-        return _Pass(base, sequences, terms, known_base, pause).run()
+        return _Pass(base, sequences, terms, known_base, is_wanted).run()
 
 
 def invocation_start(token_ids: Sequence[int], invocation: Sequence[int]) -> int | None:
@@ -116,9 +123,9 @@ class _Pass:
         sequences: Sequence[Sequence[int]],
         terms: Sequence[tuple[AdapterIR, float]],
         known_base: tuple[Tensor, ...] | None,
-        pause: Callable[[], None],
+        is_wanted: Callable[[], bool],
     ) -> None:
-        self._base, self._config, self._pause = base, base.config, pause
+        self._base, self._config, self._is_wanted = base, base.config, is_wanted
         self._device = base.device
         self._known_base = known_base
         evaluated = list(sequences) * (2 if known_base is None else 1)
@@ -268,11 +275,9 @@ class _Pass:
         return [self._adapt(x, y, layer, module) for module, y in zip(sizes, parts, strict=True)]
 
     def _multiply(self, x: Tensor, layer: int, *modules: str) -> Tensor:
-        products = []
-        for block in self._base.weight_rows(layer, *modules):
-            products.append(x @ block.T)
-            self._pause()
-        return torch.cat(products, dim=1)
+        if not self._is_wanted():
+            raise Stopped
+        return torch.cat([x @ block.T for block in self._base.weight_rows(layer, *modules)], dim=1)
 
     def _adapt(self, x: Tensor, y: Tensor, layer: int, module: str) -> Tensor:
         """A module's output.

@@ -13,7 +13,8 @@ import torch
 from loraserve.adapters.compiler import compile_adapter
 from loraserve.adapters.ir import AdapterIR
 from loraserve.adapters.peft_format import read_adapter
-from loraserve.model.plain import evaluate, invocation_start
+from loraserve.errors import InvariantViolation
+from loraserve.model.plain import Stopped, evaluate, invocation_start
 from loraserve.types import BaseSpec
 
 from .conftest import build_model, load, random_tokens, reference_logits, save_model
@@ -122,21 +123,25 @@ def test_quantized_base_is_evaluated_on_the_weights_that_it_computes_with(tmp_pa
         torch.testing.assert_close(base, reference_logits(model, prompt), atol=TOLERANCE, rtol=0)
 
 
-def test_evaluation_ends_with_what_is_raised_between_its_pieces(small_llama: tuple[Any, Path]) -> None:
-    decoder, num_pauses = load(small_llama[1]), 0
+def test_evaluation_that_nobody_wants_stops(small_llama: tuple[Any, Path]) -> None:
+    answers = iter([True, True, False])
+    with pytest.raises(Stopped):
+        evaluate(load(small_llama[1]), PROMPTS, [], is_wanted=lambda: next(answers))
 
-    def pause() -> None:
-        nonlocal num_pauses
-        num_pauses += 1
-        if num_pauses == 3:
-            raise InterruptedError
 
-    with pytest.raises(InterruptedError):
-        evaluate(decoder, PROMPTS, [], pause=pause)
-    assert num_pauses == 3
-    evaluate(decoder, PROMPTS, [], pause=pause)
-    # each linear's weight is read once: q, k and v in one go, gate and up too
-    assert num_pauses - 3 == 4 * decoder.config.num_layers + 1
+def test_each_linears_weight_is_read_once(small_llama: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = load(small_llama[1])
+    read: list[tuple[str, ...]] = []
+    weight_rows = decoder.weight_rows
+    monkeypatch.setattr(type(decoder), "weight_rows", lambda _, *place: read.append(place[1:]) or weight_rows(*place))
+    evaluate(decoder, PROMPTS, [])
+    layer = [("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)]
+    assert read == [("embed_tokens",), *layer * decoder.config.num_layers, ("lm_head",)]
+
+
+def test_modules_are_read_together_that_follow_each_other_alone(small_llama: tuple[Any, Path]) -> None:
+    with pytest.raises(InvariantViolation, match="v_proj doesn't follow"):
+        next(load(small_llama[1]).weight_rows(0, "q_proj", "v_proj"))
 
 
 @pytest.mark.parametrize(
