@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ class Answer:
     Attributes:
         due_s, sent_s: when it was to be sent, and when it was, by `time.perf_counter`.
         token_times_s: when each token came.
+        prefill_s: how long the prompt was computed, in the server's words.
         status: HTTP's; 0 where there was no answer to the end.
     """
 
@@ -34,6 +36,7 @@ class Answer:
     sent_s: float = 0.0
     ended_s: float = 0.0
     token_times_s: list[float] = field(default_factory=list)
+    prefill_s: float = 0.0
     status: int = 0
     error: str = ""
 
@@ -49,6 +52,12 @@ class Answer:
     @property
     def gaps_s(self) -> list[float]:
         return [later - earlier for earlier, later in itertools.pairwise(self.token_times_s)]
+
+
+def prefill_s(server_timing: str) -> float:
+    """The prompt's part of a ``Server-Timing`` header, in seconds; 0 where it has none."""
+    found = re.search(r"\bprefill;dur=([0-9.]+)", server_timing)
+    return float(found[1]) / 1000 if found else 0.0
 
 
 class Asker:
@@ -119,6 +128,7 @@ class Asker:
                     answer.error = (await response.aread())[:500].decode(errors="replace")
                     answer.status = response.status_code
                     return answer
+                answer.prefill_s = prefill_s(response.headers.get("server-timing", ""))
                 async for line in response.aiter_lines():
                     self._take(answer, line)
                     if stop is not None and stop.is_set():

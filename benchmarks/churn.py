@@ -5,7 +5,7 @@
 
 In each round the same streams run twice, beside the same extra requests of one token at the same times: at first these ask for the streams' own adapters, which are resident, and
 nothing is uploaded; then each asks for a cold adapter, and as many adapters are uploaded by a process of its own, of low priority. Before that, alone on the server: the first token of
-cold adapters and of a resident one; and without a server, what reading, verifying and copying such an adapter takes (`benchmarks.loading`).
+cold adapters and of a resident one, and in a process without a server what reading, verifying and copying such an adapter takes (`benchmarks.loading`), all three in turn.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
+import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
@@ -60,12 +62,19 @@ class Phase:
 
 @dataclass(slots=True)
 class FirstTokens:
-    """Seconds to the first token of requests that were alone, and to load such an adapter without a server."""
+    """Seconds to the first token of requests that were alone, the computing of their prompts among it and without it; and to load such an adapter without a server."""
 
-    cold_s: list[float]
-    resident_s: list[float]
-    read_s: list[float]
-    load_s: list[float]
+    cold_s: list[float] = field(default_factory=list)
+    resident_s: list[float] = field(default_factory=list)
+    cold_apart_s: list[float] = field(default_factory=list)
+    resident_apart_s: list[float] = field(default_factory=list)
+    read_s: list[float] = field(default_factory=list)
+    load_s: list[float] = field(default_factory=list)
+
+    @property
+    def added_s(self) -> list[float]:
+        """What being cold adds to each, the computing of prompts aside: that differs from one time to the next by more."""
+        return [cold - percentile(self.resident_apart_s, 50) for cold in self.cold_apart_s]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,20 +136,29 @@ class Bench:
     folder: Path
     """Of the directories that are uploaded."""
 
-    async def first_tokens(self, server: Server) -> tuple[list[float], list[float]]:
-        """Of cold adapters and of a resident one, in turn, each alone."""
-        cold_s: list[float] = []
-        resident_s: list[float] = []
+    async def first_tokens(self, server: Server, loading: subprocess.Popen[str]) -> FirstTokens:
+        """Of cold adapters and of a resident one, and in turn with them what `loading` takes for a load; each alone."""
+        first = FirstTokens()
+        if loading.stdin is None or loading.stdout is None or loading.stdout.readline() != "ready\n":
+            raise SystemExit("benchmarks.loading doesn't load")
         async with Asker(server.url, server.key, self.vocab) as asker:
             for i in range(3):
                 await asker.ask(Ask(0.0, 0, PROMPT_TOKENS, 1, i))
             for i, number in enumerate(self.numbers.alone):
-                for adapter, into in ((number, cold_s), (0, resident_s)):
+                print(file=loading.stdin, flush=True)
+                alone = json.loads(loading.stdout.readline())
+                first.read_s.append(alone["read_s"])
+                first.load_s.append(alone["load_s"])
+                for adapter, whole_s, apart_s in (
+                    (number, first.cold_s, first.cold_apart_s),
+                    (0, first.resident_s, first.resident_apart_s),
+                ):
                     answer = await asker.ask(Ask(0.0, adapter, PROMPT_TOKENS, 1, 1000 + 10 * i + (adapter == 0)))
                     if not answer.is_complete:
                         raise SystemExit(f"adapter {adapter} wasn't answered: {answer.status} {answer.error}")
-                    into.append(answer.ttft_s)
-        return cold_s, resident_s
+                    whole_s.append(answer.ttft_s)
+                    apart_s.append(answer.ttft_s - answer.prefill_s)
+        return first
 
     async def phase(self, server: Server, kind: str, extras: Sequence[int], uploads: range | None, seed: int) -> Phase:
         """The streams beside these extra requests and uploads. Another seed's prompts are in no prefix cache."""
@@ -202,8 +220,6 @@ def run(options: argparse.Namespace) -> tuple[FirstTokens, list[Phase], int]:
             adapters.write(number, folder)
         common: tuple[str | int | Path, ...] = ("--model", model, "--size", options.size, "--ranks", rank)
         common += ("--quantize", options.quantize, "--targets", ",".join(MODULES))
-        say("loading adapters without a server …")
-        alone = last_line(module("loading", *common, "--count", len(numbers.alone)))
         say("starting the server …")
         flags = ("--memory-budget", options.memory_budget or BUDGETS[options.size], "--host-cache", HOST_CACHE)
         flags += ("--certify", options.certify)
@@ -211,7 +227,9 @@ def run(options: argparse.Namespace) -> tuple[FirstTokens, list[Phase], int]:
         bench = Bench(options, model, adapters, size.vocab, numbers, folder)
         say(f"registering {numbers.cold.stop} adapters …")
         last_line(module("registering", server.data, *common, "--count", numbers.cold.stop))
-        first = FirstTokens(*asyncio.run(bench.first_tokens(server)), **alone)
+        say("first tokens, alone …")
+        with module("loading", *common, "--count", len(numbers.alone), is_asked=True) as loading:
+            first = asyncio.run(bench.first_tokens(server, loading))
         phases = []
         share = options.count // options.rounds
         for i in range(options.rounds):
@@ -267,7 +285,7 @@ def first_table(first: FirstTokens, phases: Sequence[Phase]) -> str:
         ("read, verify and copy, without a server", first.load_s),
         ("first token, resident adapter, alone", first.resident_s),
         ("first token, cold adapter, alone", first.cold_s),
-        ("the same without the prompt's own time", [s - percentile(first.resident_s, 50) for s in first.cold_s]),
+        ("what being cold adds, the computing of the prompt aside", first.added_s),
         ("first token, cold adapter, in the churn", pooled(phases, "churn")[1]),
     ):
         p50 = percentile(seconds, 50)

@@ -1,14 +1,17 @@
 """What loading an adapter takes when nothing else is done: its blobs read from the project's store and verified, then compiled and copied to where steps read them.
 
-    python -m benchmarks.loading --model benchmarks/models/S --size S --ranks 24 --count 10
+    yes | python -m benchmarks.loading --model benchmarks/models/S --size S --ranks 24 --count 10
 
-Runs on one thread, as a server's loaders do, in a process without a server. The blobs are in the page cache, as they are soon after an upload. Prints one JSON object.
+Runs on one thread, as a server's loaders do, in a process without a server. The blobs are in the page cache, as they are soon after an upload, and an adapter stays
+where it was copied to, as on a server: the next one's memory is fresh. Loads one for each line that it reads, so that whoever compares it with something can measure both in
+turn, and prints a JSON object for each.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,7 +25,7 @@ from benchmarks.synthetic import Adapters
 from loraserve.adapters.digest import adapter_digest
 from loraserve.adapters.peft_format import read_adapter
 from loraserve.limits import GIB
-from loraserve.memory.device import CpuDevice
+from loraserve.memory.device import CpuDevice, Placed
 from loraserve.memory.load import load_adapter
 from loraserve.types import AdapterRef, BaseSpec, TenantId
 
@@ -50,21 +53,22 @@ def stored(adapters: Adapters, count: int) -> Iterator[tuple[BlobStore, list[Ada
             store.close()
 
 
-def measure(base: BaseSpec, adapters: Adapters, count: int) -> dict[str, list[float]]:
-    """Seconds of each adapter: to read and verify its blobs, and to load it, which does the same and copies."""
-    device = CpuDevice(base, GIB)
-    read_s, load_s = [], []
-    with stored(adapters, count + 1) as (store, refs):
-        for ref in refs:
-            started = time.perf_counter()
-            store.read(ref.config_blob)
-            store.read(ref.weights_blob)
-            read_s.append(time.perf_counter() - started)
-            started = time.perf_counter()
-            device.place(load_adapter(store, ref, base, device).host)
-            load_s.append(time.perf_counter() - started)
-    # the first one compiles and imports
-    return {"read_s": read_s[1:], "load_s": load_s[1:]}
+class Loading:
+    """Loads one adapter after the other, and keeps them."""
+
+    def __init__(self, base: BaseSpec, store: BlobStore, num_bytes: int) -> None:
+        self._base, self._store = base, store
+        self._device = CpuDevice(base, num_bytes)
+        self._placed: list[Placed] = []
+
+    def measure(self, ref: AdapterRef) -> dict[str, float]:
+        """Seconds to load it: to read its blobs, verify them, compile and copy; and then, to read and verify them alone."""
+        started = time.perf_counter()
+        self._placed.append(self._device.place(load_adapter(self._store, ref, self._base, self._device).host))
+        loaded = time.perf_counter()
+        self._store.read(ref.config_blob)
+        self._store.read(ref.weights_blob)
+        return {"load_s": loaded - started, "read_s": time.perf_counter() - loaded}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -74,11 +78,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quantize", default="none")
     parser.add_argument("--targets", default=",".join(MODULES))
     parser.add_argument("--ranks", default="24")
-    parser.add_argument("--count", type=int, default=10)
+    parser.add_argument("--count", type=int, default=10, help="at most so many")
     options = parser.parse_args(arguments)
     ranks = tuple(int(rank) for rank in options.ranks.split(","))
     adapters = Adapters(SIZES[options.size], ranks=ranks, targets=tuple(options.targets.split(",")))
-    print(json.dumps(measure(base_spec(options.model, options.quantize), adapters, options.count)))
+    base = base_spec(options.model, options.quantize)
+    with stored(adapters, options.count + 1) as (store, refs):
+        loading = Loading(base, store, GIB)
+        # the first one compiles and imports
+        loading.measure(refs[0])
+        print("ready", flush=True)
+        for ref, _ in zip(refs[1:], sys.stdin, strict=False):
+            print(json.dumps(loading.measure(ref)), flush=True)
 
 
 if __name__ == "__main__":

@@ -21,11 +21,14 @@ BACKGROUND = 19
 """Of what nobody waits for but who uploads: it has what the steps leave. The most there is."""
 
 
-def stand_back(niceness: int) -> None:
+def stand_back(niceness: int, *, is_idle: bool = False) -> None:
     """This thread, and what it starts, comes after the threads of the steps where there are too few cores for all. Nothing where a thread has no priority of its own.
 
     Args:
         niceness: over the thread's own.
+        is_idle: it has only time that nobody else wants (SCHED_IDLE), where the system knows such: whoever wakes up takes its place at once. Of one that is merely nice, Linux
+            (6.6 and later) lets a slice of some milliseconds end first, and a step's threads wait for each other some hundred times. Where nobody sleeps it gets next to nothing:
+            a 300th of a core. There is no way back, not for most users.
     """
     # elsewhere a thread's id may be another process's
     if sys.platform != "linux":
@@ -34,3 +37,5 @@ def stand_back(niceness: int) -> None:
     with suppress(OSError):
         niceness += os.getpriority(os.PRIO_PROCESS, thread_id)
         os.setpriority(os.PRIO_PROCESS, thread_id, min(niceness, BACKGROUND))
+        if is_idle:
+            os.sched_setscheduler(thread_id, os.SCHED_IDLE, os.sched_param(0))

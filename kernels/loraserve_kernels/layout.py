@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,6 +59,7 @@ __all__ = [
 ]
 
 _INT8_MAX = 127
+_CACHE_LINE = 64
 _CHUNK_ELEMENTS = 1 << 22
 """Rows are rounded to int8 so many weights at a time: a float32 copy of a whole head would take gigabytes."""
 
@@ -108,9 +110,9 @@ def pack_adapter(
     shapes = [module_shapes.get(module, (0, 0)) for module in MODULES]
     with threads.alone():
         packed = PackedAdapter(
-            data=torch.zeros(layout.num_elements, dtype=dtype),
-            floats=torch.zeros(layout.num_floats),
-            row_ids=torch.zeros(layout.num_row_ids, dtype=torch.int32),
+            data=_zeros(layout.num_elements, dtype),
+            floats=_zeros(layout.num_floats, torch.float32),
+            row_ids=_zeros(layout.num_row_ids, torch.int32),
             records=layout.records,
             in_features=tuple(shape[1] for shape in shapes),
             out_features=tuple(shape[0] for shape in shapes),
@@ -119,6 +121,18 @@ def pack_adapter(
         for m in modules:
             _fill(packed, m)
     return packed
+
+
+def _zeros(size: int, dtype: torch.dtype) -> Tensor:
+    """Zeros in memory of their own, which starts at a cache line.
+
+    numpy's, not torch's: fresh pages of the system aren't zeroed once more, and are huge ones where it has them. Of 8 MB, 1.3 ms instead of 3.3.
+    """
+    if not size:
+        return torch.zeros(0, dtype=dtype)
+    memory = np.zeros(size * dtype.itemsize + _CACHE_LINE, dtype=np.uint8)
+    start = -memory.ctypes.data % _CACHE_LINE
+    return torch.from_numpy(memory[start : start + size * dtype.itemsize]).view(dtype)
 
 
 def _fill(packed: PackedAdapter, m: LoraModule) -> None:

@@ -39,8 +39,11 @@ CPU_BUDGET_BYTES = 8 * GIB
 """For KV blocks and adapters on a CPU, where nothing else is said: its memory belongs to others too."""
 
 
-def build_engine(config: EngineConfig) -> tuple[Engine, m.Ready]:
+def build_engine(config: EngineConfig, wake: Callable[[], None] = lambda: None) -> tuple[Engine, m.Ready]:
     """Load the base and set memory aside.
+
+    Args:
+        wake: called on threads beside the steps' when something is ready for these.
 
     Raises:
         ModelError, ConfigError: what is wrong with the model's directory, the device or the memory budget.
@@ -70,9 +73,10 @@ def build_engine(config: EngineConfig) -> tuple[Engine, m.Ready]:
         num_threads=config.loader_threads,
         weights=decoder,
         precision=Precision(config.adapter_rank_error, config.max_adapter_loss),
+        wake=wake,
     )
     engine = Engine(config, decoder.spec, runner, pager, overlap=config.device != "cpu", kv=kv)
-    engine.verifications = Verifications(engine, decoder, store)
+    engine.verifications = Verifications(engine, decoder, store, wake=wake)
     ready = m.Ready(
         base=decoder.spec,
         num_kv_blocks=runner.num_blocks,

@@ -22,6 +22,7 @@ from loraserve.config import EngineConfig
 from loraserve.engine import messages as m
 from loraserve.engine.assembly import build_engine
 from loraserve.engine.core import Engine
+from loraserve.engine.wakeup import Wakeup
 from loraserve.errors import InvariantViolation, LoraserveError
 from loraserve.memory.pager import Residency
 from loraserve.types import AdapterRef
@@ -29,7 +30,10 @@ from loraserve.types import AdapterRef
 logger = logging.getLogger("loraserve.engine")
 
 _IDLE_POLL_MS = 100
-_LOADING_POLL_MS = 1
+_EXPECTING_POLL_MS = 20
+"""While something is expected that rings when it's there: for what time alone changes, such as whose turn it is."""
+_COPYING_POLL_MS = 1
+"""While an adapter is copied to the device, whose end nobody tells."""
 
 
 class Worker:
@@ -41,6 +45,7 @@ class Worker:
         engine: Engine,
         inputs: zmq.Socket[bytes],
         outputs: zmq.Socket[bytes],
+        wakeup: Wakeup,
         server_pid: int,
     ) -> None:
         self._config = config
@@ -50,6 +55,10 @@ class Worker:
         self._verifications = engine.verifications
         self._inputs = inputs
         self._outputs = outputs
+        self._wakeup = wakeup
+        self._poller = zmq.Poller()
+        self._poller.register(inputs, zmq.POLLIN)
+        self._poller.register(wakeup, zmq.POLLIN)
         # told, not asked for: the server may die while the base is loaded
         self._server_pid = server_pid
         self._is_stopping = False
@@ -79,13 +88,10 @@ class Worker:
 
     def _receive(self) -> None:
         """Take every message that is there; when no step could do anything, wait a little for one."""
-        timeout_ms = 0
-        if not self._engine.has_requests:
-            is_expecting = self._warming or self._verifications.is_active
-            timeout_ms = _LOADING_POLL_MS if is_expecting else _IDLE_POLL_MS
-        elif self._engine.is_waiting_for_adapters_only:
-            timeout_ms = _LOADING_POLL_MS
-        if self._inputs.poll(timeout_ms) == 0:
+        ready = dict(self._poller.poll(self._patience_ms()))
+        if self._wakeup.fileno() in ready:
+            self._wakeup.clear()
+        if self._inputs not in ready:
             return
         while True:
             try:
@@ -93,6 +99,16 @@ class Worker:
             except zmq.Again:
                 return
             self._handle(m.decode_input(raw))
+
+    def _patience_ms(self) -> int:
+        """How long to wait for a message, or for a thread beside the steps to be done."""
+        engine = self._engine
+        if engine.has_requests and not engine.is_waiting_for_adapters_only:
+            return 0
+        if engine.pager.is_copying:
+            return _COPYING_POLL_MS
+        is_expecting = engine.has_requests or self._warming or self._verifications.is_active
+        return _EXPECTING_POLL_MS if is_expecting else _IDLE_POLL_MS
 
     def _handle(self, message: m.EngineInput) -> None:
         match message:
@@ -176,10 +192,11 @@ def main() -> int:
     inputs.connect(sys.argv[1])
     outputs.connect(sys.argv[2])
     engine: Engine | None = None
+    wakeup = Wakeup()
     try:
-        engine, ready = build_engine(config)
+        engine, ready = build_engine(config, wakeup.ring)
         outputs.send(m.encode_output(ready))
-        Worker(config, engine, inputs, outputs, server_pid=int(sys.argv[3])).run()
+        Worker(config, engine, inputs, outputs, wakeup, server_pid=int(sys.argv[3])).run()
     except LoraserveError as error:
         outputs.send(m.encode_output(m.Fatal(code=error.code, message=error.message, hint=error.hint)))
         return 1
@@ -188,6 +205,7 @@ def main() -> int:
             if engine.verifications is not None:
                 engine.verifications.close()
             engine.pager.close()
+        wakeup.close()
         inputs.close()
         outputs.close()
         context.term()

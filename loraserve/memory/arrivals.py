@@ -27,6 +27,11 @@ class Arrivals:
         """What it took from the place until the adapter was usable."""
         return self._load_s.histogram
 
+    @property
+    def is_any_on_its_way(self) -> bool:
+        """Whether an adapter has its place, and isn't usable yet."""
+        return bool(self._placed_at_s)
+
     def can_admit(self, footprint: Footprint) -> bool:
         """Whether there is a place, or would be after evicting every idle adapter that isn't fresh, and what is idle of the KV cache."""
         return self._pool.can_admit(footprint, self._fresh)

@@ -34,14 +34,22 @@ class Loaders:
         At most `num_threads` loads are in flight.
     """
 
-    def __init__(self, num_threads: int, load: Callable[[AdapterRef], Loaded]) -> None:
+    def __init__(
+        self,
+        num_threads: int,
+        load: Callable[[AdapterRef], Loaded],
+        *,
+        when_done: Callable[[], None] = lambda: None,
+    ) -> None:
         """
         Args:
             num_threads: worker threads, and loads in flight.
             load: makes one adapter, on a worker thread; it touches no shared state.
+            when_done: called on a worker's thread when `take` has something to give.
         """
         self.num_threads = num_threads
         self._load = load
+        self._when_done = when_done
         self._executor = ThreadPoolExecutor(
             num_threads, thread_name_prefix="adapter-loader", initializer=stand_back, initargs=(LOADER,)
         )
@@ -102,3 +110,4 @@ class Loaders:
             logger.exception("loading adapter %s failed", ref.digest)
             outcome = AdapterUnavailable(f"The adapter can't be loaded: {type(error).__name__}.")
         self._results.put(LoadResult(ref, outcome, time.perf_counter() - started))
+        self._when_done()

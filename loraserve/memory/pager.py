@@ -66,6 +66,7 @@ class Pager:
         *,
         weights: BaseWeights | None = None,
         precision: Precision = EXACT,
+        wake: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
@@ -75,13 +76,14 @@ class Pager:
             num_threads: worker threads, and loads in flight.
             weights: the base's, for adapters whose load takes them.
             precision: what adapters may lose by how they're held.
+            wake: called on a worker's thread when there is something for `poll`.
             clock: monotonic seconds.
         """
         self._pool = pool
         self._host = host_cache
         self._clock = clock
         self._loaders = Loaders(
-            num_threads, lambda ref: load_adapter(store, ref, base, pool.device, weights, precision)
+            num_threads, lambda ref: load_adapter(store, ref, base, pool.device, weights, precision), when_done=wake
         )
         self._history = LoadHistory(pool.device)
         self._line = PlaceLine()
@@ -97,6 +99,11 @@ class Pager:
     def num_loading(self) -> int:
         """Loads in flight."""
         return len(self._loaders)
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether an adapter is on its way to the device; `poll` finds out when it's there."""
+        return self._arrivals.is_any_on_its_way
 
     @property
     def num_pins(self) -> int:

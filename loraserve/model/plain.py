@@ -1,12 +1,14 @@
-"""The base with one adapter, evaluated in plain float32 PyTorch: what the engine's answers are compared with.
+"""The base with an adapter, evaluated in plain float32 PyTorch: what the engine's answers are compared with.
 
 Written from the formulas of `adapters.ir` and of the architectures alone, in the most direct way. It shares nothing with what it judges: no kernel, no packed or lowered
 weight, no plan, no page and no cache. Of the resident base it takes the weights as they are computed with (dequantised), a block of rows at a time: beside them it
-needs memory for a few dozen rows. Several short sequences go through in one pass over the weights, each by the base alone and with the adapter.
+needs memory for a few dozen rows. Several short sequences go through in one pass over the weights, each by the base alone and with the adapter, and so do several
+adapters with theirs: reading the weights is half of the work.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -68,26 +70,34 @@ class Evaluation:
     adapted: tuple[Tensor, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is to be evaluated.
+
+    Attributes:
+        sequences: token ids.
+        terms: an adapter, with a weight of 1; or the terms of a composition: the weighted changes add up, module by module.
+        known_base: the sequences' logits by the base, from an earlier evaluation: they aren't computed again.
+    """
+
+    sequences: Sequence[Sequence[int]]
+    terms: Sequence[tuple[AdapterIR, float]]
+    known_base: tuple[Tensor, ...] | None = None
+
+
 def evaluate(
-    base: PlainBase,
-    sequences: Sequence[Sequence[int]],
-    terms: Sequence[tuple[AdapterIR, float]],
-    *,
-    known_base: tuple[Tensor, ...] | None = None,
-    is_wanted: Callable[[], bool] = lambda: True,
-) -> Evaluation:
-    """Return the logits of every token of these sequences.
+    base: PlainBase, subjects: Sequence[Subject], *, is_wanted: Callable[[], bool] = lambda: True
+) -> list[Evaluation]:
+    """Return the logits of every token of each subject's sequences, in one pass over the base's weights.
 
     Args:
-        terms: an adapter, with a weight of 1; or the terms of a composition: the weighted changes add up, module by module.
-        known_base: the same sequences' by the base, from an earlier evaluation: they aren't computed again.
         is_wanted: asked before each weight is read.
 
     Raises:
         Stopped: it was asked and said no.
     """
     with torch.inference_mode():
-        return _Pass(base, sequences, terms, known_base, is_wanted).run()
+        return _Pass(base, subjects, is_wanted).run()
 
 
 def invocation_start(token_ids: Sequence[int], invocation: Sequence[int]) -> int | None:
@@ -115,29 +125,29 @@ class _Term:
 
 
 class _Pass:
-    """One pass through the layers. Its rows are all sequences' by the base, unless those are known, then all sequences' with the adapter."""
+    """One pass through the layers. Its rows are the sequences' by the base, each once and those alone that aren't known, then every subject's sequences' with its adapter."""
 
-    def __init__(
-        self,
-        base: PlainBase,
-        sequences: Sequence[Sequence[int]],
-        terms: Sequence[tuple[AdapterIR, float]],
-        known_base: tuple[Tensor, ...] | None,
-        is_wanted: Callable[[], bool],
-    ) -> None:
+    def __init__(self, base: PlainBase, subjects: Sequence[Subject], is_wanted: Callable[[], bool]) -> None:
         self._base, self._config, self._is_wanted = base, base.config, is_wanted
         self._device = base.device
-        self._known_base = known_base
-        evaluated = list(sequences) * (2 if known_base is None else 1)
+        self._subjects = subjects
+        unknown = [sequence for one in subjects if one.known_base is None for sequence in one.sequences]
+        self._by_base = list(dict.fromkeys(map(tuple, unknown)))
+        evaluated = [*self._by_base, *(sequence for one in subjects for sequence in one.sequences)]
         self._lengths = [len(sequence) for sequence in evaluated]
         self._tokens = torch.tensor([token for sequence in evaluated for token in sequence], device=self._device)
         self._positions = torch.cat([torch.arange(length) for length in self._lengths]).to(self._device)
-        self._terms = [_Term(ir, weight, self._rows_of(sequences, ir)) for ir, weight in terms]
+        self._terms = [*self._placed_terms(sum(map(len, self._by_base)))]
 
-    def _rows_of(self, sequences: Sequence[Sequence[int]], ir: AdapterIR) -> Tensor:
+    def _placed_terms(self, start: int) -> Iterator[_Term]:
+        """Every subject's, on its rows; the first subject's begin at `start`."""
+        for one in self._subjects:
+            for ir, weight in one.terms:
+                yield _Term(ir, weight, self._rows_of(start, one.sequences, ir))
+            start += sum(map(len, one.sequences))
+
+    def _rows_of(self, end: int, sequences: Sequence[Sequence[int]], ir: AdapterIR) -> Tensor:
         rows: list[int] = []
-        # with the adapter: the last ones
-        end = len(self._tokens) - sum(map(len, sequences))
         for sequence in sequences:
             end += len(sequence)
             start = invocation_start(sequence, ir.invocation_token_ids)
@@ -145,7 +155,7 @@ class _Pass:
                 rows += range(end - len(sequence) + start, end)
         return torch.tensor(rows, dtype=torch.int64, device=self._device)
 
-    def run(self) -> Evaluation:
+    def run(self) -> list[Evaluation]:
         config, architecture = self._config, self._config.architecture
         hidden = self._embed() * config.embedding_scale
         for layer in range(config.num_layers):
@@ -160,11 +170,18 @@ class _Pass:
         logits = self._linear(x, 0, "lm_head") * config.logits_scale
         if config.logits_cap is not None:
             logits = config.logits_cap * torch.tanh(logits / config.logits_cap)
-        parts = self._split(logits.cpu())
-        if self._known_base is not None:
-            return Evaluation(self._known_base, parts)
-        half = len(parts) // 2
-        return Evaluation(parts[:half], parts[half:])
+        return self._evaluations(iter(self._split(logits.cpu())))
+
+    def _evaluations(self, parts: Iterator[Tensor]) -> list[Evaluation]:
+        # copies: whoever keeps them for the next evaluation doesn't keep all the others
+        by_base = {sequence: rows.clone() for sequence, rows in zip(self._by_base, parts, strict=False)}
+        found = []
+        for one in self._subjects:
+            base = one.known_base
+            if base is None:
+                base = tuple(by_base[tuple(sequence)] for sequence in one.sequences)
+            found.append(Evaluation(base, tuple(itertools.islice(parts, len(one.sequences)))))
+        return found
 
     # a layer's parts
 

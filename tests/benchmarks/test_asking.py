@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import httpx2
 import pytest
 
-from benchmarks.asking import Answer, Asker, Summary
+from benchmarks.asking import Answer, Asker, Summary, prefill_s
 from benchmarks.churn import stream_until
 from benchmarks.traffic import Ask
 
@@ -145,3 +145,11 @@ async def test_stream_ends_when_it_is_refused() -> None:
     async with make_asker(Service()) as asker:
         await stream_until(asker, make_ask(adapter=9), answers, asyncio.Event())
     assert [answer.status for answer in answers] == [503]
+
+
+@pytest.mark.parametrize(
+    ("header", "expected"),
+    [("queue;dur=1.0, adapter;dur=2.0, prefill;dur=31.5", 0.0315), ("queue;dur=1.0", 0.0), ("", 0.0)],
+)
+def test_how_long_the_prompt_was_computed_is_the_servers_word(header: str, expected: float) -> None:
+    assert prefill_s(header) == pytest.approx(expected)

@@ -19,6 +19,17 @@ def niceness() -> int:
 
 
 @linux
+def test_who_has_idle_time_alone_gives_way_at_once() -> None:
+    def run() -> tuple[int, int]:
+        stand_back(BACKGROUND, is_idle=True)
+        return os.sched_getscheduler(threading.get_native_id()), niceness()
+
+    with ThreadPoolExecutor(1) as executor:
+        assert executor.submit(run).result() == (os.SCHED_IDLE, BACKGROUND)
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+@linux
 def test_who_is_as_nice_as_can_be_stays_so() -> None:
     def run() -> int:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 18)

@@ -18,9 +18,9 @@ import transformers
 from safetensors.torch import load, save
 
 from adapters_store import open_store
+from loraserve.engine import references
 from loraserve.engine import runner as runner_module
 from loraserve.engine import scheduler as scheduler_module
-from loraserve.engine import verification
 from loraserve.engine.activation import find_activation
 from loraserve.engine.assembly import build_engine
 from loraserve.engine.batch import Batch
@@ -31,7 +31,7 @@ from loraserve.engine.verification import Verifications
 from loraserve.limits import LIMITS
 from loraserve.memory.device import CpuDevice
 from loraserve.memory.kv_cache import Activation
-from loraserve.model.plain import Evaluation
+from loraserve.model.plain import Evaluation, PlainBase, Subject
 from loraserve.types import AdapterRef, Certificate, Digest, TokenOutput
 from loraserve_kernels.layout import LoraModule
 from loraserve_kernels.plan import make_plan
@@ -156,13 +156,15 @@ def test_there_is_no_certificate_beside_a_base_in_float32_that_answers_otherwise
 ) -> None:
     certificate(make_engine(), world.refs["r8"])
     assert "the base alone" not in caplog.text
-    evaluate = verification.evaluate
+    evaluate = references.evaluate
 
-    def other(*arguments: Any, **options: Any) -> Evaluation:
-        found = evaluate(*arguments, **options)
-        return Evaluation(tuple(rows + 2e-3 for rows in found.base), tuple(rows + 2e-3 for rows in found.adapted))
+    def other(*arguments: Any, **options: Any) -> list[Evaluation]:
+        return [
+            Evaluation(tuple(rows + 2e-3 for rows in found.base), tuple(rows + 2e-3 for rows in found.adapted))
+            for found in evaluate(*arguments, **options)
+        ]
 
-    monkeypatch.setattr(verification, "evaluate", other)
+    monkeypatch.setattr(references, "evaluate", other)
     (reply,) = replies(make_engine(), world.refs["r8"])
     assert (reply.certificate, reply.error_code, reply.is_permanent) == (None, "engine_error", False)
     said = "base alone answers otherwise than its plain evaluation: logits are off by up to 0.002"
@@ -175,13 +177,14 @@ def test_what_the_base_alone_answers_is_computed_once(
     world: World, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, num_rows = make_engine(), []
-    evaluate = verification.evaluate
+    evaluate = references.evaluate
 
-    def counted(*arguments: Any, **options: Any) -> Evaluation:
-        num_rows.append(0 if options["known_base"] is None else sum(map(len, options["known_base"])))
-        return evaluate(*arguments, **options)
+    def counted(base: PlainBase, subjects: Sequence[Subject], **options: Any) -> list[Evaluation]:
+        (subject,) = subjects
+        num_rows.append(0 if subject.known_base is None else sum(map(len, subject.known_base)))
+        return evaluate(base, subjects, **options)
 
-    monkeypatch.setattr(verification, "evaluate", counted)
+    monkeypatch.setattr(references, "evaluate", counted)
     first, again = (certificate(engine, world.refs["r8"]) for _ in range(2))
     assert num_rows == [0, 13 + 17]
     assert again.base_difference == first.base_difference

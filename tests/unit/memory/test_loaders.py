@@ -106,6 +106,15 @@ def test_a_load_that_raises_ends_with_the_reason_and_its_worker_goes_on(
     assert isinstance(result.outcome, Loaded)
 
 
+def test_who_waits_for_results_is_told_when_there_is_one(make: Any) -> None:
+    told = threading.Event()
+    loaders = Loaders(1, lambda _: make.loaded(), when_done=told.set)
+    loaders.start(make.ref("a"), TENANTS)
+    assert told.wait(10)
+    assert len(loaders.take()) == 1
+    loaders.close()
+
+
 def test_more_loads_than_threads_are_found_by_check(make: Any) -> None:
     loaders = Loaders(1, lambda _: make.loaded())
     loaders.start(make.ref("a"), TENANTS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from loraserve.adapters.compiler import compile_adapter
 from loraserve.adapters.ir import AdapterIR
 from loraserve.adapters.peft_format import read_adapter
 from loraserve.errors import InvariantViolation
-from loraserve.model.plain import Stopped, evaluate, invocation_start
+from loraserve.model.plain import Evaluation, PlainBase, Stopped, Subject, _Pass, evaluate, invocation_start
 from loraserve.types import BaseSpec
 
 from .conftest import build_model, load, random_tokens, reference_logits, save_model
@@ -28,6 +30,13 @@ PROMPTS = [random_tokens(5, seed=1), random_tokens(17, seed=2)]
 TOLERANCE = 1e-4
 
 
+def evaluate_alone(
+    base: PlainBase, prompts: Sequence[Sequence[int]], terms: Sequence[tuple[AdapterIR, float]]
+) -> Evaluation:
+    (found,) = evaluate(base, [Subject(prompts, terms)])
+    return found
+
+
 def compile_saved(directory: Path, base: BaseSpec) -> AdapterIR:
     files = [(directory / name).read_bytes() for name in ("adapter_config.json", "adapter_model.safetensors")]
     adapter = read_adapter(*files)
@@ -38,7 +47,7 @@ def compile_saved(directory: Path, base: BaseSpec) -> AdapterIR:
 def test_base_is_what_transformers_computes(case: str, tmp_path: Path) -> None:
     kind, options = CASES[case]
     model = build_model(kind, **options)
-    evaluation = evaluate(load(save_model(model, tmp_path)), PROMPTS, [])
+    evaluation = evaluate_alone(load(save_model(model, tmp_path)), PROMPTS, [])
     for prompt, base, adapted in zip(PROMPTS, evaluation.base, evaluation.adapted, strict=True):
         torch.testing.assert_close(base, reference_logits(model, prompt), atol=TOLERANCE, rtol=0)
         torch.testing.assert_close(adapted, base, atol=1e-6, rtol=0)
@@ -72,7 +81,7 @@ def test_adapter_is_what_peft_computes(kind: str, tmp_path: Path) -> None:
     save_random(peft.get_peft_model(open_model(tmp_path / "base"), CONFIGS[kind]), tmp_path / "adapter")
     adapted = peft.PeftModel.from_pretrained(open_model(tmp_path / "base"), tmp_path / "adapter").eval()
     decoder = load(tmp_path / "base")
-    evaluation = evaluate(decoder, PROMPTS, [(compile_saved(tmp_path / "adapter", decoder.spec), 1.0)])
+    evaluation = evaluate_alone(decoder, PROMPTS, [(compile_saved(tmp_path / "adapter", decoder.spec), 1.0)])
     for prompt, own, base in zip(PROMPTS, evaluation.adapted, evaluation.base, strict=True):
         torch.testing.assert_close(own, reference_logits(adapted, prompt), atol=TOLERANCE, rtol=0)
         torch.testing.assert_close(base, reference_logits(model, prompt), atol=TOLERANCE, rtol=0)
@@ -105,7 +114,7 @@ def test_terms_of_a_composition_add_up(tmp_path: Path) -> None:
         with torch.no_grad():
             for sum_, own, base in zip(merged.parameters(), alone.parameters(), model.parameters(), strict=True):
                 sum_.add_(weight * (own - base))
-    for prompt, own in zip(PROMPTS, evaluate(decoder, PROMPTS, terms).adapted, strict=True):
+    for prompt, own in zip(PROMPTS, evaluate_alone(decoder, PROMPTS, terms).adapted, strict=True):
         torch.testing.assert_close(own, reference_logits(merged, prompt), atol=TOLERANCE, rtol=0)
 
 
@@ -118,15 +127,43 @@ def test_quantized_base_is_evaluated_on_the_weights_that_it_computes_with(tmp_pa
                 linear = model.model.layers[layer].get_submodule(decoder.spec.module_paths[module])
                 linear.weight.copy_(torch.cat(list(decoder.weight_rows(layer, module))))
         model.lm_head.weight.copy_(torch.cat(list(decoder.weight_rows(0, "lm_head"))))
-    evaluation = evaluate(decoder, PROMPTS, [])
+    evaluation = evaluate_alone(decoder, PROMPTS, [])
     for prompt, base in zip(PROMPTS, evaluation.base, strict=True):
         torch.testing.assert_close(base, reference_logits(model, prompt), atol=TOLERANCE, rtol=0)
+
+
+def test_what_is_evaluated_together_is_what_each_gets_alone(tmp_path: Path) -> None:
+    model = build_model("qwen2", num_hidden_layers=2)
+    save_model(model, tmp_path / "base")
+    decoder = load(tmp_path / "base")
+    subjects = []
+    for kind, prompts in (("lora", PROMPTS), ("activated", PROMPTS), ("whole modules", PROMPTS[1:]), ("tokens", PROMPTS)):
+        save_random(peft.get_peft_model(open_model(tmp_path / "base"), CONFIGS[kind]), tmp_path / kind)
+        subjects.append(Subject(prompts, [(compile_saved(tmp_path / kind, decoder.spec), 1.0)]))
+    alone = [evaluate(decoder, [subject])[0] for subject in subjects]
+    # of one of them the base's answers are known: these are taken as they are
+    marked = tuple(torch.full_like(rows, 7.0) for rows in alone[3].base)
+    subjects[3] = replace(subjects[3], known_base=marked)
+    together = evaluate(decoder, subjects)
+    for found, expected in zip(together, alone, strict=True):
+        for own, other in zip(found.adapted, expected.adapted, strict=True):
+            torch.testing.assert_close(own, other, atol=1e-5, rtol=0)
+    for found, expected in zip(together[:3], alone, strict=False):
+        for own, other in zip(found.base, expected.base, strict=True):
+            torch.testing.assert_close(own, other, atol=1e-5, rtol=0)
+    assert together[3].base is marked
+
+
+def test_the_bases_answers_are_computed_once_for_all(small_llama: tuple[Any, Path]) -> None:
+    prompts = [tuple(prompt) for prompt in PROMPTS]
+    both = _Pass(load(small_llama[1]), [Subject(prompts, []), Subject(prompts[1:], [])], lambda: True)
+    assert both._lengths == [5, 17, 5, 17, 17]
 
 
 def test_evaluation_that_nobody_wants_stops(small_llama: tuple[Any, Path]) -> None:
     answers = iter([True, True, False])
     with pytest.raises(Stopped):
-        evaluate(load(small_llama[1]), PROMPTS, [], is_wanted=lambda: next(answers))
+        evaluate(load(small_llama[1]), [Subject(PROMPTS, [])], is_wanted=lambda: next(answers))
 
 
 def test_each_linears_weight_is_read_once(small_llama: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +171,7 @@ def test_each_linears_weight_is_read_once(small_llama: tuple[Any, Path], monkeyp
     read: list[tuple[str, ...]] = []
     weight_rows = decoder.weight_rows
     monkeypatch.setattr(type(decoder), "weight_rows", lambda _, *place: read.append(place[1:]) or weight_rows(*place))
-    evaluate(decoder, PROMPTS, [])
+    evaluate(decoder, [Subject(PROMPTS, [])])
     layer = [("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)]
     assert read == [("embed_tokens",), *layer * decoder.config.num_layers, ("lm_head",)]
 

@@ -1,0 +1,152 @@
+"""What adapters' answers are compared with: adapters read from the store and evaluated in plain float32, several in one pass over the base's weights. On a thread beside the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from time import monotonic, thread_time
+
+from torch import Tensor
+
+from adapters_store import BlobStore
+from loraserve.adapters.compiler import compile_adapter
+from loraserve.adapters.ir import AdapterIR
+from loraserve.adapters.peft_format import read_adapter
+from loraserve.engine.parity import probe_sequences
+from loraserve.limits import MIB
+from loraserve.memory.base_weights import beside_steps
+from loraserve.memory.load import read_blobs
+from loraserve.model.plain import Evaluation, PlainBase, Stopped, Subject, evaluate
+from loraserve.priority import BACKGROUND, stand_back
+from loraserve.types import AdapterRef, BaseSpec
+
+Sequences = tuple[tuple[int, ...], ...]
+"""Token ids that an adapter is probed with."""
+
+MAX_HELD_BYTES = 256 * MIB
+"""Of adapters' files: of those to be evaluated together no more are read once they are over this."""
+
+STARVED_AFTER_S = 5.0
+STARVED_SHARE = 0.05
+"""Of a core. A thread of niceness 19 gets a seventieth of one that steps never leave; one with idle time alone a 300th."""
+
+
+@dataclass(slots=True, eq=False)
+class Reference:
+    """One adapter's, or a composition's.
+
+    Attributes:
+        sequences: once it's read; or why it can't be: it doesn't fit this base (`AdapterRejected`), or its files can't be read (`AdapterCorrupt`,
+            `AdapterUnavailable`).
+        evaluation: later.
+        is_wanted: False: whoever evaluates may stop.
+    """
+
+    ref: AdapterRef
+    sequences: Future[Sequences] = field(default_factory=Future)
+    evaluation: Future[Evaluation] = field(default_factory=Future)
+    is_wanted: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    reference: Reference
+    subject: Subject
+    num_bytes: int
+    """Of the files, which the subject's terms are views of."""
+
+
+class References:
+    """Makes them, a few at a time: in time that nobody else wants, or, where there is next to none of that, on a thread that gets a little."""
+
+    def __init__(self, base: PlainBase, spec: BaseSpec, store: BlobStore, when_read: Callable[[], None]) -> None:
+        """
+        Args:
+            when_read: called when the sequences of one are there.
+        """
+        self._base, self._spec, self._store, self._when_read = base, spec, store, when_read
+        self._when_starved = ThreadPoolExecutor(1, "reference", initializer=stand_back, initargs=(BACKGROUND,))
+
+    def close(self) -> None:
+        """The thread is gone; `make` isn't called any more."""
+        self._when_starved.shutdown(wait=True, cancel_futures=True)
+
+    def make(self, references: Sequence[Reference], known: Mapping[Sequences, tuple[Tensor, ...]]) -> None:
+        """Read these, and evaluate them in one pass or, of large ones, in a few. What goes wrong is told by its own reference alone. On a thread that has idle time alone.
+
+        Args:
+            known: the base's logits, of sequences that were evaluated before.
+        """
+        read: list[_Read] = []
+        for reference in references:
+            if reference.is_wanted and (one := self._read(reference, known)) is not None:
+                read.append(one)
+            if sum(one.num_bytes for one in read) > MAX_HELD_BYTES:
+                self._evaluate(read)
+                read.clear()
+        self._evaluate(read)
+
+    def _read(self, reference: Reference, known: Mapping[Sequences, tuple[Tensor, ...]]) -> _Read | None:
+        ref, num_bytes = reference.ref, 0
+        terms: list[tuple[AdapterIR, float]] = []
+        try:
+            for adapter, weight in [(part.adapter, part.weight) for part in ref.parts] or [(ref, 1.0)]:
+                config, weights = read_blobs(self._store, adapter)
+                num_bytes += len(weights)
+                read = read_adapter(config, weights)
+                terms.append((compile_adapter(read.config, read.tensors, self._spec), weight))
+            sequences = tuple(probe_sequences(self._spec, [ir for ir, _ in terms]))
+        except Exception as error:
+            reference.sequences.set_exception(error)
+            return None
+        reference.sequences.set_result(sequences)
+        self._when_read()
+        return _Read(reference, Subject(sequences, terms, known.get(sequences)), num_bytes)
+
+    def _evaluate(self, read: Sequence[_Read]) -> None:
+        if not read:
+            return
+        share = _Share()
+        try:
+            try:
+                found = self._run(read, lambda: not share.is_starved)
+            except Stopped:
+                if not share.is_starved:
+                    raise
+                found = self._when_starved.submit(self._run, read).result()
+        except Exception as error:
+            if len(read) == 1:
+                read[0].reference.evaluation.set_exception(error)
+                return
+            # whose fault it is shows when each is alone
+            for one in read:
+                self._evaluate([one])
+        else:
+            for one, evaluation in zip(read, found, strict=True):
+                one.reference.evaluation.set_result(evaluation)
+
+    def _run(self, read: Sequence[_Read], may_go_on: Callable[[], bool] = lambda: True) -> list[Evaluation]:
+        """
+        Raises:
+            Stopped: nobody wants it any more, or it may not go on.
+        """
+        with beside_steps(self._base.device):
+            return evaluate(
+                self._base,
+                [one.subject for one in read],
+                is_wanted=lambda: any(one.reference.is_wanted for one in read) and may_go_on(),
+            )
+
+
+class _Share:
+    """What a thread gets of a core, since this was made on it."""
+
+    def __init__(self) -> None:
+        self._began_s, self._worked_s = monotonic(), thread_time()
+
+    @property
+    def is_starved(self) -> bool:
+        """Whether it has next to nothing, for long enough to say so."""
+        elapsed_s = monotonic() - self._began_s
+        return elapsed_s > STARVED_AFTER_S and thread_time() - self._worked_s < STARVED_SHARE * elapsed_s

@@ -1,0 +1,146 @@
+"""What certificates compare with: several adapters in one pass, none of which suffers from another."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from adapters_store import open_store
+from loraserve.engine import references as module
+from loraserve.engine.assembly import build_engine
+from loraserve.engine.core import Engine
+from loraserve.engine.references import Reference, References
+from loraserve.errors import AdapterCorrupt
+from loraserve.model.plain import Evaluation, PlainBase, Stopped, Subject
+from loraserve.priority import BACKGROUND
+from loraserve.types import Digest
+
+from .conftest import World
+
+NAMES = ("r1", "r8", "rs", "mixed")
+
+
+@pytest.fixture(scope="module")
+def engine(world: World) -> Iterator[Engine]:
+    engine, _ = build_engine(world.config())
+    yield engine
+    assert engine.verifications is not None
+    engine.verifications.close()
+    engine.pager.close()
+
+
+@pytest.fixture
+def references(world: World, engine: Engine) -> Iterator[References]:
+    made = References(engine._runner._decoder, engine.base, open_store(world.store_url), lambda: None)  # type: ignore[attr-defined]
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """How many adapters went through each pass over the base, and on which thread."""
+    seen: list[tuple[int, int]] = []
+    evaluate = module.evaluate
+
+    def counted(base: PlainBase, subjects: Sequence[Subject], **options: Any) -> list[Evaluation]:
+        seen.append((len(subjects), threading.get_native_id()))
+        return evaluate(base, subjects, **options)
+
+    monkeypatch.setattr(module, "evaluate", counted)
+    return seen
+
+
+def make(references: References, world: World, names: Sequence[str] = NAMES) -> dict[str, Reference]:
+    made = {name: Reference(world.refs[name]) for name in names}
+    references.make([*made.values()], {})
+    return made
+
+
+def test_those_together_take_one_pass_and_get_what_each_gets_alone(
+    references: References, world: World, passes: list[tuple[int, int]]
+) -> None:
+    together = make(references, world)
+    assert [count for count, _ in passes] == [4]
+    for name, reference in together.items():
+        alone = make(references, world, [name])[name].evaluation.result()
+        found = reference.evaluation.result()
+        for own, other in zip((*found.base, *found.adapted), (*alone.base, *alone.adapted), strict=True):
+            torch.testing.assert_close(own, other, atol=1e-5, rtol=0)
+
+
+def test_one_that_cannot_be_read_is_the_only_one_without(references: References, world: World) -> None:
+    gone = msgspec.structs.replace(world.refs["rs"], weights_blob=Digest("0" * 64))
+    made = [Reference(world.refs["r8"]), Reference(gone), Reference(world.refs["r1"])]
+    references.make(made, {})
+    with pytest.raises(AdapterCorrupt):
+        made[1].sequences.result(0)
+    assert not made[1].evaluation.done()
+    assert all(made[i].evaluation.result(0) for i in (0, 2))
+
+
+def test_one_that_cannot_be_evaluated_is_the_only_one_without(
+    references: References, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate = module.evaluate
+
+    def failing(base: PlainBase, subjects: Sequence[Subject], **options: Any) -> list[Evaluation]:
+        if any(subject.terms[0][0].modules[0].rank == 8 for subject in subjects):
+            raise RuntimeError("of r8")
+        return evaluate(base, subjects, **options)
+
+    monkeypatch.setattr(module, "evaluate", failing)
+    made = make(references, world)
+    assert [name for name in NAMES if made[name].evaluation.exception(0) is not None] == ["r8"]
+
+
+def test_large_ones_are_read_and_evaluated_one_by_one(
+    references: References, world: World, passes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_HELD_BYTES", 0)
+    assert all(reference.evaluation.done() for reference in make(references, world).values())
+    assert [count for count, _ in passes] == [1, 1, 1, 1]
+
+
+def test_what_nobody_wants_is_neither_read_nor_evaluated(
+    references: References, world: World, passes: list[tuple[int, int]]
+) -> None:
+    made = [Reference(world.refs[name]) for name in NAMES]
+    made[0].is_wanted = made[2].is_wanted = False
+    references.make(made, {})
+    assert [reference.sequences.done() for reference in made] == [False, True, False, True]
+    assert [count for count, _ in passes] == [2]
+
+
+def test_evaluation_ends_when_the_last_one_who_wanted_it_is_gone(references: References, world: World) -> None:
+    made = Reference(world.refs["r8"])
+    references._when_read = lambda: setattr(made, "is_wanted", False)
+    references.make([made], {})
+    assert isinstance(made.evaluation.exception(0), Stopped)
+
+
+def test_thread_that_gets_no_time_hands_over_to_one_that_gets_a_little(
+    references: References, world: World, passes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "STARVED_AFTER_S", 0.0)
+    monkeypatch.setattr(module, "STARVED_SHARE", 1e9)
+    made = make(references, world, ["r8"])["r8"]
+    assert made.evaluation.result(0).adapted
+    (_, starved), (_, other) = passes
+    assert starved == threading.get_native_id() != other
+    assert os.getpriority(os.PRIO_PROCESS, other) == BACKGROUND
+
+
+def test_thread_that_works_is_not_starved(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = {"monotonic": 100.0, "thread_time": 1.0}
+    for name in clocks:
+        monkeypatch.setattr(module, name, lambda name=name: clocks[name])
+    share = module._Share()
+    for elapsed_s, worked_s, expected in ((4.0, 0.0, False), (20.0, 1.1, False), (20.0, 0.9, True)):
+        clocks.update(monotonic=100.0 + elapsed_s, thread_time=1.0 + worked_s)
+        assert share.is_starved is expected
