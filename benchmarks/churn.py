@@ -4,7 +4,7 @@
     python -m benchmarks.churn --quick        # 40 of each in one round: about two minutes
 
 In each round the same streams run twice, beside the same extra requests of one token at the same times: at first these ask for the streams' own adapters, which are resident, and
-nothing is uploaded; then each asks for a cold adapter, and as many adapters are uploaded by a process of its own, of low priority. Before that, alone on the server: the first token of
+nothing is uploaded; then each asks for a cold adapter, and as many adapters are uploaded by a process of its own, in time that nobody else wants. Before that, alone on the server: the first token of
 cold adapters and of a resident one, and in a process without a server what reading, verifying and copying such an adapter takes (`benchmarks.loading`), all three in turn.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
+import math
 import os
 import subprocess
 import tempfile
@@ -39,7 +39,6 @@ HOST_CACHE = "512MiB"
 STREAM_TOKENS, PROMPT_TOKENS = 1024, 32
 TINY_TOKENS = 128
 """Of a stream's answer on the smallest base; a stream that has ended begins anew."""
-NICENESS = 19
 SETTLE_S = 2.0
 SEEDS = 1_000_000
 """Each phase has as many seeds of prompts of its own."""
@@ -70,6 +69,8 @@ class FirstTokens:
     resident_apart_s: list[float] = field(default_factory=list)
     read_s: list[float] = field(default_factory=list)
     load_s: list[float] = field(default_factory=list)
+    server_load_s: float = math.nan
+    """Of such loads on the server, the mean in its own words."""
 
     @property
     def added_s(self) -> list[float]:
@@ -146,9 +147,7 @@ class Bench:
                 await asker.ask(Ask(0.0, 0, PROMPT_TOKENS, 1, i))
             for i, number in enumerate(self.numbers.alone):
                 print(file=loading.stdin, flush=True)
-                alone = json.loads(loading.stdout.readline())
-                first.read_s.append(alone["read_s"])
-                first.load_s.append(alone["load_s"])
+                first.load_s.append(float(loading.stdout.readline()))
                 for adapter, whole_s, apart_s in (
                     (number, first.cold_s, first.cold_apart_s),
                     (0, first.resident_s, first.resident_apart_s),
@@ -203,7 +202,7 @@ class Bench:
         os.environ["LORASERVE_API_KEY"] = server.key
         first = numbers.start - self.numbers.uploaded.start
         arguments = ("--first", first, "--count", len(numbers), "--rate", self.options.rate)
-        return module("pushing", "--url", server.url, "--folder", self.folder, *arguments, niceness=NICENESS)
+        return module("pushing", "--url", server.url, "--folder", self.folder, *arguments)
 
 
 def run(options: argparse.Namespace) -> tuple[FirstTokens, list[Phase], int]:
@@ -229,7 +228,12 @@ def run(options: argparse.Namespace) -> tuple[FirstTokens, list[Phase], int]:
         last_line(module("registering", server.data, *common, "--count", numbers.cold.stop))
         say("first tokens, alone …")
         with module("loading", *common, "--count", len(numbers.alone), is_asked=True) as loading:
-            first = asyncio.run(bench.first_tokens(server, loading))
+            with Watch(server) as watch:
+                first = asyncio.run(bench.first_tokens(server, loading))
+                # its counters are a second old
+                time.sleep(2.0)
+            first.read_s = last_line(loading)
+        first.server_load_s = watch.mean_load_s()
         phases = []
         share = options.count // options.rounds
         for i in range(options.rounds):
@@ -283,6 +287,7 @@ def first_table(first: FirstTokens, phases: Sequence[Phase]) -> str:
     for words, seconds in (
         ("read and verify, without a server", first.read_s),
         ("read, verify and copy, without a server", first.load_s),
+        ("the same on the server, alone, in its own words (mean)", [first.server_load_s]),
         ("first token, resident adapter, alone", first.resident_s),
         ("first token, cold adapter, alone", first.cold_s),
         ("what being cold adds, the computing of the prompt aside", first.added_s),

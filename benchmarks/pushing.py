@@ -1,4 +1,5 @@
-"""Pushes adapters over a server's API, several at a time. As a program of its own it pushes at a steady rate, so that its work is in no measurement's process:
+"""Pushes adapters over a server's API, several at a time. As a program of its own it pushes at a steady rate, so that its work is in no measurement's process, and in time that nobody else wants: who uploads isn't on the
+server's machine.
 
 LORASERVE_API_KEY=… python -m benchmarks.pushing --url http://127.0.0.1:8000 --folder adapters --first 200 --count 200 --rate 2
 """
@@ -20,6 +21,7 @@ import httpx2
 
 from benchmarks.figures import percentile
 from benchmarks.serving import say
+from loraserve.priority import BACKGROUND, stand_back
 
 MAX_CLIENTS = 8
 """As many uploads as one tenant may have under way."""
@@ -131,6 +133,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     folders = sorted(path for path in options.folder.iterdir() if path.is_dir())
     folders = folders[options.first : options.first + options.count]
+    stand_back(BACKGROUND, is_idle=True)
     pushed = asyncio.run(push_at_rate(options.url, os.environ["LORASERVE_API_KEY"], folders, options.rate))
     print(json.dumps(pushed.as_dict()))
 

@@ -38,15 +38,13 @@ def script(name: str, *arguments: str | int, env: dict[str, str] | None = None) 
     ).stdout
 
 
-def module(name: str, *arguments: str | int | Path, niceness: int = 0, is_asked: bool = False) -> subprocess.Popen[str]:
+def module(name: str, *arguments: str | int | Path, is_asked: bool = False) -> subprocess.Popen[str]:
     """One of this package's modules, started in a process of its own; its standard output is a pipe.
 
     Args:
         is_asked: so is its standard input.
     """
     command = [sys.executable, "-m", f"benchmarks.{name}", *map(str, arguments)]
-    if niceness:
-        command = ["nice", "-n", str(niceness), *command]
     return subprocess.Popen(
         command, stdin=subprocess.PIPE if is_asked else None, stdout=subprocess.PIPE, text=True, cwd=HERE.parent
     )

@@ -163,6 +163,11 @@ class Watch:
         whole = sum(found.values())
         return {tier: count / whole if whole else math.nan for tier, count in found.items()}
 
+    def mean_load_s(self) -> float:
+        """Seconds that a load took on its thread, on average; nan where there was none."""
+        num_loads = self.changed("loraserve_adapter_loads_total")
+        return self.changed("loraserve_adapter_load_seconds_total") / num_loads if num_loads else math.nan
+
     def delayed_s(self) -> float:
         """The seconds that the step's thread was kept from its steps by adapters, all steps together."""
         return self.changed("loraserve_step_loading_delay_seconds_sum")

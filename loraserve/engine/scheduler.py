@@ -51,6 +51,9 @@ OWED_STEPS = 16
 for. Else one whose long prompts were computed meanwhile would have nothing for as long as the other's few tokens a step take to be as much."""
 PROBE_DIVISOR, MIN_PROBE_ROWS = 8, 4
 """Beside requests, a step has a probe's row for each so many of theirs, and so many at least: a certificate takes longer, and nobody's next token much."""
+
+PROBE_PATIENCE = 4
+"""So many steps with prompts in them, one after the other, have no probe's row: they are the longest already."""
 AHEAD_DIVISOR = 4
 """Prompts of tenants that had more than others lately fill a step up to this part of the token budget."""
 
@@ -97,8 +100,11 @@ class Scheduler:
         self._timeouts = OwnTimes()
         self._outcomes = Outcomes(kv, frozenset(eos_token_ids), clock)
         self._look_ahead = LookAhead(adapters, self._line)
-        # adapters, since the last step
+        # since the last step: adapters, and whether somebody's request
         self._changed: set[Digest] = set()
+        self._has_arrivals = False
+        # steps without a probe's row, one after the other
+        self._num_left_to_prompts = 0
 
     @property
     def num_preemptions(self) -> int:
@@ -141,6 +147,7 @@ class Scheduler:
         self._requests[request.request_id] = request
         adapter = None if request.adapter is None else request.adapter.digest
         is_nobody = request.probe is not None
+        self._has_arrivals |= not is_nobody
         request.share = self._accounts.open(
             request.tenant, adapter, request.weight, request.kv_share, is_nobody=is_nobody
         )
@@ -197,8 +204,11 @@ class Scheduler:
         self._fail_overdue(now)
         self._accounts.age(now)
         self._line.note_changed(self._changed, now, is_closed=self._adapters.is_line_closed)
+        # a request that waits begins because it has just come, or its adapter has
+        has_news = self._has_arrivals or bool(self._changed)
+        self._has_arrivals = False
         self._changed.clear()
-        step = Step(now, self._token_budget, self._num_probe_rows())
+        step = Step(now, self._token_budget, self._num_probe_rows(has_news))
         if self._line.apart:
             self._compute_apart(step)
             if step.scheduled:
@@ -210,9 +220,20 @@ class Scheduler:
         self._look_ahead.look()
         return step.scheduled
 
-    def _num_probe_rows(self) -> int:
-        num_serving = sum(request.probe is None for request in self._running)
-        return max(MIN_PROBE_ROWS, num_serving // PROBE_DIVISOR) if num_serving else self._token_budget
+    def _num_probe_rows(self, has_news: bool) -> int:
+        """
+        Args:
+            has_news: a request's prompt may begin in this step.
+        """
+        serving = [request for request in self._running if request.probe is None]
+        if not serving:
+            return self._token_budget
+        has_prompts = has_news or any(request.num_pending_tokens > 1 for request in serving)
+        self._num_left_to_prompts = self._num_left_to_prompts + 1 if has_prompts else 0
+        if has_prompts and self._num_left_to_prompts <= PROBE_PATIENCE:
+            return 0
+        self._num_left_to_prompts = 0
+        return max(MIN_PROBE_ROWS, len(serving) // PROBE_DIVISOR)
 
     def _compute_apart(self, step: Step) -> None:
         for request in list(self._line.apart):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from datetime import datetime
+from typing import Any
 
-from sqlalchemy import ColumnElement, Select, or_, select
+from sqlalchemy import ColumnElement, Row, Select, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraserve.db.models import Adapter, AdapterVersion, Alias, Grant, Tenant
@@ -23,9 +24,17 @@ class RouteRepository:
 
     async def route(self, model: ParsedModel) -> Route | None:
         """Where `model`, which isn't the base, leads now; None: it is absent, deleted, or another tenant's who didn't grant it."""
+        # most adapters have nothing but this one version, so that one question is all
+        number_meant = func.coalesce(Alias.version, model.version)
         query = (
-            select(Adapter, Alias)
+            select(Adapter, Alias, *_TARGET_COLUMNS)
             .outerjoin(Alias, (Alias.adapter_id == Adapter.id) & (Alias.name == (model.alias or "")))
+            .outerjoin(
+                AdapterVersion,
+                (AdapterVersion.adapter_id == Adapter.id)
+                & (AdapterVersion.number == number_meant)
+                & AdapterVersion.deleted_at.is_(None),
+            )
             .where(Adapter.name == model.name, Adapter.deleted_at.is_(None), self._may_use(model.owner))
         )
         row = (await self._session.execute(query)).one_or_none()
@@ -33,16 +42,16 @@ class RouteRepository:
             return None
         adapter: Adapter = row[0]
         alias: Alias | None = row[1]
-        number = model.version if alias is None else alias.version
+        number: int | None = row.number
         if number is None:
             return None
         split = {} if alias is None else {part["version"]: part["weight"] for part in alias.split or ()}
         shadow = None if alias is None else alias.shadow
         spare = await self._fallback_number(adapter)
-        numbers = {number, *split, *((shadow["version"],) if shadow else ()), *((spare,) if spare else ())}
-        targets = await self._targets(adapter, numbers)
-        if number not in targets:
-            return None
+        others = {*split, *((shadow["version"],) if shadow else ()), *((spare,) if spare else ())} - {number}
+        targets = {number: _target(adapter, row)}
+        if others:
+            targets |= await self._targets(adapter, others)
         return Route(
             adapter_id=adapter.id,
             alias=model.alias or "",
@@ -89,32 +98,12 @@ class RouteRepository:
 
     async def _targets(self, adapter: Adapter, numbers: set[int]) -> dict[int, Target]:
         """Those of the versions that aren't deleted."""
-        columns = select(
-            AdapterVersion.number,
-            AdapterVersion.digest,
-            AdapterVersion.config_blob,
-            AdapterVersion.weights_blob,
-            AdapterVersion.created_at,
-            AdapterVersion.state,
-            AdapterVersion.checks,
-        )
-        query = columns.where(
+        query = select(*_TARGET_COLUMNS).where(
             AdapterVersion.adapter_id == adapter.id,
             AdapterVersion.number.in_(numbers),
             AdapterVersion.deleted_at.is_(None),
         )
-        targets = {}
-        for number, digest, config_blob, weights_blob, created_at, state, checks in await self._session.execute(query):
-            ref = AdapterRef(
-                tenant=TenantId(adapter.tenant_id),
-                name=adapter.name,
-                version=number,
-                digest=Digest(digest),
-                config_blob=Digest(config_blob),
-                weights_blob=Digest(weights_blob),
-            )
-            targets[number] = Target(ref, created_at, state, tuple(checks))
-        return targets
+        return {row.number: _target(adapter, row) for row in await self._session.execute(query)}
 
     def _may_use(self, owner: str | None) -> ColumnElement[bool]:
         mine = Adapter.tenant_id == self._tenant
@@ -123,6 +112,30 @@ class RouteRepository:
         granted = select(Grant.adapter_id).where(Grant.adapter_id == Adapter.id, Grant.tenant_id == self._tenant)
         tenants = select(Tenant.id).where(Tenant.name == owner, Tenant.deleted_at.is_(None))
         return Adapter.tenant_id.in_(tenants) & or_(mine, granted.exists())
+
+
+_TARGET_COLUMNS = (
+    AdapterVersion.number,
+    AdapterVersion.digest,
+    AdapterVersion.config_blob,
+    AdapterVersion.weights_blob,
+    AdapterVersion.created_at,
+    AdapterVersion.state,
+    AdapterVersion.checks,
+)
+
+
+def _target(adapter: Adapter, row: Row[Any]) -> Target:
+    """Of a row with these columns."""
+    ref = AdapterRef(
+        tenant=TenantId(adapter.tenant_id),
+        name=adapter.name,
+        version=row.number,
+        digest=Digest(row.digest),
+        config_blob=Digest(row.config_blob),
+        weights_blob=Digest(row.weights_blob),
+    )
+    return Target(ref, row.created_at, row.state, tuple(row.checks))
 
 
 def _live() -> Select[str, str, datetime, int, str]:

@@ -48,9 +48,11 @@ def test_phases_of_a_kind_are_pooled_and_the_second_kind_is_divided_by_the_first
 
 
 def test_first_tokens_are_divided_by_what_loading_takes_without_a_server() -> None:
-    first = FirstTokens([0.05] * 3, [0.02] * 3, [0.033] * 3, [0.003] * 3, read_s=[0.01] * 3, load_s=[0.025] * 3)
+    first = FirstTokens(
+        [0.05] * 3, [0.02] * 3, [0.033] * 3, [0.003] * 3, read_s=[0.01] * 3, load_s=[0.025] * 3, server_load_s=0.03
+    )
     cells = [line.split(" | ") for line in churn.first_table(first, [make_phase("churn", [])]).splitlines()[2:]]
-    assert [row[-1].rstrip(" |") for row in cells] == ["0.40", "1.00", "0.80", "2.00", "1.20", "4.00"]
+    assert [row[-1].rstrip(" |") for row in cells] == ["0.40", "1.00", "1.20", "0.80", "2.00", "1.20", "4.00"]
 
 
 def test_page_has_no_thousand_gaps_but_their_percentiles() -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from loraserve.engine.probe import Probe
 from loraserve.engine.request import Status
+from loraserve.engine.scheduler import MIN_PROBE_ROWS, PROBE_PATIENCE
 from loraserve.memory.pager import Residency
 from loraserve.types import FinishReason
 
@@ -91,6 +92,30 @@ def test_a_probe_is_no_use_of_its_adapter(harness):
     harness.add(probed, asked)
     harness.schedule()
     assert (sum(harness.adapters.pins.values()), harness.adapters.num_uses) == (2, 1)
+
+
+def test_probes_leave_steps_with_prompts_to_these_for_a_while(harness):
+    def rows(scheduled):
+        return sum(entry.num_tokens for entry in scheduled if entry.request.probe is not None)
+
+    harness = Harness(token_budget=8)
+    harness.add(make_request(4, max_tokens=100))
+    harness.step()
+    probe = make_request(4 * MIN_PROBE_ROWS, max_tokens=1)
+    probe.probe = Probe(probe.request_id, probe.token_ids)
+    harness.add(probe)
+    found = []
+    for _ in range(2 * PROBE_PATIENCE + 2):
+        harness.add(make_request(2, max_tokens=1))
+        found.append(rows(harness.step()[0]))
+    assert found == 2 * [*PROBE_PATIENCE * [0], MIN_PROBE_ROWS]
+    # a long prompt takes a few steps, and so does one whose adapter has just come
+    harness.add(make_request(12, max_tokens=1))
+    assert [rows(harness.step()[0]) for _ in range(3)] == [0, 0, MIN_PROBE_ROWS]
+    harness.add(make_request(2, max_tokens=1, adapter="a"))
+    assert [rows(harness.step()[0])] == [0]
+    harness.adapters.set("a", Residency.RESIDENT)
+    assert [rows(harness.step()[0]) for _ in range(2)] == [0, MIN_PROBE_ROWS]
 
 
 def test_a_lookup_in_the_prefix_cache_counts_when_the_request_begins(harness):

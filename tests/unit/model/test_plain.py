@@ -137,7 +137,12 @@ def test_what_is_evaluated_together_is_what_each_gets_alone(tmp_path: Path) -> N
     save_model(model, tmp_path / "base")
     decoder = load(tmp_path / "base")
     subjects = []
-    for kind, prompts in (("lora", PROMPTS), ("activated", PROMPTS), ("whole modules", PROMPTS[1:]), ("tokens", PROMPTS)):
+    for kind, prompts in (
+        ("lora", PROMPTS),
+        ("activated", PROMPTS),
+        ("whole modules", PROMPTS[1:]),
+        ("tokens", PROMPTS),
+    ):
         save_random(peft.get_peft_model(open_model(tmp_path / "base"), CONFIGS[kind]), tmp_path / kind)
         subjects.append(Subject(prompts, [(compile_saved(tmp_path / kind, decoder.spec), 1.0)]))
     alone = [evaluate(decoder, [subject])[0] for subject in subjects]
