@@ -310,7 +310,7 @@ def text(options: argparse.Namespace, first: FirstTokens, phases: Sequence[Phase
 
 {first_table(first, phases)}
 
-- Uploads: {sum(one.get("uploads", 0) for one in uploads)}, answered with {" and ".join(str(one.get("statuses", {})) for one in uploads)}, parity {" and ".join(str(one.get("parity", {})) for one in uploads)}; \
+- Uploads: {sum(one.get("uploads", 0) for one in uploads)}, in {" and ".join(figures.number(one.get("wall_s", 0.0), 0) for one in uploads)} s, answered with {" and ".join(str(one.get("statuses", {})) for one in uploads)}, parity {" and ".join(str(one.get("parity", {})) for one in uploads)}; \
 {max(one.get("upload_p50_s", 0.0) for one in uploads):.2f} s at the median, {max(one.get("upload_p99_s", 0.0) for one in uploads):.2f} s at the 99th percentile of the slower round.
 - Largest on the device, adapters + KV, and together of the budget: {seen.device_words()} MiB; host {figures.mib(seen.host)} of {figures.mib(seen.host_budget)} MiB; over budget: {seen.over_words()}. The engine's RSS: {figures.mib(seen.engine_rss)} MiB.
 - Steps delayed: what their thread spent on adapters' behalf, all steps together.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic, thread_time
 
 from torch import Tensor
@@ -58,7 +59,7 @@ class _Read:
 
 
 class References:
-    """Makes them, a few at a time: in time that nobody else wants, or, where there is next to none of that, on a thread that gets a little."""
+    """Makes them, a few at a time. They are evaluated in time that nobody else wants, or, where there is next to none of that, on the caller's thread."""
 
     def __init__(self, base: PlainBase, spec: BaseSpec, store: BlobStore, when_read: Callable[[], None]) -> None:
         """
@@ -66,26 +67,34 @@ class References:
             when_read: called when the sequences of one are there.
         """
         self._base, self._spec, self._store, self._when_read = base, spec, store, when_read
-        self._when_starved = ThreadPoolExecutor(1, "reference", initializer=stand_back, initargs=(BACKGROUND,))
+        self._idle = ThreadPoolExecutor(
+            1, thread_name_prefix="evaluation", initializer=partial(stand_back, BACKGROUND, is_idle=True)
+        )
 
     def close(self) -> None:
         """The thread is gone; `make` isn't called any more."""
-        self._when_starved.shutdown(wait=True, cancel_futures=True)
+        self._idle.shutdown(wait=True, cancel_futures=True)
 
     def make(self, references: Sequence[Reference], known: Mapping[Sequences, tuple[Tensor, ...]]) -> None:
-        """Read these, and evaluate them in one pass or, of large ones, in a few. What goes wrong is told by its own reference alone. On a thread that has idle time alone.
+        """Read these, and evaluate them in one pass or, of large ones, in a few. What goes wrong is told by its own reference alone.
 
         Args:
             known: the base's logits, of sequences that were evaluated before.
         """
-        read: list[_Read] = []
-        for reference in references:
-            if reference.is_wanted and (one := self._read(reference, known)) is not None:
-                read.append(one)
-            if sum(one.num_bytes for one in read) > MAX_HELD_BYTES:
-                self._evaluate(read)
-                read.clear()
-        self._evaluate(read)
+        try:
+            read: list[_Read] = []
+            for reference in references:
+                if reference.is_wanted and (one := self._read(reference, known)) is not None:
+                    read.append(one)
+                if sum(one.num_bytes for one in read) > MAX_HELD_BYTES:
+                    self._evaluate(read)
+                    read.clear()
+            self._evaluate(read)
+        except Exception as error:
+            # nobody may wait for what will never come
+            for future in (future for one in references for future in (one.sequences, one.evaluation)):
+                if not future.done():
+                    future.set_exception(error)
 
     def _read(self, reference: Reference, known: Mapping[Sequences, tuple[Tensor, ...]]) -> _Read | None:
         ref, num_bytes = reference.ref, 0
@@ -107,14 +116,10 @@ class References:
     def _evaluate(self, read: Sequence[_Read]) -> None:
         if not read:
             return
-        share = _Share()
         try:
-            try:
-                found = self._run(read, lambda: not share.is_starved)
-            except Stopped:
-                if not share.is_starved:
-                    raise
-                found = self._when_starved.submit(self._run, read).result()
+            found = self._idle.submit(self._run_unless_starved, read).result()
+            if found is None:
+                found = self._run(read)
         except Exception as error:
             if len(read) == 1:
                 read[0].reference.evaluation.set_exception(error)
@@ -125,6 +130,20 @@ class References:
         else:
             for one, evaluation in zip(read, found, strict=True):
                 one.reference.evaluation.set_result(evaluation)
+
+    def _run_unless_starved(self, read: Sequence[_Read]) -> list[Evaluation] | None:
+        """None: this thread gets next to no time.
+
+        Raises:
+            Stopped: nobody wants it any more.
+        """
+        share = _Share()
+        try:
+            return self._run(read, lambda: not share.is_starved())
+        except Stopped:
+            if share.was_starved:
+                return None
+            raise
 
     def _run(self, read: Sequence[_Read], may_go_on: Callable[[], bool] = lambda: True) -> list[Evaluation]:
         """
@@ -140,13 +159,18 @@ class References:
 
 
 class _Share:
-    """What a thread gets of a core, since this was made on it."""
+    """What a thread gets of a core, since this was made on it.
+
+    Attributes:
+        was_starved: whether it has ever been found so.
+    """
 
     def __init__(self) -> None:
+        self.was_starved = False
         self._began_s, self._worked_s = monotonic(), thread_time()
 
-    @property
     def is_starved(self) -> bool:
         """Whether it has next to nothing, for long enough to say so."""
-        elapsed_s = monotonic() - self._began_s
-        return elapsed_s > STARVED_AFTER_S and thread_time() - self._worked_s < STARVED_SHARE * elapsed_s
+        elapsed_s, worked_s = monotonic() - self._began_s, thread_time() - self._worked_s
+        self.was_starved = elapsed_s > STARVED_AFTER_S and worked_s < STARVED_SHARE * elapsed_s
+        return self.was_starved

@@ -205,7 +205,7 @@ class Scheduler:
         self._accounts.age(now)
         self._line.note_changed(self._changed, now, is_closed=self._adapters.is_line_closed)
         # a request that waits begins because it has just come, or its adapter has
-        has_news = self._has_arrivals or bool(self._changed)
+        has_news = self._has_arrivals or self._is_any_for_requests(self._changed)
         self._has_arrivals = False
         self._changed.clear()
         step = Step(now, self._token_budget, self._num_probe_rows(has_news))
@@ -219,6 +219,13 @@ class Scheduler:
         self._waits.keep_asking(self._line.express)
         self._look_ahead.look()
         return step.scheduled
+
+    def _is_any_for_requests(self, digests: Collection[Digest]) -> bool:
+        """Whether one of these adapters is somebody's who waits, and isn't a probe."""
+        return bool(digests) and any(
+            request.probe is None and request.adapter is not None and request.adapter.digest in digests
+            for request in self._line
+        )
 
     def _num_probe_rows(self, has_news: bool) -> int:
         """
@@ -288,7 +295,9 @@ class Scheduler:
         for request in turns:
             count = min(request.num_pending_tokens, self._room(request, step))
             if count == 0 and request.probe is not None and step.budget:
-                # the others of its tenant don't wait for it
+                # the others of its tenant don't wait for it; an adapter that has just come for it would be gone by the next step
+                if request.status is not Status.RUNNING:
+                    self._has_adapter(request, step)
                 continue
             if count == 0:
                 turns.end_turn()

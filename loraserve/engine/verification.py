@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import ParamSpec, TypeVar
 
 from cachetools import LRUCache
@@ -103,7 +102,8 @@ class _Verification:
     @property
     def is_probing(self) -> bool:
         """Whether its probes have begun and aren't over."""
-        return any(probe.output is None for probe in self.probes)
+        probes = self.probes
+        return bool(probes) and (self.precision_loss is None or any(probe.output is None for probe in probes))
 
 
 class Verifications:
@@ -132,11 +132,11 @@ class Verifications:
         self._replies: list[m.VerifyReply] = []
         self._numbers = itertools.count()
         self._known: LRUCache[Sequences, _BaseAnswers] = LRUCache(MAX_KNOWN_SEQUENCES)
-        # One: what is beside the steps shall take one core at most, and of that what they leave. On a CPU that leaves little this is the cheapest all the same. Done between the
-        # steps, a piece at a time in a twentieth of theirs, a certificate (0.7 s) took 15 s instead of 3, and 0.65 s from the steps instead of about 0.2: measured on two
-        # cores, 32 sequences, a base of 110M parameters in float32.
+        # Two, of which one mostly waits for the thread that evaluates: what is beside the steps shall take one core, and of that what they leave. Done between the steps, a piece
+        # at a time in a twentieth of theirs, a certificate (0.7 s) took 15 s instead of 3, and 0.65 s from the steps instead of about 0.2: measured on two cores, 32 sequences,
+        # a base of 110M parameters in float32.
         self._executor = ThreadPoolExecutor(
-            1, thread_name_prefix="verification", initializer=partial(stand_back, BACKGROUND, is_idle=True)
+            2, thread_name_prefix="verification", initializer=stand_back, initargs=(BACKGROUND,)
         )
 
     @property

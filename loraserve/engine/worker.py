@@ -64,6 +64,7 @@ class Worker:
         self._is_stopping = False
         self._last_heartbeat_s = 0.0
         self._warming: dict[int, AdapterRef] = {}
+        self._was_busy = False
 
     def run(self) -> None:
         """Step until told to stop, or until the server is gone."""
@@ -88,7 +89,10 @@ class Worker:
 
     def _receive(self) -> None:
         """Take every message that is there; when no step could do anything, wait a little for one."""
-        ready = dict(self._poller.poll(self._patience_ms()))
+        patience_ms = self._patience_ms()
+        # what the last step gave back is somebody's at the next look, for which nobody rings
+        ready = dict(self._poller.poll(min(patience_ms, _COPYING_POLL_MS) if self._was_busy else patience_ms))
+        self._was_busy = patience_ms == 0
         if self._wakeup.fileno() in ready:
             self._wakeup.clear()
         if self._inputs not in ready:

@@ -27,7 +27,7 @@ from loraserve.engine.batch import Batch
 from loraserve.engine.core import Engine
 from loraserve.engine.messages import VerifyReply
 from loraserve.engine.scheduler import MIN_PROBE_ROWS
-from loraserve.engine.verification import Verifications
+from loraserve.engine.verification import MAX_PROBING, MAX_TOGETHER, Verifications
 from loraserve.limits import LIMITS
 from loraserve.memory.device import CpuDevice
 from loraserve.memory.kv_cache import Activation
@@ -446,6 +446,31 @@ def test_verification_that_nobody_waits_for_holds_nothing(world: World, make_eng
         assert not engine.has_requests
         assert verifications(engine).poll() == []
         assert (engine.stats().num_kv_blocks_used, engine.stats().num_pins) == (0, 0)
+
+
+def test_those_that_wait_are_evaluated_together_and_probed_a_few_at_a_time(
+    world: World, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, counts = make_engine(), list[int]()
+    evaluate = references.evaluate
+
+    def counted(base: PlainBase, subjects: Sequence[Subject], **options: Any) -> list[Evaluation]:
+        counts.append(len(subjects))
+        return evaluate(base, subjects, **options)
+
+    monkeypatch.setattr(references, "evaluate", counted)
+    # of others' as they come: each is another adapter
+    refs = [edited(world, name, scaled(1 + 0.01 * i)) for i in range(3) for name in ("r1", "r8")]
+    most = 0
+
+    def note(_: object) -> None:
+        nonlocal most
+        most = max(most, sum(v.is_probing for v in verifications(engine)._active))
+
+    found = replies(engine, *refs, on_step=note)
+    assert [reply.certificate.verdict for reply in found if reply.certificate] == ["passed"] * len(refs)
+    assert counts == [MAX_TOGETHER, len(refs) - MAX_TOGETHER]
+    assert 1 <= most <= MAX_PROBING
 
 
 def test_too_many_are_refused(world: World, make_engine: Callable[..., Engine]) -> None:
