@@ -1,4 +1,8 @@
 import dataclasses
+import gc
+import mmap
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +14,7 @@ from loraserve_kernels.layout import (
     DTYPES,
     LAYER_MODULES,
     LoraModule,
+    PackedAdapter,
     ReplacedNorm,
     ReplacedRows,
     pack_adapter,
@@ -268,3 +273,33 @@ def test_shifts_and_numbers_of_ranks_that_dont_fit_are_refused() -> None:
 def test_a_dtype_that_kernels_dont_read_is_refused() -> None:
     with pytest.raises(ShapeMismatch, match=r"or int8, not torch\.float64"):
         pack_adapter([], num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.float64)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_large_adapters_take_their_bytes_of_memory_and_give_all_of_them_back() -> None:
+    width, rank = 4096, 256
+    module = LoraModule(0, "q_proj", torch.ones(rank, width), torch.ones(width, rank), 1.0)
+
+    def pack() -> PackedAdapter:
+        return pack_adapter([module], num_layers=1, module_shapes={"q_proj": (width, width)}, dtype=torch.bfloat16)
+
+    pack()
+    before = resident_bytes()
+    packed = [pack() for _ in range(16)]
+    num_bytes = sum(adapter.num_bytes for adapter in packed)
+    assert num_bytes >= 64 << 20
+    assert resident_bytes() - before == pytest.approx(num_bytes, rel=0.1)
+    assert all(adapter.data.data_ptr() % mmap.PAGESIZE == 0 for adapter in packed)
+    matrix = packed[3].lora_a(0, "q_proj")
+    # of every other one: none of them waits for its neighbour
+    del packed[::2]
+    assert resident_bytes() - before == pytest.approx(num_bytes / 2, rel=0.2)
+    del packed
+    gc.collect()
+    assert bool((matrix == 1).all())
+    del matrix
+    assert resident_bytes() - before < num_bytes / 8
