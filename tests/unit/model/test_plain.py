@@ -16,6 +16,7 @@ from loraserve.adapters.compiler import compile_adapter
 from loraserve.adapters.ir import AdapterIR
 from loraserve.adapters.peft_format import read_adapter
 from loraserve.errors import InvariantViolation
+from loraserve.memory.base_weights import beside_steps
 from loraserve.model.plain import Evaluation, PlainBase, Stopped, Subject, _Pass, evaluate, invocation_start
 from loraserve.types import BaseSpec
 
@@ -33,7 +34,9 @@ TOLERANCE = 1e-4
 def evaluate_alone(
     base: PlainBase, prompts: Sequence[Sequence[int]], terms: Sequence[tuple[AdapterIR, float]]
 ) -> Evaluation:
-    (found,) = evaluate(base, [Subject(prompts, terms)])
+    """On one thread, as it's done beside steps: of several, each takes some rows of a product, and what a row is rounded to depends on its place."""
+    with beside_steps(base.device):
+        (found,) = evaluate(base, [Subject(prompts, terms)])
     return found
 
 
