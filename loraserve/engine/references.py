@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic, thread_time
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -21,6 +22,8 @@ from loraserve.memory.load import read_blobs
 from loraserve.model.plain import Evaluation, PlainBase, Stopped, Subject, evaluate
 from loraserve.priority import BACKGROUND, stand_back
 from loraserve.types import AdapterRef, BaseSpec
+
+ResultT = TypeVar("ResultT")
 
 Sequences = tuple[tuple[int, ...], ...]
 """Token ids that an adapter is probed with."""
@@ -74,6 +77,15 @@ class References:
     def close(self) -> None:
         """The thread is gone; `make` isn't called any more."""
         self._idle.shutdown(wait=True, cancel_futures=True)
+
+    def in_idle_time(self, work: Callable[[], ResultT]) -> ResultT:
+        """Do what takes a moment in time that nobody else wants, or on this thread if there was none for a while: perhaps twice, so that it must be no matter how often."""
+        future = self._idle.submit(work)
+        try:
+            return future.result(STARVED_AFTER_S)
+        except TimeoutError:
+            future.cancel()
+            return work()
 
     def make(self, references: Sequence[Reference], known: Mapping[Sequences, tuple[Tensor, ...]]) -> None:
         """Read these, and evaluate them in one pass or, of large ones, in a few. What goes wrong is told by its own reference alone.

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 from cachetools import LRUCache
@@ -247,7 +248,8 @@ class Verifications:
         if v.is_probing or not v.reference.evaluation.done():
             return None
         if v.verdict is None:
-            v.verdict = self._beside(self._judge, v, v.reference.evaluation.result())
+            judge_it = partial(self._judge, v, v.reference.evaluation.result())
+            v.verdict = self._beside(self._references.in_idle_time, judge_it)
         if not v.verdict.done():
             return None
         certificate = v.verdict.result()

@@ -66,9 +66,20 @@ def dora_delta(m: LoraModule, magnitude: Tensor, weights: BaseWeights) -> Tensor
     return delta
 
 
+_PIECE_WEIGHTS = 1 << 18
+"""Of a weight that a CPU computes with at a time: what that takes stays in its cache."""
+
+
+def _pieces(weights: BaseWeights, layer: int, module: str) -> Iterator[Tensor]:
+    """Yield a module's weight in small blocks of rows."""
+    for block in weights.weight_rows(layer, module):
+        is_on_cpu = block.device.type == "cpu"
+        yield from torch.split(block, max(1, _PIECE_WEIGHTS // block.shape[1])) if is_on_cpu else (block,)
+
+
 def _row_norms(m: LoraModule, a: Tensor, b: Tensor, weights: BaseWeights) -> Tensor:
     norms, start = torch.empty(b.shape[0], device=b.device), 0
-    for block in weights.weight_rows(m.layer, m.module):
+    for block in _pieces(weights, m.layer, m.module):
         end = start + block.shape[0]
         updated = torch.addmm(block, b[start:end], a)
         torch.linalg.vector_norm(updated, dim=1, out=norms[start:end])
@@ -78,7 +89,7 @@ def _row_norms(m: LoraModule, a: Tensor, b: Tensor, weights: BaseWeights) -> Ten
 
 def _column_norms(m: LoraModule, a: Tensor, b: Tensor, weights: BaseWeights) -> Tensor:
     squares, start = torch.zeros(b.shape[0], dtype=torch.float64, device=b.device), 0
-    for block in weights.weight_rows(m.layer, m.module):
+    for block in _pieces(weights, m.layer, m.module):
         end = start + block.shape[0]
         updated = torch.addmm(block, a[:, start:end].T, b.T)
         squares += torch.linalg.vector_norm(updated, dim=0).double() ** 2
@@ -98,7 +109,7 @@ def check_saved_base(module: str, saved: Tensor, weights: BaseWeights, tolerance
         AdapterUnservable: it's another weight.
     """
     start = 0
-    for block in weights.weight_rows(0, module):
+    for block in _pieces(weights, 0, module):
         end = start + block.shape[0]
         if not _is_same(saved[start:end].to(block.device), block, tolerance):
             raise AdapterUnservable(
@@ -115,7 +126,7 @@ def changed_rows(layer: int, module: str, saved: Tensor, weights: BaseWeights) -
         saved: [out_features, in_features], of the embedding [vocab_size, hidden_size]; any float dtype.
     """
     found, start = [], 0
-    for block in weights.weight_rows(layer, module):
+    for block in _pieces(weights, layer, module):
         rows = saved[start : start + block.shape[0]].to(block.device, torch.float32)
         found.append(start + (rows != block).any(1).nonzero()[:, 0].cpu())
         start += block.shape[0]

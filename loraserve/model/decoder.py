@@ -14,7 +14,7 @@ from loraserve.model.experts import MixtureOfExperts
 from loraserve.model.inputs import GpuInputs, KVTensors, ModelInputs
 from loraserve.model.layers import RMSNorm, cap_softly
 from loraserve.model.lora import LoraLinear
-from loraserve.model.quantize import Linear, row_blocks
+from loraserve.model.quantize import Linear, float_rows
 from loraserve.types import BaseSpec
 from loraserve_kernels.gpu_plan import GpuLoraPlan
 from loraserve_kernels.launch import apply_embedding_lora
@@ -69,8 +69,7 @@ class Decoder:
                 unpacked once then; or ``embed_tokens``, whose are [n, hidden_size], a row for each token.
         """
         if modules == ("embed_tokens",):
-            for start, end in row_blocks(0, *self._embedding.shape):
-                yield self._embedding[start:end].float()
+            yield from float_rows(self._embedding, 0, self._embedding.shape[0])
             return
         if modules == ("lm_head",):
             yield from self._head.base.rows(0, self.spec.vocab_size)

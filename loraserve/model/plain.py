@@ -112,7 +112,7 @@ def invocation_start(token_ids: Sequence[int], invocation: Sequence[int]) -> int
 class _Term:
     """One adapter, and the rows that it acts on."""
 
-    def __init__(self, ir: AdapterIR, weight: float, rows: Tensor) -> None:
+    def __init__(self, ir: AdapterIR, weight: float, rows: Tensor | slice) -> None:
         self.weight, self.rows = weight, rows
         self._modules: Mapping[tuple[int, str], ModuleIR] = {(m.layer, m.module): m for m in ir.modules}
         self._norms: Mapping[tuple[int, str], NormIR] = {(n.layer, n.norm): n for n in ir.norms}
@@ -146,7 +146,9 @@ class _Pass:
                 yield _Term(ir, weight, self._rows_of(start, one.sequences, ir))
             start += sum(map(len, one.sequences))
 
-    def _rows_of(self, end: int, sequences: Sequence[Sequence[int]], ir: AdapterIR) -> Tensor:
+    def _rows_of(self, end: int, sequences: Sequence[Sequence[int]], ir: AdapterIR) -> Tensor | slice:
+        if not ir.invocation_token_ids:
+            return slice(end, end + sum(map(len, sequences)))
         rows: list[int] = []
         for sequence in sequences:
             end += len(sequence)
@@ -377,7 +379,7 @@ class _Pass:
             start += block.shape[0]
         return out
 
-    def _embedded(self, m: ModuleIR, rows: Tensor, embedded: Tensor) -> Tensor:
+    def _embedded(self, m: ModuleIR, rows: Tensor | slice, embedded: Tensor) -> Tensor:
         tokens = self._tokens[rows]
         if m.weight is not None:
             embedded = _tensor(m.weight, self._device, tokens.cpu().numpy())

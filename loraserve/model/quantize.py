@@ -107,8 +107,11 @@ def row_blocks(start: int, end: int, width: int, block_weights: int | None = Non
         yield first, min(first + step, end)
 
 
-def _float_rows(weight: Tensor, start: int, end: int) -> Iterator[Tensor]:
-    for first, last in row_blocks(start, end, weight.shape[1]):
+def float_rows(weight: Tensor, start: int, end: int) -> Iterator[Tensor]:
+    """Yield these rows of a weight in float32, a block at a time, in order."""
+    # those that are float32 already take no memory of their own: the fewer, the less often whoever multiplies them holds the interpreter's lock
+    block_weights = _BLOCK_WEIGHTS if weight.dtype != torch.float32 else 16 * _BLOCK_WEIGHTS
+    for first, last in row_blocks(start, end, weight.shape[1], block_weights):
         yield weight[first:last].float()
 
 
@@ -131,7 +134,7 @@ class Float32Linear:
     def rows(self, start: int, end: int) -> Iterator[Tensor]:
         # oneDNN gives back the whole matrix only
         packed = self._weight.packed
-        return _float_rows(packed.to_dense() if self._weight.is_blocked else packed, start, end)
+        return float_rows(packed.to_dense() if self._weight.is_blocked else packed, start, end)
 
 
 class BFloat16Linear:
@@ -155,7 +158,7 @@ class BFloat16Linear:
         return y.float()
 
     def rows(self, start: int, end: int) -> Iterator[Tensor]:
-        return _float_rows(self._weight.to_dense() if self._is_packed else self._weight, start, end)
+        return float_rows(self._weight.to_dense() if self._is_packed else self._weight, start, end)
 
 
 class Float16Linear:
@@ -177,7 +180,7 @@ class Float16Linear:
 
     def rows(self, start: int, end: int) -> Iterator[Tensor]:
         weight: Tensor = torch.ops.quantized.linear_unpack_fp16(self._packed)[0]
-        return _float_rows(weight, start, end)
+        return float_rows(weight, start, end)
 
 
 class Int8Linear:

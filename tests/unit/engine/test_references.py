@@ -137,6 +137,20 @@ def test_thread_that_gets_no_time_hands_over_to_one_that_gets_a_little(
     assert (os.sched_getscheduler(starved), os.sched_getscheduler(other)) == (os.SCHED_IDLE, os.SCHED_OTHER)
 
 
+def test_what_takes_a_moment_is_done_in_idle_time_or_else_at_once(
+    references: References, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert references.in_idle_time(threading.get_native_id) != threading.get_native_id()
+    gate = threading.Event()
+    busy = references._idle.submit(gate.wait, 30)
+    monkeypatch.setattr(module, "STARVED_AFTER_S", 0.01)
+    assert references.in_idle_time(threading.get_native_id) == threading.get_native_id()
+    gate.set()
+    assert busy.result(10)
+    with pytest.raises(ZeroDivisionError):
+        references.in_idle_time(lambda: 1 // 0)
+
+
 def test_nobody_waits_for_what_never_comes(references: References, world: World) -> None:
     made = [Reference(world.refs[name]) for name in NAMES]
     references._when_read = lambda: 1 / 0
