@@ -129,7 +129,10 @@ class References:
         if not read:
             return
         try:
-            found = self._idle.submit(self._run_unless_starved, read).result()
+            found = None
+            # on a GPU a thread waits more than it works: that looks like being starved, and takes no processor from the steps
+            if self._base.device.type == "cpu":
+                found = self._idle.submit(self._run_unless_starved, read).result()
             if found is None:
                 found = self._run(read)
         except Exception as error:
