@@ -99,6 +99,9 @@ def check_format(quantize: str, dtype: torch.dtype) -> None:
 _BLOCK_WEIGHTS = 1 << 18
 """Of a weight's rows that are float32 at a time: 1 MiB, memory that the allocator has at hand. At 16 MiB, which the system clears each time, it took three times as long."""
 
+_VIEW_WEIGHTS = 1 << 22
+"""The same of rows that are float32 already, whose blocks take no memory: the fewer, the less often whoever multiplies them holds the interpreter's lock."""
+
 
 def row_blocks(start: int, end: int, width: int, block_weights: int | None = None) -> Iterator[tuple[int, int]]:
     """Yield what cuts rows of `width` weights into blocks of so many weights (None: what suits a CPU): (start, end)."""
@@ -109,8 +112,7 @@ def row_blocks(start: int, end: int, width: int, block_weights: int | None = Non
 
 def float_rows(weight: Tensor, start: int, end: int) -> Iterator[Tensor]:
     """Yield these rows of a weight in float32, a block at a time, in order."""
-    # those that are float32 already take no memory of their own: the fewer, the less often whoever multiplies them holds the interpreter's lock
-    block_weights = _BLOCK_WEIGHTS if weight.dtype != torch.float32 else 16 * _BLOCK_WEIGHTS
+    block_weights = _BLOCK_WEIGHTS if weight.dtype != torch.float32 else _VIEW_WEIGHTS
     for first, last in row_blocks(start, end, weight.shape[1], block_weights):
         yield weight[first:last].float()
 

@@ -247,7 +247,8 @@ def test_weights_come_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     serving = Serving(tmp_path, "llama", {})
     config = {"r": 3, "lora_alpha": 4, "use_dora": True, "target_modules": ["embed_tokens", "lm_head", "k_proj"]}
     whole, _ = serving.adapter(config)
-    monkeypatch.setattr(quantize_module, "_BLOCK_WEIGHTS", 48 * 7)
+    for name in ("_BLOCK_WEIGHTS", "_VIEW_WEIGHTS"):
+        monkeypatch.setattr(quantize_module, name, 48 * 7)
     assert max(block.shape[0] for block in serving.decoder.weight_rows(0, "lm_head")) == 7
     cut = serving.load(tmp_path / "adapter-0")
     for module in ("embed_tokens", "lm_head", "k_proj"):
