@@ -197,7 +197,7 @@ class Verifications:
         return replies
 
     def close(self) -> None:
-        """No verification goes on, and the thread is gone."""
+        """No verification goes on, and the threads are gone."""
         for verification in [*self._waiting, *self._active]:
             self._end(verification)
         self._executor.shutdown(wait=True, cancel_futures=True)

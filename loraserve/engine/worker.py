@@ -32,8 +32,8 @@ logger = logging.getLogger("loraserve.engine")
 _IDLE_POLL_MS = 100
 _EXPECTING_POLL_MS = 20
 """While something is expected that rings when it's there: for what time alone changes, such as whose turn it is."""
-_COPYING_POLL_MS = 1
-"""While an adapter is copied to the device, whose end nobody tells."""
+_SOON_POLL_MS = 1
+"""While an adapter is copied to the device, whose end nobody tells; and once after a step, for what that gave back."""
 
 
 class Worker:
@@ -91,7 +91,7 @@ class Worker:
         """Take every message that is there; when no step could do anything, wait a little for one."""
         patience_ms = self._patience_ms()
         # what the last step gave back is somebody's at the next look, for which nobody rings
-        ready = dict(self._poller.poll(min(patience_ms, _COPYING_POLL_MS) if self._was_busy else patience_ms))
+        ready = dict(self._poller.poll(min(patience_ms, _SOON_POLL_MS) if self._was_busy else patience_ms))
         self._was_busy = patience_ms == 0
         if self._wakeup.fileno() in ready:
             self._wakeup.clear()
@@ -110,7 +110,7 @@ class Worker:
         if engine.has_requests and not engine.is_waiting_for_adapters_only:
             return 0
         if engine.pager.is_copying:
-            return _COPYING_POLL_MS
+            return _SOON_POLL_MS
         is_expecting = engine.has_requests or self._warming or self._verifications.is_active
         return _EXPECTING_POLL_MS if is_expecting else _IDLE_POLL_MS
 

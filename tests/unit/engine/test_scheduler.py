@@ -118,7 +118,8 @@ def test_probes_leave_steps_with_prompts_to_these_for_a_while(harness):
     assert [rows(harness.step()[0]) for _ in range(2)] == [0, MIN_PROBE_ROWS]
 
 
-def test_an_adapter_that_comes_for_a_probe_alone_is_no_prompts_news(harness):
+def add_probe_whose_adapter_has_come(harness):
+    """Beside a request that decodes; it hasn't been scheduled since."""
     harness.add(make_request(4, max_tokens=100))
     harness.step()
     probe = make_request(8, max_tokens=1, adapter="probed")
@@ -126,18 +127,17 @@ def test_an_adapter_that_comes_for_a_probe_alone_is_no_prompts_news(harness):
     harness.add(probe)
     harness.step()
     harness.adapters.set("probed", Residency.RESIDENT)
+    return probe
+
+
+def test_an_adapter_that_comes_for_a_probe_alone_is_no_prompts_news(harness):
+    probe = add_probe_whose_adapter_has_come(harness)
     # in the very step in which it's there: in the next one somebody else may have its place
     assert sum(entry.num_tokens for entry in harness.step()[0] if entry.request is probe) == MIN_PROBE_ROWS
 
 
 def test_an_adapter_that_comes_for_a_probe_is_kept_for_it_while_prompts_take_the_step(harness):
-    harness.add(make_request(4, max_tokens=100))
-    harness.step()
-    probe = make_request(8, max_tokens=1, adapter="probed")
-    probe.probe = Probe(probe.request_id, probe.token_ids)
-    harness.add(probe)
-    harness.step()
-    harness.adapters.set("probed", Residency.RESIDENT)
+    probe = add_probe_whose_adapter_has_come(harness)
     harness.add(make_request(4, max_tokens=1))
     assert all(entry.request is not probe for entry in harness.step()[0])
     assert harness.adapters.pins[make_ref("probed").digest] == 1
