@@ -15,6 +15,7 @@ from adapters_store import open_store
 from loraserve.config import EngineConfig
 from loraserve.engine import messages as m
 from loraserve.engine.core import Engine
+from loraserve.engine.pace import Pace
 from loraserve.engine.runner import Runner, StepRunner, kv_block_bytes, view_kv
 from loraserve.engine.verification import Verifications
 from loraserve.errors import ConfigError
@@ -75,7 +76,9 @@ def build_engine(config: EngineConfig, wake: Callable[[], None] = lambda: None) 
         precision=Precision(config.adapter_rank_error, config.max_adapter_loss),
         wake=wake,
     )
-    engine = Engine(config, decoder.spec, runner, pager, overlap=config.device != "cpu", kv=kv)
+    is_on_cpu = config.device == "cpu"
+    pace = Pace(torch.get_num_threads()) if is_on_cpu else None
+    engine = Engine(config, decoder.spec, runner, pager, overlap=not is_on_cpu, kv=kv, pace=pace)
     engine.verifications = Verifications(engine, decoder, store, wake=wake)
     ready = m.Ready(
         base=decoder.spec,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from loraserve.config import EngineConfig
 from loraserve.engine.activation import find_activation
 from loraserve.engine.batch import Batch, build_batch
 from loraserve.engine.messages import AddRequest
+from loraserve.engine.pace import Pace
 from loraserve.engine.probe import Probe
 from loraserve.engine.request import Request
 from loraserve.engine.runner import StepHandle, StepRunner
@@ -64,6 +66,7 @@ class Engine:
 
     Attributes:
         verifications: whose probes are requests here; None where nobody verifies.
+        pace: what work beside the steps keeps to; each step tells it.
     """
 
     def __init__(
@@ -75,15 +78,18 @@ class Engine:
         *,
         overlap: bool = False,
         kv: KVCache | None = None,
+        pace: Pace | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
             kv: whose blocks the runner's steps write; None: as many as the runner has, which nobody else rents.
+            pace: of the work beside steps that compute on the same processors; None: they compute elsewhere.
         """
         self.base = base
         self.pager = pager
         self.verifications: Verifications | None = None
+        self.pace = pace or Pace(math.inf)
         self._runner = runner
         self._overlap = overlap
         self._clock = clock
@@ -115,6 +121,10 @@ class Engine:
     def is_serving(self) -> bool:
         """Whether somebody's request takes part in steps: one that isn't a probe."""
         return self._scheduler.is_serving
+
+    def is_serving_other_than(self, digest: Digest) -> bool:
+        """Whether a request of another adapter takes part in steps, probes aside."""
+        return self._scheduler.is_serving_other_than(digest)
 
     @property
     def has_requests(self) -> bool:
@@ -205,6 +215,8 @@ class Engine:
             self.pager.stopwatch.take_s()
         self._scheduler.note_changed(self.pager.poll())
         scheduled = self._scheduler.schedule()
+        requests = [entry for entry in scheduled if entry.request.probe is None]
+        self.pace.note(is_serving=bool(requests), has_prompts=any(entry.num_tokens > 1 for entry in requests))
         outputs = self._scheduler.take_failed()
         if scheduled or self._in_flight:
             outputs += self._launch(scheduled)
@@ -217,6 +229,7 @@ class Engine:
             elapsed = self._clock() - started
             self._step_s += elapsed
             self._note_prefill(scheduled, elapsed)
+        self.pace.note(is_serving=self.is_serving)
         if self.verifications is not None:
             outputs = self.verifications.take(outputs)
         self._generation_tokens += sum(len(output.token_ids) for output in outputs)

@@ -15,6 +15,7 @@ from adapters_store import BlobStore
 from loraserve.adapters.compiler import compile_adapter
 from loraserve.adapters.ir import AdapterIR
 from loraserve.adapters.peft_format import read_adapter
+from loraserve.engine.pace import Pace
 from loraserve.engine.parity import probe_sequences
 from loraserve.limits import MIB
 from loraserve.memory.base_weights import beside_steps
@@ -64,28 +65,40 @@ class _Read:
 class References:
     """Makes them, a few at a time. They are evaluated in time that nobody else wants, or, where there is next to none of that, on the caller's thread."""
 
-    def __init__(self, base: PlainBase, spec: BaseSpec, store: BlobStore, when_read: Callable[[], None]) -> None:
+    def __init__(
+        self, base: PlainBase, spec: BaseSpec, store: BlobStore, when_read: Callable[[], None], pace: Pace
+    ) -> None:
         """
         Args:
             when_read: called when the sequences of one are there.
+            pace: of what is done here.
         """
-        self._base, self._spec, self._store, self._when_read = base, spec, store, when_read
-        self._idle = ThreadPoolExecutor(
-            1, thread_name_prefix="evaluation", initializer=partial(stand_back, BACKGROUND, is_idle=True)
+        self._base, self._spec, self._store, self._when_read, self._pace = base, spec, store, when_read, pace
+        # one of them for what takes a moment, and doesn't wait for an evaluation
+        self._idle, self._briefly_idle = (
+            ThreadPoolExecutor(1, thread_name_prefix=name, initializer=partial(stand_back, BACKGROUND, is_idle=True))
+            for name in ("evaluation", "verdict")
         )
 
     def close(self) -> None:
-        """The thread is gone; `make` isn't called any more."""
-        self._idle.shutdown(wait=True, cancel_futures=True)
+        """The threads are gone; `make` isn't called any more."""
+        for idle in (self._idle, self._briefly_idle):
+            idle.shutdown(wait=True, cancel_futures=True)
 
     def in_idle_time(self, work: Callable[[], ResultT]) -> ResultT:
         """Do what takes a moment in time that nobody else wants, or on this thread if there was none for a while: perhaps twice, so that it must be no matter how often."""
-        future = self._idle.submit(work)
+        future = self._briefly_idle.submit(self._then_rest, work)
         try:
             return future.result(STARVED_AFTER_S)
         except TimeoutError:
             future.cancel()
             return work()
+
+    def _then_rest(self, work: Callable[[], ResultT]) -> ResultT:
+        rest = self._pace.on_thread()
+        result = work()
+        rest()
+        return result
 
     def make(self, references: Sequence[Reference], known: Mapping[Sequences, tuple[Tensor, ...]]) -> None:
         """Read these, and evaluate them in one pass or, of large ones, in a few. What goes wrong is told by its own reference alone.
@@ -95,7 +108,9 @@ class References:
         """
         try:
             read: list[_Read] = []
+            rest = self._pace.on_thread()
             for reference in references:
+                rest()
                 if reference.is_wanted and (one := self._read(reference, known)) is not None:
                     read.append(one)
                 if sum(one.num_bytes for one in read) > MAX_HELD_BYTES:
@@ -152,9 +167,14 @@ class References:
         Raises:
             Stopped: nobody wants it any more.
         """
-        share = _Share()
+        share, rest = _Share(), self._pace.on_thread()
+
+        def may_go_on() -> bool:
+            share.leave_out(rest())
+            return not share.is_starved()
+
         try:
-            return self._run(read, lambda: not share.is_starved())
+            return self._run(read, may_go_on)
         except Stopped:
             if share.was_starved:
                 return None
@@ -183,6 +203,10 @@ class _Share:
     def __init__(self) -> None:
         self.was_starved = False
         self._began_s, self._worked_s = monotonic(), thread_time()
+
+    def leave_out(self, rested_s: float) -> None:
+        """It didn't want anything for so long."""
+        self._began_s += rested_s
 
     def is_starved(self) -> bool:
         """Whether it has next to nothing, for long enough to say so."""

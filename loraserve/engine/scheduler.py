@@ -129,6 +129,13 @@ class Scheduler:
         """Whether somebody's request takes part in steps: one that isn't a probe."""
         return any(request.probe is None for request in self._running)
 
+    def is_serving_other_than(self, digest: Digest) -> bool:
+        """Whether somebody's request of another adapter takes part in steps."""
+        return any(
+            request.probe is None and request.adapter is not None and request.adapter.digest != digest
+            for request in self._running
+        )
+
     @property
     def num_waiting_for_adapter(self) -> int:
         return len(self._waits)

@@ -106,6 +106,11 @@ class _Verification:
         probes = self.probes
         return bool(probes) and (self.precision_loss is None or any(probe.output is None for probe in probes))
 
+    @property
+    def is_probed(self) -> bool:
+        """Whether its probes have begun and are over."""
+        return bool(self.probes) and not self.is_probing
+
 
 class Verifications:
     """The engine's verifications, a few at a time and the others in line. The step's thread calls everything here, between steps; nothing of it waits."""
@@ -125,7 +130,7 @@ class Verifications:
             clock: monotonic seconds.
         """
         self._engine, self._base, self._wake, self._clock = engine, base, wake, clock
-        self._references = References(base, engine.base, store, wake)
+        self._references = References(base, engine.base, store, wake, engine.pace)
         self._waiting: deque[_Verification] = deque()
         self._active: list[_Verification] = []
         self._evaluating: Future[None] | None = None
@@ -200,6 +205,8 @@ class Verifications:
         """No verification goes on, and the threads are gone."""
         for verification in [*self._waiting, *self._active]:
             self._end(verification)
+        # who rests needn't
+        self._engine.pace.note(is_serving=False)
         self._executor.shutdown(wait=True, cancel_futures=True)
         self._references.close()
 
@@ -207,6 +214,9 @@ class Verifications:
         """Those that wait are read and evaluated, some together, as soon as the ones before them were."""
         count = min(MAX_TOGETHER, MAX_ACTIVE - len(self._active), len(self._waiting))
         if count <= 0 or (self._evaluating is not None and not self._evaluating.done()):
+            return
+        if count < MAX_TOGETHER and self._engine.is_serving and any(not v.is_probed for v in self._active):
+            # their probes would wait for those ones' anyway: the steps' rows are what there is least of
             return
         together = [self._waiting.popleft() for _ in range(count)]
         self._active += together
@@ -258,12 +268,16 @@ class Verifications:
         return certificate
 
     def _mix(self, v: _Verification, sequences: Sequences) -> None:
-        """Queue the mixed round: the adapter's sequences, the base's (a short one where their answers are known), and a short one of another adapter, if there is any."""
+        """Queue the mixed round: the adapter's sequences, the base's (a short one where their answers are known), and a short one of another adapter, if there is any.
+
+        The short ones only where no requests are in the same steps, who are company enough, and whom each row costs time.
+        """
         if v.known_base is None:
             v.base = [self._probe(sequence, None) for sequence in sequences]
-        else:
+        elif not self._engine.is_serving:
             v.beside.append(self._probe(sequences[-1][1:BESIDE_END], None))
-        other = self._engine.pager.other_resident(v.ref.digest)
+        is_in_company = self._engine.is_serving_other_than(v.ref.digest)
+        other = None if is_in_company else self._engine.pager.other_resident(v.ref.digest)
         if other is not None:
             probe = self._new_probe(sequences[-1][1:BESIDE_END])
             self._engine.add_probe_of_resident(probe, other)

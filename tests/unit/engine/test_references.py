@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from adapters_store import open_store
+from loraserve.engine import pace
 from loraserve.engine import references as module
 from loraserve.engine.assembly import build_engine
 from loraserve.engine.core import Engine
@@ -37,7 +38,7 @@ def engine(world: World) -> Iterator[Engine]:
 
 @pytest.fixture
 def references(world: World, engine: Engine) -> Iterator[References]:
-    made = References(engine._runner._decoder, engine.base, open_store(world.store_url), lambda: None)  # type: ignore[attr-defined]
+    made = References(engine._runner._decoder, engine.base, open_store(world.store_url), lambda: None, engine.pace)  # type: ignore[attr-defined]
     yield made
     made.close()
 
@@ -142,13 +143,54 @@ def test_what_takes_a_moment_is_done_in_idle_time_or_else_at_once(
 ) -> None:
     assert references.in_idle_time(threading.get_native_id) != threading.get_native_id()
     gate = threading.Event()
-    busy = references._idle.submit(gate.wait, 30)
+    evaluating = references._idle.submit(gate.wait, 30)
+    assert references.in_idle_time(threading.get_native_id) != threading.get_native_id()
+    busy = references._briefly_idle.submit(gate.wait, 30)
     monkeypatch.setattr(module, "STARVED_AFTER_S", 0.01)
     assert references.in_idle_time(threading.get_native_id) == threading.get_native_id()
     gate.set()
     assert busy.result(10)
+    assert evaluating.result(10)
     with pytest.raises(ZeroDivisionError):
         references.in_idle_time(lambda: 1 // 0)
+
+
+def test_everything_is_paced(
+    references: References, engine: Engine, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evaluations between their products, readings and verdicts between one and the next; each on its own thread."""
+    threads: list[str] = []
+
+    def note(work_s: float) -> float:
+        threads.append(threading.current_thread().name.split("_")[0])
+        return 0.0
+
+    monkeypatch.setattr(pace, "WORTH_S", 0.0)
+    monkeypatch.setattr(engine.pace, "_rest", note)
+    make(references, world, ["r8", "r1"])
+    reading = threading.current_thread().name
+    num_products = world_products(engine)
+    assert threads.count(reading) == 2
+    assert threads.count("evaluation") == num_products
+    references.in_idle_time(lambda: None)
+    assert threads[-1] == "verdict"
+
+
+def world_products(engine: Engine) -> int:
+    """Of the base's weights in one pass: q, k and v, o, gate and up, and down of each layer, and the head."""
+    return 4 * engine._runner._decoder.config.num_layers + 1  # type: ignore[attr-defined]
+
+
+def test_rests_are_no_starvation(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = {"monotonic": 100.0, "thread_time": 1.0}
+    for name in clocks:
+        monkeypatch.setattr(module, name, lambda name=name: clocks[name])
+    share = module._Share()
+    clocks.update(monotonic=120.0, thread_time=1.9)
+    share.leave_out(3.0)
+    assert not share.is_starved()
+    clocks["monotonic"] += 3.0
+    assert share.is_starved()
 
 
 def test_nobody_waits_for_what_never_comes(references: References, world: World) -> None:

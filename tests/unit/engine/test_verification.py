@@ -365,6 +365,43 @@ def test_probes_meet_the_base_and_other_adapters(
     assert mixed.adapters[0][1] > 0
 
 
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        # on its own requests alone it would be in no company
+        ("r8", {"own", "other"}),
+        ("mixed", {"own"}),
+        (None, {"own", "other"}),
+    ],
+)
+def test_requests_are_company_enough(
+    other: str | None,
+    expected: set[str],
+    world: World,
+    make_engine: Callable[..., Engine],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, seen = make_engine(), set[str]()
+    # brings in another adapter; and what the base answers is known from now on
+    certificate(engine, world.refs["rs"])
+    add(engine, world, PROMPT, other, max_tokens=100)
+    while not engine.is_serving:
+        engine.step()
+    launch = engine._runner.launch
+
+    def note(batch: Batch) -> object:
+        for entry in batch.entries:
+            adapter = entry.request.adapter
+            if entry.request.probe is not None:
+                seen.add("base" if adapter is None else "own" if adapter.digest == world.refs["r8"].digest else "other")
+        return launch(batch)
+
+    monkeypatch.setattr(engine._runner, "launch", note)
+    assert certificate(engine, world.refs["r8"]).verdict == "passed"
+    assert seen == expected
+    run(engine)
+
+
 def test_running_requests_go_on_and_say_the_same(world: World, make_engine: Callable[..., Engine]) -> None:
     engine = make_engine()
     request = add(engine, world, PROMPT, "mixed", max_tokens=70)
@@ -471,6 +508,38 @@ def test_those_that_wait_are_evaluated_together_and_probed_a_few_at_a_time(
     assert [reply.certificate.verdict for reply in found if reply.certificate] == ["passed"] * len(refs)
     assert counts == [MAX_TOGETHER, len(refs) - MAX_TOGETHER]
     assert 1 <= most <= MAX_PROBING
+
+
+def test_beside_requests_those_that_come_meanwhile_are_evaluated_together(
+    world: World, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they would wait for the probes of those before them anyway."""
+    engine, counts = make_engine(), list[int]()
+    evaluate = references.evaluate
+
+    def counted(base: PlainBase, subjects: Sequence[Subject], **options: Any) -> list[Evaluation]:
+        counts.append(len(subjects))
+        return evaluate(base, subjects, **options)
+
+    monkeypatch.setattr(references, "evaluate", counted)
+    add(engine, world, PROMPT, max_tokens=110)
+    while not engine.is_serving:
+        engine.step()
+    verifications(engine).start(0, world.refs["r8"])
+    got: list[VerifyReply] = []
+    deadline, waiting = time.monotonic() + 60, [edited(world, "r8", scaled(1 + 0.01 * i)) for i in range(1, 4)]
+    while len(got) < 4 and time.monotonic() < deadline:
+        if any(v.is_probing for v in verifications(engine)._active) and waiting:
+            # one at a time; no step between them, and each is seen
+            verifications(engine).start(len(waiting), waiting.pop())
+        else:
+            engine.step()
+        got += verifications(engine).poll()
+        time.sleep(0.002)
+    assert [reply.certificate.verdict for reply in got if reply.certificate] == ["passed"] * 4
+    assert counts == [1, 3]
+    if engine.has_requests:
+        run(engine)
 
 
 def test_too_many_are_refused(world: World, make_engine: Callable[..., Engine]) -> None:
