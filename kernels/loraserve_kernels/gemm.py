@@ -13,6 +13,7 @@ float32: oneDNN with weights in its own blocked order, which adds the products o
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import warnings
 from collections.abc import Callable
@@ -161,6 +162,33 @@ def pack_float(weight: Tensor) -> FloatWeight:
         return FloatWeight(weight.clone(), False, in_features, out_features)
     # the order is chosen for about as many rows as a decode step has
     return FloatWeight(torch.ops.mkldnn._reorder_linear_weight(weight, 32), True, in_features, out_features)
+
+
+_BLOCK_ROWS = (64, 48, 32, 24, 16, 8)
+
+
+def blocks_in_place(packed: FloatWeight, weight: Tensor) -> Tensor | None:
+    """Return a packed weight's own memory as blocks of its rows, each transposed: [num_blocks, in_features, rows of a block] float32; None where it is in another order.
+
+    oneDNN gives back whole matrices only, in new memory. It doesn't say in which order it keeps them; on machines with AVX2 or AVX512 so many rows are side by side, and whether they
+    are is seen by comparing all of them. Valid as long as `packed`.
+
+    Args:
+        weight: what was packed.
+    """
+    if not packed.is_blocked or not hasattr(torch.ops.mkldnn, "data_ptr"):
+        return None
+    if torch.ops.mkldnn._nbytes(packed.packed) != weight.nbytes:
+        return None
+    address = ctypes.cast(torch.ops.mkldnn.data_ptr(packed.packed), ctypes.POINTER(ctypes.c_float))
+    memory = torch.from_numpy(np.ctypeslib.as_array(address, (weight.numel(),)))
+    rows, width = weight.shape
+    for size in _BLOCK_ROWS:
+        if rows % size == 0:
+            blocks = memory.view(rows // size, width, size)
+            if torch.equal(blocks, weight.view(rows // size, size, width).mT):
+                return blocks
+    return None
 
 
 def float_linear(x: Tensor, weight: FloatWeight, bias: Tensor | None = None) -> Tensor:

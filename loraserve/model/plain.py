@@ -169,7 +169,9 @@ class _Pass:
             delta = self._norm(self._mlp(x, layer), layer, "", architecture.mlp_out_norm)
             hidden = hidden + config.residual_scale * delta
         x = self._scale_and_norm(hidden, architecture.norm, 0, "norm")
-        logits = self._linear(x, 0, "lm_head") * config.logits_scale
+        logits = self._linear(x, 0, "lm_head")
+        if config.logits_scale != 1:
+            logits = logits * config.logits_scale
         if config.logits_cap is not None:
             logits = config.logits_cap * torch.tanh(logits / config.logits_cap)
         return self._evaluations(iter(self._split(logits.cpu())))

@@ -7,7 +7,15 @@ import torch
 
 from loraserve_kernels import gemm, reference
 from loraserve_kernels.errors import ShapeMismatch
-from loraserve_kernels.gemm import float_linear, int8_linear, pack_float, pack_int8, quantize_int8, quantize_rows
+from loraserve_kernels.gemm import (
+    blocks_in_place,
+    float_linear,
+    int8_linear,
+    pack_float,
+    pack_int8,
+    quantize_int8,
+    quantize_rows,
+)
 
 SHAPES = [(61, 40), (128, 64), (96, 333)]
 
@@ -136,6 +144,26 @@ def test_a_float_rows_bits_dont_depend_on_its_batch(out_features: int, in_featur
     together = float_linear(x, weight)
     for num_tokens in (1, 2, 3, 8, 17, 64, 130):
         assert torch.equal(float_linear(x[:num_tokens].clone(), weight), together[:num_tokens])
+
+
+@pytest.mark.parametrize(("out_features", "in_features"), [*SHAPES, (768, 2048), (128, 7)])
+def test_blocks_in_place_are_the_weight(out_features: int, in_features: int) -> None:
+    weight = torch.randn(out_features, in_features)
+    packed = pack_float(weight)
+    blocks = blocks_in_place(packed, weight)
+    if blocks is None:
+        # another order, or none that is known: the whole matrix is unpacked instead
+        assert out_features % 64 or in_features < 64 or not has_avx2()
+        return
+    assert torch.equal(torch.cat([block.T for block in blocks]), weight)
+    assert blocks.data_ptr() == torch.ops.mkldnn.data_ptr(packed.packed)
+    # one number elsewhere, and it's seen that this isn't the order
+    weight[out_features // 2, in_features // 2] += 1
+    assert blocks_in_place(packed, weight) is None
+
+
+def has_avx2() -> bool:
+    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="about x86 instructions")
