@@ -3,7 +3,7 @@
     python -m benchmarks.churn                # 200 cold adapters and 200 uploads, in two rounds: about ten minutes on two cores
     python -m benchmarks.churn --quick        # 40 of each in one round: about two minutes
 
-In each round the same streams run twice, beside the same extra requests of one token at the same times: at first these ask for the streams' own adapters, which are resident, and
+In each round the same streams run twice, each from another place in its answer on, so that together they are as long at any time, beside the same extra requests of one token at the same times: at first these ask for the streams' own adapters, which are resident, and
 nothing is uploaded; then each asks for a cold adapter, and as many adapters are uploaded by a process of its own, in time that nobody else wants. Before that, alone on the server: the first token of
 cold adapters and of a resident one, and in a process without a server what reading, verifying and copying such an adapter takes (`benchmarks.loading`), all three in turn.
 """
@@ -13,13 +13,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import math
 import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,12 @@ SEEDS = 1_000_000
 
 @dataclass(slots=True)
 class Phase:
-    """The streams beside one kind of extra load."""
+    """The streams beside one kind of extra load.
+
+    Attributes:
+        gaps_s: between their tokens, while everything else went on that's in the phase.
+        gaps_after_s: while what was left of it ended: most often uploads, as fast as they are taken.
+    """
 
     kind: str
     gaps_s: list[float]
@@ -55,6 +61,7 @@ class Phase:
     num_unanswered: int
     seen: Seen
     delayed_s: float
+    gaps_after_s: list[float] = field(default_factory=list)
     uploads: dict[str, Any] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
 
@@ -103,11 +110,21 @@ def extra_asks(adapters: Sequence[int], rate: float, seed: int) -> list[Ask]:
     return [Ask(i / rate, adapter, PROMPT_TOKENS, 1, seed + i) for i, adapter in enumerate(adapters)]
 
 
-async def stream_until(asker: Asker, first: Ask, answers: list[Answer], stop: asyncio.Event) -> None:
+def stream_asks(number: int, num_tokens: int, seed: int) -> Iterator[Ask]:
+    """What a stream asks for, one after the other, without end.
+
+    The first of them stand where streams are that have run for long, each at another place in its answer: from then on they are as long, all together, as ever.
+    """
+    done = num_tokens * number // NUM_STREAMS
+    yield Ask(0.0, number, PROMPT_TOKENS + done, num_tokens - done, seed)
+    for i in itertools.count(1):
+        yield Ask(0.0, number, PROMPT_TOKENS, num_tokens, seed + i)
+
+
+async def stream_until(asker: Asker, asks: Iterator[Ask], answers: list[Answer], stop: asyncio.Event) -> None:
     """One stream: an answer after the other, put into `answers` as they begin, until it's told to stop or one goes wrong."""
     while not stop.is_set():
-        ask = replace(first, prompt_seed=first.prompt_seed + len(answers))
-        if (await asker.ask(ask, stop=stop, into=answers)).error:
+        if (await asker.ask(next(asks), stop=stop, into=answers)).error:
             return
 
 
@@ -166,10 +183,9 @@ class Bench:
         pushed: dict[str, Any] = {}
         async with Asker(server.url, server.key, self.vocab) as asker:
             streams: list[list[Answer]] = [[] for _ in range(NUM_STREAMS)]
-            asks = [Ask(0.0, i, PROMPT_TOKENS, tokens, seed + 1000 * i) for i in range(NUM_STREAMS)]
             tasks = [
-                asyncio.create_task(stream_until(asker, ask, into, stop))
-                for ask, into in zip(asks, streams, strict=True)
+                asyncio.create_task(stream_until(asker, stream_asks(i, tokens, seed + 1000 * i), into, stop))
+                for i, into in enumerate(streams)
             ]
             await until_all_decode(streams)
             await asyncio.sleep(SETTLE_S)
@@ -177,9 +193,10 @@ class Bench:
                 start_s = time.perf_counter()
                 process = self._uploader(server, uploads) if uploads is not None else None
                 answers = await asker.open_loop(extra_asks(extras, rate, seed + 500_000))
+                end_s = all_end_s = time.perf_counter()
                 if process is not None:
                     pushed = await asyncio.to_thread(last_line, process)
-                end_s = time.perf_counter()
+                    end_s, all_end_s = min(end_s, start_s + pushed["wall_s"]), time.perf_counter()
             stop.set()
             await asyncio.gather(*tasks)
         streamed = [answer for answers_of_one in streams for answer in answers_of_one]
@@ -189,6 +206,7 @@ class Bench:
         return Phase(
             kind=kind,
             gaps_s=gaps_within(streamed, start_s, end_s),
+            gaps_after_s=gaps_within(streamed, end_s, all_end_s) if all_end_s - end_s > SETTLE_S else [],
             tokens_per_s=num_tokens / (end_s - start_s),
             extras_ttft_s=[answer.ttft_s for answer in good],
             num_unanswered=len(answers) - len(good),
@@ -278,6 +296,10 @@ def streams_table(phases: Sequence[Phase]) -> str:
         rows.append([*cells, figures.number(sum(phase.delayed_s for phase in of_kind), 3)])
     ratios = [churn / resident for churn, resident in zip(ends["churn"], ends["resident"], strict=True)]
     rows.append(["the second ÷ the first", *(figures.number(ratio, 3) for ratio in ratios), "", "", "", ""])
+    after = [s for phase in phases for s in phase.gaps_after_s]
+    if after:
+        found = [percentile(after, 50), percentile(after, 99), percentile(after, 100)]
+        rows.append(["what was left of the uploads", *map(figures.ms, found), "", "", "", "", ""])
     return figures.table(header, rows)
 
 
@@ -313,6 +335,7 @@ def text(options: argparse.Namespace, first: FirstTokens, phases: Sequence[Phase
 - Uploads: {sum(one.get("uploads", 0) for one in uploads)}, in {" and ".join(figures.number(one.get("wall_s", 0.0), 0) for one in uploads)} s, answered with {" and ".join(str(one.get("statuses", {})) for one in uploads)}, parity {" and ".join(str(one.get("parity", {})) for one in uploads)}; \
 {max(one.get("upload_p50_s", 0.0) for one in uploads):.2f} s at the median, {max(one.get("upload_p99_s", 0.0) for one in uploads):.2f} s at the 99th percentile of the slower round.
 - Largest on the device, adapters + KV, and together of the budget: {seen.device_words()} MiB; host {figures.mib(seen.host)} of {figures.mib(seen.host_budget)} MiB; over budget: {seen.over_words()}. The engine's RSS: {figures.mib(seen.engine_rss)} MiB.
+- Between tokens, and tokens/s: of the time in which both went on, the extra requests and the uploads. These take as long as the server takes for them, eight at a time.
 - Steps delayed: what their thread spent on adapters' behalf, all steps together.
 - What went wrong: {"; ".join(errors) if errors else "nothing"}.
 """
@@ -347,6 +370,8 @@ def summary(phase: Phase) -> dict[str, Any]:
         "kind": phase.kind,
         "num_gaps": len(phase.gaps_s),
         "gaps_s": gaps,
+        "num_gaps_after": len(phase.gaps_after_s),
+        "gaps_after_s": {f"p{p}": percentile(phase.gaps_after_s, p) for p in (50, 99, 100)},
         "tokens_per_s": phase.tokens_per_s,
         "extras_ttft_s": phase.extras_ttft_s,
         "num_unanswered": phase.num_unanswered,

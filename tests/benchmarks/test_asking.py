@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from benchmarks.asking import Answer, Asker, Summary, prefill_s
-from benchmarks.churn import stream_until
+from benchmarks.churn import stream_asks, stream_until
 from benchmarks.traffic import Ask
 
 
@@ -132,7 +132,7 @@ async def test_answer_can_be_watched_while_it_comes() -> None:
 async def test_stream_begins_anew_with_another_prompt_until_it_is_told_to_stop() -> None:
     service, stop, answers = Service(0.001), asyncio.Event(), list[Answer]()
     async with make_asker(service) as asker:
-        task = asyncio.create_task(stream_until(asker, make_ask(), answers, stop))
+        task = asyncio.create_task(stream_until(asker, stream_asks(3, 8, 100), answers, stop))
         while len(answers) < 3:
             await asyncio.sleep(0.001)
         stop.set()
@@ -143,7 +143,7 @@ async def test_stream_begins_anew_with_another_prompt_until_it_is_told_to_stop()
 async def test_stream_ends_when_it_is_refused() -> None:
     answers: list[Answer] = []
     async with make_asker(Service()) as asker:
-        await stream_until(asker, make_ask(adapter=9), answers, asyncio.Event())
+        await stream_until(asker, stream_asks(9, 8, 100), answers, asyncio.Event())
     assert [answer.status for answer in answers] == [503]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from benchmarks import churn
 from benchmarks.asking import Answer
 from benchmarks.churn import FirstTokens, Numbers, Phase
@@ -27,6 +29,18 @@ def test_extra_requests_come_at_a_steady_rate_with_prompts_of_their_own() -> Non
     asks = churn.extra_asks([4, 5, 6], 2.0, seed=10)
     assert [(ask.at_s, ask.adapter, ask.num_output_tokens) for ask in asks] == [(0.0, 4, 1), (0.5, 5, 1), (1.0, 6, 1)]
     assert len({ask.prompt_seed for ask in asks}) == 3
+
+
+def test_streams_are_together_as_long_from_the_start_as_later() -> None:
+    first, second = (
+        [next(itertools.islice(churn.stream_asks(i, 1024, 1000 * i), n, None)) for i in range(churn.NUM_STREAMS)]
+        for n in range(2)
+    )
+    lengths = [ask.num_prompt_tokens for ask in first]
+    assert [length - churn.PROMPT_TOKENS for length in lengths] == list(range(0, 1024, 32))
+    assert {ask.num_prompt_tokens + ask.num_output_tokens for ask in first + second} == {1024 + churn.PROMPT_TOKENS}
+    assert {ask.num_prompt_tokens for ask in second} == {churn.PROMPT_TOKENS}
+    assert len({ask.prompt_seed for ask in first + second}) == 2 * churn.NUM_STREAMS
 
 
 def test_gaps_are_of_one_answer_and_of_the_window_alone() -> None:
