@@ -3,9 +3,7 @@
 A lower priority doesn't spare the steps: the two share caches, memory and often a core's units, and a step waits for the slowest of its threads. Work that is spread out
 costs the same in all, and no step much of it.
 
-For threads of the server's process. Tried in the engine's too, with certificates' evaluation at niceness 19, they did harm: beside 32 streams a token came after 1.0 and 1.5 s at
-the 99th percentile in two runs of `benchmarks.churn`, and after 0.33 s in one without rests. Most likely the step's thread hands the interpreter's lock to one that has woken, and
-waits until that has run, which at a low priority takes long; that wasn't looked into.
+For threads of the server's process, which don't know what a step holds. Those of the engine's keep to `engine.pace`.
 """
 
 from __future__ import annotations

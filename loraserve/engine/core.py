@@ -215,8 +215,7 @@ class Engine:
             self.pager.stopwatch.take_s()
         self._scheduler.note_changed(self.pager.poll())
         scheduled = self._scheduler.schedule()
-        requests = [entry for entry in scheduled if entry.request.probe is None]
-        self.pace.note(is_serving=bool(requests), has_prompts=any(entry.num_tokens > 1 for entry in requests))
+        self._tell_pace(scheduled)
         outputs = self._scheduler.take_failed()
         if scheduled or self._in_flight:
             outputs += self._launch(scheduled)
@@ -229,13 +228,19 @@ class Engine:
             elapsed = self._clock() - started
             self._step_s += elapsed
             self._note_prefill(scheduled, elapsed)
-        self.pace.note(is_serving=self.is_serving)
+        if not self.is_serving:
+            self.pace.note(is_serving=False)
         if self.verifications is not None:
             outputs = self.verifications.take(outputs)
         self._generation_tokens += sum(len(output.token_ids) for output in outputs)
         if not self.has_requests:
             self._check_idle()
         return outputs
+
+    def _tell_pace(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        lengths = [entry.num_tokens for entry in scheduled if entry.request.probe is None]
+        is_long = self.pager.num_loading > 0 or any(length > 1 for length in lengths)
+        self.pace.note(is_serving=bool(lengths), is_long=is_long)
 
     def _note_prefill(self, scheduled: Sequence[ScheduledRequest], seconds: float) -> None:
         """A step of mostly prompts says what it costs to compute tokens anew; with `overlap` it's as long as the one that ran meanwhile."""

@@ -13,8 +13,8 @@ WORTH_S = 0.002
 """Of work, before a rest: shorter ones cost more than they spare."""
 LONGEST_S = 2.0
 """Of one rest, whatever the work before it was."""
-PROMPT_PATIENCE_S = 0.25
-"""So long at a time work waits for a step with prompts to end: prompts may follow one another without end."""
+PATIENCE_S = 0.25
+"""So long at a time work waits for long steps to be over: they may follow one another without end."""
 
 Rest = Callable[[], float]
 """Called between the pieces of a thread's work; returns after a rest, and how many seconds that took."""
@@ -23,7 +23,7 @@ Rest = Callable[[], float]
 class Pace:
     """Told by the steps' thread what it computes; threads beside it rest as long as it says.
 
-    While requests are computed, all of the work takes a share of the processors, evenly: no step has much of it, and those with prompts, the longest, begin none. One that is never
+    While requests are computed, all of the work takes a share of the processors, evenly: no step has much of it, and in those that are longer than others anyway none begins. One that is never
     told of steps lets everything go on at once.
     """
 
@@ -35,19 +35,19 @@ class Pace:
         self._factor = max(0.0, 1 / (SHARE * num_processors) - 1)
         self._changed = threading.Condition()
         self._is_serving = False
-        self._has_prompts = False
+        self._is_long = False
         self._rested_s = 0.0
         """When the rests after all work so far are over, on the monotonic clock."""
 
-    def note(self, *, is_serving: bool, has_prompts: bool = False) -> None:
+    def note(self, *, is_serving: bool, is_long: bool = False) -> None:
         """What is computed from now on.
 
         Args:
             is_serving: requests.
-            has_prompts: among them prompts.
+            is_long: a step that takes longer than others: with prompts, or beside loads.
         """
-        is_less = (self._is_serving and not is_serving) or (self._has_prompts and not has_prompts)
-        self._is_serving, self._has_prompts = is_serving, has_prompts
+        is_less = (self._is_serving and not is_serving) or (self._is_long and not is_long)
+        self._is_serving, self._is_long = is_serving, is_long
         if is_less:
             with self._changed:
                 self._changed.notify_all()
@@ -59,7 +59,7 @@ class Pace:
         def rest() -> float:
             nonlocal began_s
             work_s = thread_time() - began_s
-            if work_s < WORTH_S or not self._factor:
+            if not self._factor or (work_s < WORTH_S and not self._is_long):
                 return 0.0
             rested_s = self._rest(work_s)
             began_s = thread_time()
@@ -72,11 +72,9 @@ class Pace:
         began_s = monotonic()
         with self._changed:
             self._rested_s = until_s = max(self._rested_s, began_s) + min(self._factor * work_s, LONGEST_S)
-            while self._is_serving and (left_s := until_s - monotonic()) > 0:
-                self._changed.wait(left_s)
+            self._changed.wait_for(lambda: not self._is_serving, until_s - began_s)
+            self._changed.wait_for(lambda: not (self._is_serving and self._is_long), PATIENCE_S)
             if not self._is_serving:
                 # nor do those rest that come after it
                 self._rested_s = 0.0
-            elif self._has_prompts:
-                self._changed.wait(PROMPT_PATIENCE_S)
         return monotonic() - began_s

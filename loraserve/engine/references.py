@@ -32,6 +32,9 @@ Sequences = tuple[tuple[int, ...], ...]
 MAX_HELD_BYTES = 256 * MIB
 """Of adapters' files: of those to be evaluated together no more are read once they are over this."""
 
+MAX_PACED_S = 30.0
+"""So long an evaluation rests between its pieces, and no longer: of a large base on few processors a fortieth of these would never do."""
+
 STARVED_AFTER_S = 5.0
 STARVED_SHARE = 0.05
 """Of a core. A thread of niceness 19 gets a seventieth of one that steps never leave; one with idle time alone a 300th."""
@@ -96,6 +99,7 @@ class References:
 
     def _then_rest(self, work: Callable[[], ResultT]) -> ResultT:
         rest = self._pace.on_thread()
+        rest()
         result = work()
         rest()
         return result
@@ -167,10 +171,11 @@ class References:
         Raises:
             Stopped: nobody wants it any more.
         """
-        share, rest = _Share(), self._pace.on_thread()
+        share, rest, paced_until_s = _Share(), self._pace.on_thread(), monotonic() + MAX_PACED_S
 
         def may_go_on() -> bool:
-            share.leave_out(rest())
+            if monotonic() < paced_until_s:
+                share.leave_out(rest())
             return not share.is_starved()
 
         try:

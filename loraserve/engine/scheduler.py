@@ -29,6 +29,7 @@ from loraserve.engine.look_ahead import LookAhead
 from loraserve.engine.outcomes import Outcomes
 from loraserve.engine.own_times import OwnTimes
 from loraserve.engine.preemption import Preemption
+from loraserve.engine.probe_rows import ProbeRows
 from loraserve.engine.request import Request, Status
 from loraserve.engine.scheduled import ScheduledRequest, StepResult
 from loraserve.engine.step import Step
@@ -49,11 +50,6 @@ CREDIT_STEPS = 4
 OWED_STEPS = 16
 """So many steps full of prompt tokens a tenant may have had less than others, by its weight, that has its part of the places and waits for more: beyond that, it isn't made up
 for. Else one whose long prompts were computed meanwhile would have nothing for as long as the other's few tokens a step take to be as much."""
-PROBE_DIVISOR, MIN_PROBE_ROWS = 8, 4
-"""Beside requests, a step has a probe's row for each so many of theirs, and so many at least: a certificate takes longer, and nobody's next token much."""
-
-PROBE_PATIENCE = 4
-"""So many steps with prompts in them, one after the other, have no probe's row: they are the longest already."""
 AHEAD_DIVISOR = 4
 """Prompts of tenants that had more than others lately fill a step up to this part of the token budget."""
 
@@ -103,8 +99,7 @@ class Scheduler:
         # since the last step: adapters, and whether somebody's request
         self._changed: set[Digest] = set()
         self._has_arrivals = False
-        # steps without a probe's row, one after the other
-        self._num_left_to_prompts = 0
+        self._probe_rows = ProbeRows(token_budget)
 
     @property
     def num_preemptions(self) -> int:
@@ -215,7 +210,7 @@ class Scheduler:
         has_news = self._has_arrivals or self._is_any_for_requests(self._changed)
         self._has_arrivals = False
         self._changed.clear()
-        step = Step(now, self._token_budget, self._num_probe_rows(has_news))
+        step = Step(now, self._token_budget, self._probe_rows.of_next_step(self._running, has_news=has_news))
         if self._line.apart:
             self._compute_apart(step)
             if step.scheduled:
@@ -233,21 +228,6 @@ class Scheduler:
             request.probe is None and request.adapter is not None and request.adapter.digest in digests
             for request in self._line
         )
-
-    def _num_probe_rows(self, has_news: bool) -> int:
-        """
-        Args:
-            has_news: a request's prompt may begin in this step.
-        """
-        serving = [request for request in self._running if request.probe is None]
-        if not serving:
-            return self._token_budget
-        has_prompts = has_news or any(request.num_pending_tokens > 1 for request in serving)
-        self._num_left_to_prompts = self._num_left_to_prompts + 1 if has_prompts else 0
-        if has_prompts and self._num_left_to_prompts <= PROBE_PATIENCE:
-            return 0
-        self._num_left_to_prompts = 0
-        return max(MIN_PROBE_ROWS, len(serving) // PROBE_DIVISOR)
 
     def _compute_apart(self, step: Step) -> None:
         for request in list(self._line.apart):
@@ -302,8 +282,8 @@ class Scheduler:
         for request in turns:
             count = min(request.num_pending_tokens, self._room(request, step))
             if count == 0 and request.probe is not None and step.budget:
-                # the others of its tenant don't wait for it; an adapter that has just come for it would be gone by the next step
-                if request.status is not Status.RUNNING:
+                # the others of its tenant don't wait for it; an adapter that has just come for it would be gone by the next step. None is asked for: its load would be beside prompts
+                if request.status is not Status.RUNNING and request.adapter_wait_started_s is not None:
                     self._has_adapter(request, step)
                 continue
             if count == 0:

@@ -215,8 +215,12 @@ class Verifications:
         count = min(MAX_TOGETHER, MAX_ACTIVE - len(self._active), len(self._waiting))
         if count <= 0 or (self._evaluating is not None and not self._evaluating.done()):
             return
-        if count < MAX_TOGETHER and self._engine.is_serving and any(not v.is_probed for v in self._active):
-            # their probes would wait for those ones' anyway: the steps' rows are what there is least of
+        if (
+            count < MAX_TOGETHER
+            and self._engine.is_serving
+            and sum(not v.is_probed for v in self._active) >= MAX_PROBING
+        ):
+            # their probes would have to wait anyway: meanwhile others may come, to share a pass with
             return
         together = [self._waiting.popleft() for _ in range(count)]
         self._active += together

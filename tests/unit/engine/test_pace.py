@@ -59,7 +59,7 @@ def test_nobody_rests_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rest_after(Pace(2), 0.5, monkeypatch) < 0.05
     assert rest_after(serving(math.inf), 0.5, monkeypatch) == 0.0
     assert rest_after(serving(1 / module.SHARE), 0.5, monkeypatch) == 0.0
-    # what is hardly anything is added up
+    # what is hardly anything is added up, but doesn't begin another piece in a long step
     assert rest_after(serving(), module.WORTH_S / 2, monkeypatch) == 0.0
 
 
@@ -83,44 +83,39 @@ def test_a_rest_is_not_longer_than_somebody_can_wait() -> None:
     assert pace._rested_s <= began_s + module.LONGEST_S + 0.1
 
 
-def test_nothing_begins_in_steps_with_prompts_unless_they_have_no_end(
+def test_nothing_begins_in_long_steps_unless_they_have_no_end(
     threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PROMPT_PATIENCE_S", 0.4)
+    monkeypatch.setattr(module, "PATIENCE_S", 0.4)
     pace = Pace(2)
-    pace.note(is_serving=True, has_prompts=True)
+    pace.note(is_serving=True, is_long=True)
     resting = threads.submit(pace._rest, 0.0)
     time.sleep(0.05)
     assert not resting.done()
     pace.note(is_serving=True)
     assert resting.result(1.0) < 0.3
-    pace.note(is_serving=True, has_prompts=True)
+    pace.note(is_serving=True, is_long=True)
     assert 0.4 <= pace._rest(0.0) < 1.0
 
 
-def test_steps_tell_what_they_compute(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_loading", [0, 1])
+def test_steps_tell_what_they_compute(num_loading: int, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = build_engine(world.config())
     told: list[tuple[bool, bool]] = []
     note = engine.pace.note
 
-    def noted(*, is_serving: bool, has_prompts: bool = False) -> None:
-        told.append((is_serving, has_prompts))
-        note(is_serving=is_serving, has_prompts=has_prompts)
+    def noted(*, is_serving: bool, is_long: bool = False) -> None:
+        told.append((is_serving, is_long))
+        note(is_serving=is_serving, is_long=is_long)
 
     monkeypatch.setattr(engine.pace, "note", noted)
+    monkeypatch.setattr(type(engine.pager), "num_loading", property(lambda _: num_loading))
     add(engine, world, [5, 6, 7, 8], max_tokens=3)
     run(engine)
+    # the step with the prompt, two with a token, and that it's over
+    beside_load = num_loading > 0
+    assert told == [(True, True), (True, beside_load), (True, beside_load), (False, False)]
+    assert engine.pace._factor > 0
     assert engine.verifications is not None
     engine.verifications.close()
     engine.pager.close()
-    # before and after each step: with the prompt, and two with a token; the last word is that it's over
-    assert told == [
-        (True, True),
-        (True, False),
-        (True, False),
-        (True, False),
-        (True, False),
-        (False, False),
-        (False, False),
-    ]
-    assert engine.pace._factor > 0

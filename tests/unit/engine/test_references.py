@@ -176,6 +176,19 @@ def test_everything_is_paced(
     assert threads[-1] == "verdict"
 
 
+def test_evaluation_does_not_rest_without_end(
+    references: References, engine: Engine, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rests: list[float] = []
+    monkeypatch.setattr(pace, "WORTH_S", 0.0)
+    monkeypatch.setattr(engine.pace, "_rest", lambda work_s: rests.append(work_s) or 0.0)
+    make(references, world, ["r8"])
+    num_paced = len(rests)
+    monkeypatch.setattr(module, "MAX_PACED_S", 0.0)
+    make(references, world, ["r8"])
+    assert len(rests) - num_paced == num_paced - world_products(engine)
+
+
 def world_products(engine: Engine) -> int:
     """Of the base's weights in one pass: q, k and v, o, gate and up, and down of each layer, and the head."""
     return 4 * engine._runner._decoder.config.num_layers + 1  # type: ignore[attr-defined]

@@ -3,8 +3,8 @@ import random
 import pytest
 
 from loraserve.engine.probe import Probe
+from loraserve.engine.probe_rows import MIN_PROBE_ROWS, PROBE_PATIENCE
 from loraserve.engine.request import Status
-from loraserve.engine.scheduler import MIN_PROBE_ROWS, PROBE_PATIENCE
 from loraserve.memory.pager import Residency
 from loraserve.types import FinishReason
 
@@ -143,6 +143,20 @@ def test_an_adapter_that_comes_for_a_probe_is_kept_for_it_while_prompts_take_the
     assert harness.adapters.pins[make_ref("probed").digest] == 1
     harness.scheduler.abort(probe.request_id)
     assert harness.adapters.pins[make_ref("probed").digest] == 0
+
+
+def test_an_adapter_is_not_asked_for_by_a_probe_while_prompts_take_the_step(harness):
+    """It would be loaded beside these, and a load makes a step longer too."""
+    harness.add(make_request(4, max_tokens=100))
+    harness.step()
+    probe = make_request(8, max_tokens=1, adapter="probed")
+    probe.probe = Probe(probe.request_id, probe.token_ids)
+    harness.add(probe)
+    harness.add(make_request(4, max_tokens=1))
+    harness.step()
+    assert harness.scheduler.num_waiting_for_adapter == 0
+    harness.step()
+    assert harness.scheduler.num_waiting_for_adapter == 1
 
 
 def test_a_lookup_in_the_prefix_cache_counts_when_the_request_begins(harness):

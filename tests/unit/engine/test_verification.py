@@ -26,7 +26,7 @@ from loraserve.engine.assembly import build_engine
 from loraserve.engine.batch import Batch
 from loraserve.engine.core import Engine
 from loraserve.engine.messages import VerifyReply
-from loraserve.engine.scheduler import MIN_PROBE_ROWS
+from loraserve.engine.probe_rows import MIN_PROBE_ROWS
 from loraserve.engine.verification import MAX_PROBING, MAX_TOGETHER, Verifications
 from loraserve.limits import LIMITS
 from loraserve.memory.device import CpuDevice
@@ -525,19 +525,21 @@ def test_beside_requests_those_that_come_meanwhile_are_evaluated_together(
     add(engine, world, PROMPT, max_tokens=110)
     while not engine.is_serving:
         engine.step()
-    verifications(engine).start(0, world.refs["r8"])
-    got: list[VerifyReply] = []
-    deadline, waiting = time.monotonic() + 60, [edited(world, "r8", scaled(1 + 0.01 * i)) for i in range(1, 4)]
-    while len(got) < 4 and time.monotonic() < deadline:
-        if any(v.is_probing for v in verifications(engine)._active) and waiting:
+    refs = [edited(world, "r8", scaled(1 + 0.01 * i)) for i in range(MAX_PROBING + 3)]
+    waiting, got = list(enumerate(refs[MAX_PROBING:], MAX_PROBING)), list[VerifyReply]()
+    for call_id, ref in enumerate(refs[:MAX_PROBING]):
+        verifications(engine).start(call_id, ref)
+    deadline = time.monotonic() + 60
+    while len(got) < len(refs) and time.monotonic() < deadline:
+        if waiting and sum(v.is_probing for v in verifications(engine)._active) == MAX_PROBING:
             # one at a time; no step between them, and each is seen
-            verifications(engine).start(len(waiting), waiting.pop())
+            verifications(engine).start(*waiting.pop())
         else:
             engine.step()
         got += verifications(engine).poll()
         time.sleep(0.002)
-    assert [reply.certificate.verdict for reply in got if reply.certificate] == ["passed"] * 4
-    assert counts == [1, 3]
+    assert [reply.certificate.verdict for reply in got if reply.certificate] == ["passed"] * len(refs)
+    assert counts[-1] == 3
     if engine.has_requests:
         run(engine)
 
