@@ -164,7 +164,8 @@ def pack_float(weight: Tensor) -> FloatWeight:
     return FloatWeight(torch.ops.mkldnn._reorder_linear_weight(weight, 32), True, in_features, out_features)
 
 
-_BLOCK_ROWS = (64, 48, 32, 24, 16, 8)
+_BLOCK_ROWS = (64, 48, 32)
+"""Products of fewer at a time would take longer than unpacking."""
 
 
 def blocks_in_place(packed: FloatWeight, weight: Tensor) -> Tensor | None:

@@ -122,9 +122,10 @@ class Engine:
         """Whether somebody's request takes part in steps: one that isn't a probe."""
         return self._scheduler.is_serving
 
-    def is_serving_other_than(self, digest: Digest) -> bool:
-        """Whether a request of another adapter takes part in steps, probes aside."""
-        return self._scheduler.is_serving_other_than(digest)
+    @property
+    def adapters_served(self) -> set[Digest | None]:
+        """Of the requests that take part in steps, probes aside; None: some have none."""
+        return self._scheduler.adapters_served
 
     @property
     def has_requests(self) -> bool:
@@ -202,7 +203,9 @@ class Engine:
 
     def abort(self, request_id: RequestId) -> bool:
         """End a request and free what it holds; False if it is over already."""
-        return self._scheduler.abort(request_id)
+        is_aborted = self._scheduler.abort(request_id)
+        self._tell_pace_of_the_end()
+        return is_aborted
 
     def step(self) -> list[TokenOutput]:
         """Advance every request that can be advanced; return what their clients get.
@@ -228,8 +231,7 @@ class Engine:
             elapsed = self._clock() - started
             self._step_s += elapsed
             self._note_prefill(scheduled, elapsed)
-        if not self.is_serving:
-            self.pace.note(is_serving=False)
+        self._tell_pace_of_the_end()
         if self.verifications is not None:
             outputs = self.verifications.take(outputs)
         self._generation_tokens += sum(len(output.token_ids) for output in outputs)
@@ -241,6 +243,11 @@ class Engine:
         lengths = [entry.num_tokens for entry in scheduled if entry.request.probe is None]
         is_long = self.pager.num_loading > 0 or any(length > 1 for length in lengths)
         self.pace.note(is_serving=bool(lengths), is_long=is_long)
+
+    def _tell_pace_of_the_end(self) -> None:
+        """There may be no step that says so."""
+        if not self.is_serving:
+            self.pace.note(is_serving=False)
 
     def _note_prefill(self, scheduled: Sequence[ScheduledRequest], seconds: float) -> None:
         """A step of mostly prompts says what it costs to compute tokens anew; with `overlap` it's as long as the one that ran meanwhile."""

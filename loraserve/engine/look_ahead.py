@@ -33,7 +33,11 @@ class LookAhead:
             ahead = [
                 request.adapter
                 for request in self._ahead
-                if request.adapter is not None and request.pin is None and request.status is Status.WAITING
+                if request.adapter is not None
+                and request.pin is None
+                and request.status is Status.WAITING
+                # theirs are asked for in steps that have room for them
+                and request.probe is None
             ]
             if ahead:
                 self._adapters.prefetch(ahead)

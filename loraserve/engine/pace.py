@@ -25,6 +25,9 @@ class Pace:
 
     While requests are computed, all of the work takes a share of the processors, evenly: no step has much of it, and in those that are longer than others anyway none begins. One that is never
     told of steps lets everything go on at once.
+
+    Attributes:
+        is_needed: whether anything rests, ever.
     """
 
     def __init__(self, num_processors: float) -> None:
@@ -33,6 +36,7 @@ class Pace:
             num_processors: that steps compute on; of so many that the share is one of them, or more, nothing rests.
         """
         self._factor = max(0.0, 1 / (SHARE * num_processors) - 1)
+        self.is_needed = self._factor > 0
         self._changed = threading.Condition()
         self._is_serving = False
         self._is_long = False
@@ -48,9 +52,12 @@ class Pace:
         """
         is_less = (self._is_serving and not is_serving) or (self._is_long and not is_long)
         self._is_serving, self._is_long = is_serving, is_long
-        if is_less:
-            with self._changed:
+        # who rests has the least priority, and may have been interrupted with the lock in its hand: the steps don't wait for it, and its rest is over soon anyway
+        if is_less and self._changed.acquire(blocking=False):
+            try:
                 self._changed.notify_all()
+            finally:
+                self._changed.release()
 
     def on_thread(self) -> Rest:
         """What the calling thread, and it alone, calls between the pieces of what it does from now on."""
@@ -59,7 +66,7 @@ class Pace:
         def rest() -> float:
             nonlocal began_s
             work_s = thread_time() - began_s
-            if not self._factor or (work_s < WORTH_S and not self._is_long):
+            if not self.is_needed or (work_s < WORTH_S and not self._is_long):
                 return 0.0
             rested_s = self._rest(work_s)
             began_s = thread_time()

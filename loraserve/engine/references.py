@@ -15,7 +15,7 @@ from adapters_store import BlobStore
 from loraserve.adapters.compiler import compile_adapter
 from loraserve.adapters.ir import AdapterIR
 from loraserve.adapters.peft_format import read_adapter
-from loraserve.engine.pace import Pace
+from loraserve.engine.pace import Pace, Rest
 from loraserve.engine.parity import probe_sequences
 from loraserve.limits import MIB
 from loraserve.memory.base_weights import beside_steps
@@ -33,7 +33,7 @@ MAX_HELD_BYTES = 256 * MIB
 """Of adapters' files: of those to be evaluated together no more are read once they are over this."""
 
 MAX_PACED_S = 30.0
-"""So long an evaluation rests between its pieces, and no longer: of a large base on few processors a fortieth of these would never do."""
+"""So long those that are made together rest between their pieces, and no longer: of a large base on few processors a fortieth of these would never do."""
 
 STARVED_AFTER_S = 5.0
 STARVED_SHARE = 0.05
@@ -82,6 +82,9 @@ class References:
             ThreadPoolExecutor(1, thread_name_prefix=name, initializer=partial(stand_back, BACKGROUND, is_idle=True))
             for name in ("evaluation", "verdict")
         )
+        # the latter's
+        self._rest_briefly: Rest | None = None
+        self._paced_until_s = 0.0
 
     def close(self) -> None:
         """The threads are gone; `make` isn't called any more."""
@@ -90,19 +93,19 @@ class References:
 
     def in_idle_time(self, work: Callable[[], ResultT]) -> ResultT:
         """Do what takes a moment in time that nobody else wants, or on this thread if there was none for a while: perhaps twice, so that it must be no matter how often."""
-        future = self._briefly_idle.submit(self._then_rest, work)
+        future = self._briefly_idle.submit(self._after_rest, work)
         try:
             return future.result(STARVED_AFTER_S)
         except TimeoutError:
             future.cancel()
             return work()
 
-    def _then_rest(self, work: Callable[[], ResultT]) -> ResultT:
-        rest = self._pace.on_thread()
-        rest()
-        result = work()
-        rest()
-        return result
+    def _after_rest(self, work: Callable[[], ResultT]) -> ResultT:
+        """Rests are for what was done before, so that nobody waits for one whose work is done."""
+        if self._rest_briefly is None:
+            self._rest_briefly = self._pace.on_thread()
+        self._rest_briefly()
+        return work()
 
     def make(self, references: Sequence[Reference], known: Mapping[Sequences, tuple[Tensor, ...]]) -> None:
         """Read these, and evaluate them in one pass or, of large ones, in a few. What goes wrong is told by its own reference alone.
@@ -110,6 +113,7 @@ class References:
         Args:
             known: the base's logits, of sequences that were evaluated before.
         """
+        self._paced_until_s = monotonic() + MAX_PACED_S
         try:
             read: list[_Read] = []
             rest = self._pace.on_thread()
@@ -120,6 +124,7 @@ class References:
                 if sum(one.num_bytes for one in read) > MAX_HELD_BYTES:
                     self._evaluate(read)
                     read.clear()
+            rest()
             self._evaluate(read)
         except Exception as error:
             # nobody may wait for what will never come
@@ -171,10 +176,10 @@ class References:
         Raises:
             Stopped: nobody wants it any more.
         """
-        share, rest, paced_until_s = _Share(), self._pace.on_thread(), monotonic() + MAX_PACED_S
+        share, rest = _Share(), self._pace.on_thread()
 
         def may_go_on() -> bool:
-            if monotonic() < paced_until_s:
+            if monotonic() < self._paced_until_s:
                 share.leave_out(rest())
             return not share.is_starved()
 

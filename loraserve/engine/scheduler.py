@@ -124,12 +124,14 @@ class Scheduler:
         """Whether somebody's request takes part in steps: one that isn't a probe."""
         return any(request.probe is None for request in self._running)
 
-    def is_serving_other_than(self, digest: Digest) -> bool:
-        """Whether somebody's request of another adapter takes part in steps."""
-        return any(
-            request.probe is None and request.adapter is not None and request.adapter.digest != digest
+    @property
+    def adapters_served(self) -> set[Digest | None]:
+        """Of somebody's requests that take part in steps; None: some have none."""
+        return {
+            None if request.adapter is None else request.adapter.digest
             for request in self._running
-        )
+            if request.probe is None
+        }
 
     @property
     def num_waiting_for_adapter(self) -> int:

@@ -217,6 +217,7 @@ class Verifications:
             return
         if (
             count < MAX_TOGETHER
+            and self._engine.pace.is_needed
             and self._engine.is_serving
             and sum(not v.is_probed for v in self._active) >= MAX_PROBING
         ):
@@ -274,14 +275,15 @@ class Verifications:
     def _mix(self, v: _Verification, sequences: Sequences) -> None:
         """Queue the mixed round: the adapter's sequences, the base's (a short one where their answers are known), and a short one of another adapter, if there is any.
 
-        The short ones only where no requests are in the same steps, who are company enough, and whom each row costs time.
+        The short ones only where no request of their kind is in the steps now: those are company enough, and each row costs them time.
         """
+        served = self._engine.adapters_served
         if v.known_base is None:
             v.base = [self._probe(sequence, None) for sequence in sequences]
-        elif not self._engine.is_serving:
+        elif None not in served:
             v.beside.append(self._probe(sequences[-1][1:BESIDE_END], None))
-        is_in_company = self._engine.is_serving_other_than(v.ref.digest)
-        other = None if is_in_company else self._engine.pager.other_resident(v.ref.digest)
+        has_other = bool(served - {None, v.ref.digest})
+        other = None if has_other else self._engine.pager.other_resident(v.ref.digest)
         if other is not None:
             probe = self._new_probe(sequences[-1][1:BESIDE_END])
             self._engine.add_probe_of_resident(probe, other)

@@ -149,8 +149,7 @@ class Float32Linear:
             return float_rows(packed.to_dense() if self._weight.is_blocked else packed, start, end)
         return self._rows_in_place(self._blocks, start, end)
 
-    @staticmethod
-    def _rows_in_place(blocks: Tensor, start: int, end: int) -> Iterator[Tensor]:
+    def _rows_in_place(self, blocks: Tensor, start: int, end: int) -> Iterator[Tensor]:
         size = blocks.shape[2]
         for number in range(start // size, -(-end // size)):
             first = number * size

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from loraserve.engine import pace as module
 from loraserve.engine.assembly import build_engine
@@ -50,9 +50,9 @@ def test_rests_follow_one_another(threads: ThreadPoolExecutor, monkeypatch: pyte
     """Three threads get no more, all together, than one."""
     monkeypatch.setattr(module, "SHARE", 0.1)
     pace = serving()
-    rests = sorted(threads.map(pace._rest, [0.02] * 3))
-    assert [round(rested_s, 2) for rested_s in rests] == pytest.approx([0.08, 0.16, 0.24], abs=0.05)
-    assert rests[2] >= 0.24 - 0.01
+    began_s = time.monotonic()
+    list(threads.map(pace._rest, [0.02] * 3))
+    assert time.monotonic() - began_s >= 3 * 0.08
 
 
 def test_nobody_rests_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,27 +75,25 @@ def test_rest_ends_with_the_requests(threads: ThreadPoolExecutor) -> None:
     assert pace._rest(0.0) < 0.05
 
 
-def test_a_rest_is_not_longer_than_somebody_can_wait() -> None:
-    pace = serving()
-    began_s = time.monotonic()
-    threading.Timer(0.05, pace.note, kwargs={"is_serving": False}).start()
-    pace._rest(1e6)
-    assert pace._rested_s <= began_s + module.LONGEST_S + 0.1
+def test_a_rest_is_not_longer_than_somebody_can_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LONGEST_S", 0.1)
+    assert 0.1 <= serving()._rest(0.5) < 5.0
 
 
 def test_nothing_begins_in_long_steps_unless_they_have_no_end(
     threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PATIENCE_S", 0.4)
+    monkeypatch.setattr(module, "PATIENCE_S", 2.0)
     pace = Pace(2)
     pace.note(is_serving=True, is_long=True)
     resting = threads.submit(pace._rest, 0.0)
     time.sleep(0.05)
     assert not resting.done()
     pace.note(is_serving=True)
-    assert resting.result(1.0) < 0.3
+    assert resting.result(10.0) < 2.0
+    monkeypatch.setattr(module, "PATIENCE_S", 0.1)
     pace.note(is_serving=True, is_long=True)
-    assert 0.4 <= pace._rest(0.0) < 1.0
+    assert 0.1 <= pace._rest(0.0) < 2.0
 
 
 @pytest.mark.parametrize("num_loading", [0, 1])
@@ -115,7 +113,13 @@ def test_steps_tell_what_they_compute(num_loading: int, world: World, monkeypatc
     # the step with the prompt, two with a token, and that it's over
     beside_load = num_loading > 0
     assert told == [(True, True), (True, beside_load), (True, beside_load), (False, False)]
-    assert engine.pace._factor > 0
+    assert engine.pace.is_needed == (module.SHARE * torch.get_num_threads() < 1)
+    # also where no step follows
+    aborted = add(engine, world, [5, 6, 7, 8], max_tokens=30)
+    engine.step()
+    assert told[-1][0]
+    engine.abort(aborted)
+    assert told[-1] == (False, False)
     assert engine.verifications is not None
     engine.verifications.close()
     engine.pager.close()

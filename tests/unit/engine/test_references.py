@@ -37,6 +37,21 @@ def engine(world: World) -> Iterator[Engine]:
 
 
 @pytest.fixture
+def rests(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The threads of all rests, by what they do; none takes time."""
+    threads: list[str] = []
+
+    def note(work_s: float) -> float:
+        threads.append(threading.current_thread().name.split("_")[0])
+        return 0.0
+
+    monkeypatch.setattr(pace, "WORTH_S", -1.0)
+    monkeypatch.setattr(engine.pace, "is_needed", True)
+    monkeypatch.setattr(engine.pace, "_rest", note)
+    return threads
+
+
+@pytest.fixture
 def references(world: World, engine: Engine) -> Iterator[References]:
     made = References(engine._runner._decoder, engine.base, open_store(world.store_url), lambda: None, engine.pace)  # type: ignore[attr-defined]
     yield made
@@ -155,38 +170,21 @@ def test_what_takes_a_moment_is_done_in_idle_time_or_else_at_once(
         references.in_idle_time(lambda: 1 // 0)
 
 
-def test_everything_is_paced(
-    references: References, engine: Engine, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everything_is_paced(references: References, engine: Engine, world: World, rests: list[str]) -> None:
     """Evaluations between their products, readings and verdicts between one and the next; each on its own thread."""
-    threads: list[str] = []
-
-    def note(work_s: float) -> float:
-        threads.append(threading.current_thread().name.split("_")[0])
-        return 0.0
-
-    monkeypatch.setattr(pace, "WORTH_S", 0.0)
-    monkeypatch.setattr(engine.pace, "_rest", note)
     make(references, world, ["r8", "r1"])
-    reading = threading.current_thread().name
-    num_products = world_products(engine)
-    assert threads.count(reading) == 2
-    assert threads.count("evaluation") == num_products
+    assert rests.count(threading.current_thread().name) == 2 + 1
+    assert rests.count("evaluation") == world_products(engine)
     references.in_idle_time(lambda: None)
-    assert threads[-1] == "verdict"
+    assert rests[-1] == "verdict"
 
 
 def test_evaluation_does_not_rest_without_end(
-    references: References, engine: Engine, world: World, monkeypatch: pytest.MonkeyPatch
+    references: References, world: World, rests: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rests: list[float] = []
-    monkeypatch.setattr(pace, "WORTH_S", 0.0)
-    monkeypatch.setattr(engine.pace, "_rest", lambda work_s: rests.append(work_s) or 0.0)
-    make(references, world, ["r8"])
-    num_paced = len(rests)
     monkeypatch.setattr(module, "MAX_PACED_S", 0.0)
     make(references, world, ["r8"])
-    assert len(rests) - num_paced == num_paced - world_products(engine)
+    assert "evaluation" not in rests
 
 
 def world_products(engine: Engine) -> int:

@@ -155,6 +155,7 @@ def test_an_adapter_is_not_asked_for_by_a_probe_while_prompts_take_the_step(harn
     harness.add(make_request(4, max_tokens=1))
     harness.step()
     assert harness.scheduler.num_waiting_for_adapter == 0
+    assert "probed" not in harness.adapters.ahead
     harness.step()
     assert harness.scheduler.num_waiting_for_adapter == 1
 

@@ -368,13 +368,13 @@ def test_probes_meet_the_base_and_other_adapters(
 @pytest.mark.parametrize(
     ("other", "expected"),
     [
-        # on its own requests alone it would be in no company
-        ("r8", {"own", "other"}),
-        ("mixed", {"own"}),
+        # its own are no company
+        ("r8", {"own", "base", "other"}),
+        ("mixed", {"own", "base"}),
         (None, {"own", "other"}),
     ],
 )
-def test_requests_are_company_enough(
+def test_requests_are_company_for_those_of_their_kind(
     other: str | None,
     expected: set[str],
     world: World,
