@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable
 from time import monotonic, thread_time
 
-SHARE = 0.025
-"""Of the processors that steps compute on, while requests are computed. Measured on two with 32 streams, a cold adapter a second and uploads without end (`benchmarks.churn`, quick): a
-certificate each 3 s, and p99 between tokens 1.07 to 1.12 times that without uploads and cold adapters; with 0.06, a certificate each 2 s and 1.18 to 1.31."""
+SHARE = 0.0125
+"""Of the processors that steps compute on, while requests are computed. Measured on two (`benchmarks.churn`: 32 streams, a cold adapter a second, uploads without end), p99 between
+tokens and tokens/s as multiples of those without cold adapters and uploads: 0.99 and 0.96, and a certificate each 6 s; with twice this share 1.10 to 1.15 and 0.92, and one each 3.3 s."""
 WORTH_S = 0.002
 """Of work, before a rest: shorter ones cost more than they spare."""
 LONGEST_S = 2.0

@@ -33,7 +33,7 @@ MAX_HELD_BYTES = 256 * MIB
 """Of adapters' files: of those to be evaluated together no more are read once they are over this."""
 
 MAX_PACED_S = 30.0
-"""So long those that are made together rest between their pieces, and no longer: of a large base on few processors a fortieth of these would never do."""
+"""So long those that are made together rest between their pieces, and no longer: of a large base on few processors their share of these would never do."""
 
 STARVED_AFTER_S = 5.0
 STARVED_SHARE = 0.05
