@@ -118,13 +118,19 @@ def test_probes_leave_steps_with_prompts_to_these_for_a_while(harness):
     assert [rows(harness.step()[0]) for _ in range(2)] == [0, MIN_PROBE_ROWS]
 
 
-def add_probe_whose_adapter_has_come(harness):
-    """Beside a request that decodes; it hasn't been scheduled since."""
+def add_probe(harness):
+    """Beside a request that decodes; its adapter isn't there."""
     harness.add(make_request(4, max_tokens=100))
     harness.step()
     probe = make_request(8, max_tokens=1, adapter="probed")
     probe.probe = Probe(probe.request_id, probe.token_ids)
     harness.add(probe)
+    return probe
+
+
+def add_probe_whose_adapter_has_come(harness):
+    """It hasn't been scheduled since."""
+    probe = add_probe(harness)
     harness.step()
     harness.adapters.set("probed", Residency.RESIDENT)
     return probe
@@ -147,11 +153,7 @@ def test_an_adapter_that_comes_for_a_probe_is_kept_for_it_while_prompts_take_the
 
 def test_an_adapter_is_not_asked_for_by_a_probe_while_prompts_take_the_step(harness):
     """It would be loaded beside these, and a load makes a step longer too."""
-    harness.add(make_request(4, max_tokens=100))
-    harness.step()
-    probe = make_request(8, max_tokens=1, adapter="probed")
-    probe.probe = Probe(probe.request_id, probe.token_ids)
-    harness.add(probe)
+    add_probe(harness)
     harness.add(make_request(4, max_tokens=1))
     harness.step()
     assert harness.scheduler.num_waiting_for_adapter == 0

@@ -89,6 +89,20 @@ def make_engine(world: World) -> Iterator[Callable[..., Engine]]:
         engine.pager.close()
 
 
+@pytest.fixture
+def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[Subject]]:
+    """Those of each pass over the base's weights."""
+    passes: list[Sequence[Subject]] = []
+    evaluate = references.evaluate
+
+    def noted(base: PlainBase, subjects: Sequence[Subject], **options: Any) -> list[Evaluation]:
+        passes.append(subjects)
+        return evaluate(base, subjects, **options)
+
+    monkeypatch.setattr(references, "evaluate", noted)
+    return passes
+
+
 @pytest.fixture(scope="module")
 def engine(world: World) -> Iterator[Engine]:
     """One for tests that leave it as they found it."""
@@ -174,19 +188,12 @@ def test_there_is_no_certificate_beside_a_base_in_float32_that_answers_otherwise
 
 
 def test_what_the_base_alone_answers_is_computed_once(
-    world: World, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    world: World, make_engine: Callable[..., Engine], evaluated: list[Sequence[Subject]]
 ) -> None:
-    engine, num_rows = make_engine(), []
-    evaluate = references.evaluate
-
-    def counted(base: PlainBase, subjects: Sequence[Subject], **options: Any) -> list[Evaluation]:
-        (subject,) = subjects
-        num_rows.append(0 if subject.known_base is None else sum(map(len, subject.known_base)))
-        return evaluate(base, subjects, **options)
-
-    monkeypatch.setattr(references, "evaluate", counted)
+    engine = make_engine()
     first, again = (certificate(engine, world.refs["r8"]) for _ in range(2))
-    assert num_rows == [0, 13 + 17]
+    known = [subject.known_base for (subject,) in evaluated]
+    assert [logits and sum(map(len, logits)) for logits in known] == [None, 13 + 17]
     assert again.base_difference == first.base_difference
     assert again.max_difference == pytest.approx(first.max_difference, rel=0.5)
 
@@ -486,16 +493,9 @@ def test_verification_that_nobody_waits_for_holds_nothing(world: World, make_eng
 
 
 def test_those_that_wait_are_evaluated_together_and_probed_a_few_at_a_time(
-    world: World, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    world: World, make_engine: Callable[..., Engine], evaluated: list[Sequence[Subject]]
 ) -> None:
-    engine, counts = make_engine(), list[int]()
-    evaluate = references.evaluate
-
-    def counted(base: PlainBase, subjects: Sequence[Subject], **options: Any) -> list[Evaluation]:
-        counts.append(len(subjects))
-        return evaluate(base, subjects, **options)
-
-    monkeypatch.setattr(references, "evaluate", counted)
+    engine = make_engine()
     # of others' as they come: each is another adapter
     refs = [edited(world, name, scaled(1 + 0.01 * i)) for i in range(3) for name in ("r1", "r8")]
     most = 0
@@ -506,22 +506,18 @@ def test_those_that_wait_are_evaluated_together_and_probed_a_few_at_a_time(
 
     found = replies(engine, *refs, on_step=note)
     assert [reply.certificate.verdict for reply in found if reply.certificate] == ["passed"] * len(refs)
-    assert counts == [MAX_TOGETHER, len(refs) - MAX_TOGETHER]
+    assert [len(subjects) for subjects in evaluated] == [MAX_TOGETHER, len(refs) - MAX_TOGETHER]
     assert 1 <= most <= MAX_PROBING
 
 
 def test_beside_requests_those_that_come_meanwhile_are_evaluated_together(
-    world: World, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    world: World,
+    make_engine: Callable[..., Engine],
+    evaluated: list[Sequence[Subject]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where they would wait for the probes of those before them anyway."""
-    engine, counts = make_engine(), list[int]()
-    evaluate = references.evaluate
-
-    def counted(base: PlainBase, subjects: Sequence[Subject], **options: Any) -> list[Evaluation]:
-        counts.append(len(subjects))
-        return evaluate(base, subjects, **options)
-
-    monkeypatch.setattr(references, "evaluate", counted)
+    engine = make_engine()
     add(engine, world, PROMPT, max_tokens=110)
     while not engine.is_serving:
         engine.step()
@@ -544,7 +540,7 @@ def test_beside_requests_those_that_come_meanwhile_are_evaluated_together(
             engine.step()
         got += verifications(engine).poll()
     assert [reply.certificate.verdict for reply in got if reply.certificate] == ["passed"] * len(refs)
-    assert counts[-1] == 3
+    assert len(evaluated[-1]) == 3
     if engine.has_requests:
         run(engine)
 
