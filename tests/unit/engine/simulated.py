@@ -204,6 +204,10 @@ class SimulatedPager(Adapters):
     def num_pins(self) -> int:
         return sum(self.pins.values())
 
+    @property
+    def num_loading(self) -> int:
+        return sum(state is Residency.LOADING for state in self.states.values())
+
     def request(self, ref):
         self.states.setdefault(ref.digest, Residency.LOADING)
         return super().request(ref)
