@@ -1,9 +1,10 @@
 """What cold adapters and uploads cost those who are served already: 32 streams decode, while adapters that nobody has used are asked for and others are uploaded.
 
-    python -m benchmarks.churn                # 200 cold adapters and 200 uploads, in two rounds: about ten minutes on two cores
-    python -m benchmarks.churn --quick        # 40 of each in one round: about two minutes
+    python -m benchmarks.churn                # 200 cold adapters and 200 uploads, in two rounds: about 25 minutes on two cores
+    python -m benchmarks.churn --quick        # 40 of each in one round: about six minutes
 
-In each round the same streams run twice, each from another place in its answer on, so that together they are as long at any time, beside the same extra requests of one token at the same times: at first these ask for the streams' own adapters, which are resident, and
+In each round the same streams run twice, each from another place in its answer on, so that together they are as long at any time, and phases of any length compare. Beside them go the
+same extra requests of one token at the same times: at first these ask for the streams' own adapters, which are resident, and
 nothing is uploaded; then each asks for a cold adapter, and as many adapters are uploaded by a process of its own, in time that nobody else wants. Before that, alone on the server: the first token of
 cold adapters and of a resident one, and in a process without a server what reading, verifying and copying such an adapter takes (`benchmarks.loading`), all three in turn.
 """

@@ -61,6 +61,14 @@ def test_phases_of_a_kind_are_pooled_and_the_second_kind_is_divided_by_the_first
     assert ratio.startswith("| the second ÷ the first | 1.100 | 1.500 | 1.500 | 0.850 |")
 
 
+def test_what_is_left_of_the_uploads_is_no_part_of_the_ratio() -> None:
+    phases = [make_phase("resident", [0.010] * 10), make_phase("churn", [0.011] * 10)]
+    phases[1].gaps_after_s = [0.050] * 10
+    ratio, left = churn.streams_table(phases).splitlines()[-2:]
+    assert ratio.startswith("| the second ÷ the first | 1.100 | 1.100 | 1.100 |")
+    assert left.startswith("| what was left of the uploads | 50.0 | 50.0 | 50.0 |")
+
+
 def test_first_tokens_are_divided_by_what_loading_takes_without_a_server() -> None:
     first = FirstTokens(
         [0.05] * 3, [0.02] * 3, [0.033] * 3, [0.003] * 3, read_s=[0.01] * 3, load_s=[0.025] * 3, server_load_s=0.03
