@@ -229,7 +229,7 @@ def run(options: argparse.Namespace) -> tuple[FirstTokens, list[Phase], int]:
     size = SIZES[options.size]
     rank = max(1, round(ADAPTER_BYTES / bytes_per_rank(size, MODULES))) if options.size != "tiny" else 8
     adapters = Adapters(size, ranks=(rank,), targets=MODULES)
-    numbers = Numbers(5 if options.quick else 20, options.count)
+    numbers = Numbers(5 if options.quick else 40, options.count)
     model = make_base(options.size)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loraserve-bench-")))

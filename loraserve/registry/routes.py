@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, Row, Select, func, or_, select
-from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy import BindParameter, ColumnElement, Integer, Row, Select, bindparam, func, or_, select
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from loraserve.db.models import Adapter, AdapterVersion, Alias, Grant, Tenant
 from loraserve.registry.binding import Route, Target, Way
@@ -16,49 +16,37 @@ from loraserve.types import AdapterRef, Digest, TenantId
 
 
 class RouteRepository:
-    """What the names that `tenant` may say mean, in one session. What isn't granted to it is absent."""
+    """What the names that `tenant` may say mean, on one connection. What isn't granted to it is absent."""
 
-    def __init__(self, session: AsyncSession, tenant: TenantId) -> None:
-        self._session = session
+    def __init__(self, connection: AsyncConnection, tenant: TenantId) -> None:
+        self._connection = connection
         self._tenant = tenant
 
     async def route(self, model: ParsedModel) -> Route | None:
         """Where `model`, which isn't the base, leads now; None: it is absent, deleted, or another tenant's who didn't grant it."""
         # most adapters have nothing but this one version, so that one question is all
-        number_meant = func.coalesce(Alias.version, model.version)
-        query = (
-            select(Adapter, Alias, *_TARGET_COLUMNS)
-            .outerjoin(Alias, (Alias.adapter_id == Adapter.id) & (Alias.name == (model.alias or "")))
-            .outerjoin(
-                AdapterVersion,
-                (AdapterVersion.adapter_id == Adapter.id)
-                & (AdapterVersion.number == number_meant)
-                & AdapterVersion.deleted_at.is_(None),
-            )
-            .where(Adapter.name == model.name, Adapter.deleted_at.is_(None), self._may_use(model.owner))
-        )
-        row = (await self._session.execute(query)).one_or_none()
-        if row is None:
+        parameters = {"tenant": self._tenant, "name": model.name, "alias": model.alias or "", "version": model.version}
+        query = _OWN
+        if model.owner is not None:
+            query, parameters = _GRANTED, {**parameters, "owner": model.owner}
+        row = (await self._connection.execute(query, parameters)).one_or_none()
+        if row is None or row.number is None:
             return None
-        adapter: Adapter = row[0]
-        alias: Alias | None = row[1]
-        number: int | None = row.number
-        if number is None:
-            return None
-        split = {} if alias is None else {part["version"]: part["weight"] for part in alias.split or ()}
-        shadow = None if alias is None else alias.shadow
-        spare = await self._fallback_number(adapter)
+        number: int = row.number
+        split = {part["version"]: part["weight"] for part in row.split or ()}
+        shadow = row.shadow
+        spare = await self._fallback_number(row)
         others = {*split, *((shadow["version"],) if shadow else ()), *((spare,) if spare else ())} - {number}
-        targets = {number: _target(adapter, row)}
+        targets = {number: _target(row, row)}
         if others:
-            targets |= await self._targets(adapter, others)
+            targets |= await self._targets(row, others)
         return Route(
-            adapter_id=adapter.id,
+            adapter_id=row.adapter_id,
             alias=model.alias or "",
             main=targets[number],
             ways=tuple(Way(targets[one], split[one]) for one in sorted(split) if one in targets),
             fallback=None if spare is None else targets.get(spare),
-            is_base_fallback=adapter.fallback == BASE_FALLBACK,
+            is_base_fallback=row.fallback == BASE_FALLBACK,
             shadow=targets.get(shadow["version"]) if shadow else None,
             shadow_share=float(shadow["share"]) if shadow else 0.0,
         )
@@ -72,9 +60,9 @@ class RouteRepository:
             .where(Grant.tenant_id == self._tenant, Adapter.tenant_id != self._tenant)
             .order_by(Tenant.name, Adapter.name)
         )
-        found = [(row, True) for row in await self._session.execute(own.limit(limit))]
+        found = [(row, True) for row in await self._connection.execute(own.limit(limit))]
         if left := limit - len(found):
-            found += [(row, False) for row in await self._session.execute(granted.limit(left))]
+            found += [(row, False) for row in await self._connection.execute(granted.limit(left))]
         return [
             ServableAdapter(
                 name=row.adapter,
@@ -87,33 +75,26 @@ class RouteRepository:
             for row, is_own in found
         ]
 
-    async def _fallback_number(self, adapter: Adapter) -> int | None:
+    async def _fallback_number(self, adapter: Row[Any]) -> int | None:
         """The version that the adapter's fallback means; None: there is none, or it's the base."""
         if adapter.fallback is None or adapter.fallback == BASE_FALLBACK:
             return None
         if adapter.fallback.isdigit():
             return int(adapter.fallback)
-        query = select(Alias.version).where(Alias.adapter_id == adapter.id, Alias.name == adapter.fallback)
-        return await self._session.scalar(query)
+        query = select(Alias.version).where(Alias.adapter_id == adapter.adapter_id, Alias.name == adapter.fallback)
+        return await self._connection.scalar(query)
 
-    async def _targets(self, adapter: Adapter, numbers: set[int]) -> dict[int, Target]:
+    async def _targets(self, adapter: Row[Any], numbers: set[int]) -> dict[int, Target]:
         """Those of the versions that aren't deleted."""
         query = select(*_TARGET_COLUMNS).where(
-            AdapterVersion.adapter_id == adapter.id,
+            AdapterVersion.adapter_id == adapter.adapter_id,
             AdapterVersion.number.in_(numbers),
             AdapterVersion.deleted_at.is_(None),
         )
-        return {row.number: _target(adapter, row) for row in await self._session.execute(query)}
-
-    def _may_use(self, owner: str | None) -> ColumnElement[bool]:
-        mine = Adapter.tenant_id == self._tenant
-        if owner is None:
-            return mine
-        granted = select(Grant.adapter_id).where(Grant.adapter_id == Adapter.id, Grant.tenant_id == self._tenant)
-        tenants = select(Tenant.id).where(Tenant.name == owner, Tenant.deleted_at.is_(None))
-        return Adapter.tenant_id.in_(tenants) & or_(mine, granted.exists())
+        return {row.number: _target(adapter, row) for row in await self._connection.execute(query)}
 
 
+_ADAPTER_COLUMNS = (Adapter.id.label("adapter_id"), Adapter.tenant_id, Adapter.name, Adapter.fallback)
 _TARGET_COLUMNS = (
     AdapterVersion.number,
     AdapterVersion.digest,
@@ -125,8 +106,37 @@ _TARGET_COLUMNS = (
 )
 
 
-def _target(adapter: Adapter, row: Row[Any]) -> Target:
-    """Of a row with these columns."""
+def _route() -> Select[Any]:
+    """The adapter of one name with what an alias of it says, and of its versions the one that is meant: NULL where that is gone."""
+    number_meant = func.coalesce(Alias.version, bindparam("version", type_=Integer))
+    return (
+        select(*_ADAPTER_COLUMNS, Alias.split, Alias.shadow, *_TARGET_COLUMNS)
+        .outerjoin(Alias, (Alias.adapter_id == Adapter.id) & (Alias.name == bindparam("alias")))
+        .outerjoin(
+            AdapterVersion,
+            (AdapterVersion.adapter_id == Adapter.id)
+            & (AdapterVersion.number == number_meant)
+            & AdapterVersion.deleted_at.is_(None),
+        )
+        .where(Adapter.name == bindparam("name"), Adapter.deleted_at.is_(None))
+    )
+
+
+def _is_granted() -> ColumnElement[bool]:
+    """The adapter is the owner's, whom the request named, and the tenant's to use: its own, under its full name, or granted to it."""
+    tenant: BindParameter[str] = bindparam("tenant")
+    granted = select(Grant.adapter_id).where(Grant.adapter_id == Adapter.id, Grant.tenant_id == tenant)
+    owners = select(Tenant.id).where(Tenant.name == bindparam("owner"), Tenant.deleted_at.is_(None))
+    return Adapter.tenant_id.in_(owners) & or_(Adapter.tenant_id == tenant, granted.exists())
+
+
+# made once: putting a statement together takes longer than its answer does
+_OWN = _route().where(Adapter.tenant_id == bindparam("tenant"))
+_GRANTED = _route().where(_is_granted())
+
+
+def _target(adapter: Row[Any], row: Row[Any]) -> Target:
+    """Of rows with the adapter's columns and a version's."""
     ref = AdapterRef(
         tenant=TenantId(adapter.tenant_id),
         name=adapter.name,

@@ -189,15 +189,15 @@ class Registry:
 
     async def list_servable(self, tenant: TenantId) -> list[ServableAdapter]:
         """The adapters that a bare name reaches, by name, and those granted to the tenant; at most `LIMITS.max_listed_models`."""
-        async with self._database.read() as session:
-            return await RouteRepository(session, tenant).servable(LIMITS.max_listed_models)
+        async with self._database.read_columns() as connection:
+            return await RouteRepository(connection, tenant).servable(LIMITS.max_listed_models)
 
     async def _route(self, tenant: TenantId, model: ParsedModel) -> Route:
         return await self._routes.get((tenant, model), lambda: self._look_up(tenant, model))
 
     async def _look_up(self, tenant: TenantId, model: ParsedModel) -> Route:
-        async with self._database.read() as session:
-            route = await RouteRepository(session, tenant).route(model)
+        async with self._database.read_columns() as connection:
+            route = await RouteRepository(connection, tenant).route(model)
         if route is None:
             raise model_not_found(model)
         return route

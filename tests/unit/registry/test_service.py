@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -251,7 +252,7 @@ async def test_names_in_use_go_on_while_the_database_is_away(
     def refuse() -> Any:
         raise OSError("connection refused")
 
-    monkeypatch.setattr(database, "_readers", refuse)
+    monkeypatch.setattr(database, "_read_engine", SimpleNamespace(connect=refuse))
     now = 1030.0
     assert (await registry.resolve(acme, SQL)).version == 1
     now = 1060.0
