@@ -32,6 +32,11 @@ from loraserve.memory.device import CpuDevice, Placed
 from loraserve.memory.load import load_adapter
 from loraserve.types import AdapterRef, BaseSpec, TenantId
 
+HOST_TAKES_BACK_S = 5.0
+"""A virtual machine's kernel tells its host of free memory after two seconds (free page reporting). Until then a load may be given pages that the host still backs, and takes
+half its time or not, as luck would have it.
+"""
+
 
 def store_adapter(store: BlobStore, adapters: Adapters, number: int) -> AdapterRef:
     """The adapter's blobs are committed."""
@@ -103,6 +108,8 @@ def main(arguments: list[str] | None = None) -> None:
     with stored(adapters, options.count + 1) as (store, refs):
         loading = Loading(base, store, GIB)
         give_back_memory()
+        if options.size != "tiny":
+            time.sleep(HOST_TAKES_BACK_S)
         # the first one compiles and imports
         loading.load(refs[0])
         print("ready", flush=True)
