@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import sqlite3
 from collections.abc import AsyncIterator
@@ -10,8 +11,8 @@ from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
-from sqlalchemy import select, text, update
-from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError, StatementError
+from sqlalchemy import insert, select, text, update
+from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError, ProgrammingError, StatementError
 
 from loraserve.db import migrate
 from loraserve.db.models import Adapter, ServerSecret, Tenant
@@ -70,6 +71,21 @@ async def test_an_exception_leaves_nothing_behind(database: Database) -> None:
         await fail()
     async with database.read() as session:
         assert (await session.scalars(select(Tenant))).all() == []
+
+
+async def test_a_connection_for_columns_sees_one_state_and_leaves_nothing_behind(database: Database) -> None:
+    async with database.read_columns() as connection:
+        assert (await connection.execute(select(Tenant.name))).all() == []
+        async with database.write() as session:
+            session.add(make_tenant("acme"))
+        assert (await connection.execute(select(Tenant.name))).all() == []
+    async with database.read_columns() as connection:
+        # SQLite takes it for now, PostgreSQL refuses
+        with contextlib.suppress(DBAPIError):
+            await connection.execute(insert(ServerSecret).values(name="other", value=b"x", created_at=NOW))
+    async with database.read_columns() as connection:
+        assert (await connection.execute(select(Tenant.name))).scalars().all() == ["acme"]
+        assert (await connection.execute(select(ServerSecret.name))).all() == []
 
 
 async def test_a_deleted_tenants_name_is_free_and_a_live_ones_is_not(database: Database) -> None:
