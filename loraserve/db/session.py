@@ -183,7 +183,7 @@ def _translate(error: Exception) -> LoraserveError | None:
 class Database:
     """One pool of connections. `read()`, `read_columns()` and `write()` are the only ways to them.
 
-    A block under either holds database work only: no file, no network, no waiting for anything else.
+    A block under any of them holds database work only: no file, no network, no waiting for anything else.
     """
 
     def __init__(self, url: str, *, busy_timeout_s: float = 5.0) -> None:
@@ -211,13 +211,13 @@ class Database:
 
     @asynccontextmanager
     async def read_columns(self) -> AsyncIterator[AsyncConnection]:
-        """As `read`, for statements that ask for columns, not for objects: a session's bookkeeping of these takes half as long again as the answer.
+        """As `read`, for statements that ask for columns: the bookkeeping that a session does for objects takes half as long again as the answer.
 
         Raises:
             DatabaseUnavailable: no connection, or it broke.
         """
         with database_errors():
-            # nothing was written, so that what was begun is taken back at the end, not committed
+            # ends with a rollback: there is nothing to commit
             async with self._read_engine.connect() as connection:
                 yield connection
 

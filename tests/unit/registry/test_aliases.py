@@ -227,8 +227,11 @@ async def test_a_granted_adapter_answers_to_its_owners_name_and_to_nobody_else(
     assert (bound.adapter.tenant, bound.adapter.version) == (acme, 1)
     assert [(one.model, one.owned_by) for one in await registry.list_servable(globex)] == [("acme/sql", "acme")]
     assert (await registry.bind(acme, theirs, sticky=None)).adapter == bound.adapter
-    with pytest.raises(ModelNotFound):
-        await registry.bind(globex, SQL, sticky=None)
+    for name in ("acme/sql@1", "acme/sql@live"):
+        assert (await registry.bind(globex, parse_terms(name, "base"), sticky=None)).adapter == bound.adapter
+    for name in ("sql", "acme/sql@2", "acme/sql@nope", "globex/sql"):
+        with pytest.raises(ModelNotFound):
+            await registry.bind(globex, parse_terms(name, "base"), sticky=None)
     async with database.write() as session:
         await session.delete(await session.get(Grant, (adapter.id, globex)))
     registry.forget(acme, "sql")
