@@ -20,6 +20,7 @@ import pytest
 from interpreted import (
     pytest_collection_finish,
     pytest_collection_modifyitems,
+    pytest_configure,
     pytest_pyfunc_call,
     pytest_runtest_logreport,
     pytest_sessionfinish,
@@ -34,6 +35,7 @@ from loraserve.types import BaseSpec, Certificate, Digest
 __all__ = [
     "pytest_collection_finish",
     "pytest_collection_modifyitems",
+    "pytest_configure",
     "pytest_pyfunc_call",
     "pytest_runtest_logreport",
     "pytest_sessionfinish",

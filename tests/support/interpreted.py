@@ -13,7 +13,9 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 _REPORT = "LORASERVE_TEST_INTERPRETED_REPORT"
@@ -28,8 +30,6 @@ class _Child:
         folder = Path(self._folder.name)
         self._report, self._words = folder / "outcomes", folder / "words"
         environment = {**os.environ, _REPORT: str(self._report), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        # The interpreter's products are NumPy's. OpenBLAS's kernels for Haswell round a row by its place in a tile, those for AVX-512 don't: the processor's own, whatever is set.
-        environment.pop("OPENBLAS_CORETYPE", None)
         command = [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", *ids]
         with self._words.open("w") as words:
             self._process = subprocess.Popen(command, cwd=root, env=environment, stdout=words, stderr=words)
@@ -48,6 +48,30 @@ class _Child:
         self._process.kill()
         self._process.wait()
         self._folder.cleanup()
+
+
+def _dot_by_element() -> None:
+    """Have the interpreter sum each element of a product in one order, whatever its place and its neighbours, as a GPU's matrix units do.
+
+    Its own products are NumPy's matmul, and some of OpenBLAS's kernels (Haswell's, Zen's) round a row by its place in a tile: tests that a row's bits depend on that row alone
+    would fail or pass by the processor they run on.
+    """
+    from triton.runtime import interpreter  # only here: on its first import Triton decides whether it interprets
+
+    by_blas = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
+        if a.dtype.primitive_bitwidth == 8 or b.dtype.primitive_bitwidth == 8:
+            return by_blas(self, a, b, d, *precision)
+        product = np.einsum("...mk,...kn->...mn", a.data, b.data, dtype=d.data.dtype)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+def pytest_configure() -> None:
+    if _REPORT in os.environ:
+        _dot_by_element()
 
 
 def _is_interpreted(item: pytest.Item) -> bool:
