@@ -1,6 +1,6 @@
 """Throughput with ten registered adapters, and with hundreds and thousands: the same requests, a memory budget that holds only a part of them.
 
-    python -m benchmarks.registered              # 10, 100, 1,000 and 5,000 adapters: about half an hour on two cores
+    python -m benchmarks.registered              # 10, 100, 1,000 and 5,000 adapters: about 20 minutes on two cores
     python -m benchmarks.registered --quick      # 10, 100 and 400: about two minutes
 
 Two servers of one budget: one has ten adapters all along, the other has more and more. Each time, both are warmed up with requests of the popularity to be measured, then they
