@@ -6,10 +6,12 @@ ARGS   ?=
 # Waiting OpenMP threads that spin take the cores that others need.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test check bench gpu format clean
+.PHONY: demo formats test check bench gpu format clean
 .DEFAULT_GOAL := help
 help:
 	@echo "make demo             start the bundled model and adapters, and show them (ARGS=--once: a checked tour, then exit)"
+	@echo "                      (ARGS='--quantize int8', int4, nf4 or fp8: the base in that format)"
+	@echo "make formats          the checked tour in every format: fails where one can't be served on this machine"
 	@echo "make test             run all tests (ARGS='-m \"not slow\"' to choose)"
 	@echo "make check            formatting, lint, types, import directions, migrations"
 	@echo "make bench            our server and PEFT on the same work (ARGS='--size S --quick')"
@@ -19,18 +21,25 @@ help:
 # pip alone understands where this project's torch comes from; constraints.txt pins it, so that nothing pulls another.
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
-$(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
+$(VENV)/.installed: $(VENV)/bin/python pyproject.toml hatch_build.py constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	@touch $@
-$(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt
+$(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml hatch_build.py constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@ $(VENV)/.installed
-$(VENV)/.installed-bench: $(VENV)/bin/python pyproject.toml constraints.txt
+$(VENV)/.installed-bench: $(VENV)/bin/python pyproject.toml hatch_build.py constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,bench]"
 	@touch $@ $(VENV)/.installed-dev $(VENV)/.installed
 
 demo: $(VENV)/.installed
 	@$(BIN)/loraserve demo $(ARGS)
+
+# Each within five minutes, whatever hangs: most of a minute of it compiles kernels, where no run did before.
+formats: $(VENV)/.installed
+	@for format in none int8 int4 nf4 fp8; do \
+		echo "== --quantize $$format"; \
+		timeout --kill-after=20 300 $(BIN)/loraserve demo --once --port 0 --quantize $$format || exit 1; \
+	done
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -P -m pytest $(ARGS)
@@ -54,4 +63,4 @@ gpu:
 	PYTHONPATH=$(CURDIR):$(CURDIR)/kernels $(PYTHON) -P benchmarks/gpu/run.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist benchmarks/models
+	rm -rf $(VENV) .editable .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist benchmarks/models

@@ -12,6 +12,9 @@ from loraserve.errors import BlobCorrupt, BlobNotFound
 from loraserve.types import Digest
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+MARKER = "registry.json"
+"""The name, below the store's root, of what says whose store it is."""
+MAX_MARKER_BYTES = 4096
 
 
 def check_digest(digest: str) -> Digest:
@@ -160,6 +163,25 @@ class BlobStore(Protocol):
 
     def iter_digests(self) -> Iterator[Digest]:
         """Every blob committed before the call, in no particular order; what comes or goes meanwhile may or may not be in it."""
+        ...
+
+    def read_marker(self) -> bytes | None:
+        """Return what says whose store this is, at most `MAX_MARKER_BYTES` and a byte of it; None if nothing does.
+
+        Raises:
+            StorageError: it can't be read.
+        """
+        ...
+
+    def swap_marker(self, expected: bytes | None, data: bytes) -> bool:
+        """Put `data` in the marker's place, durably, if that still holds `expected` (None: nothing); return whether it did.
+
+        Several processes and machines may try at once: one of them succeeds. After a lost answer the call may return False though
+        `data` is there, so read the marker again.
+
+        Raises:
+            StorageError: it can't be written.
+        """
         ...
 
     def sweep(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import secrets
 import stat
@@ -16,12 +17,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from adapters_store.base import check_digest, corrupt, verified
-from adapters_store.files import CHUNK_BYTES, read_and_hash, storage_errors
+from adapters_store.base import MARKER, MAX_MARKER_BYTES, check_digest, corrupt, verified
+from adapters_store.files import CHUNK_BYTES, read_and_hash, storage_errors, write_all
 from adapters_store.staged import StagedFile
 from loraserve import faults
 from loraserve.errors import BlobCorrupt, BlobNotFound, ConfigError, StorageError
 from loraserve.types import Digest
+
+logger = logging.getLogger(__name__)
 
 _STAGING = "staging"
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -58,6 +61,7 @@ class LocalStore:
         self.sweep()
 
     def stage(self, *, is_looked_at: bool = False) -> LocalStagedBlob:
+        self._check_place()
         while True:
             name = secrets.token_hex(16)
             with storage_errors("A staged file can't be created"):
@@ -127,6 +131,38 @@ class LocalStore:
                     if name.startswith(first + second):
                         yield Digest(name)
 
+    def read_marker(self) -> bytes | None:
+        self._check_place()
+        return self._read_marker()
+
+    def swap_marker(self, expected: bytes | None, data: bytes) -> bool:
+        self._check_place()
+        with storage_errors("The store's marker can't be written"):
+            # a description of its own: threads that share one share its lock
+            root = os.open(".", _FOLDER_FLAGS, dir_fd=self._root_fd)
+            try:
+                fcntl.flock(root, fcntl.LOCK_EX)
+                if self._read_marker() != expected:
+                    return False
+                name = secrets.token_hex(16)
+                fd = os.open(name, _CREATE_FLAGS, 0o600, dir_fd=self._staging_fd)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX)
+                    write_all(fd, memoryview(data))
+                    faults.hit("marker.fsync")
+                    os.fsync(fd)
+                    os.rename(name, MARKER, src_dir_fd=self._staging_fd, dst_dir_fd=root)
+                except BaseException:
+                    with suppress(OSError):
+                        os.unlink(name, dir_fd=self._staging_fd)
+                    raise
+                finally:
+                    os.close(fd)
+                os.fsync(root)
+            finally:
+                os.close(root)
+        return True
+
     def sweep(self) -> int:
         num_removed = 0
         for name in os.listdir(self._staging_fd):
@@ -153,6 +189,32 @@ class LocalStore:
             self._is_closed = True
         os.close(self._staging_fd)
         os.close(self._root_fd)
+
+    def _read_marker(self) -> bytes | None:
+        with storage_errors("The store's marker can't be read"):
+            try:
+                fd = os.open(MARKER, _READ_FLAGS, dir_fd=self._root_fd)
+            except FileNotFoundError:
+                return None
+            try:
+                return os.pread(fd, MAX_MARKER_BYTES + 1, 0)
+            finally:
+                os.close(fd)
+
+    def _check_place(self) -> None:
+        """Raise StorageError if the folder was moved away or replaced: what is written by its descriptor wouldn't be found again."""
+        opened = os.fstat(self._root_fd)
+        try:
+            found = os.stat(self.root)
+        except OSError:
+            found = None
+        if found is None or (found.st_dev, found.st_ino) != (opened.st_dev, opened.st_ino):
+            # said to tenants too: the path goes to the log alone
+            logger.error("the store's folder %s was moved away or replaced under this server", self.root)
+            raise StorageError(
+                "The store's folder was moved away or replaced under this server; nothing is stored.",
+                hint="Its operator must put it back, or start the server again.",
+            )
 
     def _open(self, digest: Digest) -> int:
         """The blob's file, opened step by step so that no link is followed anywhere below the root."""
@@ -200,6 +262,7 @@ class LocalStore:
             self._sync_parent(f"{first}/{second}", folders[1])
             self._sync_parent(first, folders[0])
             faults.hit("blob.after_folder_fsync")
+            self._check_place()
         except OSError:
             # Not known to be on disk. The next attempt must make these entries anew, not fsync the same ones again.
             with suppress(OSError):

@@ -22,15 +22,17 @@ from typing import TYPE_CHECKING
 
 import obstore
 from obstore.exceptions import (
+    AlreadyExistsError,
     BaseError,
     NotFoundError,
+    NotSupportedError,
     PermissionDeniedError,
     PreconditionError,
     UnauthenticatedError,
 )
 from obstore.store import S3Store
 
-from adapters_store.base import check_digest, corrupt, verified
+from adapters_store.base import MARKER, MAX_MARKER_BYTES, check_digest, corrupt, verified
 from adapters_store.files import fresh_memory, storage_errors
 from adapters_store.staged import StagedFile, read_back, reads_back_differently
 from loraserve import faults
@@ -172,6 +174,47 @@ class ObjectStore:
                 for found in batch:
                     if match := _KEY.fullmatch(found["path"]):
                         yield Digest(match[3])
+
+    def read_marker(self) -> bytes | None:
+        return self._read_marker()[0]
+
+    def swap_marker(self, expected: bytes | None, data: bytes) -> bool:
+        found, e_tag = self._read_marker()
+        if found != expected:
+            return False
+        with bucket_errors("marker"):
+            try:
+                if found is None:
+                    obstore.put(self._bucket, MARKER, data, mode="create", use_multipart=False)
+                elif e_tag is not None:
+                    obstore.put(self._bucket, MARKER, data, mode={"e_tag": e_tag}, use_multipart=False)
+                else:
+                    raise NotSupportedError("no ETag")
+            except (AlreadyExistsError, PreconditionError, *_ABSENT) as error:
+                if "NoSuchBucket" in str(error):
+                    raise
+                return False
+            except (NotSupportedError, BaseError) as error:
+                if not (isinstance(error, NotSupportedError) or "NotImplemented" in str(error)):
+                    raise
+                # a service without conditional writes: the last of two at once wins, and the other finds out
+                logger.warning("the store %s has no conditional writes: %s", self._url, _first_line(error))
+                obstore.put(self._bucket, MARKER, data, use_multipart=False)
+        # what the service says isn't enough: some take a condition and don't heed it
+        return self._read_marker()[0] == data[: MAX_MARKER_BYTES + 1]
+
+    def _read_marker(self) -> tuple[bytes | None, str | None]:
+        """Return the marker's bytes and its ETag."""
+        try:
+            with bucket_errors("marker"):
+                found = obstore.get(self._bucket, MARKER)
+                if found.meta["size"] > MAX_MARKER_BYTES:
+                    # no marker, whatever it is: its bytes aren't fetched
+                    start = obstore.get_range(self._bucket, MARKER, start=0, end=MAX_MARKER_BYTES + 1)
+                    return bytes(start), found.meta["e_tag"]
+                return bytes(found.bytes()), found.meta["e_tag"]
+        except BlobNotFound:
+            return None, None
 
     def sweep(self) -> int:
         # Staged files have no name. What a dead server had begun to put in parts, the bucket's own lifecycle rule removes.

@@ -74,7 +74,7 @@ def main() -> None:
         "cores": torch.get_num_threads(),
         "python": platform.python_version(),
         "versions": {name: version(name) for name in packages},
-        "int8_library": "oneDNN" if gemm.quantize_int8(torch.randn(16, 16)).scales is not None else "fbgemm",
+        "int8_library": gemm.quantize_int8(torch.randn(16, 16)).kernel,
         **measure(),
     }
     print(json.dumps(facts))

@@ -1,7 +1,7 @@
 """`make bench`: our server and PEFT on the same work, on this machine, in one go, beside the limits that its bytes and operations set.
 
     python -m benchmarks.run --size S             # about ten minutes on two cores
-    python -m benchmarks.run --size S --quick     # about two: one run of each point instead of the best of three
+    python -m benchmarks.run --size S --quick     # one run of each point instead of the best of three
     python -m benchmarks.run --size M --peers none
 
 For each precision of the base, two servers start: one with no adapter registered, one with 32 adapters of ranks 8 to 64 on all seven linears and a thousand

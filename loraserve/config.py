@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from loraserve.limits import GIB
-from loraserve.types import Struct
+from loraserve.types import KernelChoice, Struct
 
 
 class EngineConfig(Struct, frozen=True):
@@ -18,6 +18,9 @@ class EngineConfig(Struct, frozen=True):
     """auto: float32 on a CPU, bfloat16 on a GPU."""
     quantize: str = "none"
     """none: weights stay as the checkpoint has them."""
+    activation_dtype: str = "auto"
+    """Activations that int8 weights by output channel multiply on a CPU: int8, float, or auto (int8 where --quantize
+    rounded them, float where the checkpoint holds them)."""
     memory_budget_bytes: int = 0
     """Device bytes for KV blocks and adapter weights together, beside the base's weights; 0: 8 GiB on a CPU, on a GPU what is free."""
     memory_utilization: float = 0.9
@@ -41,3 +44,5 @@ class EngineConfig(Struct, frozen=True):
     """0: torch's own choice."""
     loader_threads: int = 2
     heartbeat_s: float = 0.5
+    kernels: tuple[KernelChoice, ...] = ()
+    """Kernels that an engine before this one chose: its streams are continued, with the same bits."""

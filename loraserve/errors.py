@@ -4,7 +4,8 @@ An error knows what went wrong, never how HTTP says it: `loraserve.api.errors` m
 
     LoraserveError
     ├── ConfigError                 a flag, variable or file says something impossible
-    │   └── SchemaOutdated          the registry's tables aren't the ones this program works with
+    │   ├── SchemaOutdated          the registry's tables aren't the ones this program works with
+    │   └── StoreMismatch           the store isn't known to be this registry's
     ├── InvalidRequest              a request's field is wrong; `param` names it
     │   ├── UnsupportedParameter    a field that would change the answer and isn't implemented
     │   ├── ContextLengthExceeded   prompt + max_tokens don't fit the model
@@ -41,6 +42,7 @@ An error knows what went wrong, never how HTTP says it: `loraserve.api.errors` m
     │   ├── AdapterNotReady         it wasn't on the device within the deadline: still loading, or no place was free
     │   ├── AdapterNumerics         its logits were not finite
     │   ├── AdapterQuarantined      its certificate failed, or its stored bytes were found damaged
+    │   ├── AdapterOfAnotherBase    it was made for another base than this server's; of `AdapterBaseMismatch`'s code
     │   └── AdapterUnservable       it never can, on this base and device as this server was started
     │       └── AdapterTooLarge     it can never fit the memory budget
     ├── ModelError                  the base model can't be loaded
@@ -50,6 +52,7 @@ An error knows what went wrong, never how HTTP says it: `loraserve.api.errors` m
     │   └── ShapeMismatch
     ├── Overloaded                  us, not you: the queue is full, or the server drains
     │   └── DatabaseUnavailable     the registry can't be read or written now
+    │       └── DatabaseDamaged     its bytes are damaged, or cut off
     ├── RateLimited                 you, not us
     │   └── QuotaExceeded           the tenant's share of adapters, bytes or keys is used up
     ├── EngineError
@@ -99,6 +102,10 @@ class ConfigError(LoraserveError):
 
 class SchemaOutdated(ConfigError):
     code = "schema_outdated"
+
+
+class StoreMismatch(ConfigError):
+    code = "store_mismatch"
 
 
 class InvalidRequest(LoraserveError):
@@ -274,6 +281,20 @@ class AdapterQuarantined(AdapterUnavailable):
     code = "adapter_quarantined"
 
 
+class AdapterOfAnotherBase(AdapterUnavailable):
+    """A published version isn't of the base that this server serves.
+
+    For clients it is the same finding as `AdapterBaseMismatch`, and has its `code`: of an upload the status is 422, of a version 409.
+    `param` names the version: ``sql@3``.
+    """
+
+    code = "adapter_base_mismatch"
+
+    def __init__(self, message: str, *, param: str | None = None, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.param = param
+
+
 class AdapterUnservable(AdapterUnavailable):
     code = "adapter_unservable"
 
@@ -312,6 +333,10 @@ class Overloaded(LoraserveError):
 
 class DatabaseUnavailable(Overloaded):
     code = "database_unavailable"
+
+
+class DatabaseDamaged(DatabaseUnavailable):
+    code = "database_damaged"
 
 
 class RateLimited(LoraserveError):
@@ -394,11 +419,14 @@ class UnexpectedAnswer(ClientError):
 
 
 def error_from_code(code: str, message: str) -> LoraserveError:
-    """Return an error of the class that has this code: how an error comes back from another process. Unknown codes give the root."""
+    """Return an error of the class that has this code: how an error comes back from another process. Unknown codes give the root.
+
+    Of two classes with one code it is the one that the tree names first.
+    """
     todo: list[type[LoraserveError]] = [LoraserveError]
     while todo:
         cls = todo.pop()
         if cls.code == code:
             return cls(message)
-        todo.extend(cls.__subclasses__())
+        todo.extend(reversed(cls.__subclasses__()))
     return LoraserveError(message)

@@ -16,8 +16,25 @@ class Limits:
     max_upload_bytes: int = 2 * GIB
     max_header_bytes: int = 16 * KIB
     max_headers: int = 100
+    max_trailer_bytes: int = 8 * KIB
+    """Bytes between two of a chunked body's own, or after its last: sizes, extensions, trailers (which are dropped)."""
     max_json_depth: int = 32
+    max_json_containers: int = 16_384
+    """Objects and arrays in one body. A body of nothing else takes a second to read, and nothing else runs for half of it."""
+    max_connections: int = 8192
+    max_unproven_requests: int = 4096
+    """Requests whose key isn't looked at yet, by address."""
+    max_lingering_requests: int = 256
+    """Refused requests whose bodies are read on for a moment, by address."""
     max_live_requests: int = 4096
+    """Requests whose key is proven."""
+    max_management_requests: int = 256
+    """Live requests that ask for no tokens."""
+    max_body_bytes_in_flight: int = 128 * MIB
+    """Bytes of all live requests' bodies, as far as they are in memory."""
+    share_of_free: float = 1.0
+    """Most that a tenant (an address, before the key is proven) may have of each of these and of uploads and downloads,
+    as a multiple of what is free."""
     # inference
     max_prompt_bytes: int = 1 * MIB
     max_n: int = 16
@@ -43,7 +60,9 @@ class Limits:
     """After which an hour's comparison is forgotten."""
     stalled_reader_s: float = 30.0
     min_body_bytes_per_s: int = 16 * KIB
-    """Of a request's body on the whole, after its first stalled_reader_s: a byte now and then holds no place."""
+    """Pace of a request's body: one that has fallen behind by stalled_reader_s ends, however fast it began."""
+    min_read_bytes_per_s: int = 4 * KIB
+    """Pace of an answer that waits for its reader, by the same measure."""
     # adapters
     max_adapter_header_bytes: int = 1 * MIB
     max_adapter_config_bytes: int = 64 * KIB
@@ -56,6 +75,8 @@ class Limits:
     max_adapter_regex_length: int = 4096
     max_adapter_regex_bytes: int = 1 * MIB
     """What one may take once it is compiled."""
+    max_adapter_regex_steps: int = 1_000_000
+    """Steps of a config's regexes that RE2 doesn't take, on all names of the base's modules in all: about a second."""
     max_factors_bytes: int = 1 * GIB
     """Of the float32 factors that an adapter of a kind other than LoRA is unfolded to: a small file can hold a large update."""
     max_scaling: float = 1e4
@@ -101,9 +122,12 @@ class Limits:
     max_listed_models: int = 10_000
     max_concurrent_uploads: int = 16
     max_concurrent_uploads_per_tenant: int = 8
+    stalled_upload_s: float = 5.0
+    """Time behind min_body_bytes_per_s at which an upload gives its place to a tenant that has none, when there is no
+    other place."""
     max_concurrent_verifications_per_tenant: int = 2
     max_open_uploads_per_tenant: int = 64
-    """Resumable ones that have neither expired nor been deleted."""
+    """Resumable ones that have neither expired nor been deleted, nor been published."""
     upload_chunk_bytes: int = 16 * MIB
     """After so many bytes of a resumable upload they are durable: what a broken connection can lose."""
     max_upload_chunks: int = 4096

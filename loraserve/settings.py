@@ -55,7 +55,7 @@ Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1 << 20, le=1 << 50)
 
 
 def parse_patterns(value: object) -> object:
-    """The patterns of ``hf://acme/*, s3://models/*``; a list is one already."""
+    """Return the parts of ``hf://acme/*, s3://models/*``; a list is one already."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
     return tuple(value) if isinstance(value, list) else value
@@ -73,6 +73,10 @@ def check_pattern(value: str) -> str:
 # NoDecode: a variable holds them with commas between, not as JSON.
 Patterns = Annotated[
     tuple[Annotated[str, AfterValidator(check_pattern)], ...], NoDecode, BeforeValidator(parse_patterns)
+]
+
+Names = Annotated[
+    tuple[Annotated[str, Field(min_length=1, max_length=1024)], ...], NoDecode, BeforeValidator(parse_patterns)
 ]
 
 
@@ -93,6 +97,11 @@ class Settings(BaseSettings):
     """A directory in Hugging Face's layout, or a Hugging Face id."""
     model_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")
     """What clients write as ``model`` for the base. None: the directory's name, or the Hugging Face id."""
+    base_names: Names = ()
+    """Other names of the base, with commas between: adapters' configs may have them as `base_model_name_or_path`
+    without a warning."""
+    strict_base: bool = False
+    """Whether adapters are refused whose config names another base; otherwise that is a warning."""
     host: str = Field(default="127.0.0.1", min_length=1)
     port: int = Field(default=8000, ge=0, le=65535)
     data_dir: Path = Field(default_factory=lambda: Path(platformdirs.user_data_dir("loraserve")))
@@ -107,12 +116,18 @@ class Settings(BaseSettings):
     admin_key: SecretStr | None = None
     grace_s: float = Field(default=30.0, ge=0, le=3600)
     """How long running requests may go on after SIGTERM."""
+    engine_hang_timeout: float = Field(default=30.0, ge=1, le=86_400)
+    """Seconds without progress after which an engine is taken to hang, and is replaced; four times as many while it
+    loads the base."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     quantize: Literal["none", "int8", "int4", "nf4", "fp8"] = "none"
     """What a float checkpoint's linears are rounded to while they're loaded; none: they stay as they're stored."""
+    activation_dtype: Literal["auto", "int8", "float"] = "auto"
+    """Activations that int8 linears multiply on a CPU: rounded to int8, or as they are; auto: rounded where --quantize
+    rounds the weights, as they are where the checkpoint holds int8 weights already."""
     memory_budget: Size | None = None
     """None: 8 GiB on a CPU, on a GPU what is free."""
     memory_utilization: float = Field(default=0.9, gt=0, le=1)
@@ -201,6 +216,7 @@ class Settings(BaseSettings):
             device=self.device,
             dtype=self.dtype,
             quantize=self.quantize,
+            activation_dtype=self.activation_dtype,
             memory_budget_bytes=self.memory_budget or 0,
             memory_utilization=self.memory_utilization,
             adapter_dtype=self.adapter_dtype,

@@ -67,6 +67,16 @@ class Certificate(Struct, frozen=True):
     seconds: float
     reason: str = ""
     """Why it failed, for people."""
+    base_digest: str = ""
+    """The digest of the base that it holds for. Empty, like the four below, in certificates of releases that didn't say."""
+    quantization: str = ""
+    """`BaseSpec.quantization` of that base."""
+    arithmetic: str = ""
+    """`BaseSpec.arithmetic` of that base."""
+    instructions: str = ""
+    """`BaseSpec.instructions` of that base."""
+    device: str = ""
+    """`BaseSpec.device` of that base."""
 
 
 class BaseSpec(Struct, frozen=True):
@@ -89,17 +99,77 @@ class BaseSpec(Struct, frozen=True):
     eos_token_ids: tuple[int, ...]
     dtype: str
     quantization: str
+    arithmetic: str = ""
+    """How the linears multiply, by the names of `loraserve_kernels.arithmetic`: ``w8a8-row``; several joined by ``+``, those of the layers before the head's.
+    Empty, like the three below, where no weight was loaded."""
+    kernels: str = ""
+    """Kernels that multiply so: ``onednn-u8``; several joined likewise."""
+    instructions: str = ""
+    """The widest instruction sets that those may use: ``avx512_core_vnni``; several joined likewise."""
+    device: str = ""
+    """cpu or cuda."""
     num_parameters: int = 0
     size_bytes: int = 0
     biased_modules: tuple[str, ...] = ()
     """Those of `modules` that have a bias in this base."""
     norm_paths: Mapping[str, str] = {}
-    """Norm that an adapter may have a weight of its own for (`attention_norm`, `mlp_norm`: what a layer's linears read; `norm`: what the head reads) → its path: inside
-    a layer, but for `norm`."""
+    """Norm that an adapter may have a weight of its own for (`attention_norm`, `mlp_norm`: what a layer's linears read; `attention_out_norm`, `mlp_out_norm`: what their outputs
+    pass before they are added; `norm`: what the head reads) → its path: inside a layer, but for `norm`."""
     norm_offset: float = 0.0
     """What is added to a norm's stored weight."""
     is_head_tied: bool = False
     """Whether the head's weight is the embedding's."""
+
+
+class KernelChoice(Struct, frozen=True):
+    """Kernel that computes a CPU's linears of one format and of about one shape; an engine that follows another
+    computes with the same."""
+
+    format: str
+    out_features: int
+    in_features: int
+    arithmetic: str
+    kernel: str
+    instructions: str
+
+
+class Rounding(Struct, frozen=True):
+    """Distance between the answers of two evaluations of a base, over positions of real text."""
+
+    top1_agreement: float
+    """The part of positions at which the two have the same likeliest token."""
+    mean_difference: float
+    """Mean of the absolute differences of the log probability (natural) of the text's own next token."""
+    max_difference: float
+    """The largest of those."""
+    mean_divergence: float
+    """The mean Kullback-Leibler divergence from the evaluation that was expected, in nats."""
+
+
+class RoundingCost(Struct, frozen=True):
+    """Cost of rounding a base as it is served, against the same checkpoint computed in float32."""
+
+    base_id: str
+    base_digest: Digest
+    dtype: str
+    quantization: str
+    arithmetic: str
+    kernels: str
+    instructions: str
+    device: str
+    num_positions: int
+    weights: Rounding
+    """Cost of the weights as they are multiplied, against the checkpoint's, both in float32: nothing where the
+    checkpoint is quantized already."""
+    activations: Rounding
+    """Cost in the engine's own answers, against the same weights in float32."""
+    total: Rounding
+    """Cost in the engine's own answers, against the checkpoint's weights in float32."""
+    loss: float
+    """The mean of -log p of the text's next token, by the checkpoint's weights in float32."""
+    served_loss: float
+    """The same by the engine."""
+    seconds: float
 
 
 class FinishReason(StrEnum):

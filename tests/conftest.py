@@ -157,6 +157,10 @@ def small_base() -> BaseSpec:
         eos_token_ids=(0,),
         dtype="float32",
         quantization="none",
+        arithmetic="fp32",
+        kernels="onednn",
+        instructions="avx2",
+        device="cpu",
     )
 
 

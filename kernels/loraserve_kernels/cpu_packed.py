@@ -1,17 +1,21 @@
-"""Linears on the CPU whose weights stay in 4 bits, in fp8 or in int8 by groups: they're widened to float32 a few output channels at a time, while they're multiplied.
+"""Linears on the CPU whose weights stay in 4 bits, in fp8 or in int8, and whose activations stay float32.
 
-That saves memory, not time: each weight costs a core a few nanoseconds in each step, however few the rows. int8 by output channel is the fast format on CPUs.
+With numba the codes are decoded in registers while they're multiplied (`cpu_linear`): reading fewer bytes than float32, as fast or faster. Without it weights are
+widened to float32 a few output channels at a time, which costs a core a few nanoseconds for each weight in each step, however few the rows.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from loraserve_kernels.errors import InvalidWeight, ShapeMismatch
+from loraserve_kernels import cpu_decoded
+from loraserve_kernels.cpu_decoded import DecodedWeight
+from loraserve_kernels.errors import ShapeMismatch
 from loraserve_kernels.gemm import float_linear, pack_float
 from loraserve_kernels.quantized import NF4_CODE, QuantizedWeight
 
@@ -20,34 +24,69 @@ _BLOCK_WEIGHTS = 1 << 20
 
 _CHANNEL_MULTIPLE = 16
 
+_ROWS_WEIGHTS = 1 << 18
+"""Elements of a weight's rows that are float32 at a time: 1 MiB, memory that the allocator has at hand."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
-    """A linear's weight in int4, nf4, fp8 or int8 with groups, cut into blocks of output channels.
+    """A linear's weight in one of `quantized.FORMATS`, cut into blocks of output channels.
 
     Attributes:
-        blocks: in order, none with more than about a million weights.
+        blocks: in order, none with more than about a million weights; empty where `decoded` is there.
+        decoded: in the order of numba's kernel; None: the kernel is ``widened``.
+        format: one of `quantized.FORMATS`.
         in_features, out_features: of the linear.
     """
 
     blocks: tuple[QuantizedWeight, ...]
+    decoded: DecodedWeight | None
+    format: str
     in_features: int
     out_features: int
 
     @property
     def num_bytes(self) -> int:
         """Bytes of codes, scales and zeros."""
+        if self.decoded is not None:
+            return self.decoded.num_bytes
         return sum(block.num_bytes for block in self.blocks)
 
+    @property
+    def kernel(self) -> str:
+        """``numba`` or ``widened``."""
+        return "widened" if self.decoded is None else "numba"
 
-def pack_quantized(weight: QuantizedWeight) -> PackedWeight:
-    """Cut a weight into blocks; its codes aren't copied.
+    def rows(self, start: int, end: int) -> Iterator[Tensor]:
+        """Yield these rows of the weight, float32, some at a time, in order."""
+        if self.decoded is not None:
+            step = max(1, _ROWS_WEIGHTS // self.in_features)
+            for first in range(start, end, step):
+                yield cpu_decoded.unpack(self.decoded, first, min(first + step, end))
+            return
+        first = 0
+        for block in self.blocks:
+            last = first + block.out_features
+            if first < end and last > start:
+                yield widen(block)[max(start - first, 0) : end - first]
+            first = last
 
-    Raises:
-        InvalidWeight: it's int8 by output channel, which `gemm.pack_int8` takes.
+
+def pack_quantized(weight: QuantizedWeight, kernel: str | None = None) -> PackedWeight:
+    """Bring a weight into the order that its kernel reads. ``widened`` takes blocks of its codes, which aren't copied.
+
+    Args:
+        kernel: ``numba`` or ``widened``; None: what `choices` takes. What numba's kernel can't decode, NaN in fp8, is widened.
     """
-    if weight.format == "int8" and not weight.has_groups:
-        raise InvalidWeight("a weight in int8 by output channel; gemm.pack_int8 takes its codes and scales")
+    if kernel is None:
+        # it tries this module's kernels
+        from loraserve_kernels.choices import chooser, weight_format
+
+        format = weight_format(weight, rounds_activations=False)
+        kernel = chooser().choose(format, weight.out_features, weight.in_features).kernel
+    if kernel == "numba" and cpu_decoded.can_decode(weight):
+        decoded = cpu_decoded.pack(weight)
+        return PackedWeight((), decoded, weight.format, weight.in_features, weight.out_features)
     num_channels = _BLOCK_WEIGHTS // weight.in_features // _CHANNEL_MULTIPLE * _CHANNEL_MULTIPLE
     num_channels = max(num_channels, _CHANNEL_MULTIPLE)
     scales = weight.scales.contiguous()
@@ -66,11 +105,11 @@ def pack_quantized(weight: QuantizedWeight) -> PackedWeight:
                 end - first,
             )
         )
-    return PackedWeight(tuple(blocks), weight.in_features, weight.out_features)
+    return PackedWeight(tuple(blocks), None, weight.format, weight.in_features, weight.out_features)
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """Return ``x W^T + bias``, [num_tokens, out_features] float32, W as `QuantizedWeight.dequantize` gives it. With oneDNN a row's bits don't depend on the other rows.
+    """Return ``x W^T + bias``, [num_tokens, out_features] float32, W as `QuantizedWeight.dequantize` gives it. A row's bits don't depend on the other rows (widened: with oneDNN).
 
     Args:
         x: [num_tokens, in_features] float32.
@@ -83,6 +122,8 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
         raise ShapeMismatch(
             f"x is {tuple(x.shape)} {x.dtype}; this linear takes (num_tokens, {weight.in_features}) float32"
         )
+    if weight.decoded is not None:
+        return cpu_decoded.linear(x, weight.decoded, bias)
     y = torch.empty(x.shape[0], weight.out_features)
     first = 0
     for block in weight.blocks:

@@ -20,8 +20,9 @@ from loraserve_kernels.sizes import ModuleSize
 DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 """What a CPU may hold adapters in."""
 
-NORMS: tuple[str, ...] = ("attention_norm", "mlp_norm", "norm")
-"""What an attention's, an MLP's and the head's inputs pass."""
+NORMS: tuple[str, ...] = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm", "norm")
+"""Norms that an attention's, an MLP's and the head's inputs pass, and those that an attention's and an MLP's outputs
+pass before they are added."""
 
 
 @dataclass(frozen=True, slots=True)

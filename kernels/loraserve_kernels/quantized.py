@@ -125,6 +125,18 @@ class QuantizedWeight:
             self.out_features,
         )
 
+    def rows(self, start: int, end: int) -> QuantizedWeight:
+        """Return the weight of these output channels, in the same memory."""
+        return QuantizedWeight(
+            self.format,
+            self.codes[start:end],
+            self.scales[start:end],
+            None if self.zeros is None else self.zeros[start:end],
+            self.group_size,
+            self.in_features,
+            end - start,
+        )
+
     def values(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """What the codes mean before they are scaled, [out_features, in_features]. Whole numbers save for nf4 and fp8; exact in float32."""
         if not self.is_packed:

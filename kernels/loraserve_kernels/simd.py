@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import llvmlite.binding
+import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
@@ -27,7 +28,17 @@ STAMP: int = zlib.crc32(Path(__file__).read_bytes())
 """Changes with this file. numba's cache notices a change of the file that a kernel is written in, not of those that it imports: every compiled entry
 closes over the stamp, which makes it part of the cache's key."""
 
-LANES: int = 16 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 8
+
+def _features() -> frozenset[str]:
+    """Return the features that numba compiles for: the processor's, or those that NUMBA_CPU_FEATURES names instead."""
+    told = numba.config.CPU_FEATURES
+    if told is None:
+        return frozenset(name for name, has in llvmlite.binding.get_host_cpu_features().items() if has)
+    return frozenset(name[1:] for name in told.split(",") if name.startswith("+"))
+
+
+FEATURES: frozenset[str] = _features()
+LANES: int = 16 if "avx512f" in FEATURES else 8
 """float32 lanes of a vector: one register of the machine."""
 
 _FLOAT = ir.FloatType()

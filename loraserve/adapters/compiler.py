@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from loraserve.adapters.ir import OUTSIDE_LAYERS, AdapterIR, ModuleIR, TensorView
+from loraserve.adapters.kinds import check_kind
 from loraserve.adapters.patterns import first_matches
 from loraserve.adapters.peft_config import LoraSettings, read_settings
 from loraserve.adapters.problems import Problems
@@ -40,8 +41,9 @@ def compile_adapter(
         AdapterBaseMismatch: shapes, layers or modules that the base doesn't have.
             With several kinds of problems, the first of these; `problems` lists all.
     """
-    kind = config.get("peft_type")
-    if isinstance(kind, str) and kind in TUNERS:
+    check_kind(config)
+    kind = str(config["peft_type"])
+    if kind in TUNERS:
         return TUNERS[kind](config, tensors, base, limits)
     problems = Problems()
     settings, config_problems = read_settings(config, limits)

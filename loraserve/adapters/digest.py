@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from loraserve.adapters.ir import TensorView
+from loraserve.adapters.peft_config import DEFAULTS
 from loraserve.adapters.tuners import CANONICAL
 from loraserve.types import Digest
 
@@ -59,7 +60,7 @@ def _canonical_config(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     tokens = [(name, json.dumps(config[name], sort_keys=True)) for name in _TOKENS if config.get(name)]
     if isinstance(kind, str) and kind in CANONICAL:
         return [("peft_type", kind), *CANONICAL[kind](config), *tokens]
-    fields = [(name, _number(config[name])) for name in _NUMBERS]
+    fields = [(name, _number(config.get(name, DEFAULTS[name]))) for name in _NUMBERS]
     fields += [(name, str(bool(config.get(name))).lower()) for name in _FLAGS]
     for name in _PATTERNS:
         pattern = config.get(name) or {}

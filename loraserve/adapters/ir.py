@@ -41,7 +41,7 @@ class ModuleIR:
 
         output_scale · ((magnitude / ‖W' + scaling · B A‖) · (W' x + scaling · B A x) + b' + scaling · lora_bias)
 
-    where W' and b' are W and b, or what stands in their place, and what is None isn't there. (With a magnitude there is neither weight nor lora_bias.)
+    where W' and b' are W and b, or what stands in their place, and what is None isn't there. (With a magnitude there is no lora_bias, and in a file no weight.)
 
     The embedding is a linear whose input is one-hot: its weight is the table, transposed.
 
@@ -104,8 +104,8 @@ class AdapterIR:
     Attributes:
         modules: empty only where there are norms.
         dtype: the narrowest stored dtype that holds every lora_a, lora_b, weight and token row exactly: the common one, or "F32".
-        saved_base: what PEFT saves of the base beside LoRA on the head or the embedding: module → [vocab_size, hidden_size]. It says which weights the
-            adapter was trained on.
+        saved_base: what PEFT saves of the base beside LoRA on the head or the embedding, and loads in the base's place: module → [vocab_size, hidden_size]. Mostly
+            it is the base's own, which takes the base's weights to be told: `memory.lowering.with_saved_base`.
         invocation_token_ids: aLoRA's: the adapter acts from their last occurrence in a prompt on, and not at all where they don't occur. Empty: it acts on every token.
         kind: PEFT's name for it: ``LORA``, ``LOHA`` …
     """

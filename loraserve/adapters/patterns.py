@@ -3,7 +3,7 @@
 PEFT takes the first key for which ``re.match(rf"(.*\\.)?({key})$", module_name)`` succeeds: a key is a regex for the last components of a
 name. Most keys are a plain text, where only these mean more than themselves: ``^`` at the start, ``$`` at the end, ``.`` (any one character, as
 in PEFT) and a backslash before a punctuation character. Such a key has a fixed length, so that matching is a comparison, and thousands of them
-cost little. Every other key is a regex, and run by RE2.
+cost little. Every other key is a regex (`regexes`).
 
 The first key is the first in the file. PEFT's save_pretrained sorts the keys, so that an adapter whose keys overlap may have been trained
 with another first key than PEFT itself uses after loading it back; we do as PEFT does then.
@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from loraserve.adapters.expressions import Budget
 from loraserve.adapters.regexes import Regex, compile_regex
 from loraserve.limits import LIMITS, Limits
 
@@ -31,8 +32,8 @@ class Pattern:
     text: tuple[str | None, ...]
 
 
-def parse_pattern(key: str, limits: Limits = LIMITS) -> Pattern | Regex | str:
-    """The key, ready for `first_matches`, or why it can't be taken."""
+def parse_pattern(key: str, limits: Limits = LIMITS, budget: Budget | None = None) -> Pattern | Regex | str:
+    """Return the key, ready for `first_matches`, or why it can't be taken. `budget` is `compile_regex`'s."""
     if not key.isascii() or not key.isprintable():
         return "it isn't plain ASCII"
     is_anchored = key.startswith("^")
@@ -49,7 +50,7 @@ def parse_pattern(key: str, limits: Limits = LIMITS) -> Pattern | Regex | str:
         elif char == "$" and position == len(body) - 1:
             break
         elif char in _META:
-            return compile_regex(key, _FRAME, limits)
+            return compile_regex(key, _FRAME, limits, budget)
         else:
             text.append(None if char == "." else char)
         position += 1

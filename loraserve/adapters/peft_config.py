@@ -7,16 +7,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from loraserve.adapters.expressions import Budget
 from loraserve.adapters.patterns import Pattern, parse_pattern
 from loraserve.adapters.peft_fields import FIELDS as FIELDS
 from loraserve.adapters.peft_fields import FieldRule as FieldRule
 from loraserve.adapters.peft_fields import Handling as Handling
+from loraserve.adapters.peft_fields import refusal
 from loraserve.adapters.regexes import Regex, compile_regex
 from loraserve.adapters.strict_json import shown
 from loraserve.limits import LIMITS, Limits
 
 _PLAIN_INITS = {"gaussian", "eva", "orthogonal", "mica"}
 _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+DEFAULTS: Mapping[str, int] = {"r": 8, "lora_alpha": 8}
+"""PEFT's, of what a config may leave out; a test compares them with the class."""
 
 ALL_LINEAR = "all-linear"
 LAYERS_FRAME = r"(?:^|.*?\.){}\.(?P<idx>\d+)\."
@@ -80,14 +85,15 @@ class _Reader:
         self.config = config
         self.limits = limits
         self.problems: list[ConfigProblem] = []
+        self._budget = Budget(limits)
 
     def read(self) -> LoraSettings:
         self._refuse_what_is_not_implemented()
-        self._check_type_and_init()
+        self._check_init()
         self._check_combinations()
         return LoraSettings(
-            r=self._rank(self.config.get("r"), "r"),
-            lora_alpha=self._alpha(self.config.get("lora_alpha"), "lora_alpha"),
+            r=self._rank(self.config.get("r", DEFAULTS["r"]), "r"),
+            lora_alpha=self._alpha(self.config.get("lora_alpha", DEFAULTS["lora_alpha"]), "lora_alpha"),
             use_rslora=self._flag("use_rslora"),
             use_dora=self._flag("use_dora"),
             rank_pattern=tuple(
@@ -116,21 +122,11 @@ class _Reader:
 
     def _refuse_what_is_not_implemented(self) -> None:
         for name, value in self.config.items():
-            rule = FIELDS.get(name)
-            # Two adjacent fields of a newer PEFT, switched off, are the common case: they say nothing.
-            if _says_nothing(value) or (rule is not None and rule.handling is not Handling.REFUSED):
-                continue
-            if rule is None:
-                self._unsupported(
-                    f"{shown(name)} = {shown(value)}: this server doesn't know the field, and it may change the answers."
-                )
-            elif not any(value == neutral and type(value) is type(neutral) for neutral in rule.neutral):
-                self._unsupported(f"{name} = {shown(value)} is refused: {rule.why}.")
+            why = refusal(name, value, FIELDS)
+            if why is not None:
+                self._unsupported(why)
 
-    def _check_type_and_init(self) -> None:
-        peft_type = self.config.get("peft_type")
-        if peft_type != "LORA":
-            self._unsupported(f"peft_type is {shown(peft_type)}, a kind of adapter that isn't served.")
+    def _check_init(self) -> None:
         init = self.config.get("init_lora_weights", True)
         if init is None or isinstance(init, bool):
             return
@@ -209,7 +205,7 @@ class _Reader:
         result: list[tuple[Pattern | Regex, str, object]] = []
         num_regexes = 0
         for key, number in value.items():
-            pattern = parse_pattern(key, self.limits)
+            pattern = parse_pattern(key, self.limits, self._budget)
             if isinstance(pattern, str):
                 self._unsupported(f"{name}'s key {shown(key)} is refused: {pattern}.")
                 continue
@@ -237,7 +233,7 @@ class _Reader:
             return self._names(name)
         if not value:
             return ()
-        regex = compile_regex(value, limits=self.limits)
+        regex = compile_regex(value, limits=self.limits, budget=self._budget)
         if isinstance(regex, str):
             self._unsupported(f"{name} = {shown(value)} is refused: as one string it is a regex, and {regex}.")
             return ()
@@ -279,7 +275,7 @@ class _Reader:
             self._bad("layers_pattern is set without layers_to_transform.")
         result: list[str | Regex] = []
         for text in patterns:
-            regex = text if _is_plain(text) else compile_regex(text, LAYERS_FRAME, self.limits)
+            regex = text if _is_plain(text) else compile_regex(text, LAYERS_FRAME, self.limits, has_groups=True)
             if isinstance(regex, str) and regex is not text:
                 self._unsupported(f"layers_pattern = {shown(text)} is refused: {regex}.")
             result.append(regex)
@@ -333,7 +329,3 @@ class _Reader:
 def _is_plain(name: str) -> bool:
     """Whether a regex of that text matches that text alone, but for the dots, which part names here."""
     return name.isascii() and name.replace("_", "a").replace(".", "a").replace("-", "a").isalnum()
-
-
-def _says_nothing(value: object) -> bool:
-    return value is None or value is False or value in ("", [], {})

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+
+from loraserve.adapters.strict_json import shown
 
 
 class Handling(Enum):
@@ -14,11 +17,21 @@ class Handling(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FieldRule:
-    """One field. `neutral` are values beside null, false and empty that say nothing; `why` completes "… because"."""
+    """Treatment of one field.
+
+    Attributes:
+        why: completes "… because".
+        neutral: values of a refused field that say nothing, beside null, false, "" and []. An empty object is none of these unless it stands here: of most, PEFT builds an
+            object of defaults, which is as good as one that was filled.
+        is_object: whether a refused field's value is an object in PEFT: then null and false alone say nothing.
+        parts: of an ignored field that holds an object: the keys that it may have. None: its value isn't looked at.
+    """
 
     handling: Handling
     why: str = ""
     neutral: tuple[object, ...] = ()
+    is_object: bool = False
+    parts: frozenset[str] | None = None
 
 
 def _implemented(why: str) -> FieldRule:
@@ -29,8 +42,16 @@ def _ignored(why: str) -> FieldRule:
     return FieldRule(Handling.IGNORED, why)
 
 
+def _ignored_object(why: str, *parts: str) -> FieldRule:
+    return FieldRule(Handling.IGNORED, why, parts=frozenset(parts))
+
+
 def _refused(why: str, *neutral: object) -> FieldRule:
     return FieldRule(Handling.REFUSED, why, neutral)
+
+
+def _refused_object(why: str) -> FieldRule:
+    return FieldRule(Handling.REFUSED, why, is_object=True)
 
 
 _ONLY_INIT = "it only chose the weights that training began with"
@@ -55,7 +76,7 @@ FIELDS: dict[str, FieldRule] = {
         "each row of the updated weight gets its trained magnitude; it must agree with the tensors"
     ),
     "modules_to_save": _implemented(
-        "trained weights of the head, the embedding, norms that a layer or the head reads, and linears stand in the place of the base's; "
+        "trained weights of the head, the embedding, norms of the layers and of the head, and linears stand in the place of the base's; "
         "it must agree with the tensors"
     ),
     "trainable_token_indices": _implemented(
@@ -68,13 +89,13 @@ FIELDS: dict[str, FieldRule] = {
     "target_parameters": _refused("LoRA on bare parameters (mixture-of-experts weights) isn't served"),
     "layer_replication": _refused("it changes the base's layers"),
     "fan_in_fan_out": _refused("it means transposed base weights; every base here stores [out, in]"),
-    "megatron_config": _refused("Megatron's parallel layers name and split their weights differently"),
+    "megatron_config": _refused("Megatron's parallel layers name and split their weights differently", {}),
     "use_qalora": _refused("QA-LoRA pools its inputs"),
-    "use_bdlora": _refused("block-diagonal LoRA isn't served"),
-    "kasa_config": _refused("KaSA changes the base's weights"),
-    "velora_config": _refused("VeLoRA saves more than lora_A and lora_B"),
-    "monteclora_config": _refused("Monte Carlo LoRA samples its weights"),
-    "arrow_config": _refused("Arrow routes between adapters"),
+    "use_bdlora": _refused_object("block-diagonal LoRA isn't served"),
+    "kasa_config": _refused_object("KaSA changes the base's weights"),
+    "velora_config": _refused_object("VeLoRA saves more than lora_A and lora_B"),
+    "monteclora_config": _refused_object("Monte Carlo LoRA samples its weights"),
+    "arrow_config": _refused_object("Arrow routes between adapters"),
     "task_type": _ignored("the tensors say what was trained; with alora_invocation_tokens it must be CAUSAL_LM"),
     "auto_mapping": _ignored("it names Python classes; nothing is ever imported by a config"),
     "peft_version": _ignored("every version of PEFT writes the same names, or they are refused"),
@@ -84,10 +105,60 @@ FIELDS: dict[str, FieldRule] = {
     "lora_dropout": _ignored("dropout acts in training only"),
     "megatron_core": _ignored("it means nothing without megatron_config"),
     "qalora_group_size": _ignored("it means nothing without use_qalora"),
-    "loftq_config": _ignored('it means nothing without init_lora_weights="loftq", which is refused'),
-    "eva_config": _ignored(_ONLY_INIT),
-    "corda_config": _ignored('it means nothing without init_lora_weights="corda", which is refused'),
-    "lora_ga_config": _ignored('it means nothing without init_lora_weights="lora_ga", which is refused'),
-    "runtime_config": _ignored("it says where a trainer computes"),
+    "loftq_config": _ignored_object(
+        'it means nothing without init_lora_weights="loftq", which is refused', "loftq_bits", "loftq_iter"
+    ),
+    "eva_config": _ignored_object(
+        _ONLY_INIT, "rho", "tau", "use_label_mask", "label_mask_value", "whiten", "adjust_scaling_factors"
+    ),
+    "corda_config": _ignored_object(
+        'it means nothing without init_lora_weights="corda", which is refused',
+        "cache_file",
+        "covariance_file",
+        "corda_method",
+        "verbose",
+        "use_float16_for_covariance",
+        "prune_temporary_fields",
+    ),
+    "lora_ga_config": _ignored_object(
+        'it means nothing without init_lora_weights="lora_ga", which is refused', "direction", "scale", "stable_gamma"
+    ),
+    "runtime_config": _ignored("it says where a trainer computes, and PEFT itself doesn't read it from a file"),
 }
-"""Every field of peft.LoraConfig (0.21); a test compares the two."""
+"""Every field of peft.LoraConfig (0.21), and every key of the objects that are ignored; a test compares them with the classes."""
+
+
+def refusal(name: str, value: object, table: Mapping[str, FieldRule]) -> str | None:
+    """Return why a config can't be served with this field, in a sentence.
+
+    None where it can, or where the code that implements the field judges its value.
+    """
+    rule = table.get(name)
+    if rule is None:
+        # two adjacent fields of a newer PEFT, switched off, are the common case: they say nothing
+        if _is_off(value) or value in ("", []):
+            return None
+        return f"{shown(name)} = {shown(value)}: this server doesn't know the field, and it may change the answers."
+    if rule.handling is Handling.IGNORED:
+        return None if rule.parts is None else _object_problem(name, value, rule.parts)
+    if rule.handling is Handling.IMPLEMENTED or _is_off(value) or (not rule.is_object and value in ("", [])):
+        return None
+    if any(value == neutral and type(value) is type(neutral) for neutral in rule.neutral):
+        return None
+    default = ": PEFT makes an object of defaults of it" if rule.is_object and value == {} else ""
+    return f"{name} = {shown(value)} is refused{default}: {rule.why}."
+
+
+def _is_off(value: object) -> bool:
+    return value is None or value is False
+
+
+def _object_problem(name: str, value: object, parts: frozenset[str]) -> str | None:
+    if _is_off(value):
+        return None
+    if not isinstance(value, dict):
+        return f"{name} = {shown(value)} is refused: PEFT takes an object or null."
+    unknown = next((key for key in value if key not in parts), None)
+    if unknown is None:
+        return None
+    return f"{name} has {shown(unknown)}: this server doesn't know the field, and it may change the answers."

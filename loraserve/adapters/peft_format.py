@@ -1,8 +1,9 @@
 """Files → config and tensors. Our own check of the safetensors header decides everything before a tensor is looked at.
 
 A safetensors file is: the header's length (8 bytes, little-endian), the header (JSON: tensor name → dtype, shape, data_offsets), the
-body. We take a strict subset of it: the header at most 1 MiB, plain ASCII names, F32, F16 or BF16, at most 2 dims, and offsets that tile
-the body exactly, so that every byte of the file belongs to one tensor. Pickles and archives are refused by their first bytes.
+body. We take a strict subset of it: the header at most 1 MiB, plain ASCII names, F64, F32, F16 or BF16, at most 2 dims, and offsets that tile
+the body exactly, so that every byte of the file belongs to one tensor. Pickles and archives are refused by their first bytes. Of F64, float32 is
+made as it is read, as PEFT does when it loads one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from loraserve.adapters.ir import ITEM_SIZES, NUMPY_DTYPES, TensorView
+from loraserve.adapters.kinds import check_kind
 from loraserve.adapters.strict_json import parse_object, shown
 from loraserve.errors import AdapterFormatError
 from loraserve.limits import LIMITS, Limits
@@ -24,6 +26,8 @@ Buffer = bytes | bytearray | memoryview
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
+_ITEM_SIZES = {**ITEM_SIZES, "F64": 8}
+_NUMPY_DTYPES = {**NUMPY_DTYPES, "F64": "<f8"}
 _MAX_PROBLEMS = 32
 _MAX_SIZE = 1 << 48
 _TENSOR_KEYS = {"dtype", "shape", "data_offsets"}
@@ -81,6 +85,7 @@ def read_adapter(config_bytes: Buffer, weights: Buffer, limits: Limits = LIMITS)
 
     Raises:
         AdapterFormatError: one of the files isn't what it claims to be; every reason is in `problems`.
+        AdapterUnsupported: it's a kind of adapter that isn't served: then nothing else is looked at.
     """
     problems: list[str] = []
     config: dict[str, Any] = {}
@@ -89,6 +94,8 @@ def read_adapter(config_bytes: Buffer, weights: Buffer, limits: Limits = LIMITS)
         config = read_config(config_bytes, limits)
     except AdapterFormatError as error:
         problems.extend(error.problems)
+    else:
+        check_kind(config)
     try:
         tensors = read_tensors(weights, limits)
     except AdapterFormatError as error:
@@ -112,7 +119,9 @@ def read_config(data: Buffer, limits: Limits = LIMITS) -> dict[str, Any]:
 
 
 def read_tensors(weights: Buffer, limits: Limits = LIMITS) -> dict[str, TensorView]:
-    """Views of every tensor in a safetensors file, sharing its memory; writable exactly if the buffer is.
+    """Return views of every tensor in a safetensors file, sharing its memory; writable exactly if the buffer is.
+
+    A tensor of F64 is a float32 copy, rounded to nearest.
 
     Raises:
         AdapterFormatError: as `read_header`.
@@ -120,10 +129,15 @@ def read_tensors(weights: Buffer, limits: Limits = LIMITS) -> dict[str, TensorVi
     header = read_header(weights, limits)
     tensors: dict[str, TensorView] = {}
     for info in header.tensors:
-        dtype = np.dtype(NUMPY_DTYPES[info.dtype])
+        dtype = np.dtype(_NUMPY_DTYPES[info.dtype])
         count = (info.end - info.begin) // dtype.itemsize
         flat = np.frombuffer(weights, dtype=dtype, count=count, offset=header.body_offset + info.begin)
-        tensors[info.name] = TensorView(info.dtype, info.shape, flat.reshape(info.shape))
+        stored = info.dtype
+        if stored == "F64":
+            # what float32 doesn't hold is infinite then, and refused as such
+            with np.errstate(over="ignore", invalid="ignore"):
+                stored, flat = "F32", flat.astype("<f4")
+        tensors[info.name] = TensorView(stored, info.shape, flat.reshape(info.shape))
     return tensors
 
 
@@ -208,8 +222,8 @@ def _read_entry(name: str, entry: object) -> TensorInfo | str:
     if not isinstance(entry, dict) or set(entry) != _TENSOR_KEYS:
         return f"{name}: expected exactly dtype, shape and data_offsets."
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
-        return f"{name} has dtype {shown(dtype, 24)}; F32, F16 and BF16 are taken."
+    if not isinstance(dtype, str) or dtype not in _ITEM_SIZES:
+        return f"{name} has dtype {shown(dtype, 24)}; F64, F32, F16 and BF16 are taken."
     if not _is_sizes(shape):
         return f"{name} has shape {shown(shape, 48)}; expected whole numbers."
     if len(shape) > 2:
@@ -218,7 +232,7 @@ def _read_entry(name: str, entry: object) -> TensorInfo | str:
         return f"{name} is empty (shape {shown(shape, 48)}). Were ZeRO-3 or FSDP shards not gathered before saving?"
     if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         return f"{name} has data_offsets {shown(offsets, 48)}; expected [begin, end]."
-    num_bytes = ITEM_SIZES[dtype]
+    num_bytes = _ITEM_SIZES[dtype]
     for size in shape:
         num_bytes *= size
     if num_bytes != offsets[1] - offsets[0]:

@@ -25,6 +25,7 @@ def check_saved(settings: LoraSettings, contents: Contents, names: BaseNames, pr
         check.copies()
         check.saved_base()
     _check_tied_weights(settings, contents, names, problems)
+    _check_tied_copies(contents, names, problems)
     for place in names.norms():
         _check_norm(settings, place, contents, names, problems)
 
@@ -188,6 +189,18 @@ def _check_tied_weights(settings: LoraSettings, contents: Contents, names: BaseN
             AdapterUnsupported,
             f"This base's head is tied to its embedding, {why}, and the file's lm_head.weight isn't its embed_tokens.weight: PEFT would keep one of "
             "the two. Name both in modules_to_save with ensure_weight_tying=False, or save it from the tied model.",
+        )
+
+
+def _check_tied_copies(contents: Contents, names: BaseNames, problems: Problems) -> None:
+    """Report copies that differ where the base's head is the embedding: PEFT loads either's copy into both."""
+    copies = [contents.linears[0, m].saved_base for m in OUTSIDE_LAYERS if (0, m) in contents.linears]
+    there = [copy for copy in copies if copy is not None]
+    if names.base.is_head_tied and len(there) == 2 and not is_same(*there):
+        problems.add(
+            AdapterUnsupported,
+            "This base's head is tied to its embedding, and the file's copies of the two aren't the same: PEFT would keep one of them. Save it with "
+            "save_embedding_layers=False if it was trained on this base.",
         )
 
 

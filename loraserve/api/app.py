@@ -42,7 +42,9 @@ def create_app(services: Services) -> FastAPI:
     app.include_router(management.router)
     app.include_router(openapi.router)
     scopes.audit(app)
-    app.add_middleware(Guard, metrics=services.metrics, limits=services.limits, route_names=_route_names(app))
+    app.add_middleware(
+        Guard, metrics=services.metrics, limits=services.limits, rooms=services.rooms, route_names=_route_names(app)
+    )
     return app
 
 

@@ -1,20 +1,49 @@
-"""uvicorn's HTTP connection with an end to waiting: for a request's head that doesn't come, and for a reader that stopped reading."""
+"""An HTTP connection that can't be held or flooded: bounds on what a client sends around its requests, and on how long it takes.
+
+Both of uvicorn's protocols have them: `httptools_connection` and `h11_connection` say how their parsers count.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import math
+import resource
 import socket
-from typing import Any, cast
+import time
+from collections.abc import Callable
+from enum import Enum, auto
+from http import HTTPStatus
+from typing import Any
 
 from starlette.types import Scope
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.flow_control import FlowControl
 
-from loraserve.limits import KIB, LIMITS
+from loraserve.api.errors import error_response
+from loraserve.api.services import Services
+from loraserve.errors import HeadersTooLarge, InvalidRequest, LoraserveError, Overloaded, RateLimited
+from loraserve.limits import KIB, LIMITS, MIB, Limits
+from loraserve.tenancy.shares import Holder, address_holder
 
 _WRITE_BUFFER_BYTES = 64 * KIB
+_DRAINED_BYTES = _WRITE_BUFFER_BYTES - _WRITE_BUFFER_BYTES // 4
+"""Least that a reader takes of a full buffer until it is written to again."""
+_FILES_BESIDE_CONNECTIONS = 256
+"""Blobs, the database, the engine's sockets."""
 _SEND_BUFFER_BYTES = 256 * KIB
-_HEAD_SLACK = 2
+HEAD_SLACK = 2
 """The guard answers a head over its bound with words; here it is only kept from growing without end."""
+_PIECE_BYTES = 8 * KIB
+"""Bounds are looked at after so many bytes: a read of the socket may bring 256 KiB."""
+_TURN_S = 0.005
+"""Longest time that one connection's bytes are parsed before other connections have their turn."""
+_FRAMING_RATIO = 8
+"""Bytes of chunk framing per byte of a body. A chunk of one byte has five around it."""
+_UNREAD_BYTES = 16 * MIB
+"""The most of a body that is read on after its request was answered."""
+
+_FORBIDDEN_IN_TRAILERS = frozenset({b"connection", b"content-length", b"host", b"transfer-encoding", b"upgrade"})
+"""Header fields that decide how and where a message ends (RFC 9110, 6.5.1)."""
 
 _CAN_SEND = "loraserve.can_send"
 
@@ -25,63 +54,321 @@ async def can_send(scope: Scope) -> bool:
     return True if wait is None else bool(await wait())
 
 
-class BoundedConnection(HttpToolsProtocol):
-    """Closes itself when a request's head is not complete after `LIMITS.stalled_reader_s` or is far too long, and when
-    the peer takes nothing of a full buffer for as long. A closed connection cancels its request.
+def connection_class() -> type[Bounded]:
+    """Return the protocol that uvicorn should use.
+
+    It is httptools' (llhttp), and h11's (pure Python) where that isn't installed.
     """
+    if importlib.util.find_spec("httptools") is not None:
+        from loraserve.api.httptools_connection import BoundedConnection
+
+        return BoundedConnection
+    from loraserve.api.h11_connection import BoundedH11Connection
+
+    return BoundedH11Connection
+
+
+class Refusal(Exception):
+    """Thrown inside a parser's callback: the rest of what was read isn't parsed."""
+
+
+class Part(Enum):
+    """Part of a message that the next byte belongs to."""
+
+    NONE = auto()
+    HEAD = auto()
+    BODY = auto()
+
+
+class _Flow(FlowControl):
+    """uvicorn's, which hands on what was read but not yet parsed before more is read."""
+
+    def __init__(self, transport: asyncio.Transport, has_backlog: Callable[[], bool], pump: Callable[[], None]) -> None:
+        super().__init__(transport)
+        self._has_backlog = has_backlog
+        self._pump = pump
+
+    def resume_reading(self) -> None:
+        if self.read_paused and self._has_backlog():
+            self.read_paused = False
+            self._pump()
+        else:
+            super().resume_reading()
+
+
+class Bounded(asyncio.Protocol):
+    """Bounds that the two connections have in common; it stands before uvicorn's own protocol in their bases.
+
+    - A head is complete after `LIMITS.stalled_reader_s` and isn't far over its bound.
+    - Chunk framing is in proportion to the body; between two bytes of a body, and after the last, stand `LIMITS.max_trailer_bytes` at most.
+    - Trailers are counted, and dropped: they are never headers. Those that a message's end hangs on are refused.
+    - A body whose request was answered comes to its end within `LIMITS.stalled_reader_s` and 16 MiB.
+    - Requests sent ahead wait unparsed, and what takes longer than 5 ms to parse is parsed in turns with other connections.
+    - A peer that falls `LIMITS.stalled_reader_s` behind `LIMITS.min_read_bytes_per_s` with what is written to it is cut.
+    - An address that has its share of all connections is told so, and closed at once.
+
+    What is over a bound is answered with words where an answer can stand, and its connection is closed. A closed connection cancels its request.
+    """
+
+    loop: asyncio.AbstractEventLoop
+    transport: asyncio.Transport
+    flow: FlowControl
+    scope: Any
+    cycle: Any
+    config: Any
+    client: tuple[str, int] | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._is_in_head = False
-        self._num_head_bytes = 0
+        self._part = Part.NONE
+        self._num_framing_bytes = 0
+        """Bytes of the head, or of what stands around the body's own bytes."""
+        self._num_gap_bytes = 0
+        """Bytes since the last byte of the body."""
+        self._num_body_bytes = 0
+        self._num_unread_bytes = 0
+        self._num_trailers = 0
+        self._refusal: LoraserveError | None = None
+        self._backlog = bytearray()
+        """Bytes that were read and aren't parsed."""
+        self._is_held = False
+        """Whether nothing is read for the backlog's sake."""
+        self._pump_handle: asyncio.Handle | None = None
         self._head_timer: asyncio.TimerHandle | None = None
+        self._unread_timer: asyncio.TimerHandle | None = None
         self._reader_timer: asyncio.TimerHandle | None = None
+        self._paused_at = 0.0
+        self._patience_s = LIMITS.stalled_reader_s
+        """Time by which the reader may fall further behind."""
+        self._held_by: Holder | None = None
+        services = getattr(getattr(self.config.app, "state", None), "services", None)
+        self._connections = services.rooms.connections if isinstance(services, Services) else None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    # what the two parsers do
+
+    def _parse(self, piece: bytes) -> None:
+        """Give `piece` to uvicorn's protocol."""
+        super().data_received(piece)
+
+    def _has_requests_ahead(self) -> bool:
+        """Return whether requests are parsed already that wait for the answers before theirs."""
+        return False
+
+    # the connection
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
-        sock = transport.get_extra_info("socket")
+        self.flow = _Flow(self.transport, lambda: bool(self._backlog), self._pump_soon)
+        self.transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
+        sock = self.transport.get_extra_info("socket")
         if sock is not None:
             # What a stalled reader can make the kernel hold: megabytes by default.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         self._start_head_timer()
+        self._take_place()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._connections is not None and self._held_by is not None:
+            self._connections.give_back(self._held_by)
+            self._held_by = None
+        self._backlog.clear()
+        if self._pump_handle is not None:
+            self._pump_handle.cancel()
         self._stop_head_timer()
+        self._stop_unread_timer()
         self._stop_reader_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._is_in_head:
-            self._num_head_bytes += len(data)
-            if self._num_head_bytes > _HEAD_SLACK * LIMITS.max_header_bytes:
+        self._backlog += data
+        self._pump()
+
+    def _pump(self) -> None:
+        """Parse what was read, piece by piece, for a turn at most; read on once it is parsed."""
+        self._pump_handle = None
+        ends_at = time.monotonic() + _TURN_S
+        while self._backlog and not self.flow.read_paused and not self._has_requests_ahead():
+            if self.transport.is_closing():
+                self._backlog.clear()
+                return
+            piece = bytes(self._backlog[:_PIECE_BYTES])
+            del self._backlog[: len(piece)]
+            self._take(piece)
+            if self._backlog and time.monotonic() > ends_at:
+                self._pump_soon()
+                break
+        if self.transport.is_closing():
+            return
+        if self._backlog:
+            self._is_held = True
+            self.transport.pause_reading()
+        elif self._is_held and not self.flow.read_paused:
+            self._is_held = False
+            self.transport.resume_reading()
+
+    def _pump_soon(self) -> None:
+        if self._pump_handle is None:
+            self._pump_handle = self.loop.call_soon(self._pump)
+
+    def _take(self, piece: bytes) -> None:
+        if self._part is Part.NONE and not self._is_answering():
+            self._begin_head()
+        self._num_framing_bytes += len(piece)
+        self._num_gap_bytes += len(piece)
+        self._parse(piece)
+        if self.transport.is_closing():
+            return
+        try:
+            self._check()
+        except Refusal:
+            self.refuse()
+
+    def _check(self) -> None:
+        if self._part is not Part.BODY:
+            # also what stands between two requests: empty lines
+            if self._num_framing_bytes > HEAD_SLACK * LIMITS.max_header_bytes:
+                self._throw(_head_too_large())
+        elif self._num_gap_bytes > LIMITS.max_trailer_bytes + _PIECE_BYTES:
+            self._throw(_trailers_too_large())
+        elif self._num_framing_bytes > LIMITS.max_trailer_bytes + _PIECE_BYTES + _FRAMING_RATIO * self._num_body_bytes:
+            self._throw(
+                InvalidRequest("The body's chunks are mostly framing: extensions, or zeros before their sizes.")
+            )
+
+    def _throw(self, error: LoraserveError) -> None:
+        self._refusal = error
+        raise Refusal(str(error))
+
+    # what the parsers tell
+
+    def message_began(self) -> None:
+        """Note that the first byte of a head was parsed."""
+        self._begin_head()
+
+    def header_came(self, num_before: int) -> None:
+        """Bound the headers of a head, of which one more was parsed.
+
+        Raises:
+            Refusal: there are too many.
+        """
+        if num_before >= LIMITS.max_headers:
+            self._throw(_head_too_large())
+
+    def trailer_came(self, name: bytes) -> None:
+        """Bound the trailers, of which one more was parsed; it is dropped.
+
+        Raises:
+            Refusal: it is one too many, or isn't allowed to be one.
+        """
+        self._num_trailers += 1
+        if self._num_trailers > LIMITS.max_headers:
+            self._throw(_trailers_too_large())
+        if name.lower() in _FORBIDDEN_IN_TRAILERS:
+            self._throw(InvalidRequest(f"{name[:64].decode('latin-1')} can't be a trailer."))
+
+    def head_completed(self) -> None:
+        """Note that the head was parsed."""
+        self._part = Part.BODY
+        self._num_framing_bytes = self._num_gap_bytes = self._num_body_bytes = self._num_trailers = 0
+        self._num_unread_bytes = 0
+        self._stop_head_timer()
+
+    def body_came(self, num_bytes: int) -> None:
+        """Count bytes of the body that were parsed."""
+        self._num_gap_bytes = 0
+        self._num_body_bytes += num_bytes
+        self._num_framing_bytes = max(0, self._num_framing_bytes - num_bytes)
+        if self._unread_timer is not None:
+            self._num_unread_bytes += num_bytes
+            if self._num_unread_bytes > _UNREAD_BYTES:
                 self.transport.abort()
 
-    def on_message_begin(self) -> None:
-        self._is_in_head = True
-        self._num_head_bytes = 0
-        self._start_head_timer()
-        super().on_message_begin()
-        cast(dict[str, Any], self.scope)[_CAN_SEND] = self._can_send
+    def message_completed(self) -> None:
+        """Note that the message came to its end."""
+        self._part = Part.NONE
+        self._num_framing_bytes = 0
+        self._stop_unread_timer()
 
-    def on_headers_complete(self) -> None:
-        self._is_in_head = False
-        self._stop_head_timer()
-        super().on_headers_complete()
+    def on_response_complete(self) -> None:
+        if self._part is Part.BODY and not self._has_requests_ahead():
+            self._unread_timer = self.loop.call_later(LIMITS.stalled_reader_s, self.transport.abort)
+        # uvicorn's own, of which asyncio.Protocol knows nothing
+        super().on_response_complete()  # type: ignore[misc]
+        self._pump_soon()
+
+    # refusals
+
+    def send_400_response(self, _: str) -> None:
+        """uvicorn's, for what can't be parsed."""
+        self.refuse()
+
+    def refuse(self) -> None:
+        """Answer with the refusal, where the next answer on this connection is this message's, and close."""
+        error = self._refusal or InvalidRequest("The request is not valid HTTP/1.1.")
+        self._backlog.clear()
+        if not self._can_answer():
+            self.transport.abort()
+            return
+        scope = self.scope if self.scope is not None and self._part is Part.BODY else {}
+        request_id = scope.get("state", {}).get("request_id")
+        response = error_response(error, path=scope.get("path", ""), request_id=request_id)
+        lines = [f"HTTP/1.1 {response.status_code} {HTTPStatus(response.status_code).phrase}".encode()]
+        lines += [name + b": " + value for name, value in (*response.raw_headers, (b"connection", b"close"))]
+        self.transport.write(b"\r\n".join(lines) + b"\r\n\r\n" + bytes(response.body))
+        self.transport.close()
+        if self.cycle is not None:
+            # its request ends now, without another word on this connection
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+
+    def _can_answer(self) -> bool:
+        if not self._is_answering():
+            return True
+        return self._part is Part.BODY and not self._has_requests_ahead() and not self.cycle.response_started
+
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    # time
 
     def pause_writing(self) -> None:
         super().pause_writing()
         self._stop_reader_timer()
-        self._reader_timer = self.loop.call_later(LIMITS.stalled_reader_s, self.transport.abort)
+        self._paused_at = time.monotonic()
+        self._reader_timer = self.loop.call_later(max(0.0, self._patience_s), self.transport.abort)
 
     def resume_writing(self) -> None:
+        if self._reader_timer is not None:
+            patience_s = self._patience_s - (time.monotonic() - self._paused_at)
+            patience_s += _DRAINED_BYTES / LIMITS.min_read_bytes_per_s
+            self._patience_s = min(LIMITS.stalled_reader_s, patience_s)
         self._stop_reader_timer()
         super().resume_writing()
+
+    def _announce(self, scope: Any) -> None:
+        """Let `can_send` find this connection by a request's scope."""
+        scope[_CAN_SEND] = self._can_send
 
     async def _can_send(self) -> bool:
         await self.flow.drain()
         return not self.transport.is_closing()
+
+    def _take_place(self) -> None:
+        if self._connections is None:
+            return
+        holder = address_holder(self.client[0] if self.client else "")
+        try:
+            self._connections.take(holder)
+        except (RateLimited, Overloaded) as error:
+            self.transport.write(_refusal(error))
+            self.transport.close()
+        else:
+            self._held_by = holder
+
+    def _begin_head(self) -> None:
+        self._part = Part.HEAD
+        self._num_framing_bytes = 0
+        self._start_head_timer()
 
     def _start_head_timer(self) -> None:
         if self._head_timer is None:
@@ -92,7 +379,44 @@ class BoundedConnection(HttpToolsProtocol):
             self._head_timer.cancel()
             self._head_timer = None
 
+    def _stop_unread_timer(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
+
     def _stop_reader_timer(self) -> None:
         if self._reader_timer is not None:
             self._reader_timer.cancel()
             self._reader_timer = None
+
+
+def _head_too_large() -> HeadersTooLarge:
+    return HeadersTooLarge(
+        f"The request's headers are over their bound of {LIMITS.max_headers} headers and {LIMITS.max_header_bytes} bytes."
+    )
+
+
+def _trailers_too_large() -> HeadersTooLarge:
+    return HeadersTooLarge(
+        f"What follows the body's bytes is over its bound of {LIMITS.max_headers} trailers and {LIMITS.max_trailer_bytes} bytes."
+    )
+
+
+def raise_file_limit(limits: Limits = LIMITS) -> int:
+    """Let this process have a file open for each connection, as far as it may, and return for how many connections that is enough."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = limits.max_connections + _FILES_BESIDE_CONNECTIONS
+    if soft == resource.RLIM_INFINITY:
+        return limits.max_connections
+    if soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return max(1, min(limits.max_connections, soft - _FILES_BESIDE_CONNECTIONS))
+
+
+def _refusal(error: LoraserveError) -> bytes:
+    """Return an answer that costs nothing: nothing of the request is read."""
+    is_share = isinstance(error, RateLimited)
+    retry_after_s = math.ceil(getattr(error, "retry_after_s", 1.0))
+    status = b"429 Too Many Requests" if is_share else b"503 Service Unavailable"
+    return b"HTTP/1.1 %s\r\nretry-after: %d\r\ncontent-length: 0\r\nconnection: close\r\n\r\n" % (status, retry_after_s)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from loraserve.api.adapter_load import AdapterLoad
 from loraserve.api.memory_metrics import memory_metrics
 from loraserve.api.shadow import OUTCOMES as SHADOW_OUTCOMES
-from loraserve.api.tenancy_metrics import tenancy_metrics
+from loraserve.api.tenancy_metrics import share_metrics, tenancy_metrics
 from loraserve.registry.certificates import REJECTED, VERDICTS
 from loraserve.registry.operations import ENDED
 from loraserve.registry.parity import FAILED, PASSED
@@ -92,21 +93,7 @@ class Metrics:
         self.live_requests = Gauge(
             "loraserve_http_requests_live", "HTTP requests being answered.", registry=self.registry
         )
-        self._running: dict[str, int] = {}
-
-    def adapter_started(self, name: str) -> None:
-        self._running[name] = self._running.get(name, 0) + 1
-
-    def adapter_ended(self, name: str) -> None:
-        remaining = self._running.get(name, 0) - 1
-        if remaining > 0:
-            self._running[name] = remaining
-        else:
-            self._running.pop(name, None)
-
-    def running_adapters(self) -> Iterable[str]:
-        """Names of the adapters that some live request uses."""
-        return sorted(self._running)
+        self.adapter_load = AdapterLoad()
 
 
 class EngineCollector(Collector):
@@ -126,6 +113,7 @@ class EngineCollector(Collector):
 
         yield gauge("loraserve_engine_up", "Whether the engine computes.", float(engine.is_ready))
         yield counter("loraserve_engine_restarts", "Engines started after the first.", engine.num_restarts)
+        yield counter("loraserve_engine_hangs", "Engines killed for want of progress.", engine.num_hangs)
         yield gauge("loraserve_requests_running", "Sequences that are scheduled.", stats.num_running)
         yield gauge("loraserve_requests_waiting", "Sequences in the queue.", stats.num_waiting)
         yield gauge(
@@ -166,6 +154,7 @@ class EngineCollector(Collector):
         yield from memory_metrics(stats)
         yield counter("loraserve_invariant_violations", "Broken invariants of ours.", stats.invariant_violations)
         yield from tenancy_metrics(self._services.admissions)
+        yield from share_metrics((*self._services.rooms.all(), *self._services.registry.uploads.shares()))
         yield from self._registry()
         yield from self._vllm()
 
@@ -181,7 +170,7 @@ class EngineCollector(Collector):
         yield certificates
         late = CounterMetricFamily(
             "loraserve_late_certificates",
-            "Of those, for versions that were published while the engine was away or busy.",
+            "Of those, for versions that had none for how this server computes its base.",
             labels=["verdict"],
         )
         for verdict in (PASSED, FAILED, REJECTED):
@@ -191,6 +180,11 @@ class EngineCollector(Collector):
             "loraserve_quarantined_refusals",
             "Uses of versions in quarantine, which were refused.",
             value=registry.num_quarantined_refused,
+        )
+        yield CounterMetricFamily(
+            "loraserve_base_mismatch_refusals",
+            "Uses of versions that were made for another base, which were refused.",
+            value=registry.num_of_another_base_refused,
         )
 
         yield CounterMetricFamily(
@@ -260,6 +254,8 @@ class EngineCollector(Collector):
             "As vLLM's: the value is the time.",
             labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
         )
-        names = ",".join(self._services.metrics.running_adapters())
-        info.add_metric([str(max(1, stats.device_adapters)), names, ""], time.time())
+        load = self._services.metrics.adapter_load
+        # Adapters have no slots here: each sequence of a step may use another one.
+        max_lora = str(self._services.settings.max_num_seqs)
+        info.add_metric([max_lora, ",".join(load.running_names()), ",".join(load.waiting_names())], time.time())
         yield info

@@ -37,6 +37,7 @@ _STATUS: dict[type[LoraserveError], int] = {
     errors.Conflict: 409,
     errors.AdapterRejected: 422,
     errors.AdapterQuarantined: 409,
+    errors.AdapterOfAnotherBase: 409,
     errors.AdapterUnavailable: 503,
     errors.Overloaded: 503,
     errors.RateLimited: 429,
@@ -56,6 +57,7 @@ _NOT_WORTH_RETRYING = (
     errors.AdapterNumerics,
     errors.AdapterCorrupt,
     errors.AdapterQuarantined,
+    errors.AdapterOfAnotherBase,
     errors.EngineCrashed,
     errors.DeadlineExceeded,
 )

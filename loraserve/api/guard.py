@@ -7,6 +7,7 @@ import contextlib
 import logging
 import re
 import time
+import traceback
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
@@ -19,8 +20,17 @@ from ulid import ULID
 
 from loraserve.api.counters import Metrics
 from loraserve.api.errors import MANAGEMENT_PREFIX, error_response, unforeseen
-from loraserve.errors import HeadersTooLarge, LoraserveError, Overloaded, PayloadTooLarge, RequestTimeout
+from loraserve.errors import (
+    HeadersTooLarge,
+    InvalidRequest,
+    LoraserveError,
+    Overloaded,
+    PayloadTooLarge,
+    RateLimited,
+    RequestTimeout,
+)
 from loraserve.limits import LIMITS, MIB, Limits
+from loraserve.tenancy.shares import Claim, Rooms, address_holder
 
 access_log = structlog.stdlib.get_logger("loraserve.access")
 logger = logging.getLogger(__name__)
@@ -31,6 +41,20 @@ _LINGER_S = 1.0
 _LINGER_BYTES = 16 * MIB
 _UPLOAD_PATH = re.compile(rf"{MANAGEMENT_PREFIX}/(adapters/[^/]+/versions|uploads/[^/]+)")
 """The routes whose body is streamed to disk, and so may be large."""
+_SINGLETONS = frozenset(
+    {
+        b"authorization",
+        b"content-length",
+        b"content-range",
+        b"content-type",
+        b"expect",
+        b"host",
+        b"idempotency-key",
+        b"transfer-encoding",
+        b"x-tenant",
+    }
+)
+"""Headers of which a request has one: whatever stands before this server may read another one of two than it does."""
 
 
 class _Refused(Exception):
@@ -43,25 +67,33 @@ class Guard:
     Sets ``state["request_id"]``, answers every request with ``x-request-id``, and never lets an exception pass.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, route_names: Mapping[Any, str], limits: Limits = LIMITS) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        route_names: Mapping[Any, str],
+        limits: Limits = LIMITS,
+        rooms: Rooms | None = None,
+    ) -> None:
         self._app = app
         self._route_names = route_names
         self._metrics = metrics
         self._limits = limits
-        self._num_live = 0
+        self._rooms = rooms or Rooms(limits)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = _Exchange(scope, receive, send, self._limits)
+        exchange = _Exchange(scope, receive, send, self._limits, self._rooms)
         started = time.monotonic()
-        self._num_live += 1
         self._metrics.live_requests.inc()
         try:
             try:
+                # Probes get through when nothing else does.
+                if scope["path"] not in _PROBES:
+                    exchange.claim.begin()
                 exchange.check_headers()
-                self._check_room(scope)
                 await self._app(scope, exchange.receive, exchange.send)
                 await exchange.finish()
             except asyncio.CancelledError:
@@ -72,19 +104,12 @@ class Guard:
             except Exception as error:
                 await exchange.fail(error)
         finally:
-            self._num_live -= 1
+            exchange.claim.release()
             self._metrics.live_requests.dec()
             admitted = scope.get("state", {}).get("admitted")
             if admitted is not None:
                 admitted.release()
             self._record(scope, exchange, time.monotonic() - started)
-
-    def _check_room(self, scope: Scope) -> None:
-        """Raises:
-        Overloaded: more requests are being answered than the server has memory for; probes always get through.
-        """
-        if self._num_live > self._limits.max_live_requests and scope["path"] not in _PROBES:
-            raise Overloaded(f"{self._limits.max_live_requests} requests are being answered; no more are taken.")
 
     def _record(self, scope: Scope, exchange: _Exchange, duration_s: float) -> None:
         # 499: the client left before the answer began
@@ -110,24 +135,47 @@ class Guard:
 class _Exchange:
     """One request and its answer, with the bounds around both."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits, rooms: Rooms) -> None:
         self.status: int | None = None
         self.request_id = _request_id(scope)
-        scope.setdefault("state", {})["request_id"] = self.request_id
+        client = scope.get("client")
+        self._address = address_holder(client[0] if client else "")
+        self.claim = Claim(rooms, self._address, max_body_bytes=limits.max_body_bytes)
+        scope.setdefault("state", {}).update(request_id=self.request_id, claim=self.claim, pace=self)
+        self._rooms = rooms
         self._scope = scope
         self._receive = receive
         self._send = send
         self._limits = limits
         self._max_body_bytes = _max_body_bytes(scope["path"], limits)
         self._num_body_bytes = 0
-        self._body_wait_s = 0.0
+        self._patience_s = limits.stalled_reader_s
+        """Time by which the body may fall further behind `limits.min_body_bytes_per_s`. A fast start saves no more."""
+        self._waiting: asyncio.Timeout | None = None
+        """Wait for the client to send more."""
+        self._waiting_since_s = 0.0
         self._has_whole_body = False
+        self._is_unasked = any(name == b"expect" for name, _ in scope["headers"])
+        """Whether the client keeps its body back until it is asked for it, and wasn't yet."""
         self._refusal: LoraserveError | None = None
         self._is_refused = False
 
+    @property
+    def behind_s(self) -> float:
+        """Seconds by which the body is behind its least rate, while more of it is waited for."""
+        if self._waiting is None:
+            return 0.0
+        waited_s = time.monotonic() - self._waiting_since_s
+        return self._limits.stalled_reader_s - self._patience_s + waited_s
+
+    def cut(self) -> None:
+        """Wait for no more of the body: another tenant needs the place that is held for it."""
+        if self._waiting is not None and not self._waiting.expired():
+            self._waiting.reschedule(asyncio.get_running_loop().time())
+
     def check_headers(self) -> None:
         """Raises:
-        HeadersTooLarge, PayloadTooLarge: before a byte of the body is read.
+        HeadersTooLarge, InvalidRequest, PayloadTooLarge: before a byte of the body is read.
         """
         headers = self._scope["headers"]
         num_bytes = sum(len(name) + len(value) + 4 for name, value in headers) + len(self._scope.get("raw_path") or b"")
@@ -136,7 +184,14 @@ class _Exchange:
             raise HeadersTooLarge(
                 f"The request's headers are over their bound of {self._limits.max_headers} headers and {self._limits.max_header_bytes} bytes."
             )
+        seen = set()
         for name, value in headers:
+            if name in _SINGLETONS:
+                if name in seen:
+                    raise InvalidRequest(
+                        f"The request has the header {name.decode().title()} twice.", hint="Send each header once."
+                    )
+                seen.add(name)
             if name == b"content-length" and value.isdigit() and int(value[:20]) > self._max_body_bytes:
                 raise self._too_large()
 
@@ -144,30 +199,43 @@ class _Exchange:
         return PayloadTooLarge(f"The request's body is over the bound of {self._max_body_bytes} bytes for this route.")
 
     async def receive(self) -> Message:
+        self._is_unasked = False
         if self._has_whole_body:
             return await self._receive()
         limits = self._limits
-        patience_s = limits.stalled_reader_s + self._num_body_bytes / limits.min_body_bytes_per_s - self._body_wait_s
-        started = time.monotonic()
+        started = self._waiting_since_s = time.monotonic()
         try:
-            async with asyncio.timeout(min(limits.stalled_reader_s, patience_s)):
+            async with asyncio.timeout(self._patience_s) as self._waiting:
                 message = await self._receive()
         except TimeoutError:
-            self._refusal = RequestTimeout(
-                f"The request's body stopped coming: nothing for {limits.stalled_reader_s:g} s, or too little in all."
-            )
-            raise _Refused from None
+            raise self._refuse(
+                RequestTimeout(
+                    f"The request's body stopped coming: it is {self.behind_s:.0f} s behind {limits.min_body_bytes_per_s} bytes a second."
+                )
+            ) from None
+        finally:
+            self._waiting = None
         # only what the client takes: our own writing of an upload isn't its fault
-        self._body_wait_s += time.monotonic() - started
-        if message["type"] == "http.request":
-            self._num_body_bytes += len(message.get("body", b""))
-            self._has_whole_body = not message.get("more_body", False)
-            if self._num_body_bytes > self._max_body_bytes:
-                self._refusal = self._too_large()
-                raise _Refused
-        else:
+        waited_s = time.monotonic() - started
+        if message["type"] != "http.request":
             self._has_whole_body = True
+            return message
+        num_bytes = len(message.get("body", b""))
+        patience_s = self._patience_s - waited_s + num_bytes / limits.min_body_bytes_per_s
+        self._patience_s = min(limits.stalled_reader_s, patience_s)
+        self._num_body_bytes += num_bytes
+        self._has_whole_body = not message.get("more_body", False)
+        if self._num_body_bytes > self._max_body_bytes:
+            raise self._refuse(self._too_large())
+        try:
+            self.claim.hold_body(num_bytes)
+        except (RateLimited, Overloaded) as error:
+            raise self._refuse(error) from None
         return message
+
+    def _refuse(self, error: LoraserveError) -> _Refused:
+        self._refusal = error
+        return _Refused()
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -180,6 +248,9 @@ class _Exchange:
             rate_headers = self._scope.get("state", {}).get("rate_headers")
             if rate_headers is not None:
                 headers.update(rate_headers())
+            if self._is_unasked:
+                # The body may never come: the next request's bytes would be taken for it.
+                headers["connection"] = "close"
         elif self.status is None:
             return
         await self._send(message)
@@ -187,6 +258,8 @@ class _Exchange:
     async def fail(self, error: Exception) -> None:
         """Answer with the error, if nothing was answered yet; with an answer under way there is only the connection to close."""
         if self._refusal is not None:
+            # The frames that were reading hold what came of the body.
+            traceback.clear_frames(error.__traceback__)
             error = self._refusal
         if self.status is not None:
             if not isinstance(error, _Refused | LoraserveError):
@@ -201,12 +274,25 @@ class _Exchange:
 
     async def _answer(self, error: LoraserveError) -> None:
         self._is_refused = True
+        # What it held is others' before the client takes notice.
+        self.claim.release()
         headers = {}
-        if not self._has_whole_body and not await self._discard_body():
+        if not self._has_whole_body and not await self._linger():
             # the rest would be taken for the next request
             headers["connection"] = "close"
         response = error_response(error, path=self._scope["path"], request_id=self.request_id, headers=headers)
         await response(self._scope, self._receive, self.send)
+
+    async def _linger(self) -> bool:
+        """Discard the body, as long as not too many others' are; return whether it came to its end."""
+        lingering = self._rooms.lingering
+        if not lingering.has_room(self._address):
+            return False
+        lingering.take(self._address)
+        try:
+            return await self._discard_body()
+        finally:
+            lingering.give_back(self._address)
 
     async def _discard_body(self) -> bool:
         """Read on for a moment, keeping nothing: a client that still sends when the connection closes never sees the answer.
@@ -214,7 +300,7 @@ class _Exchange:
         Returns:
             Whether the body came to its end.
         """
-        if any(name == b"expect" for name, _ in self._scope["headers"]):
+        if self._is_unasked:
             return False  # reading would ask for the body
         num_bytes = 0
         with contextlib.suppress(TimeoutError):

@@ -1,4 +1,4 @@
-"""Whether the server lives, and whether it should be sent requests. Open to anyone, and says nothing else."""
+"""Whether the server lives, whether it should be sent requests, and if not, what it is at. Open to anyone, and tells nothing of tenants or models."""
 
 from __future__ import annotations
 
@@ -15,15 +15,23 @@ router = APIRouter()
 @scopes.open
 async def livez(request: Request) -> JSONResponse:
     """200 while the engine steps or is being brought back; 503 once it can't be, so that an orchestrator restarts the server."""
-    return _answer(services_of(request).engine.is_live)
+    engine = services_of(request).engine
+    return _answer(engine.is_live, engine.status)
 
 
 @router.get("/readyz")
 @scopes.open
 async def readyz(request: Request) -> JSONResponse:
-    """200 once the base is loaded and requests are computed; 503 before, between engines, and from the start of a shutdown."""
+    """200 once the base is loaded and requests are computed; 503 before, while the engine hangs, between engines, and from the start of a shutdown.
+
+    With 503, `detail` says what is waited for, such as how far a load is. While the database is away, known keys and names are served on, so that is
+    said beside a 200: ``"database": "unavailable"``.
+    """
     services = services_of(request)
-    return _answer(services.engine.is_ready and not services.is_draining)
+    if services.is_draining:
+        return _answer(False, "The server is shutting down.")
+    is_database_available = services.registry.is_database_available
+    return _answer(services.engine.is_ready, services.engine.status, is_database_available=is_database_available)
 
 
 @router.get("/health")
@@ -33,5 +41,10 @@ async def health(request: Request) -> JSONResponse:
     return await readyz(request)
 
 
-def _answer(is_fine: bool) -> JSONResponse:
-    return JSONResponse({"status": "ok" if is_fine else "unavailable"}, status_code=200 if is_fine else 503)
+def _answer(is_fine: bool, detail: str | None, *, is_database_available: bool = True) -> JSONResponse:
+    database = {} if is_database_available else {"database": "unavailable"}
+    if is_fine:
+        return JSONResponse({"status": "ok", **database})
+    return JSONResponse(
+        {"status": "unavailable", **({"detail": detail} if detail else {}), **database}, status_code=503
+    )

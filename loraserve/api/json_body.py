@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import re
+from functools import partial
 from typing import Any, NoReturn
 
 from starlette.requests import Request
 
+from loraserve.api.services import services_of
 from loraserve.errors import InvalidRequest
 from loraserve.limits import KIB, LIMITS
 
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
-_OFF_LOOP_BYTES = 256 * KIB
+_ON_LOOP_BYTES = 32 * KIB
+"""A body of nothing but brackets takes some milliseconds of it."""
 _MAX_DIGITS = 40
 
 
@@ -25,7 +27,12 @@ async def json_object(request: Request) -> dict[str, Any]:
         InvalidRequest: it isn't one, or isn't strict JSON; the message says why and never what was sent.
     """
     body = await request.body()
-    value = await asyncio.to_thread(parse_json, body) if len(body) > _OFF_LOOP_BYTES else parse_json(body)
+    if len(body) <= _ON_LOOP_BYTES:
+        value = parse_json(body)
+    else:
+        caller = getattr(request.state, "caller", None)
+        tenant = "" if caller is None else caller.tenant
+        value = await services_of(request).text_threads.run(tenant, len(body), partial(parse_json, body))
     if not isinstance(value, dict):
         raise InvalidRequest("The body should be a JSON object.")
     return value
@@ -43,6 +50,9 @@ def parse_json(body: bytes, max_depth: int = LIMITS.max_json_depth) -> Any:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"The body is not UTF-8 (byte {error.start}).") from None
+    num_brackets = body.count(b"[") + body.count(b"{")
+    if num_brackets > LIMITS.max_json_containers and count_containers(body) > LIMITS.max_json_containers:
+        raise InvalidRequest(f"The body's JSON has more than {LIMITS.max_json_containers} objects and arrays.")
     try:
         value = json.loads(
             text,
@@ -56,9 +66,16 @@ def parse_json(body: bytes, max_depth: int = LIMITS.max_json_depth) -> Any:
     except RecursionError:
         raise InvalidRequest(f"The body's JSON is nested deeper than {max_depth}.") from None
     # Fewer brackets than the bound can't be nested deeper, and without an escape there is no surrogate: most bodies skip the walk.
-    if body.count(b"[") + body.count(b"{") > max_depth or _SURROGATE_ESCAPE.search(body):
+    if num_brackets > max_depth or _SURROGATE_ESCAPE.search(body):
         _check_tree(value, max_depth)
     return value
+
+
+def count_containers(body: bytes) -> int:
+    """Count the objects and arrays that begin in a JSON text: its brackets outside strings."""
+    # no backslash pairs and no escaped quotes: what is left of quotes are the strings' ends
+    outside = b"".join(body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
+    return outside.count(b"[") + outside.count(b"{")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

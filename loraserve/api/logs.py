@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 
@@ -34,9 +35,22 @@ def configure_logging(level: str) -> None:
     )
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter)
+    handler.addFilter(is_news)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
     # Alembic and asyncio tell at INFO what nobody asked for.
     for name in ("alembic", "asyncio", "uvicorn"):
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLevelName(level.upper())))
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """Return whether a record is worth a line; a traceback isn't where it tells that something was cancelled."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, asyncio.CancelledError):
+        # A request that a stop cut short, a question to the database that was given up.
+        record.exc_info = None
+        record.exc_text = None
+    # A connection still says this after a question on it was given up, and its future with it.
+    is_orphan = record.name == "asyncio" and record.getMessage().startswith("Future exception was never retrieved")
+    return not (is_orphan and isinstance(error, ConnectionError))

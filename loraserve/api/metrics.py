@@ -13,7 +13,7 @@ from loraserve.api.services import services_of
 router = APIRouter()
 
 
-@router.get("/metrics", dependencies=[Depends(scopes.require(scopes.ADMIN))])
+@router.get("/metrics", dependencies=[Depends(scopes.require(scopes.METRICS_READ))])
 async def metrics(request: Request) -> Response:
-    """Every metric in Prometheus's text format. It has other tenants' adapter names, so it takes an admin key."""
+    """Every metric in Prometheus's text format. It names all tenants' adapters: it takes an admin key, or one with this scope alone."""
     return Response(generate_latest(services_of(request).metrics.registry), media_type=CONTENT_TYPE_LATEST)

@@ -12,12 +12,15 @@ from fastapi.routing import iter_route_contexts
 from loraserve.api.services import services_of
 from loraserve.errors import AuthenticationError, ConfigError, InvalidRequest, PermissionDenied
 from loraserve.tenancy.auth import Caller
+from loraserve.tenancy.keys import METRICS_SCOPE
+from loraserve.tenancy.shares import OPERATOR, Claim, tenant_holder
 
 INFERENCE = "inference"
 ADAPTERS_READ = "adapters:read"
 ADAPTERS_WRITE = "adapters:write"
 ADMIN = "admin"
-SCOPES = frozenset({INFERENCE, ADAPTERS_READ, ADAPTERS_WRITE, ADMIN})
+METRICS_READ = METRICS_SCOPE
+SCOPES = frozenset({INFERENCE, ADAPTERS_READ, ADAPTERS_WRITE, ADMIN, METRICS_READ})
 
 _MAX_KEY_BYTES = 512
 _MARK = "__loraserve_scope__"
@@ -43,15 +46,18 @@ def require(scope: str) -> CallerDependency:
         PermissionDenied: the key doesn't have the scope.
         TenantNotFound: the path or the header names a tenant that isn't the key's.
         InvalidRequest: an admin names two tenants.
+        RateLimited: as many of the tenant's requests are being answered as its share is.
+        Overloaded: no more requests are answered.
     """
     if scope not in SCOPES:
         raise ConfigError(f"There is no scope {scope!r}.")
 
     async def authenticate(request: Request) -> Caller:
         authenticator = services_of(request).authenticator
-        caller = await authenticator.authenticate(bearer_key(request))
+        claim: Claim = request.state.claim
+        caller = await authenticator.authenticate(bearer_key(request), holder=claim.holder)
         if not caller.is_admin and scope not in caller.scopes:
-            raise PermissionDenied(f"This key doesn't have the scope {scope!r}.")
+            raise PermissionDenied(f"This key doesn't have the scope {scope!r}.", hint=_who_has(scope, caller))
         in_path = request.path_params.get("tenant") if _is_tenant_path(request) else None
         in_header = request.headers.get("x-tenant")
         for tenant in (in_path, in_header):
@@ -62,10 +68,23 @@ def require(scope: str) -> CallerDependency:
                 "The path and the header X-Tenant name different tenants.", hint="Name the one to act for, once."
             )
         request.state.caller = caller
+        # a flood of the tenant that its key is of mustn't end the operator's scrapes
+        is_operators = caller.is_admin or scope == METRICS_READ
+        holder = OPERATOR if is_operators else tenant_holder(caller.tenant)
+        claim.prove(holder, is_management=scope != INFERENCE)
         return caller
 
     setattr(authenticate, _MARK, scope)
     return authenticate
+
+
+def _who_has(scope: str, caller: Caller) -> str:
+    """Return where a key with the scope comes from: a tenant's key can neither make nor list keys."""
+    if scope == ADMIN:
+        return "It takes an admin key: the server's LORASERVE_ADMIN_KEY, or the one that its first start printed."
+    # without --scope a key has all of a tenant's, which what is done next may need too
+    choice = " --scope metrics:read" if scope == METRICS_READ else ""
+    return f"An admin makes one that has it: loraserve key create --tenant {caller.tenant_name}{choice}"
 
 
 def bearer_key(request: Request) -> str:

@@ -17,7 +17,7 @@ import uvloop
 
 from adapters_store import open_store
 from loraserve.api.app import create_app
-from loraserve.api.connection import BoundedConnection
+from loraserve.api.connection import connection_class, raise_file_limit
 from loraserve.api.logs import configure_logging
 from loraserve.api.services import Services
 from loraserve.db import migrate
@@ -26,8 +26,10 @@ from loraserve.engine.client import EngineClient
 from loraserve.errors import ConfigError
 from loraserve.model.source import resolve_model_dir
 from loraserve.priority import SERVER, stand_back
+from loraserve.registry.base_names import BaseNames
 from loraserve.registry.publisher import MAX_INSPECTIONS
 from loraserve.registry.service import Registry
+from loraserve.registry.store_claim import StoreClaim
 from loraserve.rests import Rests
 from loraserve.settings import Settings
 from loraserve.tenancy.admission import Admissions
@@ -67,11 +69,14 @@ def serve(settings: Settings) -> int:
 async def _serve(settings: Settings) -> int:
     # what is too long for the event loop is mostly uploads': where the engine computes on the same cores, tokens come first
     asyncio.get_running_loop().set_default_executor(_threads("server"))
+    # Its default ends the process at once, streams and all: a closed terminal, or an operator who means "read the settings again".
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _ignore_hangup)
     listener = _listen(settings)
     with listener:
         services, database = await _make_services(settings)
         registry, usage, servers = services.registry, services.usage, Servers(database)
         services.admissions = Admissions(num_servers=lambda: servers.num_live)
+        services.rooms.connections.capacity = raise_file_limit(services.limits)
         # ended from the last to the first, each also when another's end fails
         async with contextlib.AsyncExitStack() as ending:
             for end in (
@@ -80,6 +85,7 @@ async def _serve(settings: Settings) -> int:
                 registry.strikes.close,
                 registry.damages.close,
                 registry.collector.close,
+                registry.claim.close,
                 registry.operations.close,
                 servers.close,
                 *([usage.close] if usage is not None else []),
@@ -89,12 +95,17 @@ async def _serve(settings: Settings) -> int:
             ):
                 ending.push_async_callback(end)
             servers.start()
+            registry.claim.start()
             registry.collector.start()
             registry.pins.start()
             registry.late_certificates.start()
             if usage is not None:
                 usage.start()
             return await _Lifetime(services, listener, settings.grace_s).run()
+
+
+def _ignore_hangup() -> None:
+    logger.warning("SIGHUP is ignored: settings are read at a start alone; SIGTERM drains the server")
 
 
 def _threads(name: str, count: int | None = None) -> ThreadPoolExecutor:
@@ -135,23 +146,37 @@ async def _make_services(settings: Settings) -> tuple[Services, Database]:
         logger.info("registry created")
     await migrate.check(settings.resolved_database_url)
     database = Database(settings.resolved_database_url)
+    claim = StoreClaim(database, store, where=f"the store {settings.resolved_store_url}")
+    try:
+        await claim.open()
+    except BaseException:
+        # a SQLite database that isn't closed leaves a -wal file, which a restored backup would be mixed with
+        await database.dispose()
+        raise
     admin_key = settings.admin_key.get_secret_value() if settings.admin_key else None
     authenticator = Authenticator(database, admin_key=admin_key)
     made = await authenticator.open()
     if made is not None:
         _show_admin_key(made)
     # the two know of each other: the registry asks the engine for certificates, and is told by it of damaged bytes
-    engine = EngineClient(config, tokenizer, on_damage=lambda digest, blob: registry.damages.report(digest, blob))
+    engine = EngineClient(
+        config,
+        tokenizer,
+        hang_timeout_s=settings.engine_hang_timeout,
+        on_damage=lambda digest, blob: registry.damages.report(digest, blob),
+    )
     registry = Registry(
         database,
         store,
         lambda: engine.base,
         certify=engine.verify,
         pinning=engine,
+        base_names=BaseNames(settings.base_names, source=settings.model, is_strict=settings.strict_base),
         rests=Rests(lambda: engine.is_computing_here, _threads("upload", MAX_INSPECTIONS)),
         is_certified_at_upload=settings.certify == "at-upload",
         retention_s=settings.retention_s,
         pull_allow=settings.pull_allow,
+        claim=claim,
     )
     services = Services(
         settings=settings,
@@ -199,7 +224,7 @@ class _Lifetime:
         server = _Server(
             uvicorn.Config(
                 create_app(self.services),
-                http=BoundedConnection,
+                http=connection_class(),
                 ws="none",
                 lifespan="off",
                 log_config=None,

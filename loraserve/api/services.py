@@ -11,9 +11,11 @@ from starlette.requests import HTTPConnection
 
 from loraserve.api.counters import Metrics
 from loraserve.api.shadow import Shadows
+from loraserve.api.text_threads import TextThreads
 from loraserve.errors import Overloaded
 from loraserve.limits import LIMITS, Limits
 from loraserve.tenancy.admission import Admissions
+from loraserve.tenancy.shares import Rooms
 
 if TYPE_CHECKING:
     from adapters_store.base import BlobStore
@@ -41,6 +43,7 @@ class Services:
     """None: nobody is billed."""
     admissions: Admissions = field(default_factory=Admissions)
     metrics: Metrics = field(default_factory=Metrics)
+    text_threads: TextThreads = field(default_factory=TextThreads)
     limits: Limits = LIMITS
     clock: Callable[[], float] = time.time
     is_draining: bool = False
@@ -48,8 +51,10 @@ class Services:
     is_closed: bool = False
     """New work is refused; what runs may finish."""
     shadows: Shadows = field(init=False)
+    rooms: Rooms = field(init=False)
 
     def __post_init__(self) -> None:
+        self.rooms = Rooms(self.limits)
         self.shadows = Shadows(self.engine, self.registry, self.metrics, limits=self.limits)
         # those to which it granted adapters use them no more
         self.authenticator.tenants.on_delete = self.registry.forget_owner

@@ -187,11 +187,14 @@ class Shadows:
         started = time.monotonic()
         self._num_waiting += 1
         is_waiting = True
+        # no client asked for the shadow, so that no router is told its name
+        use = self._metrics.adapter_load.begin(copy.request.adapter, {})
         try:
             async with aclosing(self._engine.generate(copy.request)) as chunks:
                 async for chunk in chunks:
                     if is_waiting:
                         is_waiting = False
+                        use.answer()
                         # until the engine has said anew how many wait
                         asyncio.get_running_loop().call_later(2 * _LOOK_S, self._is_under_way)
                     if chunk.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
@@ -200,6 +203,7 @@ class Shadows:
                     if chunk.finish_reason is not None:
                         break
         finally:
+            use.end()
             copy.is_running = False
             if is_waiting:
                 self._is_under_way()

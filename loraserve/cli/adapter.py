@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loraserve import errors
-from loraserve.cli.alias_view import ALIAS_COLUMNS
+from loraserve.cli.alias_view import ALIAS_COLUMNS, aliases_in_words
 from loraserve.cli.arguments import key_values, split_version
 from loraserve.cli.operation import show_operation, wait_for
 from loraserve.cli.options import ActForOption, FormatOption, UrlOption, connected
@@ -28,16 +28,18 @@ TagOption = Annotated[list[str] | None, typer.Option("--tag", help="KEY=VALUE; m
 
 ADAPTER_COLUMNS = (
     Column("NAME", "name"),
-    Column("ALIASES", "aliases"),
+    Column("ALIASES", aliases_in_words),
     Column("VERSIONS", "num_versions"),
+    Column("OTHER BASE", lambda adapter: adapter.num_versions_of_another_base or ""),
     Column("LATEST", "latest_version"),
     Column("TAGS", "tags"),
     Column("UPDATED", "updated_at"),
 )
 ADAPTER_DETAILS = (
     Column("name", "name"),
-    Column("aliases", "aliases"),
+    Column("aliases", aliases_in_words),
     Column("versions", "num_versions"),
+    Column("of another base", lambda adapter: adapter.num_versions_of_another_base or ""),
     Column("latest", "latest_version"),
     Column("fallback", "fallback"),
     Column("tags", "tags"),
@@ -160,7 +162,14 @@ def list_(url: UrlOption = None, tenant: ActForOption = None, format: FormatOpti
     """Every adapter of the tenant."""
     with connected(format, url, tenant) as (output, client):
         empty = "No adapters yet. Push one: loraserve adapter push DIR --name NAME"
-        output.rows(client.adapters.list(), ADAPTER_COLUMNS, name="name", empty=empty)
+        adapters = list(client.adapters.list())
+        output.rows(adapters, ADAPTER_COLUMNS, name="name", empty=empty)
+        num = sum(adapter.num_versions_of_another_base for adapter in adapters)
+        if num:
+            output.note(
+                f"{num} {'version was' if num == 1 else 'versions were'} made for another base than this server's, and not served here. "
+                "See: loraserve adapter versions NAME"
+            )
 
 
 @app.command()

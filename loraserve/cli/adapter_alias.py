@@ -11,6 +11,7 @@ from loraserve.cli.alias_view import ALIAS_COLUMNS, ALIAS_DETAILS
 from loraserve.cli.arguments import version_numbers
 from loraserve.cli.options import ActForOption, FormatOption, UrlOption, connected
 from loraserve.cli.output import Column
+from loraserve.errors import AliasNotFound
 
 LIVE, NONE = "live", "none"
 AliasArgument = Annotated[str, typer.Argument(metavar="ALIAS", help="`live` is what NAME alone means.")]
@@ -77,18 +78,30 @@ def alias(
         if version is None and weights is None and shadow is None:
             output.one(client.adapters.alias(name, alias), ALIAS_DETAILS, name="version")
             return
-        if version is None and weights is None:
-            # A shadow alone: the alias points where it pointed.
+        try:
             now = client.adapters.alias(name, alias)
+        except AliasNotFound:
+            now = None
+        is_shadow_alone = version is None and weights is None
+        if is_shadow_alone:
+            # the alias points where it pointed
+            now = now or client.adapters.alias(name, alias)
             if_match = if_match or now.etag
             weights = {one.version: one.weight for one in now.split} if now.split else None
             version = None if weights else now.version
         copy = next(iter(copies.items())) if copies else None
         moved = client.adapters.set_alias(name, alias, version, split=weights, shadow=copy, if_match=if_match)
         output.one(moved, ALIAS_DETAILS, name="alias")
-        if copies:
+        if copies and moved.shadow is None:
+            output.note(f"No shadow was set: version {next(iter(copies))} answers every request itself.")
+        elif copies:
             output.note(f"See how it does: loraserve adapter shadow {name} {alias}")
-        output.note(f"Undo it: loraserve adapter rollback {name} {alias}")
+            output.note(f"End the shadow: loraserve adapter alias {name} {alias} --shadow {NONE}")
+        if now is None:
+            # it was never moved, so that there is nothing to go back to
+            output.note(f"Undo it: loraserve adapter unalias {name} {alias}")
+        elif (now.version, now.split) != (moved.version, moved.split):
+            output.note(f"Undo it: loraserve adapter rollback {name} {alias}")
 
 
 def aliases(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -39,11 +39,21 @@ def _named(target: str) -> dict[str, str]:
 
 
 def verify(
-    target: TargetArgument, url: UrlOption = None, tenant: ActForOption = None, format: FormatOption = None
+    target: TargetArgument,
+    rebase: Annotated[
+        bool,
+        typer.Option(
+            "--rebase",
+            help="Take a version of another base over to the server's, if it passes there. Servers of the other one refuse it then.",
+        ),
+    ] = False,
+    url: UrlOption = None,
+    tenant: ActForOption = None,
+    format: FormatOption = None,
 ) -> None:
     """Compare the answers with a plain evaluation of the adapter, anew. What fails isn't served until it passes."""
     with connected(format, url, tenant, _named(target)) as (output, client):
-        version = client.adapters.verify(*_target(client, target))
+        version = client.adapters.verify(*_target(client, target), rebase=rebase)
         show_version(output, version)
         check_served(output, version)
 

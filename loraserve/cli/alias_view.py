@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from loraserve.cli.output import Column
+
+if TYPE_CHECKING:
+    from loraserve.sdk.resources import Adapter
 
 ALIAS_COLUMNS = (
     Column("ALIAS", "alias"),
@@ -18,6 +23,19 @@ ALIAS_DETAILS = (
     Column("shadow", lambda alias: _shadow(alias.shadow)),
     Column("etag", "etag"),
 )
+
+
+def aliases_in_words(adapter: Adapter) -> str | None:
+    """Return where each alias leads: ``canary=3, live=1:50%,2:50%``."""
+    return ", ".join(f"{name}={_aim(adapter, name)}" for name in adapter.aliases) or None
+
+
+def _aim(adapter: Adapter, alias: str) -> str:
+    split = adapter.splits.get(alias)
+    if not split:
+        return str(adapter.aliases[alias])
+    total = sum(one.weight for one in split)
+    return ",".join(f"{one.version}:{100 * one.weight / total:.4g}%" for one in split)
 
 
 def _split(split: object) -> str | None:

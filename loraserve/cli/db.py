@@ -1,16 +1,20 @@
-"""``loraserve db``: the registry's tables."""
+"""``loraserve db``: the registry's tables, and whose its store is."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from loraserve.cli.options import FormatOption, reporting
 from loraserve.cli.output import Format, Output
 
-app = typer.Typer(help="The registry's tables.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from loraserve.registry.store_claim import Adoption
+    from loraserve.settings import Settings
+
+app = typer.Typer(help="The registry's tables, and its store.", no_args_is_help=True)
 
 DataDirOption = Annotated[str | None, typer.Option(help="Where `serve` keeps its data (default: as for serve)")]
 UrlOption = Annotated[
@@ -76,3 +80,71 @@ def check(data_dir: DataDirOption = None, database_url: UrlOption = None, format
             )
         _say(output, migrate.head(), migrate.head())
         output.note("The tables are current.")
+
+
+@app.command("adopt-store")
+def adopt_store(
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Do it; without it the command says what it would change.")
+    ] = False,
+    data_dir: DataDirOption = None,
+    database_url: UrlOption = None,
+    store_url: Annotated[str | None, typer.Option(help="file:///… or s3://… (default: as for serve)")] = None,
+    format: FormatOption = None,
+) -> None:
+    """Make the store this registry's, where `serve` refuses it. Blobs that the registry doesn't know are deleted later."""
+    with reporting(format) as output:
+        from loraserve.errors import ConfigError
+        from loraserve.settings import Settings
+
+        settings = Settings.load(model="none", data_dir=data_dir, database_url=database_url, store_url=store_url)
+        found = asyncio.run(_adopt(settings, is_dry_run=not yes))
+        _show_adoption(output, found, settings.resolved_store_url, is_done=yes and found.is_needed)
+        if found.is_needed and not yes:
+            raise ConfigError("Nothing was changed.", hint="Run: loraserve db adopt-store --yes")
+
+
+async def _adopt(settings: Settings, *, is_dry_run: bool) -> Adoption:
+    from adapters_store import open_store
+    from loraserve.db import migrate
+    from loraserve.db.session import Database
+    from loraserve.registry.store_claim import StoreClaim
+
+    await migrate.check(settings.resolved_database_url)
+    database = Database(settings.resolved_database_url)
+    store = open_store(settings.resolved_store_url)
+    try:
+        claim = StoreClaim(database, store, where=f"the store {settings.resolved_store_url}")
+        return await claim.adopt(actor="cli", is_dry_run=is_dry_run)
+    finally:
+        store.close()
+        await database.dispose()
+
+
+def _show_adoption(output: Output, found: Adoption, url: str, *, is_done: bool) -> None:
+    from loraserve.limits import LIMITS
+
+    contents, marker = found.contents, found.marker
+    record = {
+        "store": url,
+        "registry": found.registry,
+        "marker_of": marker.registry if marker else None,
+        "marked_at": marker.written_at if marker else None,
+        "blobs": contents.num_blobs,
+        "published_here": contents.num_published,
+        "known_otherwise": contents.num_listed,
+        "unknown": contents.num_unknown,
+        "is_adopted": is_done or not found.is_needed,
+    }
+    if output.format is Format.JSON:
+        output.json(record)
+    else:
+        output.pairs(record)
+    if not found.is_needed:
+        output.note("The store is this registry's already; nothing was changed.")
+        return
+    will = "will be" if is_done else "would be"
+    output.note(
+        f"The {contents.num_unknown:,} blobs that this registry doesn't know {will} deleted by its collector, from"
+        f" {LIMITS.gc_grace_s / 3600:g} h after a server's start. Servers of another registry on this store {will} refused."
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,17 @@ import typer
 from loraserve.cli.options import FormatOption, reporting
 from loraserve.cli.output import Format
 from loraserve.errors import ConfigError
+
+
+class Quantize(StrEnum):
+    """The formats of ``serve --quantize``."""
+
+    NONE = "none"
+    INT8 = "int8"
+    INT4 = "int4"
+    NF4 = "nf4"
+    FP8 = "fp8"
+
 
 app = typer.Typer(help="The bundled base and adapters, served and shown.", invoke_without_command=True)
 
@@ -20,6 +32,9 @@ def demo(
     once: Annotated[
         bool, typer.Option("--once", help="A scripted tour: exit 0 only if every answer is right.")
     ] = False,
+    quantize: Annotated[
+        Quantize, typer.Option(help="What the base's linears are rounded to, as for serve.", case_sensitive=True)
+    ] = Quantize.NONE,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="The port to listen at; 0: any free one.")] = None,
 ) -> None:
     """Serve the bundled base, push its seven adapters, and show one prompt answered by all of them."""
@@ -28,7 +43,7 @@ def demo(
     with reporting(Format.HUMAN):
         from loraserve.demo.tour import run_tour
 
-        code = run_tour(once=once, port=port)
+        code = run_tour(once=once, port=port, quantize=quantize)
     raise typer.Exit(code)
 
 

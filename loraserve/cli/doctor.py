@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -15,6 +16,7 @@ from loraserve.cli.options import FormatOption, UrlOption, reporting
 from loraserve.cli.output import Format, Output
 from loraserve.cli.serve_flags import (
     SERVE,
+    ActivationDtypeFlag,
     AdapterDtypeFlag,
     ConfigFlag,
     DtypeFlag,
@@ -30,12 +32,14 @@ if TYPE_CHECKING:
     from loraserve.doctor.installation import Probe
     from loraserve.doctor.server import Expected
     from loraserve.settings import Settings
+    from loraserve.types import RoundingCost
 
 _SERVE_FLAGS = (
     "model",
     "device",
     "dtype",
     "quantize",
+    "activation_dtype",
     "memory_budget",
     "adapter_dtype",
     "max_model_len",
@@ -55,6 +59,7 @@ def doctor(
     device: Annotated[Text, typer.Option(help="auto, cpu or cuda.", rich_help_panel=SERVE)] = None,
     dtype: DtypeFlag = None,
     quantize: QuantizeFlag = None,
+    activation_dtype: ActivationDtypeFlag = None,
     memory_budget: MemoryBudgetFlag = None,
     adapter_dtype: AdapterDtypeFlag = None,
     max_model_len: MaxModelLenFlag = None,
@@ -63,6 +68,17 @@ def doctor(
     ] = None,
     database_url: Annotated[Text, typer.Option(help="sqlite:///… or postgresql://…", rich_help_panel=SERVE)] = None,
     config: ConfigFlag = None,
+    precision: Annotated[
+        bool,
+        typer.Option("--precision", help="Load the base in a process of its own, and measure what rounding costs it."),
+    ] = False,
+    kernels: Annotated[
+        bool,
+        typer.Option(
+            "--kernels",
+            help="Instead of all that: try every kernel of a CPU's linears in each format (or --quantize's alone), and show which is taken and how fast it is.",
+        ),
+    ] = False,
     format: FormatOption = None,
 ) -> None:
     """Check this installation, and the server where one answers (LORASERVE_API_KEY: an admin key sees most). Changes nothing.
@@ -74,13 +90,23 @@ def doctor(
     with reporting(format) as output:
         from loraserve.doctor.checks import Status, masked
 
-        checks = masked(_checks(flags, url), _secrets(flags))
-        _show(output, checks)
+        if kernels:
+            _show_kernels(output, flags)
+            return
+        costs: list[RoundingCost] = []
+        if precision:
+            output.note("Measuring what rounding costs: the base is loaded, and evaluated twice in float32 …")
+        checks = masked(_checks(flags, url, costs if precision else None), _secrets(flags))
+        _show(output, checks, costs)
     if any(check.status is Status.FAIL for check in checks):
         raise typer.Exit(1)
 
 
-def _checks(flags: dict[str, str | None], url: str | None) -> Iterator[Check]:
+def _checks(flags: dict[str, str | None], url: str | None, costs: list[RoundingCost] | None) -> Iterator[Check]:
+    """
+    Args:
+        costs: what rounding costs is measured and appended; None: it isn't measured.
+    """
     from loraserve.doctor import installation, storage
     from loraserve.doctor.checks import fail, run
     from loraserve.planning.machine import gpu_memory
@@ -105,7 +131,41 @@ def _checks(flags: dict[str, str | None], url: str | None) -> Iterator[Check]:
     expected: list[Expected] = []
     if settings is not None:
         yield from run("model", lambda: _model(settings, probed, expected))
-    yield from _server(url, settings, expected[0] if expected else None)
+        yield from run("kernels", lambda: _kernels(settings, probed))
+    if costs is not None:
+        yield from run("precision", lambda: _precision(expected[0] if expected else None, costs))
+    served: list[str] = []
+    yield from _server(url, settings, expected[0] if expected else None, served)
+    if settings is not None:
+        database_url = settings.resolved_database_url
+        yield from run("bases", lambda: storage.check_bases(database_url, served[0] if served else None))
+
+
+def _kernels(settings: Settings, probed: Probe | None) -> Iterator[Check]:
+    """Check the kernels that compute what the settings name, if a CPU serves."""
+    from loraserve.doctor import kernels
+
+    is_on_gpu = settings.device == "cuda" or (settings.device == "auto" and probed is not None and probed.gpu_bytes)
+    formats = kernels.formats_of(settings.quantize, settings.dtype, settings.activation_dtype)
+    if formats and not is_on_gpu and probed is not None:
+        yield from kernels.check(kernels.tried(formats, is_quick=True))
+
+
+def _show_kernels(output: Output, flags: dict[str, str | None]) -> None:
+    from loraserve.doctor import kernels
+
+    quantize = flags["quantize"]
+    formats = kernels.formats_of(quantize, "", "") if quantize else ()
+    output.note("Trying every kernel, a few seconds for each format …")
+    try:
+        found = kernels.tried(formats)
+    except OSError as error:
+        told = str(error)
+        raise errors.ConfigError(f"{told[:1].upper()}{told[1:]}.", hint="loraserve doctor") from error
+    if output.format is Format.JSON:
+        output.json(found)
+        return
+    output.records(kernels.records(found), name="kernel")
 
 
 def _settings(flags: dict[str, str | None]) -> tuple[Settings | None, errors.ConfigError | None]:
@@ -124,11 +184,16 @@ def _settings(flags: dict[str, str | None]) -> tuple[Settings | None, errors.Con
 
 def _of_settings(settings: Settings) -> Iterator[Check]:
     from loraserve.doctor import storage
-    from loraserve.doctor.checks import run
+    from loraserve.doctor.checks import Status, run
 
     yield from run("data_dir", lambda: storage.check_data_dir(settings.data_dir))
     yield from run("disk", lambda: storage.check_disk(settings.data_dir))
-    yield from run("database", lambda: storage.check_database(settings.resolved_database_url))
+    database = run("database", lambda: storage.check_database(settings.resolved_database_url))
+    yield from database
+    if all(check.status is Status.OK for check in database):
+        yield from run(
+            "store", lambda: storage.check_store(settings.resolved_store_url, settings.resolved_database_url)
+        )
 
 
 def _model(settings: Settings, probed: Probe | None, expected: list[Expected]) -> Iterator[Check]:
@@ -177,7 +242,26 @@ def _model(settings: Settings, probed: Probe | None, expected: list[Expected]) -
         yield ok("memory", f"{size(arena.budget_bytes)} for KV and adapters ({arena.source})")
 
 
-def _server(url: str | None, settings: Settings | None, expected: Expected | None) -> Iterator[Check]:
+def _precision(expected: Expected | None, costs: list[RoundingCost]) -> Iterator[Check]:
+    """Check what rounding costs the base that the settings name; append it to `costs` where it could be measured."""
+    from loraserve.doctor import precision
+    from loraserve.doctor.checks import fail
+    from loraserve.planning.machine import available_memory
+
+    if expected is None:
+        yield fail("precision", "no base", "one that can be loaded", "loraserve doctor --precision --model DIR")
+        return
+    refusals = list(precision.room(expected.base.num_bytes, expected.base.device, available_memory()))
+    yield from refusals
+    if not refusals:
+        costs.append(precision.measure(expected.config))
+        yield from precision.check(costs[-1])
+
+
+def _server(
+    url: str | None, settings: Settings | None, expected: Expected | None, served: list[str]
+) -> Iterator[Check]:
+    """The server that answers, if there is one; the digest of its base is appended to `served`."""
     from loraserve.doctor import server
     from loraserve.doctor.checks import fail, ok, run, warn
     from loraserve.sdk.config import DEFAULT_URL, ClientConfig
@@ -202,6 +286,9 @@ def _server(url: str | None, settings: Settings | None, expected: Expected | Non
         )
         return
     yield from run("server", lambda: server.check_server(at, key, expected))
+    # what is wrong with the server or the key has just been said
+    with contextlib.suppress(errors.LoraserveError):
+        served.append(server.base_digest(at, key))
 
 
 def _checked(url: str) -> str:
@@ -237,10 +324,15 @@ def _passwords(url: str) -> list[str]:
     return [*written, *map(unquote_plus, written), *map(unquote, written)]
 
 
-def _show(output: Output, checks: list[Check]) -> None:
+def _show(output: Output, checks: list[Check], costs: list[RoundingCost]) -> None:
     if output.format is Format.JSON:
+        import msgspec
+
         is_ok = all(check.status != "fail" for check in checks)
-        output.json({"is_ok": is_ok, "checks": [asdict(check) for check in checks]})
+        shown: dict[str, Any] = {"is_ok": is_ok, "checks": [asdict(check) for check in checks]}
+        if costs:
+            shown["precision"] = msgspec.to_builtins(costs[0])
+        output.json(shown)
         return
     for check in checks:
         if output.format is Format.QUIET:

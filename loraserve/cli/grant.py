@@ -28,7 +28,7 @@ def add(
     with connected(format, url, tenant, {"NAME": name, "TENANT": to}) as (output, client):
         output.one(client.grants.add(name, to), COLUMNS, name="tenant")
         output.note(
-            f"There it is OWNER/{name}, with the owner's name. Take it back: loraserve grant remove {name} {to}"
+            f"A tenant of that name asks it as OWNER/{name}, with the owner's name. Take it back: loraserve grant remove {name} {to}"
         )
 
 

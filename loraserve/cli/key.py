@@ -37,7 +37,12 @@ def create(
     name: Annotated[str, typer.Option(help="For people, to tell keys apart.")] = "cli",
     scope: Annotated[
         list[str] | None,
-        typer.Option(help="inference, adapters:read or adapters:write; may be repeated (default: all)"),
+        typer.Option(
+            help=(
+                "inference, adapters:read or adapters:write; may be repeated (default: these three). "
+                "Or metrics:read alone: /metrics, which tells of all tenants, and nothing else."
+            )
+        ),
     ] = None,
     expires_in: Annotated[
         str | None, typer.Option(metavar="TIME", help="Let it end by itself: 12h, 30d (default: never).")

@@ -22,15 +22,12 @@ _STEPS: tuple[tuple[type[errors.LoraserveError], str], ...] = (
     (errors.PreconditionFailed, "loraserve adapter show NAME"),
     (errors.NoChatTemplate, "loraserve run MODEL PROMPT --raw"),
     (errors.AdapterQuarantined, "loraserve adapter versions NAME"),
-    (errors.AdapterRejected, "loraserve adapter push DIR --name NAME --dry-run"),
+    (errors.AdapterOfAnotherBase, "loraserve adapter versions NAME"),
     (
         errors.AuthenticationError,
         "export LORASERVE_API_KEY=… (an admin makes one with: loraserve key create --tenant TENANT)",
     ),
-    (
-        errors.PermissionDenied,
-        "export LORASERVE_API_KEY=… with a key that has the scope (see: loraserve key list --tenant TENANT)",
-    ),
+    (errors.DatabaseUnavailable, "loraserve doctor"),
     (errors.Overloaded, "loraserve ps"),
     (errors.RateLimited, "loraserve ps"),
     (errors.ClientTimeout, "loraserve ps"),

@@ -11,6 +11,7 @@ from loraserve.cli.options import FormatOption, reporting
 from loraserve.cli.output import Format, Output, size
 from loraserve.cli.serve_flags import (
     SERVE,
+    ActivationDtypeFlag,
     AdapterDtypeFlag,
     ConfigFlag,
     DtypeFlag,
@@ -30,6 +31,7 @@ _SERVE_FLAGS = (
     "device",
     "dtype",
     "quantize",
+    "activation_dtype",
     "memory_budget",
     "memory_utilization",
     "host_cache",
@@ -53,6 +55,7 @@ def plan(
     ] = None,
     dtype: DtypeFlag = None,
     quantize: QuantizeFlag = None,
+    activation_dtype: ActivationDtypeFlag = None,
     memory_budget: MemoryBudgetFlag = None,
     memory_utilization: Annotated[
         Text, typer.Option(help="Without it: the part of a GPU's memory to take.", rich_help_panel=SERVE)

@@ -16,6 +16,7 @@ from loraserve.cli.output import Column, Format, Output, size
 if TYPE_CHECKING:
     from loraserve.sdk import Client
     from loraserve.sdk.residency import AdapterResidency, Memory
+    from loraserve.sdk.server import Base
 
 COLUMNS = (
     Column("ADAPTER", "model"),
@@ -31,6 +32,7 @@ COLUMNS = (
     Column("LAST USE", lambda row: None if row.last_used_s is None else f"{row.last_used_s:.0f} s ago"),
     Column("USES", lambda row: None if row.uses_per_s is None else f"{row.uses_per_s * 60:.1f}/min"),
 )
+_BASE_FIELDS = ("id", "digest", "dtype", "quantization", "arithmetic", "kernels", "instructions", "device")
 _TIERS = ("device", "loading", "host", "disk")
 
 
@@ -42,7 +44,7 @@ def ps(
     tenant: ActForOption = None,
     format: FormatOption = None,
 ) -> None:
-    """Which adapters are in memory, and (for an admin key) what the engine and its memory do."""
+    """Which adapters are in memory, how the base multiplies, and (for an admin key) what the engine and its memory do."""
     with connected(format, url, tenant) as (output, client), output.frames() as show:
         while True:
             look = _look(client, all_versions=all_versions)
@@ -56,6 +58,7 @@ def ps(
 class _Look:
     """What one look at a server found. `memory` and `stats`: None for a key that may not see them."""
 
+    base: Base
     rows: list[AdapterResidency]
     memory: Memory | None
     stats: Mapping[str, float] | None
@@ -64,7 +67,7 @@ class _Look:
 def _look(client: Client, *, all_versions: bool) -> _Look:
     rows = sorted(client.residency(resident=not all_versions), key=_hotness)
     memory = client.memory()
-    return _Look(rows, memory, None if memory is None else _stats(client))
+    return _Look(client.base(), rows, memory, None if memory is None else _stats(client))
 
 
 def _hotness(row: AdapterResidency) -> tuple[int, float]:
@@ -86,6 +89,7 @@ def _stats(client: Client) -> dict[str, float] | None:
 def _print(output: Output, look: _Look, *, is_line: bool) -> None:
     if output.format is Format.JSON:
         value = {
+            "base": look.base.model_dump(mode="json", include=set(_BASE_FIELDS)),
             "adapters": [row.model_dump(mode="json") for row in look.rows],
             "memory": None if look.memory is None else look.memory.model_dump(mode="json"),
             "engine": None if look.stats is None else summary(look.stats),
@@ -94,10 +98,21 @@ def _print(output: Output, look: _Look, *, is_line: bool) -> None:
         return
     if look.stats is None or look.memory is None:
         output.note("What the engine does is shown to admin keys alone.")
-    elif output.format is Format.HUMAN:
-        output.pairs(_in_words(summary(look.stats), look.memory))
+    if output.format is Format.HUMAN:
+        known = {"base": base_in_words(look.base)}
+        if look.stats is not None and look.memory is not None:
+            known |= _in_words(summary(look.stats), look.memory)
+        output.pairs(known)
         output.line("")
     output.rows(look.rows, COLUMNS, name="model", empty="No adapters in memory. Those on disk: loraserve ps --all")
+
+
+def base_in_words(base: Base) -> str:
+    """Return the base's name and how its linears multiply, as one line."""
+    kept = base.dtype if base.quantization == "none" else base.quantization
+    if not base.arithmetic:
+        return f"{base.id} in {kept}"
+    return f"{base.id} in {kept} on {base.device}: {base.arithmetic} ({base.kernels}, {base.instructions})"
 
 
 def summary(stats: Mapping[str, float]) -> dict[str, int]:

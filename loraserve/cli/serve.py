@@ -23,10 +23,30 @@ def serve(
     model_id: Annotated[
         Text, typer.Option(help="What clients call the base (default: the directory's name)", rich_help_panel=MODEL)
     ] = None,
+    base_names: Annotated[
+        Text,
+        typer.Option(help="Other names of it that adapters may have, with commas between.", rich_help_panel=MODEL),
+    ] = None,
+    strict_base: Annotated[
+        bool | None,
+        typer.Option(
+            "--strict-base/--no-strict-base",
+            help="Refuse adapters that name another base, instead of a warning.",
+            rich_help_panel=MODEL,
+        ),
+    ] = None,
     device: Annotated[Text, typer.Option(help="auto, cpu or cuda.", rich_help_panel=MODEL)] = None,
     dtype: Annotated[Text, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=MODEL)] = None,
     quantize: Annotated[
         Text, typer.Option(help="none (as stored), int8, int4, nf4 or fp8.", rich_help_panel=MODEL)
+    ] = None,
+    activation_dtype: Annotated[
+        Text,
+        typer.Option(
+            help="On a CPU, int8 linears round activations to int8, or multiply them as they are (float). "
+            "auto: as the checkpoint asks; int8 with --quantize.",
+            rich_help_panel=MODEL,
+        ),
     ] = None,
     max_model_len: Annotated[
         Text, typer.Option(help="The longest prompt and answer together, in tokens.", rich_help_panel=MODEL)
@@ -89,6 +109,10 @@ def serve(
     port: Annotated[Text, typer.Option(help="The port to listen at; 0: any free one.", rich_help_panel=SERVER)] = None,
     grace_s: Annotated[
         Text, typer.Option(help="How long requests may go on after SIGTERM.", rich_help_panel=SERVER)
+    ] = None,
+    engine_hang_timeout: Annotated[
+        Text,
+        typer.Option(help="Replace an engine that made no progress for so many seconds.", rich_help_panel=SERVER),
     ] = None,
     log_level: Annotated[Text, typer.Option(help="debug, info, warning or error.", rich_help_panel=SERVER)] = None,
     config: Annotated[

@@ -13,6 +13,9 @@ SERVE = "As for serve"
 ModelFlag = Annotated[Text, typer.Option(help="The base's directory.", rich_help_panel=SERVE)]
 DtypeFlag = Annotated[Text, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=SERVE)]
 QuantizeFlag = Annotated[Text, typer.Option(help="none, int8, int4, nf4 or fp8.", rich_help_panel=SERVE)]
+ActivationDtypeFlag = Annotated[
+    Text, typer.Option(help="What int8 linears multiply on a CPU: auto, int8 or float.", rich_help_panel=SERVE)
+]
 MemoryBudgetFlag = Annotated[
     Text, typer.Option(help="For KV blocks and adapters together, such as 8GiB.", rich_help_panel=SERVE)
 ]

@@ -10,7 +10,7 @@ import typer
 from loraserve.cli.output import Column, Output, size
 
 if TYPE_CHECKING:
-    from loraserve.sdk.resources import Version
+    from loraserve.sdk.resources import Certificate, Version
 
 VERSION_COLUMNS = (
     Column("VERSION", "version"),
@@ -32,6 +32,7 @@ VERSION_DETAILS = (
     Column("size", lambda version: f"{size(version.size_bytes)} ({version.size_bytes} bytes)"),
     Column("modules", "target_modules"),
     Column("digest", "digest"),
+    Column("base", "base_digest"),
     Column("created", "created_at"),
     Column("notes", "notes"),
     Column("tags", "tags"),
@@ -45,6 +46,7 @@ CERTIFICATE_DETAILS = (
     Column("same token", lambda one: f"{_share(one.top1_agreement)} of {one.num_probe_tokens} positions"),
     Column("precision loss", lambda one: _share(one.precision_loss)),
     Column("verified in", lambda one: f"{_number(one.seconds)} s"),
+    Column("holds for", lambda one: _subject(one)),
 )
 
 
@@ -80,14 +82,31 @@ def _share(value: float | None) -> str:
     return "not finite" if value is None else f"{100 * value:.4g} %"
 
 
+def _subject(certificate: Certificate) -> str:
+    """Return the base that a certificate holds for, and how it was computed."""
+    if not certificate.base_digest:
+        return "a base that the certificate's release didn't name"
+    how = f"{certificate.arithmetic} ({certificate.instructions}) on {certificate.device}"
+    return f"base {certificate.base_digest[:12]}, quantization {certificate.quantization}, {how}"
+
+
 def show_version(output: Output, version: Version) -> None:
     output.one(version, _details(version), name="model")
+    for warning in version.warnings:
+        output.note(f"Warning: {warning}.")
+    if version.is_of_another_base:
+        output.note(
+            f"{version.model} was made for another base than this server's, and isn't served here. "
+            f"Try: loraserve adapter verify {version.model} --rebase"
+        )
 
 
 def check_served(output: Output, version: Version) -> None:
     """Raises:
-    typer.Exit: the version is in quarantine; scripts must not go on as if it were served.
+    typer.Exit: the version isn't served; scripts must not go on as if it were.
     """
+    if version.is_of_another_base:
+        raise typer.Exit(1)
     if version.is_quarantined:
         output.note(f"{version.model} is in quarantine: it isn't served, and no alias was moved to it.")
         raise typer.Exit(1)

@@ -18,8 +18,8 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import JSON, Column, Connection, inspect, text
 
 from loraserve.db.models import Base
-from loraserve.db.session import WRITE, database_errors, make_engine
-from loraserve.errors import ConfigError, SchemaOutdated
+from loraserve.db.session import WRITE, damaged, database_errors, make_engine, parse_database_url
+from loraserve.errors import ConfigError, DatabaseDamaged, SchemaOutdated
 
 ADVISORY_LOCK = 0x6C6F7261
 """Any number, the same in every process: "lora"."""
@@ -76,9 +76,10 @@ async def upgrade_if_empty(url: str) -> bool:
 
 
 async def check(url: str) -> None:
-    """Return if the database is at `head()`.
+    """Return if the database is at `head()`, with every table, and, on SQLite, its pages are whole (all of it is read).
 
     Raises:
+        DatabaseDamaged: it isn't whole.
         SchemaOutdated: it is older (the message names the command) or newer.
         ConfigError, DatabaseUnavailable: as for `current`.
     """
@@ -120,12 +121,22 @@ async def _in_transaction(url: str, action: Callable[[Connection], T], *, is_wri
                 if is_write and engine.dialect.name == "postgresql":
                     await connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": ADVISORY_LOCK})
                 return await connection.run_sync(action)
+    except DatabaseDamaged as error:
+        # said to operators alone, so with the place
+        where = parse_database_url(url).set(drivername=engine.dialect.name).render_as_string()
+        raise DatabaseDamaged(error.message.replace("database is", f"database {where} is"), hint=error.hint) from error
     finally:
         await engine.dispose()
 
 
 def _read_revision(connection: Connection) -> str | None:
-    revision = MigrationContext.configure(connection).get_current_revision()
+    heads = MigrationContext.configure(connection).get_current_heads()
+    if len(heads) > 1:
+        raise SchemaOutdated(
+            f"The registry's tables say that they are at several revisions ({', '.join(heads)}).",
+            hint="Somebody changed alembic_version by hand: restore a backup.",
+        )
+    revision = heads[0] if heads else None
     if revision is None:
         foreign = set(inspect(connection).get_table_names()) - {"alembic_version"}
         if foreign:
@@ -157,6 +168,16 @@ def _check(connection: Connection) -> None:
             f"The registry's tables are at revision {found or 'none'}; this program works with {target}.",
             hint="Run: loraserve db upgrade",
         )
+    missing = sorted(set(Base.metadata.tables) - set(inspect(connection).get_table_names()))
+    if missing:
+        raise SchemaOutdated(
+            f"The registry's database is at revision {found} and has no table {', '.join(missing[:3])}.",
+            hint="Somebody changed it by hand: restore a backup.",
+        )
+    if connection.dialect.name == "sqlite":
+        problem = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar_one()
+        if problem != "ok":
+            raise damaged(" ".join(str(problem).split()))
 
 
 def _refuse_newer(found: str | None, target: str) -> None:

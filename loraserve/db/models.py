@@ -373,6 +373,29 @@ class ServerRow(Base):
     started_at: Mapped[datetime] = mapped_column(UtcDateTime)
 
 
+class RegistryIdentity(Base):
+    """Identity of the registry that this database is, in its one row; made when it first looks at a store."""
+
+    __tablename__ = "registry_identity"
+
+    slot: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    """Always 1, so that there is one row."""
+    id: Mapped[str] = mapped_column(String(ULID_LENGTH))
+    """The name that stores' markers bear."""
+    made_at: Mapped[datetime] = mapped_column(UtcDateTime)
+
+
+class StoreStamp(Base):
+    """A stamp that this registry made to put in its store's marker. A marker with another one is another registry's, or a later state's."""
+
+    __tablename__ = "store_stamps"
+
+    id: Mapped[str] = mapped_column(String(ULID_LENGTH), primary_key=True)
+    made_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    written_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
+    """Time at which the marker was known to have it; None: it wasn't written, or that isn't known."""
+
+
 class ShadowHour(Base):
     """How a shadow version did against the one that answered, in one hour."""
 

@@ -2,13 +2,14 @@
 
 After `Database.write()` leaves without an exception, what was written survives a power cut: SQLite runs in WAL mode with
 ``synchronous = FULL``, PostgreSQL with its own default. Writers take the write lock at the start (``BEGIN IMMEDIATE``), so a
-transaction never fails half-way because another one wrote meanwhile.
+transaction never fails half-way because another one wrote meanwhile. Nothing is acknowledged that was written to a SQLite file which
+isn't at its path any more (`loraserve.db.database_file`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
+import logging
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -23,10 +24,16 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 
-from loraserve.errors import ConfigError, DatabaseUnavailable, LoraserveError, StorageFull
+from loraserve.db.database_file import DatabaseFile
+from loraserve.errors import ConfigError, DatabaseDamaged, DatabaseUnavailable, LoraserveError, Overloaded, StorageFull
+
+logger = logging.getLogger(__name__)
 
 WRITE = "loraserve_write"
 """Execution option of connections whose transactions write."""
+
+_BUSY_S = 2.0
+"""A database that answered any question within this time isn't away."""
 
 Clock = Callable[[], datetime]
 
@@ -64,8 +71,13 @@ def parse_database_url(url: str) -> URL:
     raise ConfigError(f'The database URL names "{backend}", which isn\'t supported.', hint=expected)
 
 
-def make_engine(url: str, *, busy_timeout_s: float = 5.0, enforce_foreign_keys: bool = True) -> AsyncEngine:
+def make_engine(
+    url: str, *, busy_timeout_s: float = 5.0, enforce_foreign_keys: bool = True, file: DatabaseFile | None = None
+) -> AsyncEngine:
     """An engine with our settings on every connection. Makes the folder (0700) and file (0600) of a SQLite database.
+
+    Args:
+        file: the SQLite database's, if it is known already.
 
     Raises:
         ConfigError: the URL is no good, or its folder can't be made.
@@ -82,9 +94,9 @@ def make_engine(url: str, *, busy_timeout_s: float = 5.0, enforce_foreign_keys: 
             pool_timeout=busy_timeout_s,
             connect_args={"timeout": busy_timeout_s, "command_timeout": 30},
         )
-    _make_private_file(Path(parsed.database or ""))
+    file = file or DatabaseFile(Path(parsed.database or ""))
     engine = create_async_engine(
-        parsed,
+        file.url(parsed),
         pool_size=8,
         max_overflow=0,
         pool_timeout=busy_timeout_s,
@@ -108,6 +120,7 @@ def make_engine(url: str, *, busy_timeout_s: float = 5.0, enforce_foreign_keys: 
         # A deferred transaction that turns into a writer fails at once when another wrote since; an immediate one waits.
         connection.exec_driver_sql("BEGIN IMMEDIATE" if is_write else "BEGIN")
 
+    file.watch(engine.sync_engine)
     return engine
 
 
@@ -126,36 +139,45 @@ def _use_wal(cursor: Any, patience_s: float) -> None:
             return
 
 
-def _make_private_file(path: Path) -> None:
-    """Let `path` exist, readable by its owner alone; SQLite gives its -wal and -shm files the same mode."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
-    except OSError as error:
-        raise ConfigError(
-            f"The database file {path} can't be opened ({error.strerror}).",
-            hint="Give a writable --data-dir or another LORASERVE_DATABASE_URL.",
-        ) from error
-
-
 @contextmanager
-def database_errors() -> Iterator[None]:
+def database_errors(is_silent: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """Turn the drivers' ways of saying "not now" into `DatabaseUnavailable`, "no room" into `StorageFull`, and "not like this"
     (no such database, no such user) into `ConfigError`. Other errors, such as a violated constraint, pass as they are.
+
+    Args:
+        is_silent: whether the database has answered no question of late: otherwise connections that can't be had are only busy.
     """
     try:
         yield
     except Exception as error:
+        if isinstance(error, PoolTimeout) and not is_silent():
+            raise Overloaded("The server asks its database for more than it answers now.") from error
         translated = _translate(error)
         if translated is None:
             raise
         raise translated from error
 
 
-_SQLITE_AWAY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN}
+def damaged(found: str) -> DatabaseDamaged:
+    """Return the error for a database whose bytes aren't what was written."""
+    return DatabaseDamaged(
+        f"The registry's database is damaged, cut off, or no database at all: {found}.",
+        hint="Restore a backup, or look at LORASERVE_DATABASE_URL.",
+    )
+
+
+_SQLITE_AWAY = {
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_READONLY,
+}
+_SQLITE_DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 # Classes of SQLSTATE: connection lost, transaction rolled back (deadlock), out of resources, lock not to be had, operator's shutdown.
 _POSTGRES_AWAY = {"08", "40", "53", "55", "57"}
 _POSTGRES_CONFIG = {"28", "3D"}
+_POSTGRES_DAMAGED = {"XX001", "XX002"}
 
 
 def _translate(error: Exception) -> LoraserveError | None:
@@ -169,10 +191,12 @@ def _translate(error: Exception) -> LoraserveError | None:
         kind = getattr(cause, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
         if kind == sqlite3.SQLITE_FULL:
             return StorageFull("The database's disk is full.", hint="Free some space; nothing was written.")
-        if kind == sqlite3.SQLITE_NOTADB:
-            return ConfigError("The database file isn't a SQLite database.", hint="Look at LORASERVE_DATABASE_URL.")
+        if kind in _SQLITE_DAMAGED:
+            return damaged(str(cause))
         return unavailable if kind in _SQLITE_AWAY else None
     state = str(getattr(cause, "sqlstate", None) or "")
+    if state in _POSTGRES_DAMAGED:
+        return damaged(str(cause))
     if state[:2] in _POSTGRES_CONFIG:
         return ConfigError(f"The database refuses the connection: {cause}.", hint="Look at LORASERVE_DATABASE_URL.")
     if state[:2] in _POSTGRES_AWAY or (isinstance(error, DBAPIError) and error.connection_invalidated):
@@ -187,7 +211,11 @@ class Database:
     """
 
     def __init__(self, url: str, *, busy_timeout_s: float = 5.0) -> None:
-        self._engine = make_engine(url, busy_timeout_s=busy_timeout_s)
+        parsed = parse_database_url(url)
+        is_sqlite = parsed.drivername.startswith("sqlite")
+        self._file = DatabaseFile(Path(parsed.database or "")) if is_sqlite else None
+        self._has_failed = False
+        self._engine = make_engine(url, busy_timeout_s=busy_timeout_s, file=self._file)
         self._is_sqlite = self._engine.dialect.name == "sqlite"
         read_options: dict[str, Any] = (
             {} if self._is_sqlite else {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
@@ -197,6 +225,57 @@ class Database:
         self._writers = async_sessionmaker(self._engine.execution_options(**{WRITE: True}), expire_on_commit=False)
         # SQLite has one writer; queueing here is fair, its busy handler isn't.
         self._write_turn = asyncio.Lock()
+        self._answered_at = time.monotonic()
+
+        @event.listens_for(self._engine.sync_engine, "after_cursor_execute")
+        def note_answer(*_: Any) -> None:
+            self._answered_at = time.monotonic()
+
+    @property
+    def is_cancellable(self) -> bool:
+        """Whether to cancel a question frees anything: PostgreSQL's connection closes; SQLite's thread goes on, and its connection is lost."""
+        return not self._is_sqlite
+
+    def silence_s(self) -> float:
+        """Return for how long no statement of this process was answered."""
+        return time.monotonic() - self._answered_at
+
+    def is_silent(self) -> bool:
+        """Return whether a wait for a connection is the database's doing: it answered no question meanwhile."""
+        return self.silence_s() >= _BUSY_S
+
+    @property
+    def is_available(self) -> bool:
+        """Whether the last write found the database there, and its file is where it was. A server's beats write every other second."""
+        try:
+            self._check_file()
+        except DatabaseUnavailable:
+            return False
+        return not self._has_failed
+
+    def _check_file(self) -> None:
+        if self._file is not None:
+            self._file.check()
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Translate errors as `database_errors` does, without the words that are for the operator: those go to the log.
+
+        What is raised here is answered to tenants, and drivers' messages have users' names and files' places.
+        """
+        try:
+            with database_errors(self.is_silent):
+                yield
+        except (DatabaseDamaged, ConfigError) as error:
+            if error.__cause__ is None:
+                # the block itself raised it
+                raise
+            logger.error("%s", error)
+            if isinstance(error, DatabaseDamaged):
+                raise DatabaseDamaged(
+                    "The registry's database is damaged.", hint="Its operator must restore a backup."
+                ) from error
+            raise DatabaseUnavailable("The registry's database can't be reached now.") from error
 
     @asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncSession]:
@@ -205,7 +284,7 @@ class Database:
         Raises:
             DatabaseUnavailable: no connection, or it broke.
         """
-        with database_errors():
+        with self._errors():
             async with self._readers() as session, session.begin():
                 yield session
 
@@ -216,7 +295,7 @@ class Database:
         Raises:
             DatabaseUnavailable: no connection, or it broke.
         """
-        with database_errors():
+        with self._errors():
             # ends with a rollback: there is nothing to commit
             async with self._read_engine.connect() as connection:
                 yield connection
@@ -226,18 +305,26 @@ class Database:
         """A session whose changes are durable after the block, all of them, or none of them if it raises.
 
         Raises:
-            DatabaseUnavailable: no connection, it broke, or another writer held the lock too long.
+            DatabaseUnavailable: no connection, it broke, another writer held the lock too long, or its file was moved away.
             StorageFull: no room on the database's disk.
         """
-        with database_errors():
-            async with AsyncExitStack() as stack:
-                if self._is_sqlite:
-                    await stack.enter_async_context(self._write_turn)
-                session = await stack.enter_async_context(self._writers())
-                await stack.enter_async_context(session.begin())
-                # The lock is taken now, not at the first statement.
-                await session.connection()
-                yield session
+        try:
+            with self._errors():
+                async with AsyncExitStack() as stack:
+                    if self._is_sqlite:
+                        await stack.enter_async_context(self._write_turn)
+                    self._check_file()
+                    session = await stack.enter_async_context(self._writers())
+                    await stack.enter_async_context(session.begin())
+                    # The lock is taken now, not at the first statement.
+                    await session.connection()
+                    yield session
+                # what was committed to a file that has gone meanwhile isn't acknowledged
+                self._check_file()
+        except DatabaseUnavailable:
+            self._has_failed = True
+            raise
+        self._has_failed = False
 
     async def dispose(self) -> None:
         """Close every connection."""

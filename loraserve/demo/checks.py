@@ -63,6 +63,12 @@ def check_chat(access: Access, frame: Frame) -> Check:
     return Check("the same through chat", num_right, len(STYLES), problem)
 
 
+def check_time(took_s: float, max_s: float) -> Check:
+    """Check that the answers came in the time that they may take."""
+    problem = None if took_s <= max_s else f"they took {took_s:.0f} s, expected {max_s:.0f} s at most"
+    return Check("answered in time", int(problem is None), 1, problem)
+
+
 def check_models(access: Access) -> Check:
     """The tenant sees the base and its seven adapters, and nothing else."""
     with Client(access.url, api_key=access.api_key) as client:

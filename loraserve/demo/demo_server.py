@@ -9,19 +9,21 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
 import httpx2
 
-from loraserve.demo.pack import base_dir, pack_files
+from loraserve.demo.pack import BASE_NAME, base_dir, pack_files
 from loraserve.errors import ConfigError, EngineUnavailable
 
 HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 _START_S, _STOP_S = 90.0, 15.0
 _POLL_S = 0.1
+_TELL_EVERY_S = 2.0
 _LOG_TAIL_LINES = 15
 
 
@@ -31,6 +33,10 @@ class DemoServer:
 
     data_dir: Path
     port: int
+    quantize: str = "none"
+    """Format that the base's linears are rounded to, as for ``serve``."""
+    tell: Callable[[str], object] | None = None
+    """Function that is called with what a server that takes long to start is at."""
     admin_key: str = field(default_factory=lambda: f"sk-admin-{secrets.token_urlsafe(24)}", repr=False)
     _process: subprocess.Popen[bytes] | None = None
 
@@ -43,12 +49,14 @@ class DemoServer:
 
         Raises:
             ConfigError: the pack is incomplete, or another program has the port.
-            EngineUnavailable: the server ended, or isn't ready in time; the message has the end of its log.
+            EngineUnavailable: the server ended, or isn't ready in time; the message has what it was at and the end of its log.
         """
         pack_files()
         check_port(self.port)
         command = [sys.executable, "-m", "loraserve.cli.main", "serve", "--model", str(base_dir())]
         command += ["--host", HOST, "--port", str(self.port), "--data-dir", str(self.data_dir)]
+        command += ["--quantize", self.quantize]
+        command += ["--base-names", BASE_NAME]
         command += ["--memory-budget", "256MiB", "--host-cache", "256MiB", "--grace-s", "2", "--log-level", "warning"]
         # Another server's settings, in the environment or in a loraserve.toml, are not this one's.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("LORASERVE_")}
@@ -95,19 +103,29 @@ class DemoServer:
         return "\n".join(lines[-_LOG_TAIL_LINES:])
 
     def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
-        deadline = time.monotonic() + _START_S
+        moved = told = time.monotonic()
+        detail = ""
         with httpx2.Client(timeout=1.0, trust_env=False) as client:
             while process.poll() is None:
-                if time.monotonic() > deadline:
+                now = time.monotonic()
+                if now - moved > _START_S:
                     self.stop()
                     raise EngineUnavailable(
-                        f"The server isn't ready after {_START_S:g} s. Its log ends:\n{self.log_tail()}"
+                        f"The server isn't ready, and made no progress for {_START_S:g} s. {detail}\nIts log ends:\n"
+                        f"{self.log_tail()}"
                     )
                 try:
-                    if client.get(f"{self.url}/readyz").status_code == httpx2.codes.OK:
+                    answer = client.get(f"{self.url}/readyz")
+                    if answer.status_code == httpx2.codes.OK:
                         return
-                except httpx2.TransportError:
+                    before, detail = detail, answer.json().get("detail", "")
+                    if detail != before:
+                        moved = now
+                except (httpx2.TransportError, ValueError):
                     pass  # nobody listens yet
+                if self.tell is not None and detail and now - told > _TELL_EVERY_S:
+                    told = now
+                    self.tell(detail)
                 time.sleep(_POLL_S)
         raise EngineUnavailable(f"The server ended with code {process.returncode}. Its log ends:\n{self.log_tail()}")
 

@@ -15,6 +15,8 @@ from loraserve.errors import ConfigError
 BASE_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 CARD_FILES = ("card.json", "CARD.md")
+BASE_NAME = "loraserve-demo-base"
+"""Name of the base in the adapters' configs."""
 
 
 def pack_dir() -> Path:

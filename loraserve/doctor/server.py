@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -45,14 +46,25 @@ def is_there(url: str) -> bool:
     return True
 
 
+def _detail_of(body: bytes) -> str:
+    """Return what a probe says is waited for; empty where it says nothing."""
+    try:
+        content = json.loads(body)
+    except ValueError:
+        return ""
+    detail = content.get("detail") if isinstance(content, dict) else None
+    return f": {detail}" if isinstance(detail, str) else ""
+
+
 def check_probes(url: str) -> Iterator[Check]:
     """What the server says of itself to anyone."""
     import httpx2
 
-    codes = {}
+    codes, said = {}, {}
     for name in ("livez", "readyz"):
         try:
-            codes[name] = httpx2.get(f"{url}/{name}", timeout=TIMEOUT_S).status_code
+            answer = httpx2.get(f"{url}/{name}", timeout=TIMEOUT_S)
+            codes[name], said[name] = answer.status_code, _detail_of(answer.content)
         except httpx2.TransportError as error:
             yield fail(
                 "server", f"{url}/{name}: {type(error).__name__}", "an answer", "Look at its log, and restart it."
@@ -60,10 +72,15 @@ def check_probes(url: str) -> Iterator[Check]:
             return
     if codes["livez"] != 200:
         yield fail(
-            "server", f"/livez says {codes['livez']}", "200: its engine steps", "Look at its log, and restart it."
+            "server",
+            f"/livez says {codes['livez']}{said['livez']}",
+            "200: its engine steps",
+            "Look at its log, and restart it.",
         )
     elif codes["readyz"] != 200:
-        yield warn("server", f"/readyz says {codes['readyz']}", "200", "Wait: it loads its base, or drains.")
+        yield warn(
+            "server", f"/readyz says {codes['readyz']}{said['readyz']}", "200", "Wait: it loads its base, or drains."
+        )
     else:
         yield ok("server", f"{url} lives and is ready")
 
@@ -78,6 +95,18 @@ def check_server(url: str, api_key: str, expected: Expected | None) -> Iterator[
 
     with Client(url, api_key=api_key, timeout=TIMEOUT_S, max_retries=0) as client:
         yield from _check(client, api_key, expected)
+
+
+def base_digest(url: str, api_key: str) -> str:
+    """Return the digest of the base that it serves.
+
+    Raises:
+        AuthenticationError, ClientError, EngineError: as `check_server`, or the base isn't loaded yet.
+    """
+    from loraserve.sdk import Client
+
+    with Client(url, api_key=api_key, timeout=TIMEOUT_S, max_retries=0) as client:
+        return client.base().digest
 
 
 def _check(client: Client, api_key: str, expected: Expected | None) -> Iterator[Check]:
@@ -109,7 +138,8 @@ def _is_same_base(client: Client, expected: Expected) -> bool:
 
 def _check_base(client: Client, expected: Expected | None) -> Iterator[Check]:
     base = client.base()
-    words = f"{base.id}: {base.architecture}, {base.dtype}, {base.quantization}, {base.max_model_len:,} tokens, {base.size_bytes:,} bytes"
+    how = f" ({base.arithmetic} by {base.kernels})" if base.arithmetic else ""
+    words = f"{base.id}: {base.architecture}, {base.dtype}, {base.quantization}{how}, {base.max_model_len:,} tokens, {base.size_bytes:,} bytes"
     if expected is None:
         yield ok("base", words)
         return

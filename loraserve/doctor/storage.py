@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from loraserve.doctor.checks import Check, fail, ok, warn
+from loraserve.errors import LoraserveError, StoreMismatch
 from loraserve.limits import GIB, LIMITS, MIB
 from loraserve.planning.machine import nearest_folder
 
@@ -62,12 +63,10 @@ def check_disk(data_dir: Path) -> Iterator[Check]:
 
 def check_database(url: str) -> Iterator[Check]:
     """That it answers and has the tables that this program works with. Makes nothing."""
-    parts = urlsplit(url)
-    if parts.scheme.partition("+")[0] == "sqlite":
-        path = Path(unquote(parts.path)[1:] if parts.path.startswith("//") or not parts.path else parts.path)
-        if not path.exists():
-            yield ok("database", f"{path} isn't there yet: the first start makes it")
-            return
+    path = _path_of(url)
+    if path is not None and not path.exists():
+        yield ok("database", f"{path} isn't there yet: the first start makes it")
+        return
     from loraserve.db import migrate
 
     async def look() -> tuple[str | None, list[str]]:
@@ -99,15 +98,115 @@ def check_database(url: str) -> Iterator[Check]:
         yield ok("database", f"at revision {revision}, as this program")
 
 
+def check_store(store_url: str, database_url: str) -> Iterator[Check]:
+    """Check that the store is the registry's, by its marker. Makes nothing and claims nothing."""
+    from adapters_store import open_store
+    from loraserve.db.session import Database
+    from loraserve.registry.store_claim import StoreClaim
+
+    for url in (store_url, database_url):
+        path = _path_of(url)
+        if path is not None and not path.exists():
+            yield ok("store", f"{path} isn't there yet: the first start makes it")
+            return
+
+    async def look() -> StoreMismatch | None:
+        store, database = open_store(store_url), Database(database_url)
+        try:
+            async with asyncio.timeout(DATABASE_TIMEOUT_S):
+                return await StoreClaim(database, store, where=f"the store {store_url}").why_not()
+        finally:
+            store.close()
+            await database.dispose()
+
+    problem = asyncio.run(look())
+    if problem is None:
+        yield ok("store", "it is this registry's, or free to be claimed")
+    else:
+        yield fail("store", problem.message, "this registry's own store", problem.hint or "")
+
+
+def _path_of(url: str) -> Path | None:
+    """Return the path of a file:// store or a SQLite database; None for others."""
+    parts = urlsplit(url)
+    scheme = parts.scheme.partition("+")[0]
+    if scheme == "file":
+        return Path(unquote(parts.path))
+    if scheme == "sqlite":
+        return Path(unquote(parts.path)[1:] if parts.path.startswith("//") or not parts.path else parts.path)
+    return None
+
+
+def check_bases(url: str, served: str | None) -> Iterator[Check]:
+    """Check that the registry's versions are of the base that is served: others are refused there.
+
+    Says nothing of a registry without tables.
+
+    Args:
+        served: the digest of the base that a server on this registry has; None: there is no such server to ask.
+    """
+    path = _path_of(url)
+    if path is not None and not path.exists():
+        return
+    from sqlalchemy import func, select
+
+    from loraserve.db import migrate
+    from loraserve.db.models import Adapter, AdapterVersion, Tenant
+    from loraserve.db.session import Database
+
+    query = (
+        select(AdapterVersion.base_digest, func.count())
+        .join(Adapter, Adapter.id == AdapterVersion.adapter_id)
+        .join(Tenant, Tenant.id == Adapter.tenant_id)
+        .where(AdapterVersion.deleted_at.is_(None), Adapter.deleted_at.is_(None), Tenant.deleted_at.is_(None))
+        .group_by(AdapterVersion.base_digest)
+        .order_by(AdapterVersion.base_digest)
+    )
+
+    async def look() -> dict[str, int] | None:
+        async with asyncio.timeout(DATABASE_TIMEOUT_S):
+            if await migrate.current(url) is None:
+                return None
+            await migrate.check(url)
+            database = Database(url)
+            try:
+                async with database.read() as session:
+                    return dict((await session.execute(query)).all())
+            finally:
+                await database.dispose()
+
+    try:
+        counts = asyncio.run(look())
+    except (TimeoutError, LoraserveError):
+        # `check_database` says what is wrong with it
+        return
+    if counts is None:
+        return
+    words = ", ".join(f"{count:,} of base sha256:{digest[:12]}" for digest, count in counts.items())
+    found = f"versions: {words}" if words else "no versions yet"
+    others = {digest for digest in counts if digest != served}
+    if served is None and len(counts) > 1:
+        yield warn("bases", found, "one base, or a server for each", "Each version is served on its own base alone.")
+    elif served is not None and others:
+        num = sum(counts[digest] for digest in others)
+        advice = "Serve their base, or check them for this one: loraserve adapter verify NAME@VERSION --rebase"
+        yield warn("bases", f"{found}: {num:,} aren't served", f"the server's base, sha256:{served[:12]}", advice)
+    else:
+        yield ok("bases", found)
+
+
 def check_files() -> Iterator[Check]:
-    """How many files this user may have open: each connection is one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    """Check how many files this user may have open: each connection is one.
+
+    The server raises its soft limit to the hard one.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = LIMITS.max_live_requests + FILES_BESIDE_REQUESTS
-    found = "no limit" if soft == resource.RLIM_INFINITY else f"{soft:,} open files"
-    advice = f"ulimit -n {wanted} (the hard limit is {hard:,}), or LimitNOFILE= of its unit."
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    found = "no limit" if hard == resource.RLIM_INFINITY else f"{hard:,} open files"
+    advice = f"ulimit -Hn {wanted}, or LimitNOFILE= of its unit."
+    if hard == resource.RLIM_INFINITY or hard >= wanted:
         yield ok("files", found)
-    elif soft < MIN_FILES:
+    elif hard < MIN_FILES:
         yield fail("files", found, f"at least {MIN_FILES}", advice)
     else:
         yield warn("files", found, f"{wanted:,}: {LIMITS.max_live_requests:,} requests may be live at once", advice)

@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from adapters_store import open_store
+from loraserve import faults
 from loraserve.config import EngineConfig
 from loraserve.engine import messages as m
 from loraserve.engine.core import Engine
@@ -32,6 +33,10 @@ from loraserve.memory.pager import Pager
 from loraserve.memory.precision import Precision
 from loraserve.model.decoder import Decoder
 from loraserve.model.loader import load_model
+from loraserve.progress import Progress
+from loraserve.types import KernelChoice
+from loraserve_kernels.arithmetic import Arithmetic
+from loraserve_kernels.choices import chooser
 from loraserve_kernels.launch import warm_up
 
 logger = logging.getLogger(__name__)
@@ -40,31 +45,43 @@ CPU_BUDGET_BYTES = 8 * GIB
 """For KV blocks and adapters on a CPU, where nothing else is said: its memory belongs to others too."""
 
 
-def build_engine(config: EngineConfig, wake: Callable[[], None] = lambda: None) -> tuple[Engine, m.Ready]:
+def build_engine(
+    config: EngineConfig, wake: Callable[[], None] = lambda: None, progress: Progress | None = None
+) -> tuple[Engine, m.Ready]:
     """Load the base and set memory aside.
 
     Args:
         wake: called on threads beside the steps' when something is ready for these.
+        progress: told what is being done, here and in every step; None: nothing reads it.
 
     Raises:
         ModelError, ConfigError: what is wrong with the model's directory, the device or the memory budget.
     """
+    progress = progress or Progress()
+    progress.begin("looking for devices")
+    faults.hit("engine.load")
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     config = resolve(config)
+    for one in config.kernels:
+        arithmetic = Arithmetic(one.arithmetic, one.kernel, one.instructions)
+        chooser().adopt(one.format, one.out_features, one.in_features, arithmetic)
     decoder = load_model(
         Path(config.model_dir),
         model_id=config.model_id,
         dtype=getattr(torch, config.dtype),
         quantize=config.quantize,
+        activation_dtype=config.activation_dtype,
         device=config.device,
         max_model_len=config.max_model_len,
+        progress=progress,
     )
     runner: StepRunner
     if config.device == "cpu":
-        runner, device, kv = _on_cpu(decoder, config)
+        runner, device, kv = _on_cpu(decoder, config, progress)
     else:
-        runner, device, kv = _on_gpu(decoder, config)
+        runner, device, kv = _on_gpu(decoder, config, progress)
+    progress.begin("opening the adapters' store")
     store = open_store(config.store_url)
     pager = Pager(
         store=store,
@@ -78,7 +95,7 @@ def build_engine(config: EngineConfig, wake: Callable[[], None] = lambda: None) 
     )
     is_on_cpu = config.device == "cpu"
     pace = Pace(torch.get_num_threads()) if is_on_cpu else None
-    engine = Engine(config, decoder.spec, runner, pager, overlap=not is_on_cpu, kv=kv, pace=pace)
+    engine = Engine(config, decoder.spec, runner, pager, overlap=not is_on_cpu, kv=kv, pace=pace, progress=progress)
     engine.verifications = Verifications(engine, decoder, store, wake=wake)
     ready = m.Ready(
         base=decoder.spec,
@@ -86,6 +103,10 @@ def build_engine(config: EngineConfig, wake: Callable[[], None] = lambda: None) 
         block_size=config.block_size,
         adapter_budget_bytes=device.limits.num_bytes,
         device=config.device,
+        kernels=tuple(
+            KernelChoice(format, out_features, in_features, one.name, one.kernel, one.instructions)
+            for format, out_features, in_features, one in chooser().taken()
+        ),
     )
     return engine, ready
 
@@ -127,7 +148,7 @@ def _has_triton() -> bool:
     return True
 
 
-def _on_cpu(decoder: Decoder, config: EngineConfig) -> tuple[Runner, AdapterDevice, KVCache]:
+def _on_cpu(decoder: Decoder, config: EngineConfig, progress: Progress) -> tuple[Runner, AdapterDevice, KVCache]:
     division = divide_on_cpu(
         config.memory_budget_bytes,
         kv_block_bytes(decoder, config.block_size),
@@ -138,8 +159,11 @@ def _on_cpu(decoder: Decoder, config: EngineConfig) -> tuple[Runner, AdapterDevi
     runner = Runner(decoder, view_kv(decoder, memory.data, division.block_num_bytes, config.block_size))
     arena = Arena(division.num_pages, division.page_num_bytes)
     held = cpu_adapter_dtype(config.adapter_dtype)
-    for dtype in FILE_DTYPES.values() if held is None else (held,):
+    dtypes = tuple(FILE_DTYPES.values()) if held is None else (held,)
+    progress.begin("compiling kernels for adapters' dtypes", len(dtypes))
+    for number, dtype in enumerate(dtypes):
         warm_up(dtype)  # no step shall wait for a compiler
+        progress.advance(number + 1)
 
     def give_back(blocks: Sequence[int]) -> None:
         for first, count in runs(blocks):
@@ -183,11 +207,12 @@ def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
     return found
 
 
-def _on_gpu(decoder: Decoder, config: EngineConfig) -> tuple[StepRunner, AdapterDevice, KVCache]:
+def _on_gpu(decoder: Decoder, config: EngineConfig, progress: Progress) -> tuple[StepRunner, AdapterDevice, KVCache]:
     # Triton is loaded for GPUs alone
     from loraserve.engine import gpu_budget, gpu_runner
     from loraserve.memory.gpu_device import GpuDevice, adapter_dtype, divide
 
+    progress.begin("measuring the GPU's memory")
     budget = config.memory_budget_bytes or gpu_budget.free_bytes(decoder, config)
     device = decoder.backend.device
     division = divide(
@@ -210,4 +235,5 @@ def _on_gpu(decoder: Decoder, config: EngineConfig) -> tuple[StepRunner, Adapter
         adapters.limits.num_bytes / GIB,
         str(dtype).removeprefix("torch."),
     )
+    progress.begin("warming up: compiling kernels and capturing graphs")
     return gpu_runner.Runner(decoder, config, kv, adapters), adapters, _kv_cache(config, division, arena)

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+import msgspec
 import zmq
 
 from loraserve.config import EngineConfig
@@ -44,6 +45,15 @@ __all__ = ["Chunk", "EngineClient", "GenerateRequest"]
 
 logger = logging.getLogger(__name__)
 
+_MAX_DEATHS_BEFORE_READY = 3
+"""Deaths in a row after which the server's start ends with the reason. Once an engine was ready, others are started
+again and again."""
+_LOAD_PATIENCE = 4.0
+"""A load may be so many times as long without progress as an engine that is ready: between two of its marks lies more, a compiler for example."""
+_MAX_QUIET_S = 3.0
+"""Time without progress after which requests that are sent now aren't computed now."""
+_EXAMINATION_S = 5.0
+"""Time that it takes to find out where a process hangs, and to end it."""
 _MAX_FAILED_STARTS = 5
 _MAX_RESTART_DELAY_S = 5.0
 _STABLE_S = 10.0
@@ -59,7 +69,8 @@ class EngineClient:
         config: handed to each engine process.
         tokenizer: of the base; text is made here, not in the engine.
         max_queued_requests: over the sequences that run at once; beyond it those of tenants that have their part of them are refused.
-        hang_timeout_s: an engine silent for so long is killed and replaced.
+        hang_timeout_s: an engine that makes no progress for so long is killed and replaced.
+        load_timeout_s: the same while it loads the base; None: four times that.
         on_damage: told the digest of a version, and which of its blobs the engine found damaged or gone; before whoever asked for it is.
     """
 
@@ -70,20 +81,23 @@ class EngineClient:
         *,
         max_queued_requests: int = LIMITS.max_queued_requests,
         max_queue_wait_s: float = LIMITS.max_queue_wait_s,
-        hang_timeout_s: float = 120.0,
+        hang_timeout_s: float = 30.0,
+        load_timeout_s: float | None = None,
         on_damage: Callable[[Digest, Digest], None] | None = None,
     ) -> None:
-        self.num_restarts = 0
+        self.num_restarts = self.num_hangs = 0
         self.stats = EngineStats()
         self._config = config
         self._tokenizer = tokenizer
         self._bounds = QueueBounds(config.max_num_seqs, config.max_num_seqs + max_queued_requests)
         self._max_queue_wait_s = max_queue_wait_s
         self._hang_timeout_s = hang_timeout_s
+        self._load_timeout_s = _LOAD_PATIENCE * hang_timeout_s if load_timeout_s is None else load_timeout_s
         self._on_damage = on_damage
         self._base: BaseSpec | None = None
         self._device = ""
         self._process: EngineProcess | None = None
+        self._loading: EngineProcess | None = None
         self._is_up = False
         self._failure: LoraserveError | None = None
         self._is_stopping = False
@@ -103,14 +117,29 @@ class EngineClient:
     @property
     def is_ready(self) -> bool:
         """Whether requests sent now are computed now."""
-        return self._is_up and not self._is_stopping
+        return self._is_up and not self._is_stopping and not self._is_quiet
 
     @property
     def is_live(self) -> bool:
-        """False once the engine can't be brought back, or is silent for too long."""
+        """Whether the engine runs or can be brought back; False too where it hangs and isn't replaced in time."""
         if self._failure is not None or self._process is None:
             return False
-        return not self._is_up or self._silence_s() < self._hang_timeout_s
+        return not self._is_up or self._quiet_s < self._hang_timeout_s + _EXAMINATION_S
+
+    @property
+    def status(self) -> str | None:
+        """Reason why requests can't be computed now, in words that tell nothing of tenants; None if they can."""
+        if self._is_stopping:
+            return "The server is shutting down."
+        if self._failure is not None:
+            return "The engine can't be started; the log says why."
+        if self._loading is not None:
+            return f"The engine is {self._loading.vitals.doing}."
+        if not self._is_up:
+            return "The engine is being started."
+        if self._is_quiet:
+            return f"The engine made no progress for {self._quiet_s:.0f} s; after {self._hang_timeout_s:g} s it is replaced."
+        return None
 
     @property
     def pid(self) -> int | None:
@@ -127,12 +156,23 @@ class EngineClient:
         return self._device == "cpu" and bool(self._live)
 
     async def start(self) -> None:
-        """Start the engine and return once the base is loaded.
+        """Start the engine and return once the base is loaded. One that dies or hangs before is tried again, but not for ever.
 
         Raises:
             LoraserveError: why it can't be.
         """
-        await self._launch()
+        for attempt in range(1, _MAX_DEATHS_BEFORE_READY + 1):
+            try:
+                await self._launch()
+                break
+            except EngineDied as error:
+                logger.error("the engine was never ready (%d of %d): %s", attempt, _MAX_DEATHS_BEFORE_READY, error)
+                if attempt == _MAX_DEATHS_BEFORE_READY:
+                    raise EngineUnavailable(
+                        f"The engine died {attempt} times in a row before it was ready. The last time {error}.",
+                        hint="The log has more. Where it hangs in a kernel, try another --quantize or --dtype; where it was killed,"
+                        " see whether the base fits into memory (loraserve plan). If the machine is only slow, raise --engine-hang-timeout.",
+                    ) from error
         self._is_up = True
         self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
 
@@ -306,7 +346,7 @@ class EngineClient:
         Args:
             abort: makes what the engine is told when nobody waits for its answer any more.
         """
-        if self._process is None or not self._is_up:
+        if self._process is None or not self._is_up or self._is_quiet:
             raise EngineUnavailable("The engine isn't up; try again shortly.")
         call_id = next(self._call_ids)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -339,17 +379,31 @@ class EngineClient:
 
     # the process
 
-    def _silence_s(self) -> float:
-        return 0.0 if self._process is None else time.monotonic() - self._process.last_message_s
+    @property
+    def _quiet_s(self) -> float:
+        """Time since the engine last made progress."""
+        return 0.0 if self._process is None else self._process.vitals.quiet_s
+
+    @property
+    def _is_quiet(self) -> bool:
+        return self._quiet_s > min(_MAX_QUIET_S, self._hang_timeout_s)
 
     async def _launch(self) -> None:
-        process = EngineProcess(self._config, self._on_message)
+        process = EngineProcess(
+            self._config,
+            self._on_message,
+            hang_timeout_s=self._hang_timeout_s,
+            load_timeout_s=self._load_timeout_s,
+        )
+        self._loading = process
         try:
             ready = await process.start()
         except BaseException:
             process.kill()
             await process.close()
             raise
+        finally:
+            self._loading = None
         self._process = process
         if self._base is not None and self._base.digest != ready.base.digest:
             process.kill()
@@ -357,6 +411,8 @@ class EngineClient:
             raise EngineUnavailable("The base model's files changed while the server ran; restart the server.")
         self._base = ready.base
         self._device = ready.device
+        # the clock chose them: those that follow shall go on with streams in the same arithmetic
+        self._config = msgspec.structs.replace(self._config, kernels=ready.kernels)
 
     async def _supervise(self) -> None:
         """Keep an engine running until it can't be started any more; then, or should this break, every request is told."""
@@ -384,7 +440,8 @@ class EngineClient:
             self._is_up = False
             num_deaths = 1 if time.monotonic() - started > _STABLE_S else num_deaths + 1
             logger.error("the engine %s; %d requests are alive", reason, len(self._live))
-            self._count_crash()
+            # a process that something outside stopped says nothing against the requests that it had
+            self._count_crash(is_suspicious=self._process is None or not self._process.was_stopped)
             if not await self._relaunch(num_deaths):
                 return
 
@@ -393,26 +450,32 @@ class EngineClient:
         process = self._process
         if process is None:
             return "was never started"
-        exited = asyncio.create_task(process.wait())
+        exited, hung = asyncio.create_task(process.wait()), asyncio.create_task(process.hung())
         try:
-            while not exited.done():
-                await asyncio.wait({exited}, timeout=min(1.0, self._hang_timeout_s / 4))
-                if not exited.done() and self._silence_s() > self._hang_timeout_s:
-                    process.kill()
-                    await exited
-                    return f"was silent for {self._hang_timeout_s:.0f} s and was killed"
-            return f"process {process.pid} ended with code {exited.result()}"
+            await asyncio.wait({exited, hung}, return_when=asyncio.FIRST_COMPLETED)
+            if exited.done():
+                return process.describe_end(exited.result())
+            self._is_up = False
+            self.num_hangs += 1
+            process.kill()
+            await exited
+            return f"{hung.result()}. It was killed"
         finally:
             exited.cancel()
+            hung.cancel()
 
-    def _count_crash(self) -> None:
-        """A request in flight at two crashes in a row fails; since suspects are replayed one by one, it fails alone."""
+    def _count_crash(self, *, is_suspicious: bool = True) -> None:
+        """Fail a request in flight at two crashes in a row; since suspects are replayed one by one, it fails alone.
+
+        Args:
+            is_suspicious: whether one of those in flight may be why.
+        """
         self._fail_calls(EngineDied("The engine died; try again."))
         for live in list(self._live.values()):
             if not live.is_sent or live.is_finished:
                 continue
             live.is_sent = False
-            live.num_crashes += 1
+            live.num_crashes += is_suspicious
             if live.num_crashes >= 2:
                 live.fail(EngineCrashed("The engine died twice while it computed this request."))
                 self._live.pop(live.request.request_id, None)

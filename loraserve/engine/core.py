@@ -29,6 +29,7 @@ from loraserve.memory.arena import Tenure
 from loraserve.memory.kv_cache import KVCache, prefix_root
 from loraserve.memory.pager import Pager
 from loraserve.memory.timings import Timings
+from loraserve.progress import Progress
 from loraserve.types import (
     AdapterRef,
     BaseSpec,
@@ -79,17 +80,20 @@ class Engine:
         overlap: bool = False,
         kv: KVCache | None = None,
         pace: Pace | None = None,
+        progress: Progress | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
-            kv: whose blocks the runner's steps write; None: as many as the runner has, which nobody else rents.
+            kv: whose blocks the runner's steps write; None: as many as the runner has, which nothing else rents.
             pace: of the work beside steps that compute on the same processors; None: they compute elsewhere.
+            progress: told of each step; None: nothing reads it.
         """
         self.base = base
         self.pager = pager
         self.verifications: Verifications | None = None
         self.pace = pace or Pace(math.inf)
+        self._progress = progress or Progress()
         self._runner = runner
         self._overlap = overlap
         self._clock = clock
@@ -219,6 +223,7 @@ class Engine:
         self._scheduler.note_changed(self.pager.poll())
         scheduled = self._scheduler.schedule()
         self._tell_pace(scheduled)
+        self._progress.begin(f"computing step {self._num_steps + 1} of {len(scheduled)} requests")
         outputs = self._scheduler.take_failed()
         if scheduled or self._in_flight:
             outputs += self._launch(scheduled)

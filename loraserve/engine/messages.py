@@ -11,6 +11,7 @@ from loraserve.types import (
     Certificate,
     Digest,
     EngineStats,
+    KernelChoice,
     RequestId,
     SamplingParams,
     Struct,
@@ -114,6 +115,8 @@ class Ready(Struct, frozen=True, tag="ready"):
     adapter_budget_bytes: int
     device: str
     """Where steps are computed: cpu or cuda."""
+    kernels: tuple[KernelChoice, ...] = ()
+    """Kernels that it chose on a CPU, for the engines that follow it."""
 
 
 class Fatal(Struct, frozen=True, tag="fatal"):
@@ -130,6 +133,17 @@ class StepOutputs(Struct, frozen=True, tag="outputs"):
 
 class Heartbeat(Struct, frozen=True, tag="heartbeat"):
     stats: EngineStats
+
+
+class Pulse(Struct, frozen=True, tag="pulse"):
+    """State of the working thread, said by another: from before the base is loaded on, also within a long step."""
+
+    num_moves: int
+    """Moves of `loraserve.progress`: the same number twice says that the thread didn't move in between."""
+    what: str
+    """Work that it is at, as in "the engine is …": ``loading shard 1 of 4``."""
+    doing: str
+    """The same work, with how far it is: ``loading shard 1 of 4: 12 of 291 tensors``."""
 
 
 class CallReply(Struct, frozen=True, tag="reply"):
@@ -161,7 +175,9 @@ class AdapterDamaged(Struct, frozen=True, tag="damaged"):
     blob: Digest
 
 
-EngineOutput = Ready | Fatal | StepOutputs | Heartbeat | CallReply | VerifyReply | ResidencyReply | AdapterDamaged
+EngineOutput = (
+    Ready | Fatal | StepOutputs | Heartbeat | Pulse | CallReply | VerifyReply | ResidencyReply | AdapterDamaged
+)
 
 encode_input = msgspec.msgpack.Encoder().encode
 decode_input = msgspec.msgpack.Decoder(EngineInput).decode

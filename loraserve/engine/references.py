@@ -20,6 +20,7 @@ from loraserve.engine.parity import probe_sequences
 from loraserve.limits import MIB
 from loraserve.memory.base_weights import beside_steps
 from loraserve.memory.load import read_blobs
+from loraserve.memory.lowering import with_saved_base
 from loraserve.model.plain import Evaluation, PlainBase, Stopped, Subject, evaluate
 from loraserve.priority import BACKGROUND, stand_back
 from loraserve.types import AdapterRef, BaseSpec
@@ -140,7 +141,11 @@ class References:
                 config, weights = read_blobs(self._store, adapter)
                 num_bytes += len(weights)
                 read = read_adapter(config, weights)
-                terms.append((compile_adapter(read.config, read.tensors, self._spec), weight))
+                ir = compile_adapter(read.config, read.tensors, self._spec)
+                if ir.saved_base:
+                    with beside_steps(self._base.device):
+                        ir = with_saved_base(ir, self._spec, self._base)
+                terms.append((ir, weight))
             sequences = tuple(probe_sequences(self._spec, [ir for ir, _ in terms]))
         except Exception as error:
             reference.sequences.set_exception(error)

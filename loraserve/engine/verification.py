@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import ParamSpec, TypeVar
 
+import msgspec
 from cachetools import LRUCache
 from torch import Tensor
 
@@ -146,6 +147,11 @@ class Verifications:
         )
 
     @property
+    def base(self) -> PlainBase:
+        """The resident base, whose weights the plain evaluation reads."""
+        return self._base
+
+    @property
     def is_active(self) -> bool:
         """Whether `poll` will have something to say, sooner or later."""
         return bool(self._active or self._waiting or self._replies)
@@ -267,7 +273,7 @@ class Verifications:
             v.verdict = self._beside(self._references.in_idle_time, judge_it)
         if not v.verdict.done():
             return None
-        certificate = v.verdict.result()
+        certificate = self._signed(v.verdict.result())
         if v.known_base is not None:
             self._known[sequences] = v.known_base
         return certificate
@@ -307,10 +313,22 @@ class Verifications:
         code, message = (output.error_code, output.error_message) if output is not None else (None, None)
         error = error_from_code(code or "", message or "The adapter could not be verified.")
         if isinstance(error, AdapterNumerics):
-            return unanswered(
-                error.message, precision_loss=v.precision_loss or 0.0, seconds=self._clock() - v.started_s
+            return self._signed(
+                unanswered(error.message, precision_loss=v.precision_loss or 0.0, seconds=self._clock() - v.started_s)
             )
         raise error
+
+    def _signed(self, certificate: Certificate) -> Certificate:
+        """Return the certificate with what it holds for: the base, and how this engine computes it."""
+        base = self._engine.base
+        return msgspec.structs.replace(
+            certificate,
+            base_digest=base.digest,
+            quantization=base.quantization,
+            arithmetic=base.arithmetic,
+            instructions=base.instructions,
+            device=base.device,
+        )
 
     def _end(self, v: _Verification) -> None:
         v.reference.is_wanted = False

@@ -3,16 +3,21 @@
     python -m loraserve.engine.worker INPUT_ENDPOINT OUTPUT_ENDPOINT SERVER_PID < config.json
 
 The step's thread is the only thread here that touches the engine. It takes messages between steps, sends what a step
-made, and sends a heartbeat: one that comes late says that steps come late.
+made, and sends a heartbeat: one that comes late says that steps come late. What it is at, another thread says (`loraserve.engine.pulse`):
+also while it loads the base, or is within a step. On SIGUSR1 the stacks of all threads are written, whatever they hang in.
 """
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import logging
 import os
 import signal
 import sys
 import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -20,15 +25,19 @@ import zmq
 from loraserve import faults
 from loraserve.config import EngineConfig
 from loraserve.engine import messages as m
-from loraserve.engine.assembly import build_engine
-from loraserve.engine.core import Engine
+from loraserve.engine.pulse import Pulses
 from loraserve.engine.wakeup import Wakeup
-from loraserve.errors import InvariantViolation, LoraserveError
-from loraserve.memory.pager import Residency
+from loraserve.errors import EngineError, InvariantViolation, LoraserveError
+from loraserve.progress import Progress
 from loraserve.types import AdapterRef
+
+# torch is loaded by `main`, once the process can say that it is being loaded
+if TYPE_CHECKING:
+    from loraserve.engine.core import Engine
 
 logger = logging.getLogger("loraserve.engine")
 
+_PR_SET_PDEATHSIG = 1
 _IDLE_POLL_MS = 100
 _EXPECTING_POLL_MS = 20
 """While something is expected that rings when it's there: for what time alone changes, such as whose turn it is."""
@@ -47,8 +56,10 @@ class Worker:
         outputs: zmq.Socket[bytes],
         wakeup: Wakeup,
         server_pid: int,
+        progress: Progress | None = None,
     ) -> None:
         self._config = config
+        self._progress = progress or Progress()
         self._engine = engine
         if engine.verifications is None:
             raise InvariantViolation("an engine without verifications was given to the worker")
@@ -70,6 +81,7 @@ class Worker:
         """Step until told to stop, or until the server is gone."""
         while not self._is_stopping:
             self._receive()
+            self._progress.tick()
             if self._engine.has_requests:
                 faults.hit("engine.before_step")
                 outputs = self._engine.step()
@@ -79,6 +91,7 @@ class Worker:
                     self._send(m.StepOutputs(outputs=tuple(outputs)))
                     faults.hit("engine.after_outputs")
             else:
+                self._progress.begin("waiting for requests")
                 self._engine.pager.poll()
             replies = self._verifications.poll()
             self._tell_damages()
@@ -144,6 +157,10 @@ class Worker:
             self._send(m.AdapterDamaged(digest=damage.digest, blob=damage.blob))
 
     def _answer_warmed(self) -> None:
+        if not self._warming:
+            return
+        from loraserve.memory.pager import Residency
+
         for call_id, ref in list(self._warming.items()):
             match self._engine.pager.request(ref):
                 case Residency.RESIDENT:
@@ -184,9 +201,12 @@ def main() -> int:
         format="%(levelname)s %(name)s: %(message)s",
     )
     # Ctrl-C, and a supervisor's SIGTERM, go to the whole process group: the server drains first, and tells the engine when to stop.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    _end_with_the_server()
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    progress = Progress()
+    _dump_stacks_on_signal(sys.argv[4] if len(sys.argv) > 4 else None)
     context = zmq.Context()
     inputs: zmq.Socket[bytes] = context.socket(zmq.PULL)
     outputs: zmq.Socket[bytes] = context.socket(zmq.PUSH)
@@ -197,14 +217,34 @@ def main() -> int:
     outputs.connect(sys.argv[2])
     engine: Engine | None = None
     wakeup = Wakeup()
+    server_pid = int(sys.argv[3])
+    pulses = Pulses(context, sys.argv[2], progress, config.heartbeat_s, server_pid)
+    pulses.start()
+    # the steps of a load are few and long; those of a running engine are thousands a second, and are sampled
+    progress.on_begin = pulses.send_now
     try:
-        engine, ready = build_engine(config, wakeup.ring)
+        progress.begin("importing torch and the kernels")
+        from loraserve.engine.assembly import build_engine
+
+        engine, ready = build_engine(config, wakeup.ring, progress)
+        progress.on_begin = None
         outputs.send(m.encode_output(ready))
-        Worker(config, engine, inputs, outputs, wakeup, server_pid=int(sys.argv[3])).run()
+        Worker(config, engine, inputs, outputs, wakeup, server_pid, progress).run()
     except LoraserveError as error:
         outputs.send(m.encode_output(m.Fatal(code=error.code, message=error.message, hint=error.hint)))
         return 1
+    except Exception as error:
+        if engine is not None:
+            raise
+        # the next try would end as this one did
+        logger.exception("the engine could not be made while it was %s", progress)
+        reason = f"The engine could not be made: {type(error).__name__} while it was {progress}: {error}"
+        outputs.send(
+            m.encode_output(m.Fatal(code=EngineError.code, message=reason, hint="Its traceback is in the log."))
+        )
+        return 1
     finally:
+        pulses.stop()
         if engine is not None:
             if engine.verifications is not None:
                 engine.verifications.close()
@@ -214,6 +254,24 @@ def main() -> int:
         outputs.close()
         context.term()
     return 0
+
+
+def _end_with_the_server() -> None:
+    """Have the system kill this process when the server is gone: one that is stopped or hangs by then can't end by itself.
+
+    Linux counts the server's thread that started it. A server that is gone already is noticed by the next heartbeat.
+    """
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _dump_stacks_on_signal(path: str | None) -> None:
+    """Append the Python stack of every thread to the file, or to stderr where there is none, on each SIGUSR1; also
+    while the process hangs in C."""
+    # open as long as the process lives: the handler writes to its descriptor
+    file = sys.stderr if path is None else open(path, "a")  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
 
 
 if __name__ == "__main__":

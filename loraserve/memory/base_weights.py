@@ -77,9 +77,24 @@ def _pieces(weights: BaseWeights, layer: int, module: str) -> Iterator[Tensor]:
         yield from torch.split(block, max(1, _PIECE_WEIGHTS // block.shape[1])) if is_on_cpu else (block,)
 
 
+def _adapted_pieces(weights: BaseWeights, m: LoraModule) -> Iterator[Tensor]:
+    """Yield the module's weight in small blocks of rows, those that the adapter has in the base's place among them."""
+    start = 0
+    for block in _pieces(weights, m.layer, m.module):
+        end = start + block.shape[0]
+        if m.rows is not None:
+            first, last = torch.searchsorted(m.rows.ids, torch.tensor([start, end], dtype=torch.int32)).tolist()
+            if first < last:
+                block = block.clone()
+                places = m.rows.ids[first:last].to(block.device, torch.int64) - start
+                block[places] = m.rows.weight[first:last].to(block.device, torch.float32)
+        yield block
+        start = end
+
+
 def _row_norms(m: LoraModule, a: Tensor, b: Tensor, weights: BaseWeights) -> Tensor:
     norms, start = torch.empty(b.shape[0], device=b.device), 0
-    for block in _pieces(weights, m.layer, m.module):
+    for block in _adapted_pieces(weights, m):
         end = start + block.shape[0]
         updated = torch.addmm(block, b[start:end], a)
         torch.linalg.vector_norm(updated, dim=1, out=norms[start:end])
@@ -89,7 +104,7 @@ def _row_norms(m: LoraModule, a: Tensor, b: Tensor, weights: BaseWeights) -> Ten
 
 def _column_norms(m: LoraModule, a: Tensor, b: Tensor, weights: BaseWeights) -> Tensor:
     squares, start = torch.zeros(b.shape[0], dtype=torch.float64, device=b.device), 0
-    for block in _pieces(weights, m.layer, m.module):
+    for block in _adapted_pieces(weights, m):
         end = start + block.shape[0]
         updated = torch.addmm(block, a[:, start:end].T, b.T)
         squares += torch.linalg.vector_norm(updated, dim=0).double() ** 2
@@ -97,26 +112,27 @@ def _column_norms(m: LoraModule, a: Tensor, b: Tensor, weights: BaseWeights) -> 
     return squares.sqrt().float()
 
 
-def check_saved_base(module: str, saved: Tensor, weights: BaseWeights, tolerance: float | None) -> None:
-    """Return if what PEFT saved of the base beside an adapter is this base's weight.
+def is_base_copy(module: str, saved: Tensor, weights: BaseWeights, dtype: torch.dtype, tolerance: float | None) -> bool:
+    """Return whether what PEFT saved of the base beside an adapter is this base's weight, to the bit: what PEFT loads in the base's place changes nothing then.
 
     Args:
         saved: [vocab_size, hidden_size], any float dtype.
-        tolerance: how far a row may be from the base's, relative to its length, where that was quantized. None: nothing but a change of float dtype lies between
-            the two, and they're equal once they're rounded alike.
-
-    Raises:
-        AdapterUnservable: it's another weight.
+        dtype: what the base is held in. PEFT casts the copy to it: one of 16 bits is another weight than a float32 base's, one of float32 may be a 16-bit base's.
+        tolerance: how far a row may be from the base's, relative to its length, where that was quantized: the copy is of what it was before. None: not at all.
     """
     start = 0
     for block in _pieces(weights, 0, module):
         end = start + block.shape[0]
-        if not _is_same(saved[start:end].to(block.device), block, tolerance):
-            raise AdapterUnservable(
-                f"The adapter's file holds a weight of {module} that isn't this base's: PEFT would replace the base's by it.",
-                hint="Save it with save_embedding_layers=False if it was trained on this base.",
-            )
+        rows = saved[start:end].to(block.device, torch.float32)
+        if tolerance is None:
+            is_same = torch.equal(rows.to(dtype), block.to(dtype))
+        else:
+            near = torch.linalg.vector_norm(rows - block, dim=1) <= tolerance * torch.linalg.vector_norm(rows, dim=1)
+            is_same = bool(near.all())
+        if not is_same:
+            return False
         start = end
+    return True
 
 
 def changed_rows(layer: int, module: str, saved: Tensor, weights: BaseWeights) -> Tensor:
@@ -131,17 +147,6 @@ def changed_rows(layer: int, module: str, saved: Tensor, weights: BaseWeights) -
         found.append(start + (rows != block).any(1).nonzero()[:, 0].cpu())
         start += block.shape[0]
     return torch.cat(found)
-
-
-def _is_same(saved: Tensor, block: Tensor, tolerance: float | None) -> bool:
-    rows = saved.float()
-    if tolerance is not None:
-        near = torch.linalg.vector_norm(rows - block, dim=1) <= tolerance * torch.linalg.vector_norm(rows, dim=1)
-        return bool(near.all())
-    # the resident weight is float32 here, whatever it is kept in
-    return torch.equal(block.to(saved.dtype), saved) or any(
-        torch.equal(rows.to(dtype).float(), block) for dtype in (torch.bfloat16, torch.float16)
-    )
 
 
 def place_name(m: LoraModule) -> str:

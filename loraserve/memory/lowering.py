@@ -8,15 +8,15 @@ tokens were trained costs few rows.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from loraserve.adapters.ir import AdapterIR, ModuleIR, TensorView
+from loraserve.adapters.ir import OUTSIDE_LAYERS, AdapterIR, ModuleIR, TensorView
 from loraserve.errors import InvariantViolation
-from loraserve.memory.base_weights import BaseWeights, beside_steps, changed_rows, check_saved_base
+from loraserve.memory.base_weights import BaseWeights, beside_steps, changed_rows, is_base_copy
 from loraserve.types import BaseSpec
 from loraserve_kernels.layout import LoraModule, ReplacedNorm, ReplacedRows
 
@@ -49,20 +49,18 @@ class Lowered:
 def lower(ir: AdapterIR, base: BaseSpec, weights: BaseWeights | None) -> Lowered:
     """Return the adapter in the kernels' terms; its matrices share memory with the file's bytes wherever these are aligned.
 
-    What the file has of the base beside LoRA on the head or the embedding is found to be the base's, and left out.
+    What the file has of the base beside LoRA on the head or the embedding stands in the base's place, as in PEFT: of the base's own, that is nothing.
 
     Args:
         weights: the resident base's; an adapter of LoRA alone needs none, with magnitudes or without.
 
     Raises:
-        AdapterUnservable: what it saved of the base isn't this base's.
         InvariantViolation: it takes the base's weights, and there are none.
     """
-    stored = FILE_DTYPES[ir.dtype]
     with beside_steps(needed(weights).device if _takes_base(ir) else torch.device("cpu")):
-        for module, saved in ir.saved_base.items():
-            is_rounded = module == "lm_head" and base.quantization != "none"
-            check_saved_base(module, as_tensor(saved), needed(weights), _QUANTIZED_TOLERANCE if is_rounded else None)
+        if ir.saved_base:
+            ir = with_saved_base(ir, base, needed(weights))
+        stored = FILE_DTYPES[ir.dtype]
         modules = [_lower(m, base, stored, weights) for m in ir.modules]
         magnitudes = {
             (m.layer, m.module): lowered.delta
@@ -73,6 +71,30 @@ def lower(ir: AdapterIR, base: BaseSpec, weights: BaseWeights | None) -> Lowered
         changing = tuple(m for m in modules if m.lora_a.shape[0] or (m.delta, m.shift, m.rows) != (None, None, None))
         norms = tuple(ReplacedNorm(n.layer, n.norm, as_tensor(n.weight).float() + base.norm_offset) for n in ir.norms)
     return Lowered(changing, norms, stored, magnitudes, ir.invocation_token_ids)
+
+
+def with_saved_base(ir: AdapterIR, base: BaseSpec, weights: BaseWeights) -> AdapterIR:
+    """Return the adapter with what its file has of the base, where that isn't this base's own, as its modules' weights: PEFT loads it in the base's place.
+
+    Of a base whose head is tied to its embedding, PEFT loads it into both, but for one that the adapter has a weight of its own for. Of a head that was quantized, a copy
+    that is near to it is one of what it was before, and left out: the base is served as it is.
+    """
+    tables = dict(ir.saved_base)
+    if base.is_head_tied and tables:
+        [first, *_] = tables.values()
+        tables |= {module: tables.get(module, first) for module in OUTSIDE_LAYERS if module in base.modules}
+    modules = {(m.layer, m.module): m for m in ir.modules}
+    dtype, held = ir.dtype, getattr(torch, base.dtype, torch.float32)
+    for module, saved in tables.items():
+        m = modules.get((0, module), ModuleIR(0, module))
+        is_rounded = module == "lm_head" and base.quantization != "none"
+        tolerance = _QUANTIZED_TOLERANCE if is_rounded else None
+        if m.weight is None and not is_base_copy(module, as_tensor(saved), weights, held, tolerance):
+            modules[0, module] = replace(m, weight=saved)
+            dtype = dtype if dtype == saved.dtype else "F32"
+    order = {module: index for index, module in enumerate(base.modules)}
+    ordered = sorted(modules.values(), key=lambda m: (m.layer, order[m.module]))
+    return replace(ir, modules=tuple(ordered), dtype=dtype, saved_base={})
 
 
 def needed(weights: BaseWeights | None) -> BaseWeights:
@@ -138,11 +160,16 @@ def _shift(m: ModuleIR, scale: Tensor | None, weights: BaseWeights | None) -> Te
 
 
 def _rows(m: ModuleIR, weights: BaseWeights | None) -> ReplacedRows | None:
+    tokens = None
     if m.token_rows is not None:
-        return ReplacedRows(torch.tensor(m.token_ids, dtype=torch.int32), as_tensor(m.token_rows))
+        tokens = ReplacedRows(torch.tensor(m.token_ids, dtype=torch.int32), as_tensor(m.token_rows))
     if m.weight is None:
-        return None
+        return tokens
     weight = as_tensor(m.weight)
+    if tokens is not None:
+        # where both have a row, the trained one counts
+        weight = weight.to(torch.promote_types(weight.dtype, tokens.weight.dtype), copy=True)
+        weight[tokens.ids.long()] = tokens.weight.to(weight.dtype)
     changed = changed_rows(m.layer, m.module, weight, needed(weights))
     if not changed.shape[0]:
         return None

@@ -122,14 +122,17 @@ class Backend(Protocol):
         ...
 
 
-def make_backend(device: str, dtype: torch.dtype, quantize: str) -> Backend:
+def make_backend(device: str, dtype: torch.dtype, quantize: str, *, rounds_activations: bool = True) -> Backend:
     """Return the backend of a kind of device.
+
+    Args:
+        rounds_activations: whether a CPU rounds what int8 weights by output channel multiply; a GPU never does.
 
     Raises:
         ConfigError: there's no such device here, or it can't keep weights so.
     """
     if device == "cpu":
-        return CpuBackend(dtype, quantize)
+        return CpuBackend(dtype, quantize, rounds_activations=rounds_activations)
     if device == "cuda":
         # Triton is loaded for GPUs alone
         from loraserve.model.gpu_backend import GpuBackend
@@ -140,7 +143,7 @@ def make_backend(device: str, dtype: torch.dtype, quantize: str) -> Backend:
 
 
 class CpuBackend:
-    """float32 activations; weights in float32, bfloat16, float16 or quantized.
+    """float32 activations, which int8 linears may round; weights in float32, bfloat16, float16 or quantized.
 
     Raises:
         ConfigError: weights can't be kept so on this machine.
@@ -149,12 +152,18 @@ class CpuBackend:
     device = torch.device("cpu")
     kv_dtype = torch.float32
 
-    def __init__(self, dtype: torch.dtype, quantize: str) -> None:
+    def __init__(self, dtype: torch.dtype, quantize: str, *, rounds_activations: bool = True) -> None:
         check_format(quantize, dtype)
-        self._dtype, self._quantize = dtype, quantize
+        self._dtype, self._quantize, self._rounds_activations = dtype, quantize, rounds_activations
 
     def linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Linear:
-        return make_linear(weight, bias, quantize=self._quantize, dtype=self._dtype)
+        return make_linear(
+            weight,
+            bias,
+            quantize=self._quantize,
+            dtype=self._dtype,
+            rounds_activations=self._rounds_activations,
+        )
 
     def head(self, weight: Tensor | QuantizedWeight) -> Linear:
         return self.linear(weight, None)

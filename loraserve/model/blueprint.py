@@ -147,7 +147,9 @@ class Blueprint:
                 norm: name.removesuffix(".weight")
                 for norm, name in (
                     ("attention_norm", architecture.attention_norm),
+                    ("attention_out_norm", architecture.attention_out_norm),
                     ("mlp_norm", architecture.mlp_norm),
+                    ("mlp_out_norm", architecture.mlp_out_norm),
                     ("norm", architecture.norm),
                 )
                 if name is not None
@@ -210,6 +212,42 @@ def check_gpu(config: ModelConfig) -> None:
         raise ConfigError(
             f"{config.architecture.name} has {missing}, which aren't served on GPUs yet.", hint="Use --device cpu."
         )
+
+
+def rounds_activations(blueprint: Blueprint, activation_dtype: str, device: str) -> bool:
+    """Return whether int8 weights by output channel are multiplied with activations rounded to int8, on a CPU.
+
+    Args:
+        activation_dtype: ``int8``: they are. ``float``: they aren't. ``auto``: they are where float weights are rounded while they're loaded, and aren't where the checkpoint
+            holds int8 weights already, whose config asks for float activations (``"input_activations": null``; others are refused).
+        device: cpu or cuda. A GPU's activations keep the 16 bits of its dtype.
+
+    Raises:
+        ConfigError: int8 is asked for, on a GPU or of a base without such weights.
+    """
+    if activation_dtype == "int8":
+        if device != "cpu":
+            raise ConfigError(
+                "--activation-dtype int8 is for CPUs; a GPU's linears keep their activations in 16 bits.",
+                hint="Leave --activation-dtype out.",
+            )
+        if not _has_int8_channels(blueprint):
+            raise ConfigError(
+                f"--activation-dtype int8: no linear of this base ({blueprint.quantization}) has int8 weights by output channel, which alone can be multiplied so.",
+                hint="Leave --activation-dtype out, or give a float checkpoint and --quantize int8.",
+            )
+    return activation_dtype == "int8" or (activation_dtype == "auto" and not blueprint.stored)
+
+
+def _has_int8_channels(blueprint: Blueprint) -> bool:
+    if "int8" in (blueprint.quantize, blueprint.head_quantize):
+        return True
+    return any(
+        weight.scheme.format == "int8"
+        and weight.scheme.is_symmetric
+        and (weight.scheme.group_size or weight.in_features) >= weight.in_features
+        for weight in blueprint.stored.values()
+    )
 
 
 def context_len(config: ModelConfig, max_model_len: int | None) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,14 +28,22 @@ DTYPES: Mapping[str, torch.dtype] = {
 """What can be read: what float weights, and quantized ones with their scales, are stored in."""
 
 
+_PIECE_BYTES = 16 << 20
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """Every tensor of the checkpoint, by name; ordered by file, and in a file by place."""
 
     tensors: Mapping[str, StoredTensor]
 
-    def read(self, names: frozenset[str]) -> Iterator[tuple[StoredTensor, Tensor, memoryview]]:
+    def read(
+        self, names: frozenset[str], tick: Callable[[], None] = lambda: None
+    ) -> Iterator[tuple[StoredTensor, Tensor, memoryview]]:
         """Yield these tensors, file by file and in the order of their bytes, each in memory of its own, with its raw bytes.
+
+        Args:
+            tick: called after each piece of some MiB, which a slow disk or network may take seconds for.
 
         Raises:
             ModelError: a file ends early or can't be read, or a tensor's dtype isn't in `DTYPES`.
@@ -52,12 +60,30 @@ class Checkpoint:
                     path = stored.file
                     # unbuffered: tensors are read straight into their memory
                     file = path.open("rb", buffering=0)
-                yield _read_tensor(file, stored)
+                yield _read_tensor(file, stored, tick)
         except OSError as error:
             raise ModelError(f"{path} can't be read: {error.strerror}.") from error
         finally:
             if file is not None:
                 file.close()
+
+    def rows(self, name: str, start: int, end: int) -> Tensor:
+        """Return these rows of a tensor, [end - start, ...], in memory of their own.
+
+        Raises:
+            ModelError: as `read`.
+        """
+        stored = self.tensors[name]
+        num_bytes = (stored.end - stored.begin) // max(1, stored.shape[0])
+        begin = stored.begin + start * num_bytes
+        part = replace(
+            stored, shape=(end - start, *stored.shape[1:]), begin=begin, end=begin + (end - start) * num_bytes
+        )
+        try:
+            with stored.file.open("rb", buffering=0) as file:
+                return _read_tensor(file, part, lambda: None)[1]
+        except OSError as error:
+            raise ModelError(f"{stored.file} can't be read: {error.strerror}.") from error
 
 
 def open_checkpoint(model_dir: Path) -> Checkpoint:
@@ -69,7 +95,9 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
     return Checkpoint(read_headers(model_dir))
 
 
-def _read_tensor(file: BinaryIO, stored: StoredTensor) -> tuple[StoredTensor, Tensor, memoryview]:
+def _read_tensor(
+    file: BinaryIO, stored: StoredTensor, tick: Callable[[], None]
+) -> tuple[StoredTensor, Tensor, memoryview]:
     if stored.dtype not in DTYPES:
         raise ModelError(f"The tensor {stored.name} is stored as {stored.dtype}; expected one of {', '.join(DTYPES)}.")
     num_bytes = stored.end - stored.begin
@@ -78,8 +106,9 @@ def _read_tensor(file: BinaryIO, stored: StoredTensor) -> tuple[StoredTensor, Te
     file.seek(stored.begin)
     position = 0
     while position < num_bytes:
-        count = file.readinto(view[position:])  # type: ignore[attr-defined]
+        count = file.readinto(view[position : position + _PIECE_BYTES])  # type: ignore[attr-defined]
         if not count:
             raise ModelError(f"{stored.file} ended within {stored.name}.", hint="Fetch it again: it may be cut off.")
         position += count
+        tick()
     return stored, memory.view(DTYPES[stored.dtype]).view(stored.shape), view

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from loraserve import faults
 from loraserve.errors import InvariantViolation
 from loraserve.model.backend import Backend, DecoderLayer, Norm, Step
 from loraserve.model.config import ModelConfig
@@ -15,6 +16,7 @@ from loraserve.model.inputs import GpuInputs, KVTensors, ModelInputs
 from loraserve.model.layers import RMSNorm, cap_softly
 from loraserve.model.lora import LoraLinear
 from loraserve.model.quantize import Linear, float_rows
+from loraserve.progress import Progress
 from loraserve.types import BaseSpec
 from loraserve_kernels.gpu_plan import GpuLoraPlan
 from loraserve_kernels.launch import apply_embedding_lora
@@ -44,7 +46,13 @@ class Decoder:
         norm: Norm,
         head: Linear,
         norm_weights: Mapping[str, Tensor] | None = None,
+        progress: Progress | None = None,
     ) -> None:
+        """
+        Args:
+            progress: told of each part of a layer that `forward` has computed; None: nothing reads it.
+        """
+        self._progress = progress or Progress()
         self.config = config
         self.spec = spec
         self.backend = backend
@@ -126,9 +134,11 @@ class Decoder:
         for i in range(last):
             layer = self._layers[i]
             x = self._with_own_norms(x, hidden, inputs.lora, i, "attention_norm")
-            attended = step.attend(layer, layer.qkv(x, inputs.lora), kv.k[i], kv.v[i])
+            qkv = layer.qkv(x, inputs.lora)
+            self._progress.tick()
+            attended = step.attend(layer, qkv, kv.k[i], kv.v[i])
             delta = self._finish(i, hidden, attended, inputs.lora)
-            x = self._layers[i + 1].attention_norm.after_adding(hidden, delta)
+            x = self._add(self._layers[i + 1].attention_norm, hidden, delta, inputs.lora, i, "mlp_out_norm")
         return self._last_layer(step, hidden, x, inputs, kv)
 
     def _last_layer(
@@ -136,6 +146,7 @@ class Decoder:
     ) -> Tensor:
         layer, rows, lora = self._layers[-1], inputs.logits_rows, inputs.lora
         qkv = layer.qkv(self._with_own_norms(x, hidden, lora, len(self._layers) - 1, "attention_norm"), lora)
+        self._progress.tick()
         if rows is not None and rows.shape[0] == 0:
             step.store(layer, qkv, kv.k[-1], kv.v[-1])
             return hidden.new_empty(0, self.spec.vocab_size)
@@ -143,8 +154,10 @@ class Decoder:
         if rows is not None and rows.shape[0] < hidden.shape[0]:
             # nobody reads the other rows from here on
             hidden, attended, lora = hidden[rows], attended[rows], inputs.logits_lora
-        delta = self._finish(len(self._layers) - 1, hidden, attended, lora)
-        x = self._with_own_norms(self._norm.after_adding(hidden, delta), hidden, lora, 0, "norm")
+        last = len(self._layers) - 1
+        delta = self._finish(last, hidden, attended, lora)
+        x = self._add(self._norm, hidden, delta, lora, last, "mlp_out_norm")
+        x = self._with_own_norms(x, hidden, lora, 0, "norm")
         return self._finish_logits(self._head(x, lora))
 
     def _finish_logits(self, logits: Tensor) -> Tensor:
@@ -154,18 +167,48 @@ class Decoder:
 
     def _finish(self, index: int, hidden: Tensor, attended: Tensor, lora: LoraPlan | GpuLoraPlan | None) -> Tensor:
         """Add a layer's attention's output to `hidden` in place; return the MLP's, which is still to be added."""
-        layer = self._layers[index]
-        x = layer.mlp_norm.after_adding(hidden, layer.o(attended, lora))
-        return layer.mlp(self._with_own_norms(x, hidden, lora, index, "mlp_norm"), lora)
+        layer, progress = self._layers[index], self._progress
+        progress.tick()
+        faults.hit("model.layer")
+        x = self._add(layer.mlp_norm, hidden, layer.o(attended, lora), lora, index, "attention_out_norm")
+        progress.tick()
+        out = layer.mlp(self._with_own_norms(x, hidden, lora, index, "mlp_norm"), lora)
+        progress.tick()
+        return out
 
     def _with_own_norms(
         self, x: Tensor, hidden: Tensor, lora: LoraPlan | GpuLoraPlan | None, layer: int, norm: str
     ) -> Tensor:
         """Return the normed rows of `hidden`, with those of adapters that have this norm's weight of their own normed by that. On GPUs none has."""
+        for rows, own in self._own_norms(lora, layer, norm):
+            x[rows] = own(hidden[rows])
+        return x
+
+    def _add(
+        self,
+        norm: Norm,
+        hidden: Tensor,
+        delta: Tensor,
+        lora: LoraPlan | GpuLoraPlan | None,
+        layer: int,
+        out_norm: str,
+    ) -> Tensor:
+        """Add `delta`, which is spent, to `hidden` in place, normed by what adapters have in the place of `out_norm`; return what `norm` makes of the sum."""
+        # the sum of such rows is made before the base's norm spends their delta
+        sums = [
+            (rows, hidden[rows] + own(delta[rows]).mul_(self.config.residual_scale))
+            for rows, own in self._own_norms(lora, layer, out_norm)
+        ]
+        x = norm.after_adding(hidden, delta)
+        for rows, added in sums:
+            hidden[rows] = added
+            x[rows] = norm(hidden[rows])
+        return x
+
+    def _own_norms(self, lora: LoraPlan | GpuLoraPlan | None, layer: int, norm: str) -> Iterator[tuple[slice, RMSNorm]]:
+        """Yield the rows of adapters that have this norm's weight of their own, and the norm. On GPUs none has."""
         if isinstance(lora, LoraPlan) and lora.has_norms:
             for segment in lora.segments:
                 weight = segment.adapter.norms.get((layer, norm))
                 if weight is not None:
-                    rows = slice(segment.row_start, segment.row_end)
-                    x[rows] = RMSNorm(weight, self.config.rms_norm_eps)(hidden[rows])
-        return x
+                    yield slice(segment.row_start, segment.row_end), RMSNorm(weight, self.config.rms_norm_eps)

@@ -16,7 +16,8 @@ from loraserve.model.config import Activation, ModelConfig
 from loraserve.model.inputs import GpuInputs, KVTensors
 from loraserve.model.quantize import row_blocks
 from loraserve.model.rotary import RotaryEmbedding
-from loraserve_kernels import gpu_rows
+from loraserve_kernels import gpu_rows, instructions
+from loraserve_kernels.arithmetic import FLOATS, WEIGHT_ONLY, Arithmetic
 from loraserve_kernels.gpu_attention import paged_attention
 from loraserve_kernels.gpu_gemm import weight_only_linear
 from loraserve_kernels.quantized import QuantizedWeight, quantize
@@ -92,6 +93,16 @@ class GpuLinear:
         self.out_features = weight.shape[0] if isinstance(weight, Tensor) else weight.out_features
         self.num_bytes = weight.nbytes if isinstance(weight, Tensor) else weight.num_bytes
         self.num_bytes += 0 if bias is None else bias.nbytes
+
+    @property
+    def arithmetics(self) -> tuple[Arithmetic, ...]:
+        """Arithmetic that it is computed with."""
+        weight = self._weight
+        if isinstance(weight, Tensor):
+            name, device = FLOATS[str(weight.dtype).removeprefix("torch.")], weight.device
+        else:
+            name, device = WEIGHT_ONLY[weight.format], weight.device
+        return (Arithmetic(name, "triton", instructions.gpu(device)),)
 
     def __call__(self, x: Tensor) -> Tensor:
         return weight_only_linear(x, self._weight, self.bias, out_dtype=self._out_dtype)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor
 
+from loraserve import faults
 from loraserve.errors import InvariantViolation
 from loraserve.model.backend import Backend, DecoderLayer, Norm, make_backend
-from loraserve.model.blueprint import Blueprint, SiteKind, SitePlan, check_gpu, context_len, draw
+from loraserve.model.blueprint import Blueprint, SiteKind, SitePlan, check_gpu, context_len, draw, rounds_activations
 from loraserve.model.checkpoint import Checkpoint, open_checkpoint
 from loraserve.model.config import read_config
 from loraserve.model.decoder import Decoder
@@ -24,13 +28,25 @@ from loraserve.model.mlp import GatedMlp, Mlp
 from loraserve.model.quantize import Linear, make_linear, quantize_weight
 from loraserve.model.rotary import RotaryEmbedding
 from loraserve.model.site import MakeLinear, Site, SiteModule, return_free_memory
+from loraserve.progress import Progress
 from loraserve.types import Digest
+from loraserve_kernels.choices import chooser, lines
 from loraserve_kernels.quantized import QuantizedWeight
 from loraserve_kernels.vector_math import choose_functions
 
+logger = logging.getLogger(__name__)
+
 
 def load_model(
-    model_dir: Path, *, model_id: str, dtype: torch.dtype, quantize: str, device: str, max_model_len: int | None
+    model_dir: Path,
+    *,
+    model_id: str,
+    dtype: torch.dtype,
+    quantize: str,
+    device: str,
+    max_model_len: int | None,
+    activation_dtype: str = "auto",
+    progress: Progress | None = None,
 ) -> Decoder:
     """Return the base model of `model_dir`, ready to run.
 
@@ -41,13 +57,19 @@ def load_model(
             what a float checkpoint's linears are rounded to while they stream in; the head to int8 for the two of 4 bits.
         device: ``cpu`` or ``cuda``.
         max_model_len: None: what the config says. More than that only as far as its rope scaling covers.
+        activation_dtype: as for `blueprint.rounds_activations`.
+        progress: told how far the load is, and by the decoder of each part of a forward pass; None: nothing reads it.
 
     Raises:
-        ConfigError: this machine can't do what is asked, max_model_len is more than the model has, or the checkpoint is quantized to something else than `quantize`.
+        ConfigError: this machine can't do what is asked, max_model_len is more than the model has, the checkpoint is quantized to something else than `quantize`, or
+            no linear can round its activations to `activation_dtype`.
         UnknownArchitecture, MissingTensor, UnexpectedTensor, ShapeMismatch, ModelError: what is wrong with the directory, and where.
     """
+    progress = progress or Progress()
+    progress.begin("reading the base's config and headers")
     choose_functions()
-    backend = make_backend(device, dtype, quantize)
+    # refuses a device, a dtype or a format before anything is read
+    make_backend(device, dtype, quantize)
     config = read_config(model_dir)
     if device != "cpu":
         check_gpu(config)
@@ -57,14 +79,34 @@ def load_model(
     for format in blueprint.stored_formats:
         # refuses what this device can't multiply
         make_backend(device, dtype, format)
-        backend = make_backend(device, dtype, "none")
-    return _Loader(blueprint, checkpoint, backend, dtype).load(model_id, context)
+    backend = make_backend(
+        device,
+        dtype,
+        "none" if blueprint.stored else quantize,
+        rounds_activations=rounds_activations(blueprint, activation_dtype, device),
+    )
+    loader = _Loader(blueprint, checkpoint, backend, dtype, device, progress)
+    before = chooser().around
+    chooser().around = lambda format: progress.aside(f"probing kernels for {format}")
+    try:
+        return loader.load(model_id, context)
+    finally:
+        chooser().around = before
 
 
 class _Loader:
-    def __init__(self, blueprint: Blueprint, checkpoint: Checkpoint, backend: Backend, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        checkpoint: Checkpoint,
+        backend: Backend,
+        dtype: torch.dtype,
+        device: str,
+        progress: Progress,
+    ) -> None:
         self._blueprint, self._checkpoint, self._dtype = blueprint, checkpoint, dtype
-        self._config, self._backend = blueprint.config, backend
+        self._progress = progress
+        self._config, self._backend, self._device = blueprint.config, backend, device
         # codes are made from float32, whatever the checkpoint has
         self._gather_dtype = dtype if blueprint.quantize == "none" else torch.float32
         self._sinks: dict[str, Callable[[str, Tensor], None]] = {}
@@ -83,6 +125,7 @@ class _Loader:
     def load(self, model_id: str, max_model_len: int) -> Decoder:
         config, architecture = self._config, self._config.architecture
         digest = self._stream()
+        self._progress.begin("packing the embedding and the head")
         rotaries = [RotaryEmbedding(rope, config.head_dim, max_model_len) for rope in config.ropes]
         self._backend.bind(config, *rotaries)
         embedding = self._tensors[architecture.embedding]
@@ -100,6 +143,9 @@ class _Loader:
             max_model_len=max_model_len,
             size_bytes=size_bytes,
         )
+        if self._device == "cpu":
+            _log_choices()
+        spec = msgspec.structs.replace(spec, device=self._device, **self._arithmetic(head))
         return_free_memory()
         return Decoder(
             config,
@@ -110,6 +156,7 @@ class _Loader:
             norm=norm,
             head=head,
             norm_weights={name: tensor for name, tensor in self._tensors.items() if name != architecture.embedding},
+            progress=self._progress,
         )
 
     def _add(self, plan: SitePlan) -> None:
@@ -147,6 +194,16 @@ class _Loader:
     def _make_router(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Linear:
         return make_linear(weight, bias, quantize="none", dtype=torch.float32)
 
+    def _arithmetic(self, head: Linear) -> dict[str, str]:
+        """Return what the spec says of how linears multiply. A router, which is float32 always, isn't counted."""
+        sites = [*self._sites.values(), *(site for experts in self._experts.values() for site in experts)]
+        every = [*(value for site in sites for value in _finished(site).arithmetics), *head.arithmetics]
+        return {
+            "arithmetic": _joined(value.name for value in every),
+            "kernels": _joined(value.kernel for value in every),
+            "instructions": _joined(value.instructions for value in every),
+        }
+
     def _all_sites(self) -> Iterator[Site]:
         yield from self._sites.values()
         yield from self._routers.values()
@@ -175,12 +232,24 @@ class _Loader:
     def _stream(self) -> Digest:
         """Put every tensor in its place, and return the digest of the base: of the function, not of how its files are cut."""
         tensors: list[tuple[str, str, tuple[int, ...], str]] = []
+        wanted = [stored for stored in self._checkpoint.tensors.values() if stored.name in self._sinks]
+        in_file = Counter(stored.file for stored in wanted)
+        shards, shard = list(in_file), 0
+        what = "" if self._blueprint.quantize == "none" else f" and rounding it to {self._blueprint.quantize}"
         # hashing a tensor and placing it take about as long, and both leave the interpreter's lock
         with ThreadPoolExecutor(1, "model-hash") as pool:
-            for stored, tensor, raw in self._checkpoint.read(frozenset(self._sinks)):
+            for stored, tensor, raw in self._checkpoint.read(frozenset(self._sinks), self._progress.tick):
+                if shard == 0 or stored.file != shards[shard - 1]:
+                    shard += 1
+                    num_placed = 0
+                    total = in_file[stored.file]
+                    self._progress.begin(f"loading shard {shard} of {len(shards)}{what}, tensors", total)
+                faults.hit("model.tensor")
                 hashed = pool.submit(_sha256, raw)
                 self._sinks[stored.name](stored.name, tensor)
                 tensors.append((stored.name, stored.dtype, stored.shape, hashed.result()))
+                num_placed += 1
+                self._progress.advance(num_placed)
                 del tensor, raw, hashed
         return base_digest(self._config.identity(), tensors)
 
@@ -240,10 +309,24 @@ class _Loader:
         return LoraLinear(_finished(self._sites[layer, site]), site, layer)
 
 
+def _log_choices() -> None:
+    """Log which kernels compute the linears, and which formats are slower than float32 would be."""
+    for is_slower, line in lines(chooser().choices()):
+        if is_slower:
+            logger.warning("%s. Slower than float32: it saves memory alone; --quantize none is faster here.", line)
+        else:
+            logger.info("%s", line)
+
+
 def _finished(site: Site) -> Linear:
     if site.linear is None:
         raise InvariantViolation("not every tensor of a site was put")
     return site.linear
+
+
+def _joined(names: Iterable[str]) -> str:
+    """Return each name once, in the order in which they come."""
+    return "+".join(dict.fromkeys(names))
 
 
 def _put(put: Callable[..., None], *args: object) -> Callable[[str, Tensor], None]:

@@ -163,10 +163,12 @@ class _Pass:
         for layer in range(config.num_layers):
             x = self._norm(hidden, layer, "attention_norm", architecture.attention_norm)
             attended = self._attend(layer, x)
-            delta = self._norm(self._linear(attended, layer, "o_proj"), layer, "", architecture.attention_out_norm)
+            delta = self._norm(
+                self._linear(attended, layer, "o_proj"), layer, "attention_out_norm", architecture.attention_out_norm
+            )
             hidden = hidden + config.residual_scale * delta
             x = self._norm(hidden, layer, "mlp_norm", architecture.mlp_norm)
-            delta = self._norm(self._mlp(x, layer), layer, "", architecture.mlp_out_norm)
+            delta = self._norm(self._mlp(x, layer), layer, "mlp_out_norm", architecture.mlp_out_norm)
             hidden = hidden + config.residual_scale * delta
         x = self._scale_and_norm(hidden, architecture.norm, 0, "norm")
         logits = self._linear(x, 0, "lm_head")
@@ -350,16 +352,24 @@ class _Pass:
         a, b = self._of(m.lora_a), self._of(m.lora_b)
         if m.module == "embed_tokens":
             squares, start = torch.zeros(b.shape[0], device=self._device, dtype=torch.float64), 0
-            for block in self._base.weight_rows(m.layer, m.module):
+            for block in self._weight_rows(m):
                 columns = a[:, start : start + block.shape[0]]
                 squares += ((block + m.scaling * (columns.T @ b.T)).double() ** 2).sum(0)
                 start += block.shape[0]
             return self._of(m.magnitude) / squares.sqrt().float()
         norms, start = [], 0
-        for block in self._base.weight_rows(m.layer, m.module):
+        for block in self._weight_rows(m):
             norms.append((block + m.scaling * (b[start : start + block.shape[0]] @ a)).norm(dim=1))
             start += block.shape[0]
         return self._of(m.magnitude) / torch.cat(norms)
+
+    def _weight_rows(self, m: ModuleIR) -> Iterator[Tensor]:
+        """Yield the weight that the adapter's update is added to, in blocks of rows: the base's, or its own."""
+        start = 0
+        for block in self._base.weight_rows(m.layer, m.module):
+            end = start + block.shape[0]
+            yield block if m.weight is None else _tensor(m.weight, self._device, np.arange(start, end))
+            start = end
 
     # the embedding
 

@@ -6,24 +6,30 @@ greedy answer doesn't depend on the batch either.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from loraserve.errors import ConfigError, ModelError
 from loraserve.model.formats import group_size
-from loraserve_kernels.cpu_packed import PackedWeight, pack_quantized, packed_linear, widen
+from loraserve_kernels import instructions
+from loraserve_kernels.arithmetic import FLOATS, WEIGHT_ONLY, Arithmetic
+from loraserve_kernels.choices import chooser, weight_format
+from loraserve_kernels.cpu_packed import PackedWeight, pack_quantized, packed_linear
 from loraserve_kernels.errors import InvalidWeight
 from loraserve_kernels.gemm import (
+    LEVELS,
+    HalfWeight,
     Int8Weight,
     blocks_in_place,
     float_linear,
+    half_linear,
+    half_rows,
     int8_linear,
     pack_float,
+    pack_half,
     pack_int8,
     unpack_int8,
 )
@@ -46,6 +52,12 @@ class Linear(Protocol):
         """What a result holds of the bias, [out_features], in a float dtype that LoRA's kernels take beside it."""
         ...
 
+    @property
+    def arithmetics(self) -> tuple[Arithmetic, ...]:
+        """Arithmetic that it is computed with: one value, or one of each part where linears are joined, in the order of
+        the outputs."""
+        ...
+
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def rows(self, start: int, end: int) -> Iterator[Tensor]:
@@ -53,7 +65,14 @@ class Linear(Protocol):
         ...
 
 
-def make_linear(weight: Tensor | QuantizedWeight, bias: Tensor | None, *, quantize: str, dtype: torch.dtype) -> Linear:
+def make_linear(
+    weight: Tensor | QuantizedWeight,
+    bias: Tensor | None,
+    *,
+    quantize: str,
+    dtype: torch.dtype,
+    rounds_activations: bool = True,
+) -> Linear:
     """Return the linear of these weights, in a form of its own.
 
     Args:
@@ -61,6 +80,7 @@ def make_linear(weight: Tensor | QuantizedWeight, bias: Tensor | None, *, quanti
         bias: [out_features] float32.
         quantize: ``none`` or one of `FORMATS`: what a float weight is rounded to.
         dtype: what a float weight is kept in, when not quantized.
+        rounds_activations: whether x is rounded to int8 by row where the weight is int8 by output channel; otherwise it stays float32.
 
     Raises:
         ModelError: the weight can't be rounded so.
@@ -68,11 +88,12 @@ def make_linear(weight: Tensor | QuantizedWeight, bias: Tensor | None, *, quanti
     if isinstance(weight, Tensor) and quantize != "none":
         weight = quantize_weight(weight, quantize)
     if isinstance(weight, QuantizedWeight):
-        has_fast_linear = weight.format == "int8" and not weight.has_groups
-        return Int8Linear(weight, bias) if has_fast_linear else PackedLinear(weight, bias)
-    if dtype == torch.float16:
-        return Float16Linear(weight, bias)
-    return BFloat16Linear(weight, bias) if dtype == torch.bfloat16 else Float32Linear(weight, bias)
+        format = weight_format(weight, rounds_activations=rounds_activations)
+        arithmetic = chooser().choose(format, weight.out_features, weight.in_features).arithmetic
+        if arithmetic.name in LEVELS:
+            return Int8Linear(weight, bias, arithmetic)
+        return PackedLinear(weight, bias, arithmetic.kernel)
+    return Float32Linear(weight, bias) if dtype == torch.float32 else HalfLinear(weight, bias, dtype)
 
 
 def quantize_weight(weight: Tensor, format: str) -> QuantizedWeight:
@@ -140,6 +161,11 @@ class Float32Linear:
         self.bias, self.out_features = bias, weight.shape[0]
         self.num_bytes = self._weight.num_bytes + _num_bytes(bias)
 
+    @property
+    def arithmetics(self) -> tuple[Arithmetic, ...]:
+        kernel, isa = ("onednn", instructions.onednn()) if self._weight.is_blocked else ("torch", instructions.aten())
+        return (Arithmetic(FLOATS["float32"], kernel, isa),)
+
     def __call__(self, x: Tensor) -> Tensor:
         return float_linear(x, self._weight, self.bias)
 
@@ -157,62 +183,52 @@ class Float32Linear:
             yield blocks[number].T[max(start - first, 0) : end - first]
 
 
-class BFloat16Linear:
-    """bfloat16 weights; x is rounded to bfloat16 and so is the result. Fast with AMX, half the memory anywhere."""
+class HalfLinear:
+    """Weights in bfloat16 or float16; one beyond float16's range, which no model is known to have, is the largest there is.
 
-    __slots__ = ("_bias", "_is_packed", "_weight", "bias", "num_bytes", "out_features")
+    bfloat16 by oneDNN rounds x and the result to bfloat16, where the processor has instructions for it; elsewhere only the weights are rounded.
+    """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        weight = weight.to(torch.bfloat16).contiguous()
-        self.num_bytes = weight.nbytes + _num_bytes(bias)
-        self._bias = None if bias is None else bias.to(torch.bfloat16)
-        self.bias, self.out_features = None if self._bias is None else self._bias.float(), weight.shape[0]
-        self._is_packed = torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None) if self._is_packed else weight.clone()
+    __slots__ = ("_arithmetic", "_weight", "bias", "num_bytes", "out_features")
 
-    def __call__(self, x: Tensor) -> Tensor:
-        x = x.bfloat16()
-        if not self._is_packed:
-            return F.linear(x, self._weight, self._bias).float()
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-        return y.float()
-
-    def rows(self, start: int, end: int) -> Iterator[Tensor]:
-        return float_rows(self._weight.to_dense() if self._is_packed else self._weight, start, end)
-
-
-class Float16Linear:
-    """float16 weights packed for fbgemm. A weight beyond float16's range, which no model is known to have, is the largest there is."""
-
-    __slots__ = ("_packed", "bias", "num_bytes", "out_features")
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        with warnings.catch_warnings():
-            # torch announces that its eager quantization moves to torchao one day, and warns of weights beyond the range
-            warnings.simplefilter("ignore", UserWarning)
-            self._packed: Any = torch.ops.quantized.linear_prepack_fp16(weight.float(), None)
+    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+        format = str(dtype).removeprefix("torch.")
+        self._arithmetic = chooser().choose(format, *weight.shape).arithmetic
+        self._weight: HalfWeight = pack_half(weight, dtype, self._arithmetic.kernel)
+        if bias is not None and self._arithmetic.name == FLOATS["bfloat16"]:
+            bias = bias.bfloat16().float()
         self.bias, self.out_features = bias, weight.shape[0]
-        self.num_bytes = 2 * weight.numel() + _num_bytes(bias)
+        self.num_bytes = self._weight.num_bytes + _num_bytes(bias)
+
+    @property
+    def arithmetics(self) -> tuple[Arithmetic, ...]:
+        return (self._arithmetic,)
 
     def __call__(self, x: Tensor) -> Tensor:
-        y: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
-        return y if self.bias is None else y.add_(self.bias)
+        return half_linear(x, self._weight, self.bias)
 
     def rows(self, start: int, end: int) -> Iterator[Tensor]:
-        weight: Tensor = torch.ops.quantized.linear_unpack_fp16(self._packed)[0]
-        return float_rows(weight, start, end)
+        if self._arithmetic.kernel != "numba":
+            yield from float_rows(half_rows(self._weight, 0, self.out_features), start, end)
+            return
+        for first, last in row_blocks(start, end, self._weight.in_features):
+            yield half_rows(self._weight, first, last)
 
 
 class Int8Linear:
     """int8 weights by output channel, x in int8 by row."""
 
-    __slots__ = ("_scales", "_weight", "bias", "num_bytes", "out_features")
+    __slots__ = ("_arithmetic", "_weight", "bias", "num_bytes", "out_features")
 
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
-        self._scales = weight.scales.flatten().clone()
-        self._weight: Int8Weight = pack_int8(weight.codes, self._scales)
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, arithmetic: Arithmetic) -> None:
+        self._arithmetic = arithmetic
+        self._weight: Int8Weight = pack_int8(weight.codes, weight.scales.flatten(), arithmetic.kernel)
         self.bias, self.out_features = bias, weight.out_features
         self.num_bytes = self._weight.num_bytes + _num_bytes(bias)
+
+    @property
+    def arithmetics(self) -> tuple[Arithmetic, ...]:
+        return (self._arithmetic,)
 
     def __call__(self, x: Tensor) -> Tensor:
         return int8_linear(x, self._weight, self.bias)
@@ -220,29 +236,30 @@ class Int8Linear:
     def rows(self, start: int, end: int) -> Iterator[Tensor]:
         codes = unpack_int8(self._weight)
         for first, last in row_blocks(start, end, self._weight.in_features):
-            yield codes[first:last].float() * self._scales[first:last, None]
+            yield codes[first:last].float() * self._weight.scales[first:last, None]
 
 
 class PackedLinear:
-    """int4, nf4, fp8, or int8 weights with groups, widened to float32 a block at a time while they're multiplied."""
+    """int4, nf4, fp8 or int8 weights, decoded or widened to float32 while they're multiplied; x isn't rounded."""
 
     __slots__ = ("_weight", "bias", "num_bytes", "out_features")
 
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
-        self._weight: PackedWeight = pack_quantized(weight)
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, kernel: str | None = None) -> None:
+        self._weight: PackedWeight = pack_quantized(weight, kernel)
         self.bias, self.out_features = bias, weight.out_features
         self.num_bytes = self._weight.num_bytes + _num_bytes(bias)
+
+    @property
+    def arithmetics(self) -> tuple[Arithmetic, ...]:
+        kernel = self._weight.kernel
+        isa = instructions.numba() if kernel == "numba" else instructions.onednn()
+        return (Arithmetic(WEIGHT_ONLY[self._weight.format], kernel, isa),)
 
     def __call__(self, x: Tensor) -> Tensor:
         return packed_linear(x, self._weight, self.bias)
 
     def rows(self, start: int, end: int) -> Iterator[Tensor]:
-        first = 0
-        for block in self._weight.blocks:
-            last = first + block.out_features
-            if first < end and last > start:
-                yield widen(block)[max(start - first, 0) : end - first]
-            first = last
+        return self._weight.rows(start, end)
 
 
 class JoinedLinear:
@@ -266,6 +283,10 @@ class JoinedLinear:
                 ]
             )
         )
+
+    @property
+    def arithmetics(self) -> tuple[Arithmetic, ...]:
+        return tuple(arithmetic for part in self._parts for arithmetic in part.arithmetics)
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.cat([part(x) for part in self._parts], dim=-1)

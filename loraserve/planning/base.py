@@ -10,7 +10,16 @@ from pathlib import Path
 
 from loraserve.config import EngineConfig
 from loraserve.errors import ConfigError, ModelError
-from loraserve.model.blueprint import Blueprint, ModulePlan, SiteKind, SitePlan, check_gpu, context_len, draw
+from loraserve.model.blueprint import (
+    Blueprint,
+    ModulePlan,
+    SiteKind,
+    SitePlan,
+    check_gpu,
+    context_len,
+    draw,
+    rounds_activations,
+)
 from loraserve.model.checkpoint_headers import ITEM_SIZES, read_headers
 from loraserve.model.config import ModelConfig, read_config
 from loraserve.model.formats import group_size
@@ -97,6 +106,7 @@ def plan_base(config: EngineConfig, device: str) -> BasePlan:
         check_gpu(model)
     max_model_len = context_len(model, config.max_model_len)
     blueprint = draw(model, read_headers(model_dir), config.quantize)
+    rounds_activations(blueprint, config.activation_dtype, device)
     parts = Counter[tuple[str, str]]()
     for name, format, num_bytes in _parts(blueprint, device, dtype, max_model_len):
         parts[name, format] += num_bytes

@@ -18,6 +18,7 @@ from loraserve.registry.model_name import check_alias_name
 from loraserve.registry.parity import quarantined
 from loraserve.registry.records import NO_CONDITION, QUARANTINED, Aim, AliasRecord, Precondition, ShadowPart
 from loraserve.registry.repository import AdapterRepository, shadow_of
+from loraserve.registry.served_base import ServedBase
 from loraserve.types import TenantId
 
 
@@ -25,11 +26,20 @@ class Aliases:
     """The aliases of every tenant's adapters, each call for one. A change is durable, and has its audit row, when the call returns.
 
     Args:
+        served_base: aliases are led to versions of this base alone, once it is loaded.
         on_change: told whose name it was after a change is durable.
     """
 
-    def __init__(self, database: Database, on_change: Callable[[TenantId, str], None], *, clock: Clock) -> None:
+    def __init__(
+        self,
+        database: Database,
+        served_base: ServedBase,
+        on_change: Callable[[TenantId, str], None],
+        *,
+        clock: Clock,
+    ) -> None:
         self._database = database
+        self._served_base = served_base
         self._on_change = on_change
         self._clock = clock
 
@@ -77,7 +87,7 @@ class Aliases:
         Raises:
             InvalidRequest: the alias's name can't be one, a share isn't one, or there are `LIMITS.max_aliases_per_adapter`.
             AdapterNotFound, VersionNotFound
-            AdapterQuarantined: who uses the alias would be refused.
+            AdapterQuarantined, AdapterOfAnotherBase: requests for the alias would be refused.
             PreconditionFailed: the condition doesn't hold; nothing was changed.
         """
         check_alias_name(alias)
@@ -89,7 +99,7 @@ class Aliases:
             adapter = await repository.adapter(name, is_locking=True)
             found = await repository.alias(adapter, alias)
             _check_condition(condition, found, f"{name}@{alias}")
-            await _check_servable(repository, adapter, aim, shadow)
+            await self._check_servable(repository, adapter, aim, shadow)
             if found is None and await repository.num_aliases(adapter) >= LIMITS.max_aliases_per_adapter:
                 raise InvalidRequest(
                     f"The adapter has {LIMITS.max_aliases_per_adapter} aliases, the most it may have.", param="alias"
@@ -116,7 +126,7 @@ class Aliases:
         Raises:
             AdapterNotFound, AliasNotFound, PreconditionFailed
             Conflict: it was never moved, or led to a version that is deleted.
-            AdapterQuarantined: it led to a version that isn't served.
+            AdapterQuarantined, AdapterOfAnotherBase: it led to a version that isn't served.
             Replay: `once` was used before.
         """
         async with self._database.write() as session:
@@ -174,11 +184,11 @@ class Aliases:
         if row is None or row.previous is None:
             raise Conflict(
                 f"{adapter.name}@{alias} can't be rolled back: it hasn't been moved since it was made.",
-                hint="Name the version that it shall lead to.",
+                hint=f"Lead it to another version. Try: loraserve adapter alias {adapter.name} {alias} VERSION",
             )
         aim, shadow = Aim.of(row.previous), shadow_of(row)
         try:
-            await _check_servable(repository, adapter, aim, None)
+            await self._check_servable(repository, adapter, aim, None)
         except VersionNotFound:
             raise Conflict(
                 f"{adapter.name}@{alias} can't be rolled back: it led to {aim}, which is deleted.",
@@ -197,15 +207,17 @@ class Aliases:
         )
         return repository.alias_record(adapter, moved, alias)
 
-
-async def _check_servable(repository: AdapterRepository, adapter: Adapter, aim: Aim, shadow: ShadowPart | None) -> None:
-    """Raises:
-    VersionNotFound, AdapterQuarantined: of the first version that can't be used.
-    """
-    numbers = (*aim.versions, *(() if shadow is None else (shadow.version,)))
-    for row in await repository.versions_of(adapter, numbers):
-        if row.state == QUARANTINED:
-            raise quarantined(adapter.name, row.number, row.checks)
+    async def _check_servable(
+        self, repository: AdapterRepository, adapter: Adapter, aim: Aim, shadow: ShadowPart | None
+    ) -> None:
+        """Raises:
+        VersionNotFound, AdapterQuarantined, AdapterOfAnotherBase: of the first version that can't be used.
+        """
+        numbers = (*aim.versions, *(() if shadow is None else (shadow.version,)))
+        for row in await repository.versions_of(adapter, numbers):
+            self._served_base.check(adapter.name, row.number, row.base_digest, row.checks)
+            if row.state == QUARANTINED:
+                raise quarantined(adapter.name, row.number, row.checks)
 
 
 def _check_condition(condition: Precondition, found: Alias | None, shown: str) -> None:

@@ -9,10 +9,11 @@ from datetime import datetime
 from types import MappingProxyType
 from typing import Any
 
-from loraserve.errors import AdapterQuarantined
+from loraserve.errors import AdapterUnavailable
 from loraserve.registry.parity import quarantined
 from loraserve.registry.records import QUARANTINED
-from loraserve.types import AdapterRef, TenantId
+from loraserve.registry.served_base import another_base
+from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
 
 _TAG = b"loraserve split v1"
 
@@ -65,13 +66,26 @@ class Target:
     created_at: datetime
     state: str
     checks: tuple[Mapping[str, Any], ...]
+    base_digest: Digest
+    """The base that the version was made for."""
+    served: BaseSpec
+    """The one that this server has."""
+
+    @property
+    def is_of_another_base(self) -> bool:
+        return self.base_digest != self.served.digest
 
     @property
     def is_servable(self) -> bool:
-        return self.state != QUARANTINED
+        return self.state != QUARANTINED and not self.is_of_another_base
 
-    def refusal(self) -> AdapterQuarantined:
-        """Why a version in quarantine isn't served."""
+    def refusal(self) -> AdapterUnavailable:
+        """Return why a version that isn't servable isn't served.
+
+        `AdapterOfAnotherBase`, whatever was found of it on that one, or `AdapterQuarantined`.
+        """
+        if self.is_of_another_base:
+            return another_base(self.ref.name, self.ref.version, self.base_digest, self.checks, self.served)
         return quarantined(self.ref.name, self.ref.version, self.checks)
 
 
@@ -102,7 +116,7 @@ class Route:
 
     @property
     def has_fallback(self) -> bool:
-        """Whether something answers for the main version while it is in quarantine."""
+        """Whether something answers for the main version while it isn't servable."""
         return self._fallback_of(self.main) is not None
 
     def choose(self, sticky: str | None, draw: Callable[[], float]) -> Target:
@@ -126,15 +140,16 @@ class Route:
         """What one request is bound to.
 
         Raises:
-            AdapterQuarantined: its version isn't served, nor is a fallback.
+            AdapterQuarantined, AdapterOfAnotherBase: its version isn't served, nor is a fallback.
         """
         target = self.choose(sticky, draw)
         fallback = self._fallback_of(target)
         if target.is_servable:
             return Binding(target.ref, fallback, self._shadow_of(target))
+        refusal = target.refusal()
         if fallback is None:
-            raise target.refusal()
-        return Binding(fallback.adapter, fell_back_from=target.ref, fell_back_for=AdapterQuarantined.code)
+            raise refusal
+        return Binding(fallback.adapter, fell_back_from=target.ref, fell_back_for=refusal.code)
 
     def _fallback_of(self, target: Target) -> Fallback | None:
         if self.is_base_fallback:

@@ -15,9 +15,19 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from loraserve.db.idempotency import Once
 from loraserve.db.models import Adapter, AdapterVersion
 from loraserve.db.session import Clock, Database
-from loraserve.errors import AdapterRejected, EngineDied, EngineUnavailable, LoraserveError, Overloaded, RateLimited
+from loraserve.errors import (
+    AdapterRejected,
+    Conflict,
+    EngineDied,
+    EngineUnavailable,
+    LoraserveError,
+    Overloaded,
+    RateLimited,
+)
 from loraserve.limits import LIMITS
+from loraserve.registry.base_names import BaseNames
 from loraserve.registry.changes import record_change
+from loraserve.registry.inspection import base_check
 from loraserve.registry.parity import (
     DIED_ONCE,
     FAILED,
@@ -29,10 +39,12 @@ from loraserve.registry.parity import (
     STORED,
     Parity,
     after_death,
+    setup_of,
 )
 from loraserve.registry.records import QUARANTINED, READY, VersionRecord
 from loraserve.registry.repository import AdapterRepository
-from loraserve.types import AdapterRef, Certificate, Digest, TenantId
+from loraserve.registry.served_base import BASE, ServedBase, another_base
+from loraserve.types import AdapterRef, BaseSpec, Certificate, Digest, TenantId
 
 Certify = Callable[[AdapterRef], Awaitable[Certificate]]
 REJECTED = "rejected"
@@ -51,6 +63,8 @@ class Certificates:
 
     Args:
         certify: the engine's verification; None: nothing is verified.
+        served_base: the base that it verifies on.
+        names: what that base is called.
         is_at_upload: whether uploads are verified; otherwise versions are when somebody asks.
         on_change: told whose name it was after a new state is durable.
     """
@@ -59,8 +73,10 @@ class Certificates:
         self,
         database: Database,
         certify: Certify | None,
+        served_base: ServedBase,
         on_change: Callable[[TenantId, str], None],
         *,
+        names: BaseNames,
         is_at_upload: bool,
         clock: Clock,
     ) -> None:
@@ -68,6 +84,8 @@ class Certificates:
         """Since the start."""
         self._database = database
         self._certify = certify
+        self._served_base = served_base
+        self._names = names
         self._is_at_upload = is_at_upload
         self._on_change = on_change
         self._clock = clock
@@ -108,14 +126,28 @@ class Certificates:
             return Parity(SKIPPED, error.message.rstrip("."))
 
     async def verify(
-        self, tenant: TenantId, name: str, number: int, *, actor: str, once: Once[VersionRecord] | None = None
+        self,
+        tenant: TenantId,
+        name: str,
+        number: int,
+        *,
+        actor: str,
+        is_rebasing: bool = False,
+        once: Once[VersionRecord] | None = None,
     ) -> VersionRecord:
         """The version with a new certificate, and in the state that follows from it; durable. This may end or begin a quarantine.
 
-        What the engine can never serve (any more: its memory or its bounds may have changed) is quarantined too.
+        What the engine can never serve (any more: its memory or its bounds may have changed) is quarantined too. A version of another
+        base becomes one of this server's, if the caller says so and its certificate here passes; servers of the other base refuse it then.
+
+        Args:
+            is_rebasing: whether the version may leave its base for this server's.
 
         Raises:
             AdapterNotFound, VersionNotFound
+            AdapterOfAnotherBase: it is of another base, and may not leave it; nothing was changed.
+            AdapterRejected: it may, but doesn't fit this base, or its certificate failed; nothing was changed.
+            Conflict: its base was changed meanwhile; nothing was.
             RateLimited: the tenant has `LIMITS.max_concurrent_verifications_per_tenant` under way.
             EngineUnavailable, Overloaded, AdapterUnavailable: there is no certificate now; nothing was changed.
             EngineDied: nor is there one, and a missing certificate's check says why.
@@ -128,12 +160,15 @@ class Certificates:
             adapter = await repository.adapter(name)
             record = await repository.version_record(adapter, await repository.version(adapter, number))
             ref, known = record.ref, record.checks
+        base = self._served_base.spec
+        is_moving = record.base_digest != base.digest
+        if is_moving and not is_rebasing:
+            raise another_base(name, number, record.base_digest, known, base)
         with self._place(tenant):
-            try:
-                parity = await self._ask_again(ref)
-            except EngineDied:
-                await self._record_death(tenant, name, number, actor)
-                raise
+            if is_moving:
+                parity = await self._ask_for_move(ref, record, base)
+            else:
+                parity = await self._ask_to_stay(ref, actor)
         now = self._clock()
         async with self._database.write() as session:
             if once is not None:
@@ -141,14 +176,31 @@ class Certificates:
             repository = AdapterRepository(session, tenant)
             adapter = await repository.adapter(name, is_locking=True)
             row = await repository.version(adapter, number)
+            if row.base_digest != record.base_digest:
+                raise Conflict(f"{name}@{number} was moved to another base meanwhile.", hint="Look at it again.")
             before = row.state
             # A new list: a change inside the old one would go unnoticed. The engine has read the stored bytes, and found them whole;
             # but what was reported since it was asked may be newer than what it read.
             answered = [check for check in row.checks if check["name"] in (STORED, NUMERICS) and check in known]
             checks = [check for check in row.checks if check["name"] != PARITY and check not in answered]
+            if is_moving:
+                checks = [dict(check) for check in _moved(self._names.again(checks, base), row, base)]
+                row.base_digest = base.digest
+            else:
+                parity = parity.after(row.checks)
             row.checks = [*checks, parity.as_check()]
             row.state = QUARANTINED if any(check["status"] == FAILED for check in row.checks) else READY
-            _note(session, repository, adapter, row, now, actor=actor, verdict=parity.status, before=before)
+            _note(
+                session,
+                repository,
+                adapter,
+                row,
+                now,
+                actor=actor,
+                verdict=parity.status,
+                before=before,
+                base_before=record.base_digest if is_moving else None,
+            )
             await session.flush()
             record = await repository.version_record(adapter, row)
             if once is not None:
@@ -185,24 +237,46 @@ class Certificates:
             repository = AdapterRepository(session, tenant)
             adapter = await repository.adapter(name, is_locking=True)
             row = await repository.version(adapter, number)
-            checks = [after_death(check) for check in row.checks]
+            setup = setup_of(self._served_base.spec)
+            checks = [after_death(check, setup) for check in row.checks]
             if checks == row.checks:
                 return
             row.checks = checks
             _note(session, repository, adapter, row, now, actor=actor, verdict=SKIPPED, before=row.state)
 
-    async def _ask_again(self, ref: AdapterRef) -> Parity:
+    async def _ask_to_stay(self, ref: AdapterRef, actor: str) -> Parity:
+        """Return the outcome for a version of this base; what the engine can never serve has failed."""
         try:
             return await self._ask(ref)
         except AdapterRejected as error:
             return Parity(FAILED, error.message.rstrip("."))
+        except EngineDied:
+            await self._record_death(ref.tenant, ref.name, ref.version, actor)
+            raise
+
+    async def _ask_for_move(self, ref: AdapterRef, record: VersionRecord, base: BaseSpec) -> Parity:
+        """Return the outcome for a version of another base, which passed.
+
+        Raises:
+            AdapterRejected: it can't be served on this one. Nothing of that is kept: on its own base it is as good as before.
+        """
+        stays = f"{ref.name}@{ref.version} stays a version of sha256:{record.base_digest[:12]}"
+        try:
+            parity = await self._ask(ref)
+        except AdapterRejected as error:
+            raise type(error)(f"{stays}: on {base.id}, {error.message}", problems=error.problems) from error
+        if parity.status == FAILED:
+            raise AdapterRejected(f"{stays}: its certificate on {base.id} failed, {parity.detail}.")
+        return parity
 
     async def _ask(self, ref: AdapterRef) -> Parity:
         if self._certify is None:
             raise EngineUnavailable("This server has no engine that verifies.")
         try:
             async with asyncio.timeout(LIMITS.verification_timeout_s):
-                parity = Parity.of(await self._certify(ref))
+                certificate = await self._certify(ref)
+                # after it: there may have been no base before
+                parity = Parity.of(certificate, setup_of(self._served_base.spec))
         except TimeoutError:
             raise Overloaded(
                 f"The engine gave no certificate within {LIMITS.verification_timeout_s:g} s.", retry_after_s=10
@@ -230,6 +304,14 @@ class Certificates:
                 del self._num_running[tenant]
 
 
+def _moved(checks: list[Mapping[str, Any]], row: AdapterVersion, base: BaseSpec) -> list[Mapping[str, Any]]:
+    """Return the checks of a version that is moved to `base`: what they say of its base is new."""
+    detail = (
+        f"taken from base {row.base_digest[:12]} to {base.id} ({base.digest[:12]}) by request: it was verified there"
+    )
+    return [base_check(base, detail) if check["name"] == BASE else check for check in checks]
+
+
 def _note(
     session: AsyncSession,
     repository: AdapterRepository,
@@ -240,9 +322,11 @@ def _note(
     actor: str,
     verdict: str,
     before: str,
+    base_before: str | None = None,
 ) -> None:
-    """The version's resource has changed, and the audit says by whose call."""
+    """Note that the version's resource has changed, and audit by whose call; of a move, from which base to which."""
     repository.touch(adapter, now)
+    moved = {} if base_before is None else {"base_before": base_before, "base_after": row.base_digest}
     record_change(
         session,
         repository,
@@ -253,4 +337,5 @@ def _note(
         verdict=verdict,
         before=before,
         after=row.state,
+        **moved,
     )

@@ -58,11 +58,11 @@ def label(adapter: AdapterRef, owners: Mapping[TenantId, str] = _NO_OWNERS) -> s
     return f"{adapter.name}@{adapter.version}" if owner is None else f"{owner}/{adapter.name}@{adapter.version}"
 
 
-def adapter_names(adapter: AdapterRef | None) -> tuple[str, ...]:
-    """Of the adapters that it takes: none for the base, several for a sum."""
+def versions_of(adapter: AdapterRef | None) -> tuple[AdapterRef, ...]:
+    """Return the versions that it takes: none for the base, several for a sum."""
     if adapter is None:
         return ()
-    return tuple(part.adapter.name for part in adapter.parts) or (adapter.name,)
+    return tuple(part.adapter for part in adapter.parts) or (adapter,)
 
 
 def _sum(parts: Iterable[AdapterPart], owners: Mapping[TenantId, str]) -> str:

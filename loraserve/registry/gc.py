@@ -3,6 +3,8 @@
 In three steps, each safe beside publishing (`loraserve.registry.references`) and beside another server that does the same: a blob without
 a reference gets on the list; it stays there for `LIMITS.gc_grace_s`; then it is marked, in a transaction that looks for references
 again, and deleted. Rows of deleted versions stay: what goes are their bytes, after the retention.
+
+Nothing is listed or deleted in a store that isn't known to be this registry's (`loraserve.registry.store_claim`).
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from loraserve.registry.deletion_marks import DeletionMarks, Mark
 from loraserve.registry.leases import hold_lease
 from loraserve.registry.references import doom, referenced
 from loraserve.registry.resumable import remove_upload
+from loraserve.registry.store_claim import StoreClaim
 from loraserve.types import Digest
 
 logger = logging.getLogger(__name__)
@@ -56,6 +59,7 @@ class Collector:
         self,
         database: Database,
         store: BlobStore,
+        claim: StoreClaim,
         *,
         retention_s: float,
         grace_s: float = LIMITS.gc_grace_s,
@@ -72,6 +76,7 @@ class Collector:
         self.marks = DeletionMarks(database, monotonic=monotonic)
         self._database = database
         self._store = store
+        self._claim = claim
         self._retention = timedelta(seconds=retention_s)
         self._grace_s = grace_s
         self._clock = clock
@@ -114,14 +119,18 @@ class Collector:
             False: another server is at it.
 
         Raises:
+            StoreMismatch: the store isn't known to be this registry's; nothing of it is listed or deleted.
             DatabaseUnavailable, StorageError
         """
         if not await self._renew():
             return False
+        await self._claim.renew()
         await self._expire_uploads()
         if not await self._mark():
             return False
         await self._look()
+        # the listing of a large store takes long
+        await self._claim.look()
         is_done = await self._delete_due()
         self.num_passes += is_done
         return is_done

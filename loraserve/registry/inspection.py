@@ -11,6 +11,8 @@ from loraserve.adapters.digest import adapter_digest
 from loraserve.adapters.ir import AdapterIR
 from loraserve.adapters.peft_format import Buffer, read_adapter
 from loraserve.adapters.validation import check_finite
+from loraserve.registry.base_names import BaseNames
+from loraserve.registry.served_base import BASE
 from loraserve.types import BaseSpec, Digest
 
 
@@ -27,11 +29,17 @@ class Inspected:
 
 
 def inspect_upload(
-    config: bytes, weights: Buffer, base: BaseSpec, *, rest: Callable[[], None] = lambda: None
+    config: bytes,
+    weights: Buffer,
+    base: BaseSpec,
+    *,
+    names: BaseNames | None = None,
+    rest: Callable[[], None] = lambda: None,
 ) -> Inspected:
     """What the two files hold. Nothing of `weights` is referred to afterwards.
 
     Args:
+        names: what the base is called; None: by its id alone.
         rest: called between pieces of the work (`rests`).
 
     Raises:
@@ -41,6 +49,7 @@ def inspect_upload(
     rest()
     ir = compile_adapter(adapter.config, adapter.tensors, base)
     rest()
+    named = (names or BaseNames()).inspect(adapter.config, base)
     check_finite(ir, rest=rest)
     return Inspected(
         digest=adapter_digest(adapter.config, adapter.tensors, rest=rest),
@@ -49,10 +58,16 @@ def inspect_upload(
         dtype=ir.dtype,
         checks=(
             _passed("format", f"{_kind(ir)}: {len(adapter.tensors)} tensors, {ir.num_parameters} parameters"),
-            _passed("base", f"fits {base.id} ({base.digest[:12]}) in {len(ir.layers)} of {base.num_layers} layers"),
+            base_check(base, f"fits {base.id} ({base.digest[:12]}) in {len(ir.layers)} of {base.num_layers} layers"),
+            *named,
             _passed("finite", "no NaN, no infinity, no update out of range"),
         ),
     )
+
+
+def base_check(base: BaseSpec, detail: str) -> dict[str, Any]:
+    """Return the check that says for which base a version was compiled."""
+    return {**_passed(BASE, detail), "base_id": base.id}
 
 
 def _kind(ir: AdapterIR) -> str:

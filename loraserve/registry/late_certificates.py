@@ -1,9 +1,11 @@
-"""Late certificates: versions that were published while the engine couldn't verify them are verified once it can, in the background."""
+"""Late certificates: versions that were published while the engine couldn't verify them, or were verified on other setups, are verified in the background."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import json
 import logging
 import time
 from collections import Counter
@@ -11,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
-from sqlalchemy import Text, cast, select
+from sqlalchemy import Text, cast, not_, or_, select
 from ulid import ULID
 
 from loraserve.db.models import Adapter, AdapterVersion, Tenant
@@ -20,21 +22,21 @@ from loraserve.errors import EngineDied, EngineError, EngineUnavailable, Loraser
 from loraserve.limits import LIMITS
 from loraserve.registry.certificates import Certificates, verdict_of
 from loraserve.registry.leases import give_up_lease, hold_lease
-from loraserve.registry.parity import PARITY, SKIPPED, is_due
+from loraserve.registry.parity import PARITY, SKIPPED, is_due, setup_of
 from loraserve.registry.records import QUARANTINED, READY
-from loraserve.types import BaseSpec, Digest, TenantId
+from loraserve.types import BaseSpec, TenantId
 
 logger = logging.getLogger(__name__)
 
 LEASE = "late-certificates"
-"""Of each base its own, see `_lease_of`."""
+"""Beginning of the lease's name; each base and setup has a lease of its own, see `_lease_of`."""
 ACTOR = "server"
 RETRY_S, MAX_RETRY_S = 60.0, 3600.0
 """A version of which there was no certificate isn't asked for again for this long; doubled each time in a row, up to the second."""
 _LEASE_LENGTH = timedelta(seconds=3 * LIMITS.verification_timeout_s)
 """It is renewed before each version; one takes `LIMITS.verification_timeout_s` at most, and the pause after it as long."""
 _NUM_DIGITS = 32
-"""Of the base's digest, in the lease's name: the column has room for 63 characters."""
+"""Digits of a hash in the lease's name: the column has room for 63 characters."""
 _WINDOW = 2000
 """Versions that one statement looks at."""
 
@@ -54,7 +56,10 @@ class _Refusal:
 
 
 class LateCertificates:
-    """Verifies what was published without a certificate, since the engine was away or busy; one version at a time, one server of all.
+    """Verifies what has no certificate for how this server computes its base; one version at a time, one server of all.
+
+    It was published while the engine was away or busy; or the same weights were quantized to something else then, held in another dtype, or
+    multiplied in another arithmetic. Certificates of the latter are issued anew, and the versions are served meanwhile.
 
     What comes of it is what `Certificates.verify` makes of it: a failed certificate is a quarantine. A version under which the engine
     died twice (its upload's try is one of them) isn't tried again: one push must not keep the engine from everybody. Versions that were left to whoever
@@ -120,7 +125,7 @@ class LateCertificates:
                 server: nothing keeps it from going on.
         """
         try:
-            base = Digest(self._base().digest)
+            base = self._base()
         except EngineUnavailable:
             return False
         lease = _lease_of(base)
@@ -149,17 +154,23 @@ class LateCertificates:
         self._refusals = {key: refusal for key, refusal in self._refusals.items() if key in seen}
         return True
 
-    async def _look(self, after: str, base: Digest) -> tuple[list[_Due], str | None]:
+    async def _look(self, after: str, base: BaseSpec) -> tuple[list[_Due], str | None]:
         """Those that are due among the next `_WINDOW` versions, and the last version's id; None: there are no more."""
+        setup = setup_of(base)
         window = select(AdapterVersion.id).where(AdapterVersion.id > after).order_by(AdapterVersion.id)
         query = (
             select(AdapterVersion.id, Adapter.tenant_id, Adapter.name, AdapterVersion.number, AdapterVersion.checks)
             .join(Adapter, Adapter.id == AdapterVersion.adapter_id)
             .join(Tenant, Tenant.id == Adapter.tenant_id)
             .where(AdapterVersion.deleted_at.is_(None), Adapter.deleted_at.is_(None), Tenant.deleted_at.is_(None))
-            .where(AdapterVersion.id > after, AdapterVersion.state == READY, AdapterVersion.base_digest == base)
+            .where(AdapterVersion.id > after, AdapterVersion.state == READY, AdapterVersion.base_digest == base.digest)
             # a first sieve, in both databases' words: most versions have a certificate
-            .where(cast(AdapterVersion.checks, Text).contains(f'"{SKIPPED}"', autoescape=True))
+            .where(
+                or_(
+                    cast(AdapterVersion.checks, Text).contains(f'"{SKIPPED}"', autoescape=True),
+                    not_(cast(AdapterVersion.checks, Text).contains(json.dumps(setup), autoescape=True)),
+                )
+            )
             .order_by(AdapterVersion.id)
         )
         async with self._database.read() as session:
@@ -168,7 +179,7 @@ class LateCertificates:
         found = [
             _Due(ident, TenantId(tenant), name, number)
             for ident, tenant, name, number, checks in rows
-            if any(map(is_due, checks))
+            if any(is_due(check, setup) for check in checks)
         ]
         return found, end
 
@@ -212,6 +223,10 @@ class LateCertificates:
         self._refusals[due.id] = _Refusal(self._monotonic() + pause_s, num_in_a_row)
 
 
-def _lease_of(base: Digest) -> str:
-    """The lease's name: servers of another base can't verify these versions, and must not keep those from it who can."""
-    return f"{LEASE}/{base[:_NUM_DIGITS]}"
+def _lease_of(base: BaseSpec) -> str:
+    """Return the lease's name.
+
+    Servers of another base or setup can't make these certificates, and must not keep those from it that can.
+    """
+    subject = hashlib.sha256(f"{base.digest} {setup_of(base)}".encode()).hexdigest()
+    return f"{LEASE}/{subject[:_NUM_DIGITS]}"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from loraserve.errors import AdapterQuarantined
 from loraserve.registry.records import QUARANTINED, READY
-from loraserve.types import Certificate
+from loraserve.types import BaseSpec, Certificate
 
 PARITY = "parity"
 """The name of the check that a certificate is."""
@@ -20,8 +20,12 @@ STORED = "stored"
 NUMERICS = "numerics"
 """The name of the check that counts the version's answers which were not finite."""
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+WARNED = "warned"
+"""The status of a check that found something, though the version is served."""
 ON_REQUEST = "this server verifies versions when it is asked to"
 """The detail of a certificate that was skipped by the operator's wish; any other one was since the engine gave none."""
+MAX_SETUPS = 16
+"""Setups that a version's check remembers; of more, the oldest is verified again."""
 DIED_ONCE = "the engine died while it verified this version"
 DIED_TWICE = "the engine died twice while it verified this version, which isn't verified again but on request"
 """The details of certificates that were skipped since the engine died before it gave one: maybe of the version."""
@@ -35,12 +39,15 @@ class Parity:
     """`PASSED`, `FAILED`, or `SKIPPED`: there is none."""
     detail: str
     certificate: Certificate | None = None
+    holds_for: tuple[str, ...] = ()
+    """The setups (`setup_of`) that it passed on, the last one being the certificate's."""
 
     @classmethod
-    def of(cls, certificate: Certificate) -> Parity:
+    def of(cls, certificate: Certificate, setup: str) -> Parity:
+        """Return what a certificate that was made on this setup says."""
         # Whatever isn't said to have passed has not.
         if certificate.verdict == PASSED:
-            return cls(PASSED, _numbers(certificate), certificate)
+            return cls(PASSED, _numbers(certificate), certificate, (setup,))
         why = f"{certificate.reason.rstrip('.')}: " if certificate.reason else ""
         return cls(FAILED, why + _numbers(certificate), certificate)
 
@@ -57,17 +64,42 @@ class Parity:
                 name: None if isinstance(value, float) and not math.isfinite(value) else value
                 for name, value in msgspec.structs.asdict(self.certificate).items()
             }
-        return {"name": PARITY, "status": self.status, "detail": self.detail, "certificate": certificate}
+        check = {"name": PARITY, "status": self.status, "detail": self.detail, "certificate": certificate}
+        return {**check, "holds_for": list(self.holds_for)} if self.holds_for else check
+
+    def after(self, checks: Iterable[Mapping[str, Any]]) -> Parity:
+        """Return the same outcome with the setups that the version, which had these checks, passed on before.
+
+        Servers that compute one base in different ways would otherwise verify the version in turns, without end. A failure ends all
+        of them: what is verified after it begins anew.
+        """
+        if self.status != PASSED:
+            return self
+        before = next((check.get("holds_for", ()) for check in checks if check["name"] == PARITY), ())
+        others = [setup for setup in before if setup not in self.holds_for]
+        return replace(self, holds_for=(*others, *self.holds_for)[-MAX_SETUPS:])
 
 
-def is_due(check: Mapping[str, Any]) -> bool:
-    """Whether the check is a certificate that is still missing though nobody wished so, and the engine may be asked for it again."""
-    return (check["name"], check["status"]) == (PARITY, SKIPPED) and check["detail"] not in (ON_REQUEST, DIED_TWICE)
+def setup_of(base: BaseSpec) -> str:
+    """Return how a server computes its base, in words that are the same for servers whose certificates hold for each other."""
+    return f"{base.quantization} {base.dtype}, {base.arithmetic} ({base.instructions}) on {base.device}"
 
 
-def after_death(check: Mapping[str, Any]) -> dict[str, Any]:
+def is_due(check: Mapping[str, Any], setup: str) -> bool:
+    """Return whether the check is a certificate that the engine should be asked for.
+
+    That is one that is missing against the operator's wish, or of other setups than this one.
+    """
+    if check["name"] != PARITY:
+        return False
+    if check["status"] == PASSED:
+        return setup not in check.get("holds_for", ())
+    return check["status"] == SKIPPED and check["detail"] not in (ON_REQUEST, DIED_TWICE)
+
+
+def after_death(check: Mapping[str, Any], setup: str) -> dict[str, Any]:
     """The same check, after the engine died while it verified the version. After two such tries it isn't due any more."""
-    if not is_due(check):
+    if not is_due(check, setup):
         return dict(check)
     return Parity(SKIPPED, DIED_TWICE if check["detail"] == DIED_ONCE else DIED_ONCE).as_check()
 

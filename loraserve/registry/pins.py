@@ -24,6 +24,7 @@ from loraserve.registry.changes import record_change
 from loraserve.registry.parity import quarantined
 from loraserve.registry.records import QUARANTINED
 from loraserve.registry.repository import AdapterRepository
+from loraserve.registry.served_base import ServedBase
 from loraserve.types import AdapterRef, Digest, TenantId
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class Pins:
     """What operators have pinned, in the database, and what this server's engine holds for it.
 
     A pin is durable when `pin` returns, on every server of this database within `LIMITS.pin_sync_s`, and after every start. While its
-    version is deleted or in quarantine it holds nothing.
+    version is deleted, in quarantine, or of another base than this server's, it holds nothing.
 
     Args:
         engine: this server's; None: there is none to obey.
@@ -69,6 +70,7 @@ class Pins:
     def __init__(
         self,
         database: Database,
+        served_base: ServedBase,
         engine: PinningEngine | None,
         *,
         clock: Clock,
@@ -77,6 +79,7 @@ class Pins:
         self.num_wanted = 0
         """Different adapters that are pinned, as of the last look into the database."""
         self._database = database
+        self._served_base = served_base
         self._engine = engine
         self._clock = clock
         self._monotonic = monotonic
@@ -114,7 +117,7 @@ class Pins:
 
         Raises:
             AdapterNotFound, VersionNotFound
-            AdapterQuarantined: it isn't served.
+            AdapterQuarantined, AdapterOfAnotherBase: it isn't served.
             Conflict: `LIMITS.max_operator_pins` versions are pinned.
             AdapterUnavailable, EngineError: the engine can't hold it; nothing is pinned.
             Replay: `once` was used before.
@@ -161,7 +164,9 @@ class Pins:
                     now = self._clock()
                     record_change(session, repository, "version.unpin", f"{name}@{number}", actor=actor, now=now)
                 # somebody else's pin of the same bytes stays
-                is_wanted = (await session.execute(_wanted().where(AdapterVersion.digest == ref.digest))).first()
+                is_wanted = (
+                    await session.execute(_wanted(self._served_base.digest).where(AdapterVersion.digest == ref.digest))
+                ).first()
                 if once is not None:
                     await once.finish(session, True)
             if is_wanted is not None or self._engine is None:
@@ -178,7 +183,8 @@ class Pins:
         if engine is None:
             return
         async with self._database.read() as session:
-            wanted = {ref.digest: ref for ref in map(_ref, (await session.execute(_wanted())).all())}
+            rows = (await session.execute(_wanted(self._served_base.digest))).all()
+        wanted = {ref.digest: ref for ref in map(_ref, rows)}
         self.num_wanted = len(wanted)
         if not engine.is_ready:
             return
@@ -243,6 +249,8 @@ class Pins:
             repository = AdapterRepository(session, tenant)
             adapter = await repository.adapter(name)
             record = await repository.version_record(adapter, await repository.version(adapter, number))
+        if is_served:
+            self._served_base.check(name, number, record.base_digest, record.checks)
         if is_served and record.state == QUARANTINED:
             raise quarantined(name, number, record.checks)
         return record.ref
@@ -298,9 +306,9 @@ async def _within(seconds: float, step: Awaitable[None]) -> bool:
     return True
 
 
-def _wanted() -> Select[str, str, int, str, str, str]:
-    """Every pinned version that could be served, whosever it is."""
-    return (
+def _wanted(base: Digest | None) -> Select[str, str, int, str, str, str]:
+    """Select every tenant's pinned versions that could be served on this base. None: the base isn't known yet."""
+    query = (
         select(
             Adapter.tenant_id,
             Adapter.name,
@@ -324,6 +332,7 @@ def _wanted() -> Select[str, str, int, str, str, str]:
         )
         .order_by(OperatorPin.created_at, OperatorPin.adapter_id, OperatorPin.version)
     )
+    return query if base is None else query.where(AdapterVersion.base_digest == base)
 
 
 def _ref(row: Any) -> AdapterRef:

@@ -2,26 +2,46 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Protocol
 
-from loraserve.errors import Overloaded, RateLimited
+from loraserve.limits import LIMITS
+from loraserve.tenancy.shares import Shares, tenant_holder
 from loraserve.types import TenantId
+
+_RETRY_S = 5.0
+_CUT_S, _LOOK_S = 2.0, 0.005
+"""Longest time that whatever is cut short may take to give its place back, and time between two looks at that."""
+
+
+class Pace(Protocol):
+    """Pace of the bytes that a place is held for."""
+
+    @property
+    def behind_s(self) -> float:
+        """Seconds by which they are behind the least rate; 0 while nothing is waited for."""
+        ...
+
+    def cut(self) -> None:
+        """Wait for no more of them."""
+        ...
 
 
 class Places:
-    """Places for something that takes a while, of which a tenant may have a few and all tenants some more.
+    """Places for something that takes a while, of which a tenant may have a few, and no more than are free.
+
+    A tenant that has none finds one all the same where another's is held for bytes that don't come: that one is cut short.
 
     Args:
-        what: what they are called in messages, in the plural.
+        what: what they are called in messages and metrics, in the plural.
     """
 
     def __init__(self, what: str, *, max_in_all: int, max_per_tenant: int) -> None:
-        self._what = what
-        self._max_in_all = max_in_all
-        self._max_per_tenant = max_per_tenant
-        self._taken: Counter[TenantId] = Counter()
+        self.shares = Shares(what, what, max_in_all, max_per_holder=max_per_tenant, retry_s=_RETRY_S)
+        self._paces: set[Pace] = set()
 
     def take(self, tenant: TenantId) -> None:
         """A place is the tenant's until `give_back`.
@@ -30,30 +50,48 @@ class Places:
             RateLimited: the tenant has as many as it may.
             Overloaded: all are taken.
         """
-        if self._taken[tenant] >= self._max_per_tenant:
-            raise RateLimited(
-                f"{self._taken[tenant]} {self._what} of this tenant are under way, the most at a time.",
-                retry_after_s=5,
-            )
-        if self._taken.total() >= self._max_in_all:
-            raise Overloaded(f"{self._taken.total()} {self._what} are under way, the most at a time.", retry_after_s=5)
-        self._taken[tenant] += 1
+        self.shares.take(tenant_holder(tenant))
 
-    def give_back(self, tenant: TenantId) -> None:
-        self._taken[tenant] -= 1
-        if not self._taken[tenant]:
-            # one entry per tenant with a place, not per tenant ever seen
-            del self._taken[tenant]
+    async def take_soon(self, tenant: TenantId, pace: Pace | None) -> None:
+        """Take a place as `take` does; where all are taken, wait for that of the request furthest behind.
 
-    @contextmanager
-    def taken(self, tenant: TenantId) -> Iterator[None]:
-        """A place for the length of a with block.
+        It waits only if one is far enough behind.
+
+        Args:
+            pace: of the bytes that this place is for; None: they are here already.
 
         Raises:
             RateLimited, Overloaded: as `take`.
         """
+        holder = tenant_holder(tenant)
+        if not self.shares.held(holder) and not self.shares.has_room(holder):
+            slowest = max(self._paces, key=lambda one: one.behind_s, default=None)
+            if slowest is not None and slowest.behind_s >= LIMITS.stalled_upload_s:
+                slowest.cut()
+                await self._wait_for_room(tenant)
         self.take(tenant)
+        if pace is not None:
+            self._paces.add(pace)
+
+    async def _wait_for_room(self, tenant: TenantId) -> None:
+        deadline_s = time.monotonic() + _CUT_S
+        while not self.shares.has_room(tenant_holder(tenant)) and time.monotonic() < deadline_s:
+            await asyncio.sleep(_LOOK_S)
+
+    def give_back(self, tenant: TenantId, pace: Pace | None = None) -> None:
+        if pace is not None:
+            self._paces.discard(pace)
+        self.shares.give_back(tenant_holder(tenant))
+
+    @asynccontextmanager
+    async def taken_soon(self, tenant: TenantId, pace: Pace | None = None) -> AsyncIterator[None]:
+        """Hold a place for the length of a with block.
+
+        Raises:
+            RateLimited, Overloaded: as `take_soon`.
+        """
+        await self.take_soon(tenant, pace)
         try:
             yield
         finally:
-            self.give_back(tenant)
+            self.give_back(tenant, pace)

@@ -15,6 +15,7 @@ from loraserve.db.idempotency import Once
 from loraserve.db.models import AdapterVersion
 from loraserve.db.session import Clock, Database
 from loraserve.errors import Overloaded
+from loraserve.registry.base_names import BaseNames
 from loraserve.registry.certificates import Certificates
 from loraserve.registry.changes import point_alias
 from loraserve.registry.damage import is_damaged
@@ -26,6 +27,7 @@ from loraserve.registry.quota import check_quota
 from loraserve.registry.records import CHECKED, QUARANTINED, Published, VersionRecord
 from loraserve.registry.references import keep, keep_stored
 from loraserve.registry.repository import AdapterRepository
+from loraserve.registry.served_base import another_base
 from loraserve.rests import Rest, Rests
 from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
 
@@ -42,6 +44,7 @@ class Publisher:
         on_change: told whose name it was after a publish is durable.
         retention_s: for so long the bytes of deleted versions are kept.
         rests: of what is done beside the engine's steps.
+        names: what the base is called.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Publisher:
         retention_s: float,
         clock: Clock,
         rests: Rests,
+        names: BaseNames,
     ) -> None:
         self._database = database
         self._certificates = certificates
@@ -64,6 +68,7 @@ class Publisher:
         self._retention = timedelta(seconds=retention_s)
         self._clock = clock
         self._rests = rests
+        self._names = names
         self._inspections = asyncio.Semaphore(MAX_INSPECTIONS)
 
     def check_name(self, name: str) -> str:
@@ -95,6 +100,7 @@ class Publisher:
 
         Raises:
             AdapterRejected: the files can't be served, by their own look or by the engine's word; it lists every reason.
+            AdapterOfAnotherBase: the version that has these bytes was made for another base. It stays that one's: servers of it may be there.
             InvalidRequest: the name can't be an adapter's.
             QuotaExceeded: the tenant may not hold another adapter or as many bytes.
             StorageFull, StorageError: the bytes can't be kept.
@@ -108,7 +114,7 @@ class Publisher:
                 await once.check(session)
         base = self._base()
         async with self._inspections:
-            inspected = await self._rests.in_pieces(partial(_inspect, config, weights, base))
+            inspected = await self._rests.in_pieces(partial(_inspect, config, weights, base, self._names))
         push = Push(tenant, name, config, weights, base, inspected, actor, is_promoting)
         if is_dry_run:
             return await self._preview(push)
@@ -127,6 +133,7 @@ class Publisher:
             repository = AdapterRepository(session, push.tenant)
             found = await repository.version_of_digest(push.name, push.inspected.digest)
             if found is not None:
+                _check_base(push, found[1])
                 return Published(await repository.version_record(*found), is_new=False)
         version = VersionRecord(
             tenant=push.tenant,
@@ -144,6 +151,7 @@ class Publisher:
             created_at=self._clock(),
             checks=checks_of(push.inspected, self._certificates.check_dry_run()),
             revision=0,
+            base_digest=push.base.digest,
         )
         return Published(version, is_new=True)
 
@@ -151,13 +159,16 @@ class Publisher:
         """What the registry has of it now.
 
         Raises:
+            AdapterOfAnotherBase
             QuotaExceeded: what will be refused keeps no bytes, and the engine isn't asked. What counts is the look under the lock in `_record`.
         """
         async with self._database.read() as session:
             repository = AdapterRepository(session, push.tenant)
             found = await repository.version_of_digest(push.name, push.inspected.digest)
             next_number = await repository.next_number(push.name)
-            if found is None:
+            if found is not None:
+                _check_base(push, found[1])
+            else:
                 now = self._clock()
                 await check_quota(
                     session,
@@ -242,6 +253,7 @@ class Publisher:
                 version = add_version(session, repository, adapter, push, stored, parity, now)
             else:
                 version = found[1]
+                _check_base(push, version)
                 if stored.is_kept and is_damaged(version.checks):
                     mend_version(session, repository, adapter, version, push, stored, parity, now)
             if push.is_promoting and version.state != QUARANTINED:
@@ -278,7 +290,15 @@ class _Known:
         return self.version is not None and is_damaged(self.version.checks)
 
 
-def _inspect(config: bytes, weights: Weights, base: BaseSpec, rest: Rest) -> Inspected:
+def _inspect(config: bytes, weights: Weights, base: BaseSpec, names: BaseNames, rest: Rest) -> Inspected:
     data = weights.read()
     rest()
-    return inspect_upload(config, data, base, rest=rest)
+    return inspect_upload(config, data, base, names=names, rest=rest)
+
+
+def _check_base(push: Push, version: AdapterVersion) -> None:
+    """Raises:
+    AdapterOfAnotherBase: the version isn't of the base that the push was checked against.
+    """
+    if version.base_digest != push.base.digest:
+        raise another_base(push.name, version.number, version.base_digest, version.checks, push.base)

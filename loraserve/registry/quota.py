@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import datetime
 
-from sqlalchemy import func, select
+from sqlalchemy import Select, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraserve.db.models import Adapter, AdapterVersion, Upload
@@ -71,7 +71,9 @@ async def check_room(session: AsyncSession, tenant: TenantId, limits: Limits, si
     Raises:
         QuotaExceeded
     """
-    mine = (Upload.tenant_id == tenant, Upload.expires_at > now)
+    # A published one is a version, and bounded as that; it stays so when the version is deleted, whose row is kept.
+    is_published = Upload.is_complete & _versions_of_upload(tenant).exists()
+    mine = (Upload.tenant_id == tenant, Upload.expires_at > now, ~is_published)
     num_open = await session.scalar(select(func.count()).select_from(Upload).where(*mine)) or 0
     if num_open >= LIMITS.max_open_uploads_per_tenant:
         raise QuotaExceeded(
@@ -99,18 +101,19 @@ async def uploading_bytes(
         besides: a digest whose complete upload isn't counted: it is being published.
     """
     # Only of a complete upload is it known that it has those bytes.
-    published = (
-        select(AdapterVersion.id)
-        .join(Adapter, Adapter.id == AdapterVersion.adapter_id)
-        .where(
-            Adapter.tenant_id == tenant,
-            AdapterVersion.weights_blob == Upload.sha256,
-            AdapterVersion.deleted_at.is_(None),
-        )
-    )
+    published = _versions_of_upload(tenant).where(AdapterVersion.deleted_at.is_(None))
     is_published = Upload.is_complete & (published.exists() | (Upload.sha256 == (besides or "")))
     query = select(func.sum(Upload.size)).where(Upload.tenant_id == tenant, Upload.expires_at > now, ~is_published)
     return int(await session.scalar(query) or 0)
+
+
+def _versions_of_upload(tenant: TenantId) -> Select[str]:
+    """Return the question for the tenant's versions, deleted ones among them, with the bytes of the upload that it stands beside."""
+    return (
+        select(AdapterVersion.id)
+        .join(Adapter, Adapter.id == AdapterVersion.adapter_id)
+        .where(Adapter.tenant_id == tenant, AdapterVersion.weights_blob == Upload.sha256)
+    )
 
 
 def _or_none(value: int | None, default: int) -> int:

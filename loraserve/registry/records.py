@@ -14,6 +14,8 @@ from loraserve.types import AdapterRef, Digest, TenantId
 READY = "ready"
 QUARANTINED = "quarantined"
 """Its last certificate failed, or its stored bytes were found damaged: it isn't served, and no alias is moved to it."""
+OTHER_BASE = "other_base"
+"""The state in which a server shows a version that was made for another base than its own. It is stored nowhere: replicas may differ."""
 CHECKED = "checked"
 """The state of a dry run's result."""
 MIN_SPLIT_WEIGHT, MAX_SPLIT_WEIGHT = 1e-3, 1e6
@@ -24,7 +26,7 @@ MIN_SPLIT_WEIGHT, MAX_SPLIT_WEIGHT = 1e-3, 1e6
 class VersionRecord:
     """One version. Immutable but for `aliases`, and for what a verification or a read finds: `state`, and the certificate and the damage among `checks`.
 
-    A damaged one that is pushed again may get other blobs, of the same digest.
+    A verification that was told to may move it to another base. A damaged one that is pushed again may get other blobs, of the same digest.
     """
 
     tenant: TenantId
@@ -45,6 +47,8 @@ class VersionRecord:
     checks: tuple[Mapping[str, Any], ...]
     revision: int
     """The adapter's: it grows with everything that may change this record."""
+    base_digest: Digest
+    """The base that it was made for: it is served on that one alone."""
     notes: str = ""
     tags: Mapping[str, str] = field(default_factory=dict)
 
@@ -67,6 +71,7 @@ class VersionRecord:
 class AdapterRecord:
     name: str
     aliases: Mapping[str, int]
+    """Version by alias; of a split, the one with the largest weight."""
     num_versions: int
     """Those that aren't deleted."""
     latest_version: int | None
@@ -74,10 +79,14 @@ class AdapterRecord:
     created_at: datetime
     updated_at: datetime
     revision: int
+    num_versions_by_base: Mapping[str, int]
+    """Parts of `num_versions`, by the digest of the base that the versions were made for."""
     notes: str = ""
     tags: Mapping[str, str] = field(default_factory=dict)
     fallback: str | None = None
     """What answers when the version asked for can't: a version's number, an alias, or ``base``. None: nothing does."""
+    splits: Mapping[str, tuple[SplitPart, ...]] = field(default_factory=dict)
+    """How the traffic of aliases is shared, of those that share it."""
 
 
 @dataclass(frozen=True, slots=True)

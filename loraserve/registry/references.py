@@ -56,6 +56,26 @@ async def referenced(
     return found
 
 
+async def published(session: AsyncSession, digests: Collection[Digest] | None) -> set[Digest]:
+    """Return those of `digests` that versions have or had, deleted ones too; of None, one such blob if there is any."""
+    found: set[Digest] = set()
+    for column in (AdapterVersion.config_blob, AdapterVersion.weights_blob):
+        if digests is None:
+            return set(map(Digest, (await session.scalars(select(column).limit(1))).all()))
+        for some in _parts(digests):
+            found.update(map(Digest, (await session.scalars(select(column).where(column.in_(some)).distinct())).all()))
+    return found
+
+
+async def listed(session: AsyncSession, digests: Collection[Digest]) -> set[Digest]:
+    """Return those of `digests` that an upload has, or that are on the list of what goes."""
+    found: set[Digest] = set()
+    for column in (Upload.sha256, UploadChunk.digest, DoomedBlob.digest):
+        for some in _parts(digests):
+            found.update(map(Digest, (await session.scalars(select(column).where(column.in_(some)).distinct())).all()))
+    return found
+
+
 def _parts(digests: Iterable[Digest]) -> Iterator[list[Digest]]:
     """The digests, each once and always in the same order, as many at a time as a statement takes."""
     ordered = sorted(set(digests))

@@ -15,7 +15,7 @@ from loraserve.db.models import Adapter, AdapterVersion, Alias, Grant, Tenant
 from loraserve.db.names import is_name
 from loraserve.errors import AdapterNotFound, AliasNotFound, AlreadyExists, TenantNotFound, VersionNotFound
 from loraserve.registry.model_name import MAX_VERSION
-from loraserve.registry.records import AdapterRecord, Aim, AliasRecord, ShadowPart, VersionRecord
+from loraserve.registry.records import AdapterRecord, Aim, AliasRecord, ShadowPart, SplitPart, VersionRecord
 from loraserve.types import Digest, TenantId
 
 
@@ -324,31 +324,37 @@ class AdapterRepository:
         rows = list(rows)
         ids = [row.id for row in rows]
         aliases: dict[str, dict[str, int]] = {}
-        query = (
-            select(Alias.adapter_id, Alias.name, Alias.version).where(Alias.adapter_id.in_(ids)).order_by(Alias.name)
-        )
-        for adapter_id, name, version in (await self._session.execute(query)).all():
-            aliases.setdefault(adapter_id, {})[name] = version
+        splits: dict[str, dict[str, tuple[SplitPart, ...]]] = {}
+        for alias in await self._session.scalars(select(Alias).where(Alias.adapter_id.in_(ids)).order_by(Alias.name)):
+            aim = aim_of(alias)
+            aliases.setdefault(alias.adapter_id, {})[alias.name] = aim.version
+            if aim.split:
+                splits.setdefault(alias.adapter_id, {})[alias.name] = aim.split
         counted = (
-            select(AdapterVersion.adapter_id, func.count(), func.max(AdapterVersion.number))
+            select(AdapterVersion.adapter_id, AdapterVersion.base_digest, func.count(), func.max(AdapterVersion.number))
             .where(AdapterVersion.adapter_id.in_(ids), AdapterVersion.deleted_at.is_(None))
-            .group_by(AdapterVersion.adapter_id)
+            .group_by(AdapterVersion.adapter_id, AdapterVersion.base_digest)
+            .order_by(AdapterVersion.base_digest)
         )
-        counts = {
-            adapter_id: (count, latest) for adapter_id, count, latest in (await self._session.execute(counted)).all()
-        }
+        by_base: dict[str, dict[str, int]] = {}
+        latest: dict[str, int] = {}
+        for adapter_id, base, count, number in (await self._session.execute(counted)).all():
+            by_base.setdefault(adapter_id, {})[base] = count
+            latest[adapter_id] = max(number, latest.get(adapter_id, 0))
         return [
             AdapterRecord(
                 name=row.name,
                 aliases=aliases.get(row.id, {}),
-                num_versions=counts.get(row.id, (0, None))[0],
-                latest_version=counts.get(row.id, (0, None))[1],
+                num_versions=sum(by_base.get(row.id, {}).values()),
+                latest_version=latest.get(row.id),
                 created_at=row.created_at,
                 updated_at=row.updated_at,
                 revision=row.revision,
+                num_versions_by_base=by_base.get(row.id, {}),
                 notes=row.notes,
                 tags=dict(row.tags),
                 fallback=row.fallback,
+                splits=splits.get(row.id, {}),
             )
             for row in rows
         ]
@@ -383,6 +389,7 @@ class AdapterRepository:
             created_at=row.created_at,
             checks=tuple(row.checks),
             revision=adapter.revision,
+            base_digest=Digest(row.base_digest),
             notes=row.notes,
             tags=dict(row.tags),
         )

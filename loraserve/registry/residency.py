@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sqlalchemy import or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from loraserve.db.models import Adapter, AdapterVersion, Tenant
+from loraserve.db.models import Adapter, AdapterVersion, OperatorPin, Tenant
 from loraserve.db.paging import Page, check_limit, decode_cursor, make_page
 from loraserve.db.session import Database
 from loraserve.types import Digest, TenantId
@@ -26,6 +26,8 @@ class OwnedVersion:
     version: int
     digest: Digest
     size_bytes: int
+    is_pinned: bool
+    """Whether an operator has pinned this version; another one of the same bytes may be pinned without it."""
 
 
 async def list_owned(
@@ -47,9 +49,14 @@ async def list_owned(
             AdapterVersion.number,
             AdapterVersion.digest,
             AdapterVersion.size_bytes,
+            OperatorPin.version.is_not(None),
         )
         .join(Adapter, Adapter.id == AdapterVersion.adapter_id)
         .join(Tenant, Tenant.id == Adapter.tenant_id)
+        .outerjoin(
+            OperatorPin,
+            (OperatorPin.adapter_id == AdapterVersion.adapter_id) & (OperatorPin.version == AdapterVersion.number),
+        )
         .where(AdapterVersion.deleted_at.is_(None), Adapter.deleted_at.is_(None), Tenant.deleted_at.is_(None))
         .order_by(AdapterVersion.id)
         .limit(check_limit(limit) + 1)
@@ -85,6 +92,6 @@ async def holders_of_blob(session: AsyncSession, digest: Digest, blob: Digest) -
 
 
 def _to_owned(
-    ident: str, tenant: str, tenant_name: str, name: str, version: int, digest: str, size: int
+    ident: str, tenant: str, tenant_name: str, name: str, version: int, digest: str, size: int, is_pinned: bool
 ) -> OwnedVersion:
-    return OwnedVersion(ident, TenantId(tenant), tenant_name, name, version, Digest(digest), size)
+    return OwnedVersion(ident, TenantId(tenant), tenant_name, name, version, Digest(digest), size, is_pinned)

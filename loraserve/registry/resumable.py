@@ -34,7 +34,7 @@ from loraserve.errors import (
     UploadOffsetMismatch,
 )
 from loraserve.limits import KIB, LIMITS, MIB
-from loraserve.registry.places import Places
+from loraserve.registry.places import Pace, Places
 from loraserve.registry.quota import check_room
 from loraserve.registry.references import doom, keep, keep_stored
 from loraserve.registry.repository import AdapterRepository
@@ -151,7 +151,7 @@ class ResumableUploads:
         record = await self.get(tenant, upload_id)
         if record.received < record.size or record.is_complete:
             return record
-        with self._places.taken(tenant):
+        async with self._places.taken_soon(tenant):
             return await self._complete(tenant, record)
 
     async def delete(self, tenant: TenantId, upload_id: str, *, actor: str) -> None:
@@ -167,7 +167,14 @@ class ResumableUploads:
             await remove_upload(session, row, now)
 
     async def receive(
-        self, tenant: TenantId, upload_id: str, start: int, end: int, size: int, body: AsyncIterator[bytes]
+        self,
+        tenant: TenantId,
+        upload_id: str,
+        start: int,
+        end: int,
+        size: int,
+        body: AsyncIterator[bytes],
+        pace: Pace | None = None,
     ) -> UploadRecord:
         """The bytes [start, end) of `size` are durable, and with the last of them the blob; the upload as it is then.
 
@@ -186,7 +193,7 @@ class ResumableUploads:
             raise InvalidRequest(
                 f"The upload has {found.size} bytes in all; the range says another number.", param="Content-Range"
             )
-        with self._places.taken(tenant):
+        async with self._places.taken_soon(tenant, pace):
             if start != found.received:
                 if end > found.received:
                     raise _mismatch(found.received)

@@ -12,15 +12,20 @@ from loraserve.db.models import Adapter, AdapterVersion, Alias, Grant, Tenant
 from loraserve.registry.binding import Route, Target, Way
 from loraserve.registry.model_name import BASE_FALLBACK, LIVE, ParsedModel
 from loraserve.registry.records import QUARANTINED, ServableAdapter
-from loraserve.types import AdapterRef, Digest, TenantId
+from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
 
 
 class RouteRepository:
-    """What the names that `tenant` may say mean, on one connection. What isn't granted to it is absent."""
+    """Meaning of the names that `tenant` may say, on one connection. What isn't granted to it is absent.
 
-    def __init__(self, connection: AsyncConnection, tenant: TenantId) -> None:
+    Args:
+        served: this server's base. Versions of another one lead nowhere here.
+    """
+
+    def __init__(self, connection: AsyncConnection, tenant: TenantId, served: BaseSpec) -> None:
         self._connection = connection
         self._tenant = tenant
+        self._served = served
 
     async def route(self, model: ParsedModel) -> Route | None:
         """Where `model`, which isn't the base, leads now; None: it is absent, deleted, or another tenant's who didn't grant it."""
@@ -37,7 +42,7 @@ class RouteRepository:
         shadow = row.shadow
         spare = await self._fallback_number(row)
         others = {*split, *((shadow["version"],) if shadow else ()), *((spare,) if spare else ())} - {number}
-        targets = {number: _target(row, row)}
+        targets = {number: self._target(row, row)}
         if others:
             targets |= await self._targets(row, others)
         return Route(
@@ -52,10 +57,15 @@ class RouteRepository:
         )
 
     async def servable(self, limit: int) -> list[ServableAdapter]:
-        """The tenant's adapters that a bare name reaches, by name, then those granted to it; not those that nothing answers for, being in quarantine."""
-        own = _live().where(Adapter.tenant_id == self._tenant).order_by(Adapter.name)
+        """Return the tenant's adapters that a bare name reaches, by name, then those granted to it.
+
+        Those that nothing answers for are left out.
+
+        Nothing does for a version that is in quarantine or of another base, and has no fallback.
+        """
+        own = _live(self._served.digest).where(Adapter.tenant_id == self._tenant).order_by(Adapter.name)
         granted = (
-            _live()
+            _live(self._served.digest)
             .join(Grant, Grant.adapter_id == Adapter.id)
             .where(Grant.tenant_id == self._tenant, Adapter.tenant_id != self._tenant)
             .order_by(Tenant.name, Adapter.name)
@@ -91,7 +101,19 @@ class RouteRepository:
             AdapterVersion.number.in_(numbers),
             AdapterVersion.deleted_at.is_(None),
         )
-        return {row.number: _target(adapter, row) for row in await self._connection.execute(query)}
+        return {row.number: self._target(adapter, row) for row in await self._connection.execute(query)}
+
+    def _target(self, adapter: Row[Any], row: Row[Any]) -> Target:
+        """Return the target that rows with the adapter's columns and a version's describe."""
+        ref = AdapterRef(
+            tenant=TenantId(adapter.tenant_id),
+            name=adapter.name,
+            version=row.number,
+            digest=Digest(row.digest),
+            config_blob=Digest(row.config_blob),
+            weights_blob=Digest(row.weights_blob),
+        )
+        return Target(ref, row.created_at, row.state, tuple(row.checks), Digest(row.base_digest), self._served)
 
 
 _ADAPTER_COLUMNS = (Adapter.id.label("adapter_id"), Adapter.tenant_id, Adapter.name, Adapter.fallback)
@@ -103,6 +125,7 @@ _TARGET_COLUMNS = (
     AdapterVersion.created_at,
     AdapterVersion.state,
     AdapterVersion.checks,
+    AdapterVersion.base_digest,
 )
 
 
@@ -135,21 +158,8 @@ _OWN = _route().where(Adapter.tenant_id == bindparam("tenant"))
 _GRANTED = _route().where(_is_granted())
 
 
-def _target(adapter: Row[Any], row: Row[Any]) -> Target:
-    """Of rows with the adapter's columns and a version's."""
-    ref = AdapterRef(
-        tenant=TenantId(adapter.tenant_id),
-        name=adapter.name,
-        version=row.number,
-        digest=Digest(row.digest),
-        config_blob=Digest(row.config_blob),
-        weights_blob=Digest(row.weights_blob),
-    )
-    return Target(ref, row.created_at, row.state, tuple(row.checks))
-
-
-def _live() -> Select[str, str, datetime, int, str]:
-    """Every adapter that a bare name reaches."""
+def _live(base: Digest) -> Select[str, str, datetime, int, str]:
+    """Return a query of every adapter that a bare name reaches on this base."""
     columns = select(
         Tenant.name.label("tenant"),
         Adapter.name.label("adapter"),
@@ -167,6 +177,9 @@ def _live() -> Select[str, str, datetime, int, str]:
             Adapter.deleted_at.is_(None),
             AdapterVersion.deleted_at.is_(None),
             Alias.name == LIVE,
-            or_(AdapterVersion.state != QUARANTINED, Adapter.fallback.is_not(None)),
+            or_(
+                (AdapterVersion.state != QUARANTINED) & (AdapterVersion.base_digest == base),
+                Adapter.fallback.is_not(None),
+            ),
         )
     )

@@ -14,10 +14,11 @@ from loraserve.db.idempotency import Once
 from loraserve.db.lookup import LookupCache
 from loraserve.db.paging import Page, check_limit, decode_cursor, decode_number_cursor, make_page
 from loraserve.db.session import Clock, Database, utc_now
-from loraserve.errors import AdapterQuarantined, Conflict
+from loraserve.errors import AdapterOfAnotherBase, AdapterQuarantined, AdapterUnavailable, Conflict
 from loraserve.limits import LIMITS
 from loraserve.registry.aliases import Aliases
 from loraserve.registry.audit import AuditEntry, list_audit
+from loraserve.registry.base_names import BaseNames
 from loraserve.registry.binding import BASE, Binding, Route, Target
 from loraserve.registry.certificates import Certificates, Certify
 from loraserve.registry.changes import record_change
@@ -40,7 +41,9 @@ from loraserve.registry.records import (
 from loraserve.registry.repository import AdapterRepository
 from loraserve.registry.residency import OwnedVersion, list_owned
 from loraserve.registry.routes import RouteRepository
+from loraserve.registry.served_base import ServedBase
 from loraserve.registry.shadow_hours import ShadowHours
+from loraserve.registry.store_claim import ClaimedStore, StoreClaim
 from loraserve.registry.strikes import Strikes
 from loraserve.registry.tombstones import Tombstones
 from loraserve.registry.uploads import Uploads
@@ -60,7 +63,7 @@ class Registry:
 
     `uploads` and `publisher` are the way in; `aliases` moves names, `notes` writes on what is there, `tombstones` restores what was deleted; `pins` are
     operators'; `certificates` verifies what is there again, `late_certificates` what couldn't be at its upload; `damages` is told of bytes that aren't what they were, `strikes` of answers
-    that are no numbers, `shadow_hours` of how shadows did; `grants` let other tenants use an adapter.
+    that are no numbers, `shadow_hours` of how shadows did; `grants` let other tenants use an adapter; `claim` says whose the store is.
 
     Args:
         base: the resident base model; may raise `EngineUnavailable` while there is none.
@@ -69,7 +72,9 @@ class Registry:
         retention_s: for so long what was deleted can be restored.
         pull_allow: patterns of where adapters may be pulled from.
         pinning: the engine that holds what operators have pinned; None: nothing does.
+        base_names: what the base is called, in adapters' configs; None: by its id alone.
         rests: of uploads, beside the steps of an engine on this machine's processors; None: nothing rests.
+        claim: the registry's on `store`; None: a new one.
         draw: uniform in [0, 1): which of a split's versions a request gets that says no user.
     """
 
@@ -84,7 +89,9 @@ class Registry:
         retention_s: float = DEFAULT_RETENTION_S,
         pull_allow: Sequence[str] = (),
         pinning: PinningEngine | None = None,
+        base_names: BaseNames | None = None,
         rests: Rests | None = None,
+        claim: StoreClaim | None = None,
         clock: Clock = utc_now,
         monotonic: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
@@ -92,32 +99,62 @@ class Registry:
         self._database = database
         self._clock = clock
         self._draw = draw
+        self.served_base = ServedBase(base)
         self._routes: LookupCache[tuple[TenantId, ParsedModel], Route] = LookupCache(
-            ttl_s=LIMITS.resolve_cache_s, clock=monotonic
+            ttl_s=LIMITS.resolve_cache_s,
+            clock=monotonic,
+            silence_s=database.silence_s,
+            is_cancellable=database.is_cancellable,
         )
+        names = base_names or BaseNames()
         self.certificates = Certificates(
-            database, certify, self.forget, is_at_upload=is_certified_at_upload, clock=clock
+            database,
+            certify,
+            self.served_base,
+            self.forget,
+            names=names,
+            is_at_upload=is_certified_at_upload,
+            clock=clock,
         )
         self.late_certificates = LateCertificates(database, self.certificates, base, clock=clock, monotonic=monotonic)
         rests = rests or Rests()
+        self.claim = claim or StoreClaim(database, store, clock=clock)
+        self.collector = Collector(
+            database, store, self.claim, retention_s=retention_s, clock=clock, monotonic=monotonic
+        )
+        store = ClaimedStore(store, self.claim)
         self.uploads = Uploads(database, store, clock=clock, rests=rests)
         self.publisher = Publisher(
-            database, store, base, self.certificates, self.forget, retention_s=retention_s, clock=clock, rests=rests
+            database,
+            store,
+            base,
+            self.certificates,
+            self.forget,
+            retention_s=retention_s,
+            clock=clock,
+            rests=rests,
+            names=names,
         )
-        self.aliases = Aliases(database, self.forget, clock=clock)
+        self.aliases = Aliases(database, self.served_base, self.forget, clock=clock)
         self.notes = Notes(database, self.forget, clock=clock)
         self.tombstones = Tombstones(database, store, self.forget, retention_s=retention_s, clock=clock)
-        self.pins = Pins(database, pinning, clock=clock, monotonic=monotonic)
+        self.pins = Pins(database, self.served_base, pinning, clock=clock, monotonic=monotonic)
         self.damages = Damages(database, self.forget, clock=clock)
         self.operations = Operations(database, clock=clock)
         self.pulls = Pulls(self.uploads, self.publisher, self.operations, pull_allow)
-        self.collector = Collector(database, store, retention_s=retention_s, clock=clock, monotonic=monotonic)
         self.grants = Grants(database, self.forget, clock=clock)
-        self.strikes = Strikes(database, self.forget, clock=clock)
+        self.strikes = Strikes(database, self.served_base, self.forget, clock=clock)
         self.shadow_hours = ShadowHours(database, clock=clock)
         self.num_quarantined_refused = 0
         """Uses of versions in quarantine, since the start."""
+        self.num_of_another_base_refused = 0
+        """Uses of versions of another base, since the start."""
         self.last_used = LastUsed(clock=monotonic)
+
+    @property
+    def is_database_available(self) -> bool:
+        """Whether what is changed now would be kept, as far as is known."""
+        return self._database.is_available
 
     # --- the token path ---
 
@@ -133,6 +170,8 @@ class Registry:
         Raises:
             ModelNotFound: a name is absent, deleted, or another tenant's who didn't grant it: one text.
             AdapterQuarantined: a version isn't served, nor a fallback of it; the message has its certificate's numbers, or says that its bytes are damaged.
+            AdapterOfAnotherBase: likewise, since it was made for another base than this server's.
+            EngineUnavailable: the base isn't loaded yet.
             InvalidRequest: the weights of a version add up to too much.
             DatabaseUnavailable: a name isn't known here and can't be looked up.
         """
@@ -145,11 +184,11 @@ class Registry:
         route = await self._route(tenant, terms[0].adapter)
         try:
             binding = route.bind(sticky, self._draw)
-        except AdapterQuarantined:
-            self.num_quarantined_refused += 1
+        except AdapterUnavailable as error:
+            self._count(error)
             raise
         if binding.adapter is not None:
-            self.last_used.touch(tenant, binding.adapter.digest)
+            self.last_used.touch(tenant, binding.adapter)
         owners = _owners(tenant, [(route.main.ref.tenant, terms[0])])
         return replace(binding, owners=owners) if owners else binding
 
@@ -157,20 +196,21 @@ class Registry:
         """The version that `model`, which isn't the base, means for one request; never its fallback.
 
         Raises:
-            ModelNotFound, AdapterQuarantined, DatabaseUnavailable: as `bind`.
+            ModelNotFound, AdapterQuarantined, AdapterOfAnotherBase, DatabaseUnavailable: as `bind`.
         """
         target = (await self._route(tenant, model)).choose(sticky, self._draw)
         if not target.is_servable:
-            self.num_quarantined_refused += 1
-            raise target.refusal()
-        self.last_used.touch(tenant, target.ref.digest)
+            refusal = target.refusal()
+            self._count(refusal)
+            raise refusal
+        self.last_used.touch(tenant, target.ref)
         return target.ref
 
     async def compose(self, tenant: TenantId, terms: Iterable[Term]) -> AdapterRef | None:
         """The weighted sum of what the terms mean now, each found as `resolve` finds it; None is the base: nothing is left of them.
 
         Raises:
-            ModelNotFound, AdapterQuarantined, DatabaseUnavailable: as `resolve`, of the first term that can't be used.
+            ModelNotFound, AdapterQuarantined, AdapterOfAnotherBase, DatabaseUnavailable: as `resolve`, of the first term that can't be used.
             InvalidRequest: the weights of a version add up to too much.
         """
         return compose(tenant, [(await self.resolve(tenant, term.adapter), term.weight) for term in terms])
@@ -180,7 +220,7 @@ class Registry:
 
         Raises:
             ModelNotFound, DatabaseUnavailable: as `bind`.
-            AdapterQuarantined: it isn't served, nor a fallback of it.
+            AdapterQuarantined, AdapterOfAnotherBase: it isn't served, nor a fallback of it.
         """
         route = await self._route(tenant, model)
         if not route.main.is_servable and not route.has_fallback:
@@ -189,15 +229,21 @@ class Registry:
 
     async def list_servable(self, tenant: TenantId) -> list[ServableAdapter]:
         """The adapters that a bare name reaches, by name, and those granted to the tenant; at most `LIMITS.max_listed_models`."""
+        served = self.served_base.spec
         async with self._database.read_columns() as connection:
-            return await RouteRepository(connection, tenant).servable(LIMITS.max_listed_models)
+            return await RouteRepository(connection, tenant, served).servable(LIMITS.max_listed_models)
+
+    def _count(self, refusal: AdapterUnavailable) -> None:
+        self.num_quarantined_refused += isinstance(refusal, AdapterQuarantined)
+        self.num_of_another_base_refused += isinstance(refusal, AdapterOfAnotherBase)
 
     async def _route(self, tenant: TenantId, model: ParsedModel) -> Route:
-        return await self._routes.get((tenant, model), lambda: self._look_up(tenant, model))
+        return await self._routes.get((tenant, model), lambda: self._look_up(tenant, model), holder=tenant)
 
     async def _look_up(self, tenant: TenantId, model: ParsedModel) -> Route:
+        served = self.served_base.spec
         async with self._database.read_columns() as connection:
-            route = await RouteRepository(connection, tenant).route(model)
+            route = await RouteRepository(connection, tenant, served).route(model)
         if route is None:
             raise model_not_found(model)
         return route

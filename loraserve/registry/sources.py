@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -86,7 +87,8 @@ def check_allowed(source: Source, patterns: Sequence[str]) -> None:
         if re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), source.address):
             return
     raise PermissionDenied(
-        "Nothing may be pulled from there.", hint="The operator's --pull-allow says what may: hf://ORG/*, s3://BUCKET/*"
+        f"Nothing may be pulled from {source.address}: the server's operator doesn't allow it, whatever the key.",
+        hint=f"Start the server with it among what it allows: --pull-allow {shlex.quote(source.address)}",
     )
 
 

@@ -10,9 +10,10 @@ from typing import Any
 from loraserve.db.session import Clock, Database
 from loraserve.errors import LoraserveError, NotFound
 from loraserve.registry.changes import record_change
-from loraserve.registry.parity import FAILED, NUMERICS
+from loraserve.registry.parity import FAILED, NUMERICS, WARNED
 from loraserve.registry.records import QUARANTINED
 from loraserve.registry.repository import AdapterRepository
+from loraserve.registry.served_base import ServedBase
 from loraserve.types import AdapterRef, TenantId
 
 logger = logging.getLogger(__name__)
@@ -21,8 +22,6 @@ ACTOR = "server"
 MAX_STRIKES = 3
 MAX_PENDING = 1024
 """Reports that wait for the database; of more, the version's next answers report again."""
-WARNED = "warned"
-"""The status of the check while the version is still served."""
 
 
 class Strikes:
@@ -32,14 +31,23 @@ class Strikes:
     anew, begins it again.
 
     Args:
+        served_base: of versions that were moved to another one meanwhile, this server can't tell.
         on_change: told whose name it was after its quarantine is durable.
     """
 
-    def __init__(self, database: Database, on_change: Callable[[TenantId, str], None], *, clock: Clock) -> None:
+    def __init__(
+        self,
+        database: Database,
+        served_base: ServedBase,
+        on_change: Callable[[TenantId, str], None],
+        *,
+        clock: Clock,
+    ) -> None:
         self.num_strikes = 0
         self.num_quarantined = 0
         """Versions, since the start."""
         self._database = database
+        self._served_base = served_base
         self._on_change = on_change
         self._clock = clock
         self._pending: set[asyncio.Task[None]] = set()
@@ -73,7 +81,8 @@ class Strikes:
                 adapter = await repository.adapter(ref.name, is_locking=True)
                 row = await repository.version(adapter, ref.version)
                 # a number is never given twice, but another server may be a restore behind
-                if row.digest != ref.digest or row.state == QUARANTINED:
+                is_another = row.digest != ref.digest or row.base_digest != self._served_base.spec.digest
+                if is_another or row.state == QUARANTINED:
                     return num_strikes(row.checks)
                 num = num_strikes(row.checks) + 1
                 is_out = num >= MAX_STRIKES

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AbstractContextManager
+from contextlib import AbstractAsyncContextManager
 
 from adapters_store.base import BlobStore, StagedBlob
 from loraserve.db.session import Clock, Database
 from loraserve.limits import LIMITS
-from loraserve.registry.places import Places
+from loraserve.registry.places import Pace, Places
 from loraserve.registry.resumable import ResumableUploads
 from loraserve.rests import Rests
+from loraserve.tenancy.shares import Shares
 from loraserve.types import TenantId
 
 
@@ -31,6 +32,8 @@ class Uploads:
             max_in_all=LIMITS.max_concurrent_uploads,
             max_per_tenant=LIMITS.max_concurrent_uploads_per_tenant,
         )
+        self._paces: dict[int, Pace] = {}
+        """Paces of the uploads under way, by the identity of what is staged."""
         self.downloads = Places(
             "downloads",
             max_in_all=LIMITS.max_concurrent_downloads,
@@ -39,30 +42,40 @@ class Uploads:
         """Files on their way out."""
         self.resumable = ResumableUploads(database, store, self._places, clock=clock, rests=rests)
 
-    async def stage(self, tenant: TenantId) -> StagedBlob:
+    def shares(self) -> tuple[Shares, ...]:
+        """Return how the places are divided, for metrics."""
+        return self._places.shares, self.downloads.shares
+
+    async def stage(self, tenant: TenantId, pace: Pace | None = None) -> StagedBlob:
         """A place for an upload's weights; `Publisher.publish` takes it, or the caller discards it (`release`).
 
+        Args:
+            pace: of the bytes that come; None: they come from a source of the operator's.
+
         Raises:
-            RateLimited: `LIMITS.max_concurrent_uploads_per_tenant` of the tenant are under way: nobody takes every place.
+            RateLimited: the tenant has as many as are free, or `LIMITS.max_concurrent_uploads_per_tenant`.
             Overloaded: `LIMITS.max_concurrent_uploads` are under way.
             StorageFull: no room.
         """
-        self._places.take(tenant)
+        await self._places.take_soon(tenant, pace)
         try:
-            return await asyncio.to_thread(self._store.stage, is_looked_at=True)
+            staged = await asyncio.to_thread(self._store.stage, is_looked_at=True)
         except BaseException:
-            self._places.give_back(tenant)
+            self._places.give_back(tenant, pace)
             raise
+        if pace is not None:
+            self._paces[id(staged)] = pace
+        return staged
 
-    def place(self, tenant: TenantId) -> AbstractContextManager[None]:
+    def place(self, tenant: TenantId) -> AbstractAsyncContextManager[None]:
         """An upload's place, for what publishes bytes that are in the store already: it holds them in memory too.
 
         Raises:
             RateLimited, Overloaded: as `stage`.
         """
-        return self._places.taken(tenant)
+        return self._places.taken_soon(tenant)
 
     async def release(self, tenant: TenantId, staged: StagedBlob) -> None:
         """Ends what `stage` began: what isn't committed is removed."""
-        self._places.give_back(tenant)
+        self._places.give_back(tenant, self._paces.pop(id(staged), None))
         await asyncio.to_thread(staged.discard)

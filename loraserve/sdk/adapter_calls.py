@@ -104,8 +104,10 @@ def rollback(name: str, alias: str, if_match: str | None) -> Call[Alias]:
     return Call("POST", f"{alias_path(name, alias)}/rollback", read_into(Alias), headers=headers)
 
 
-def verify(name: str, number: int) -> Call[Version]:
-    return Call("POST", f"{path_of(name, number)}/verify", read_into(Version), headers=idempotency_key())
+def verify(name: str, number: int, rebase: bool) -> Call[Version]:
+    params = {"rebase": "true"} if rebase else {}
+    path = f"{path_of(name, number)}/verify"
+    return Call("POST", path, read_into(Version), params=params, headers=idempotency_key())
 
 
 def act(name: str, number: int, action: str) -> Call[Action]:

@@ -188,15 +188,21 @@ class Adapters:
         """How the alias's shadow version did, hour by hour; pages are asked for as they're needed."""
         return all_rows(self._transport, f"{calls.alias_path(name, alias)}/shadow", ShadowHour)
 
-    def verify(self, name: str, version: int) -> Version:
+    def verify(self, name: str, version: int, *, rebase: bool = False) -> Version:
         """Compare the version's answers with the reference's anew, and return it as it is then: `Version.certificate` has the numbers.
 
         A certificate that failed puts the version into quarantine, one that passed ends it.
 
+        Args:
+            rebase: let a version that was made for another base become one of the server's, if its certificate there passes. Servers
+                of the other base refuse it from then on.
+
         Raises:
+            AdapterOfAnotherBase: it was made for another base, and `rebase` isn't given.
+            AdapterRejected: it doesn't fit the server's base, or its certificate there failed; it stays the other one's.
             EngineUnavailable: there is no certificate now; nothing was changed.
         """
-        return self._transport.send(calls.verify(name, version))
+        return self._transport.send(calls.verify(name, version, rebase))
 
     def warm(self, name: str, version: int) -> Action:
         """Bring the version's weights into memory, so that its first request needn't wait."""

@@ -99,12 +99,15 @@ def error_from_body(body: Mapping[str, Any], *, status_code: int | None) -> erro
         message = inner if isinstance(inner, str) else f"The server answered {status_code} and didn't say why."
     code = _text(fields.get("code"))
     error = errors.error_from_code(code, message) if code is not None else errors.LoraserveError(message)
+    if status_code == 409 and isinstance(error, errors.AdapterBaseMismatch):
+        # an upload's is a 422; here a published version is meant
+        error = errors.AdapterOfAnotherBase(message)
     if type(error) is errors.LoraserveError:
         error = _BY_STATUS.get(status_code or 500, errors.LoraserveError)(message)
     if code is not None:
         error.code = code
     problems = fields.get("errors")
-    if isinstance(error, errors.InvalidRequest):
+    if isinstance(error, errors.InvalidRequest | errors.AdapterOfAnotherBase):
         error.param = _text(fields.get("param")) or _first_param(problems)
     if isinstance(error, errors.AdapterRejected) and isinstance(problems, list) and problems:
         error.problems = tuple(_problem(problem) for problem in problems)

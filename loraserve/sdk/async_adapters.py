@@ -131,9 +131,9 @@ class AsyncAdapters:
     def shadow(self, name: str, alias: str = LIVE) -> AsyncIterator[ShadowHour]:
         return all_rows_async(self._transport, f"{calls.alias_path(name, alias)}/shadow", ShadowHour)
 
-    async def verify(self, name: str, version: int) -> Version:
+    async def verify(self, name: str, version: int, *, rebase: bool = False) -> Version:
         """As `Adapters.verify`."""
-        return await self._transport.send(calls.verify(name, version))
+        return await self._transport.send(calls.verify(name, version, rebase))
 
     async def warm(self, name: str, version: int) -> Action:
         return await self._transport.send(calls.act(name, version, "warm"))

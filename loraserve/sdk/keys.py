@@ -60,7 +60,8 @@ class Keys:
 
         Args:
             name: for people, to tell keys apart.
-            scopes: of ``inference``, ``adapters:read``, ``adapters:write``; None: all three.
+            scopes: of ``inference``, ``adapters:read``, ``adapters:write``; None: all three. Or ``metrics:read`` alone, for
+                what scrapes the metrics of all tenants.
             expires_at: when it stops working by itself; None: never.
         """
         return self._transport.send(_create(tenant, name, scopes, expires_at))

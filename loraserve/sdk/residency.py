@@ -21,17 +21,17 @@ class AdapterResidency(Result):
     device_bytes: int
     host_bytes: int
     num_pins: int | None
-    """Running sequences that hold it; None for a tenant's key."""
+    """Requests for this version, alone or in a sum, that have had their first token and not their last; None for a tenant's key."""
     is_pinned: bool
     """Pinned by an operator: never evicted."""
     last_used_s: float | None
-    """Seconds since its last use."""
+    """Seconds since this version's last use; None: not used since the server started."""
     dtype: str | None = None
     """What its matrices are held in (fp32, bf16, fp16, int8); None: it's in no memory."""
     precision_loss: float | None = None
     """The largest relative error, over its modules, of its update as it is held against as it was uploaded; None: it's in no memory."""
     uses_per_s: float | None = None
-    """Of late, older uses counting less and less; None for a tenant's key, or in no memory."""
+    """Requests for this version of late, older ones counting less and less; None for a tenant's key."""
 
     @property
     def model(self) -> str:

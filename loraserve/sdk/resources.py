@@ -43,6 +43,14 @@ class Certificate(Result):
     seconds: float | None
     reason: str = ""
     """Why it failed."""
+    base_digest: str = ""
+    """The digest of the base that it holds for. Empty, like the four below, in certificates of releases that didn't say."""
+    quantization: str = ""
+    arithmetic: str = ""
+    """How that base's linears multiply: ``w8a8-row``, ``w4a16``, ``fp32`` …"""
+    instructions: str = ""
+    """The widest instruction sets that were used for it."""
+    device: str = ""
 
 
 class Version(Result):
@@ -53,7 +61,10 @@ class Version(Result):
     digest: str
     """SHA-256 over the canonical config and tensors: the version's identity."""
     state: str
-    """ready; quarantined: its certificate failed, or its stored bytes were found damaged, and it isn't served; checked: a dry run's."""
+    """ready; quarantined: its certificate failed, or its stored bytes were found damaged, and it isn't served; other_base: it was made for another
+    base than the server's, and isn't served there; checked: a dry run's."""
+    base_digest: str = ""
+    """The base that it was made for, as `client.base().digest`; empty where the server doesn't say."""
     size_bytes: int
     rank: int
     """The highest of its modules."""
@@ -65,6 +76,8 @@ class Version(Result):
     tags: dict[str, str] = Field(default_factory=dict)
     checks: list[dict[str, Any]] = Field(default_factory=list)
     """What was checked before it was taken, and what was found."""
+    warnings: list[str] = Field(default_factory=list)
+    """Findings that don't keep it from being served, such as the name of another base in its config."""
 
     @property
     def model(self) -> str:
@@ -74,6 +87,10 @@ class Version(Result):
     @property
     def is_quarantined(self) -> bool:
         return self.state == "quarantined"
+
+    @property
+    def is_of_another_base(self) -> bool:
+        return self.state == "other_base"
 
     @property
     def verdict(self) -> str | None:
@@ -149,8 +166,12 @@ class ShadowHour(Result):
 class Adapter(Result):
     name: str
     aliases: dict[str, int]
-    """Alias → version."""
+    """Alias → version; of a split, the version with the largest weight."""
+    splits: dict[str, list[Share]] = Field(default_factory=dict)
+    """Aliases, among `aliases`, whose traffic is shared → the versions and their weights."""
     num_versions: int
+    num_versions_of_another_base: int = 0
+    """Versions among those that were made for another base than the server's, and aren't served there."""
     latest_version: int | None
     notes: str = ""
     tags: dict[str, str] = Field(default_factory=dict)

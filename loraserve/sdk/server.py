@@ -24,6 +24,14 @@ class Base(Result):
     """Linear → (out_features, in_features)."""
     dtype: str
     quantization: str
+    arithmetic: str = ""
+    """How linears multiply: ``w8a8-row`` (int8 weights, activations rounded to int8 by row), ``w8a16``, ``w4a16``, ``fp32`` …; several joined by ``+``."""
+    kernels: str = ""
+    """Kernels that multiply so."""
+    instructions: str = ""
+    """The widest instruction sets that those may use."""
+    device: str = ""
+    """cpu or cuda. Empty, like the three above: the server is of a release that doesn't say."""
     num_parameters: int
     size_bytes: int
 

@@ -111,11 +111,25 @@ class Authenticator:
         self._clock = clock
         self._pepper: bytes | None = None
         self._default: TenantId | None = None
-        self._callers: LookupCache[str, _Known] = LookupCache(ttl_s=LIMITS.auth_cache_s, clock=monotonic)
-        self._tenants: LookupCache[str, _Tenant] = LookupCache(ttl_s=LIMITS.auth_cache_s, clock=monotonic)
+        self._callers: LookupCache[str, _Known] = LookupCache(
+            ttl_s=LIMITS.auth_cache_s,
+            clock=monotonic,
+            silence_s=database.silence_s,
+            is_cancellable=database.is_cancellable,
+        )
+        self._tenants: LookupCache[str, _Tenant] = LookupCache(
+            ttl_s=LIMITS.auth_cache_s,
+            clock=monotonic,
+            silence_s=database.silence_s,
+            is_cancellable=database.is_cancellable,
+        )
         # An admin works however long the database is away: what was known of the default tenant is good enough for it.
         self._admins: LookupCache[str, _Tenant] = LookupCache(
-            ttl_s=LIMITS.auth_cache_s, grace_s=math.inf, clock=monotonic
+            ttl_s=LIMITS.auth_cache_s,
+            grace_s=math.inf,
+            clock=monotonic,
+            silence_s=database.silence_s,
+            is_cancellable=database.is_cancellable,
         )
         self.keys = Keys(database, self._get_pepper, self._forget_key, clock=clock)
         self.tenants = Tenants(database, self._forget_tenant, clock=clock)
@@ -146,8 +160,11 @@ class Authenticator:
             audit.record(session, "key.create", key.record.id, actor=audit.SERVER, tenant=None, at=now)
         return key.secret
 
-    async def authenticate(self, secret: str) -> Caller:
+    async def authenticate(self, secret: str, *, holder: str | None = None) -> Caller:
         """Whose secret this is.
+
+        Args:
+            holder: the address that sends it: its unknown secrets wait for each other before they wait for others'.
 
         Raises:
             AuthenticationError: nobody's, or it is revoked, expired, or of a deleted tenant. One text for all.
@@ -160,7 +177,7 @@ class Authenticator:
         if not is_well_formed(secret):
             raise _bad_key()
         secret_hash = hash_secret(secret, self._get_pepper())
-        known = await self._callers.get(secret_hash, lambda: self._find(secret_hash))
+        known = await self._callers.get(secret_hash, lambda: self._find(secret_hash), holder=holder)
         if not hmac.compare_digest(known.secret_hash, secret_hash):
             raise _bad_key()
         if known.expires_at is not None and known.expires_at <= self._clock():

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 
-from sqlalchemy import Select, func, select
+from sqlalchemy import Select, delete, distinct, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import aliased
 
 from loraserve.db import audit
 from loraserve.db.models import Adapter, Grant, Tenant
@@ -17,7 +18,7 @@ from loraserve.db.session import Clock, Database, utc_now
 from loraserve.errors import GrantNotFound, InvalidRequest
 from loraserve.limits import LIMITS
 from loraserve.registry.repository import AdapterRepository
-from loraserve.tenancy.tenants import find_tenant
+from loraserve.tenancy.tenants import find_or_await_tenant, forget_awaited_tenant
 from loraserve.types import TenantId
 
 
@@ -33,6 +34,8 @@ class Grants:
     """Who may use the adapters of a tenant beside it; each call for one owner. What a call acknowledges is durable.
 
     A grant ends with its adapter: one that is deleted and pushed anew has none, one that is restored has those that it had.
+    An owner doesn't learn which tenants there are: a name that no tenant has can be granted to, and a tenant of that name that is
+    made later has the grant. One to a tenant that was deleted stays in the list; the next tenant of that name has nothing of it.
 
     Args:
         on_change: told the owner and the adapter's name after a change is durable, so that this process forgets what it knew.
@@ -46,40 +49,57 @@ class Grants:
         self._clock = clock
 
     async def create(self, owner: TenantId, name: str, tenant: str, *, actor: str) -> tuple[GrantRecord, bool]:
-        """The tenant of this name may use the adapter; and whether it couldn't before. Here at once, elsewhere within seconds.
+        """Let the tenant of this name use the adapter, as soon as there is one; return also whether it couldn't before.
+
+        It may at once on this server, and within seconds on others.
 
         Raises:
             AdapterNotFound: `owner` has no such adapter.
-            TenantNotFound: there is no such tenant.
+            TenantNotFound: no tenant can have this name.
             InvalidRequest: it is the owner, the adapter has `LIMITS.max_grants_per_adapter`, or the tenant `LIMITS.max_grants_per_tenant` of this owner.
         """
         now = self._clock()
         async with self._database.write() as session:
             adapter = await AdapterRepository(session, owner).adapter(name, is_locking=True)
-            grantee = await find_tenant(session, tenant)
+            grantee = await find_or_await_tenant(session, tenant, now=now)
             if grantee.id == owner:
                 raise InvalidRequest("The adapter is this tenant's own; it needs no grant.", param="tenant")
-            row = await session.get(Grant, (adapter.id, grantee.id))
-            if row is not None:
+            row = await self._find(session, adapter, tenant)
+            if row is not None and row.tenant_id == grantee.id:
                 return GrantRecord(name, tenant, row.created_at), False
-            mine = select(func.count()).select_from(_grants_of(adapter).subquery())
-            if (await session.scalar(mine) or 0) >= LIMITS.max_grants_per_adapter:
-                raise InvalidRequest(
-                    f"The adapter has {LIMITS.max_grants_per_adapter} grants, the most it may have.", param="tenant"
-                )
-            theirs = select(func.count()).select_from(Grant).join(Adapter, Adapter.id == Grant.adapter_id)
-            theirs = theirs.where(
-                Grant.tenant_id == grantee.id, Adapter.tenant_id == owner, Adapter.deleted_at.is_(None)
+            # one to an earlier tenant of this name is this one's from now on, and looks as it was
+            record = GrantRecord(name, tenant, now if row is None else row.created_at)
+            if row is None:
+                await self._check_room(session, owner, adapter, tenant)
+            else:
+                await self._delete(session, adapter, tenant)
+            session.add(
+                Grant(adapter_id=adapter.id, tenant_id=grantee.id, created_at=record.created_at, created_by=actor)
             )
-            if (await session.scalar(theirs) or 0) >= LIMITS.max_grants_per_tenant:
-                raise InvalidRequest(
-                    f"{LIMITS.max_grants_per_tenant} adapters are granted to that tenant, the most it may have of one owner.",
-                    param="tenant",
-                )
-            session.add(Grant(adapter_id=adapter.id, tenant_id=grantee.id, created_at=now, created_by=actor))
             self._audit(session, "grant.create", owner, name, tenant, actor, now)
         self._on_change(owner, name)
-        return GrantRecord(name, tenant, now), True
+        return record, row is None
+
+    async def _check_room(self, session: AsyncSession, owner: TenantId, adapter: Adapter, tenant: str) -> None:
+        """Raises:
+        InvalidRequest: the adapter has as many grants as it may, or the tenant of this owner's.
+        """
+        mine = select(func.count()).select_from(_grants_of(adapter).subquery())
+        if (await session.scalar(mine) or 0) >= LIMITS.max_grants_per_adapter:
+            raise InvalidRequest(
+                f"The adapter has {LIMITS.max_grants_per_adapter} grants, the most it may have.", param="tenant"
+            )
+        theirs = (
+            select(func.count(distinct(Grant.adapter_id)))
+            .join(Adapter, Adapter.id == Grant.adapter_id)
+            .join(Tenant, Tenant.id == Grant.tenant_id)
+            .where(Tenant.name == tenant, Adapter.tenant_id == owner, Adapter.deleted_at.is_(None))
+        )
+        if (await session.scalar(theirs) or 0) >= LIMITS.max_grants_per_tenant:
+            raise InvalidRequest(
+                f"{LIMITS.max_grants_per_tenant} adapters are granted to that tenant, the most it may have of one owner.",
+                param="tenant",
+            )
 
     async def get(self, owner: TenantId, name: str, tenant: str) -> GrantRecord:
         """Raises:
@@ -117,17 +137,24 @@ class Grants:
         now = self._clock()
         async with self._database.write() as session:
             adapter = await AdapterRepository(session, owner).adapter(name, is_locking=True)
-            row = await self._find(session, adapter, tenant)
-            _record(name, row, tenant)
-            await session.delete(row)
+            _record(name, await self._find(session, adapter, tenant), tenant)
+            await self._delete(session, adapter, tenant)
+            # in any case: it takes the same time whether there is such a tenant
+            await forget_awaited_tenant(session, tenant)
             self._audit(session, "grant.delete", owner, name, tenant, actor, now)
         self._on_change(owner, name)
 
     async def _find(self, session: AsyncSession, adapter: Adapter, tenant: str) -> Grant | None:
         if not is_name(tenant):
             return None
-        row = (await session.execute(_grants_of(adapter).where(Tenant.name == tenant))).one_or_none()
+        row = (await session.execute(_grants_of(adapter).where(Tenant.name == tenant))).first()
         return None if row is None else row[0]
+
+    @staticmethod
+    async def _delete(session: AsyncSession, adapter: Adapter, tenant: str) -> None:
+        """Remove what the adapter has of grants to this name: an earlier tenant of it may have had one too."""
+        named = select(Tenant.id).where(Tenant.name == tenant)
+        await session.execute(delete(Grant).where(Grant.adapter_id == adapter.id, Grant.tenant_id.in_(named)))
 
     @staticmethod
     def _audit(
@@ -137,9 +164,16 @@ class Grants:
 
 
 def _grants_of(adapter: Adapter) -> Select[Grant, str]:
-    """The adapter's grants to tenants that aren't deleted, with those tenants' names."""
-    query = select(Grant, Tenant.name).join(Tenant, Tenant.id == Grant.tenant_id)
-    return query.where(Grant.adapter_id == adapter.id, Tenant.deleted_at.is_(None))
+    """Return the adapter's grants with their tenants' names, one of each name: the live tenant's where it has one."""
+    query = select(Grant, Tenant.name).join(Tenant, Tenant.id == Grant.tenant_id).where(Grant.adapter_id == adapter.id)
+    other, namesake = aliased(Grant), aliased(Tenant)
+    better = (
+        select(other.adapter_id)
+        .join(namesake, namesake.id == other.tenant_id)
+        .where(other.adapter_id == adapter.id, namesake.name == Tenant.name, namesake.id != Tenant.id)
+        .where(or_(namesake.deleted_at.is_(None), Tenant.deleted_at.is_not(None) & (namesake.id > Tenant.id)))
+    )
+    return query.where(~better.exists())
 
 
 def _record(name: str, row: Grant | None, tenant: str) -> GrantRecord:

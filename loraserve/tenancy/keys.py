@@ -35,6 +35,8 @@ CHECKSUM_LENGTH = 6
 SHOWN_LENGTH = len(PREFIX) + 4
 
 TENANT_SCOPES = frozenset({"inference", "adapters:read", "adapters:write"})
+METRICS_SCOPE = "metrics:read"
+"""Metrics tell of all tenants: a key with this scope is an operator's, of whichever tenant, and opens nothing else."""
 ADMIN_SCOPES = TENANT_SCOPES | {"admin"}
 
 
@@ -95,12 +97,15 @@ def check_scopes(scopes: Iterable[str]) -> tuple[str, ...]:
     """The scopes in a fixed order, each once.
 
     Raises:
-        InvalidRequest: none, or one that a tenant's key can't have.
+        InvalidRequest: none, one that a tenant's key can't have, or `METRICS_SCOPE` beside others.
     """
     wanted = set(scopes)
+    if wanted == {METRICS_SCOPE}:
+        return (METRICS_SCOPE,)
     if not wanted or not wanted <= TENANT_SCOPES:
         raise InvalidRequest(
-            "scopes should be one or more of " + ", ".join(sorted(TENANT_SCOPES)) + ".", param="scopes"
+            f"scopes should be one or more of {', '.join(sorted(TENANT_SCOPES))}, or {METRICS_SCOPE} alone.",
+            param="scopes",
         )
     return tuple(sorted(wanted))
 

@@ -7,20 +7,20 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import delete, func, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 from ulid import ULID
 
 from loraserve.db import audit
 from loraserve.db.idempotency import Once
-from loraserve.db.models import Tenant
+from loraserve.db.models import AuditRow, Grant, Tenant
 from loraserve.db.names import is_name
 from loraserve.db.paging import Page, check_limit, decode_cursor, make_page
 from loraserve.db.session import Clock, Database, utc_now
 from loraserve.errors import AlreadyExists, Conflict, InvalidRequest, QuotaExceeded, TenantNotFound
 from loraserve.limits import LIMITS, NAME_PATTERN
-from loraserve.tenancy.policy import TenantLimits, TenantPolicy, policy_of_row, read_weight
+from loraserve.tenancy.policy import NO_POLICY, TenantLimits, TenantPolicy, policy_of_row, read_weight
 from loraserve.tenancy.prices import read_prices
 from loraserve.types import TenantId
 
@@ -63,6 +63,10 @@ class TenantChange:
         )
 
 
+_NEVER_LIVED = Tenant.deleted_at == Tenant.created_at
+"""Rows that stand for tenants that aren't there yet."""
+
+
 def tenant_not_found() -> TenantNotFound:
     """One text for absent, deleted and somebody else's."""
     return TenantNotFound("There is no such tenant.", hint="See: loraserve tenant list")
@@ -72,10 +76,15 @@ async def insert_tenant(
     session: AsyncSession, name: str, policy: TenantPolicy, *, actor: str, now: datetime
 ) -> TenantRecord:
     """A new tenant in the session's transaction."""
+    await _lock_name(session, name)
     row = Tenant(id=str(ULID.from_datetime(now)), name=name, created_at=now, deleted_at=None, **_columns(policy))
     session.add(row)
     # The audit row refers to the tenant's: that one goes first.
     await session.flush()
+    # the tenant has what owners granted to its name before it was made
+    absent = select(Tenant.id).where(Tenant.name == name, _NEVER_LIVED)
+    await session.execute(update(Grant).where(Grant.tenant_id.in_(absent)).values(tenant_id=row.id))
+    await forget_awaited_tenant(session, name)
     audit.record(session, "tenant.create", name, actor=actor, tenant=row.id, at=now, detail=_columns(policy))
     return _to_record(row)
 
@@ -83,6 +92,43 @@ async def insert_tenant(
 def _columns(policy: TenantPolicy) -> dict[str, Any]:
     prices = {} if policy.prices is None else policy.prices.as_json()
     return {"limits": asdict(policy.limits), "weight": policy.weight, "prices": prices}
+
+
+async def find_or_await_tenant(session: AsyncSession, name: str, *, now: datetime) -> Tenant:
+    """Return the live tenant's row, or one that stands for a tenant of this name that may come: owners mustn't learn which it is.
+
+    Raises:
+        TenantNotFound: no tenant can have this name.
+    """
+    if not is_name(name):
+        raise tenant_not_found()
+    await _lock_name(session, name)
+    named = select(Tenant).where(Tenant.name == name)
+    live = (await session.scalars(named.where(Tenant.deleted_at.is_(None)))).one_or_none()
+    # asked in any case: the two take the same time
+    absent = (await session.scalars(named.where(_NEVER_LIVED).limit(1))).one_or_none()
+    row = live or absent
+    if row is None:
+        row = Tenant(id=str(ULID.from_datetime(now)), name=name, created_at=now, deleted_at=now, **_columns(NO_POLICY))
+        session.add(row)
+        await session.flush()
+    return row
+
+
+async def forget_awaited_tenant(session: AsyncSession, name: str) -> None:
+    """Remove the row that stands for a tenant of this name that isn't there yet, if no grant is left to it; no-op if there is none."""
+    await _lock_name(session, name)
+    is_granted = select(Grant.adapter_id).where(Grant.tenant_id == Tenant.id).exists()
+    # a tenant that lived for less than the clock can tell is no such row: its creation was audited
+    has_lived = select(AuditRow.id).where(AuditRow.tenant_id == Tenant.id).exists()
+    awaited = Tenant.name == name, _NEVER_LIVED, ~is_granted, ~has_lived
+    await session.execute(delete(Tenant).where(*awaited).execution_options(synchronize_session=False))
+
+
+async def _lock_name(session: AsyncSession, name: str) -> None:
+    """Keep other transactions from making a tenant of this name, or granting to it, until this one ends. SQLite has one writer anyway."""
+    if session.get_bind().dialect.name == "postgresql":
+        await session.execute(select(func.pg_advisory_xact_lock(func.hashtext(f"tenant:{name}"))))
 
 
 async def find_tenant(session: AsyncSession, name: str, *, is_locking: bool = False) -> Tenant:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import jinja2
 import jinja2.exceptions
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -113,15 +114,21 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda format: now().strftime(format)
         self._templates: dict[str, jinja2.Template] = {}
+        self._read: set[str] = set()
         for name, source in _read_sources(Path(model_dir), config).items():
             try:
                 self._templates[name] = environment.from_string(source)
+                self._read |= jinja2.meta.find_undeclared_variables(environment.parse(source))
             except jinja2.TemplateError as error:
                 raise ConfigError(f"The model's chat template ({name}) is not valid Jinja: {error}") from error
 
     @property
     def is_available(self) -> bool:
         return bool(self._templates)
+
+    def reads(self, variable: str) -> bool:
+        """Return whether a template looks at a variable of that name that it doesn't set itself."""
+        return variable in self._read
 
     def render(
         self,

@@ -22,7 +22,7 @@ import pytest
 
 from loraserve import Client
 from loraserve.cli.main import app
-from loraserve.demo.pack import adapter_dirs, base_dir
+from loraserve.demo.pack import BASE_NAME, adapter_dirs, base_dir
 
 ADMIN_KEY = "admin-key-of-the-command-line-tests"
 START_S, STOP_S = 60.0, 20.0
@@ -105,9 +105,10 @@ def start_server(port: int, data_dir: Path, log: Path, **variables: str) -> subp
         "--host-cache",
         "64MiB",
     ]
+    command = [sys.executable, "-m", "loraserve.cli.main", "serve"]
     with log.open("wb") as file:
         return subprocess.Popen(
-            [sys.executable, "-m", "loraserve.cli.main", "serve", *map(str, arguments), "--num-threads", "1"],
+            [*command, *map(str, arguments), "--num-threads", "1", "--base-names", BASE_NAME],
             stdout=file,
             stderr=file,
             cwd=data_dir.parent,

@@ -54,6 +54,9 @@ def test_push_show_and_verify_tell_how_close_the_answers_are(loraserve: Run, cli
     certificate = shown.json["checks"][-1]["certificate"]
     assert 0 < certificate["max_difference"] <= certificate["tolerance"]
     assert f"{certificate['max_difference']:.3g} of {certificate['tolerance']:.3g} allowed" in pushed.stdout
+    base = client.base()
+    assert (certificate["base_digest"], certificate["arithmetic"]) == (base.digest, base.arithmetic)
+    assert f"base {base.digest[:12]}, quantization none, fp32 (" in pushed.stdout
     assert f"{certificate['max_difference']:.3g} of" in loraserve("adapter", "show", "certified").stdout
     verified = loraserve("adapter", "verify", "certified", "--format", "json")
     assert (verified.code, verified.json["state"], verified.json["version"]) == (0, "ready", 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -66,7 +67,7 @@ def test_rejected_adapter_says_why_and_what_next(loraserve: Run, sql_dir: Path, 
     done = loraserve("adapter", "push", tmp_path, "--name", "rejected")
     assert done.code == 1
     assert "use_dora" in done.stderr
-    assert f"next: loraserve adapter push {tmp_path} --name rejected --dry-run" in done.stderr
+    assert "--dry-run" not in done.stderr
     assert "request: req_" in done.stderr
 
 
@@ -81,6 +82,25 @@ def test_list_show_and_versions_agree(loraserve: Run, client: Client, sql_dir: P
     assert loraserve("adapter", "show", "listed@1", "--format", "quiet").stdout == "listed@1\n"
 
 
+def test_list_and_show_say_how_an_alias_shares_its_traffic(
+    loraserve: Run, client: Client, sql_dir: Path, pirate_dir: Path
+) -> None:
+    for directory in (sql_dir, pirate_dir):
+        client.adapters.push(directory, name="shared")
+    client.adapters.set_alias("shared", "canary", 1)
+    client.adapters.set_alias("shared", "live", split={1: 1, 2: 1})
+    shared = client.adapters.get("shared")
+    assert shared.aliases == {"canary": 1, "live": 2}
+    assert {name: [(one.version, one.weight) for one in split] for name, split in shared.splits.items()} == {
+        "live": [(1, 1.0), (2, 1.0)]
+    }
+    row = next(line for line in loraserve("adapter", "list").stdout.splitlines() if line.startswith("shared "))
+    assert "canary=1, live=1:50%,2:50%" in row
+    assert "canary=1, live=1:50%,2:50%" in loraserve("adapter", "show", "shared").stdout
+    client.adapters.set_alias("shared", "live", split={1: 1, 2: 2})
+    assert "live=1:33.33%,2:66.67%" in loraserve("adapter", "show", "shared").stdout
+
+
 def test_alias_moves_and_refuses_a_stale_condition(
     loraserve: Run, client: Client, sql_dir: Path, pirate_dir: Path
 ) -> None:
@@ -91,6 +111,23 @@ def test_alias_moves_and_refuses_a_stale_condition(
     stale = loraserve("adapter", "alias", "moved", "live", "2", "--if-match", '"r1"')
     assert stale.code == 1
     assert loraserve("adapter", "show", "moved", "--format", "json").json["aliases"] == {"live": 1}
+
+
+def test_rollback_of_an_alias_that_was_never_moved_names_a_command_that_works(
+    here: Run, client: Client, sql_dir: Path, pirate_dir: Path
+) -> None:
+    client.adapters.push(sql_dir, name="unmoved")
+    client.adapters.push(pirate_dir, name="unmoved", promote=False)
+    refused = here("adapter", "rollback", "unmoved")
+    assert refused.code == 1
+    assert "it hasn't been moved since it was made" in refused.stderr
+    advice = next(line for line in refused.stderr.splitlines() if "Try: loraserve " in line)
+    assert advice.endswith("Try: loraserve adapter alias unmoved live VERSION")
+    command = shlex.split(advice[advice.index("loraserve ") :])[1:]
+    assert here(*["2" if word == "VERSION" else word for word in command]).code == 0
+    assert client.adapters.get("unmoved").aliases == {"live": 2}
+    assert here("adapter", "rollback", "unmoved").code == 0
+    assert client.adapters.get("unmoved").aliases == {"live": 1}
 
 
 def test_delete_takes_a_version_or_all(loraserve: Run, client: Client, sql_dir: Path, pirate_dir: Path) -> None:
@@ -204,12 +241,15 @@ def test_ps_shows_where_adapters_are_and_what_runs(loraserve: Run, client: Clien
     (row,) = (row for row in shown["adapters"] if row["name"] == "resident")
     assert (row["tier"], row["is_pinned"], row["dtype"], row["precision_loss"]) == ("device", True, "bf16", 0.0)
     assert shown["engine"]["kv_blocks"] > 0
+    base = shown["base"]
+    assert (base["quantization"], base["arithmetic"], base["device"]) == ("none", "fp32", "cpu")
+    assert base["instructions"]
     memory = shown["memory"]
     parts = ("kv_used_bytes", "kv_idle_bytes", "adapters_used_bytes", "adapters_idle_bytes", "free_bytes")
     assert memory["budget_bytes"] == sum(memory[part] for part in parts) > 0
     assert loraserve("adapter", "unpin", "resident@1").code == 0
     human = loraserve("ps").stdout
-    for word in ("requests", "device", "found", "evicted", "resident@1", "DTYPE"):
+    for word in ("fp32 (", "requests", "device", "found", "evicted", "resident@1", "DTYPE"):
         assert word in human
 
 

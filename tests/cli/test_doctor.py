@@ -16,7 +16,7 @@ from loraserve import Client
 from loraserve.cli.doctor import _secrets
 from loraserve.cli.main import app
 from loraserve.demo.pack import base_dir
-from loraserve.doctor import installation
+from loraserve.doctor import installation, kernels
 from loraserve.doctor.installation import Probe
 
 Run = Callable[..., Any]
@@ -109,3 +109,84 @@ def test_doctor_says_which_setting_is_wrong(examine: Callable[..., Done]) -> Non
     done = examine("--memory-budget", "much", "--format", "quiet")
     assert done.code == 1
     assert "settings" in done.output.splitlines()
+
+
+def test_doctor_measures_what_rounding_costs(examine: Callable[..., Done], tmp_path: Path) -> None:
+    arguments = ("--model", base_dir(), "--quantize", "fp8", "--data-dir", tmp_path / "data", "--precision")
+    done = examine(*arguments, "--format", "json")
+    # words for people go to stderr, which the runner mixes in
+    found, _ = json.JSONDecoder().raw_decode(done.output[done.output.index("{") :])
+    assert done.code == 0
+    names = [check["name"] for check in found["checks"] if check["name"].startswith("precision")]
+    assert names == ["precision", "precision_weights", "precision_activations"]
+    cost = found["precision"]
+    assert (cost["arithmetic"], cost["num_positions"]) == ("w8a16-fp8", 256)
+    assert 0.9 < cost["total"]["top1_agreement"] < 1
+    assert 0 < cost["total"]["mean_difference"] < cost["total"]["max_difference"]
+    assert cost["activations"]["max_difference"] < 1e-4
+
+
+def test_doctor_measures_no_rounding_without_a_base(examine: Callable[..., Done]) -> None:
+    done = examine("--precision")
+    assert done.code == 1
+    assert "precision" in done.output
+    assert "one that can be loaded" in done.output
+
+
+def test_kernels_are_tried_without_a_server(examine: Callable[..., Done]) -> None:
+    done = examine("--kernels", "--quantize", "int4", "--format", "json")
+    assert done.code == 0
+    found, _ = json.JSONDecoder().raw_decode(done.output[done.output.index("{") :])
+    assert found["instructions"].keys() == {"onednn", "fbgemm", "torch", "numba"}
+    # the head is in int8
+    assert {one["format"] for one in found["formats"]} == {"int4", "int8"}
+    for one in found["formats"]:
+        assert [row["rows"] for row in one["rows"]] == [1, 8, 64, 256]
+        assert all(row["gops"] > 0 for row in one["rows"])
+        taken = next(c for c in one["candidates"] if c["kernel"] == one["kernel"])
+        assert taken["verdict"] == "usable"
+        assert taken["rows"] == one["rows"]
+
+
+def test_kernels_that_cant_be_tried_are_said(examine: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_MODULE", "loraserve_kernels.nowhere")
+    done = examine("--kernels")
+    assert done.code == 2
+    assert "The kernels can't be tried" in done.output
+    done = examine("--quantize", "int8", "--format", "json")
+    assert done.statuses["kernels"] == "fail"
+
+
+@pytest.mark.parametrize(("is_slower", "status"), [(False, "ok"), (True, "warn")])
+def test_a_format_that_is_slower_than_float32_is_a_warning(
+    examine: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, is_slower: bool, status: str
+) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def tried(formats: tuple[str, ...], *, is_quick: bool) -> dict[str, Any]:
+        asked.append(formats)
+        one = {"format": "nf4", "arithmetic": "w4a16-nf4", "kernel": "widened", "instructions": "avx2"}
+        return {"formats": [{**one, "rows": [{"ratio": 21.0, "rows": 1}], "is_slower": is_slower}]}
+
+    monkeypatch.setattr(kernels, "tried", tried)
+    done = examine("--quantize", "nf4", "--format", "json")
+    assert done.statuses["kernels"] == status
+    assert asked == [("nf4", "int8")]
+    # linears in float32 have nothing to try
+    assert "kernels" not in examine("--format", "json").statuses
+    assert "kernels" not in examine("--quantize", "nf4", "--device", "cuda", "--format", "json").statuses
+
+
+@pytest.mark.parametrize(
+    ("quantize", "dtype", "activation_dtype", "formats"),
+    [
+        ("none", "auto", "auto", ()),
+        ("none", "bfloat16", "auto", ("bfloat16",)),
+        ("int8", "auto", "auto", ("int8",)),
+        ("int8", "auto", "float", ("int8-weights",)),
+        ("int4", "auto", "float", ("int4", "int8-weights")),
+        ("fp8", "auto", "auto", ("fp8",)),
+    ],
+)
+def test_settings_mean_formats(quantize: str, dtype: str, activation_dtype: str, formats: tuple[str, ...]) -> None:
+    assert kernels.formats_of(quantize, dtype, activation_dtype) == formats

@@ -13,6 +13,7 @@ from loraserve.sdk.answers import Answer
 from loraserve.sdk.residency import AdapterResidency, Memory
 from loraserve.sdk.resources import Adapter
 from loraserve.sdk.samples import parse_metrics
+from loraserve.sdk.server import Base
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -136,6 +137,24 @@ MEMORY = Memory(
     host_adapter_bytes=1 << 20,
     num_host_adapters=1,
 )
+BASE = Base(
+    id="base",
+    digest="b" * 64,
+    architecture="LlamaForCausalLM",
+    num_layers=2,
+    hidden_size=8,
+    vocab_size=32,
+    max_model_len=64,
+    modules={"q_proj": (8, 8)},
+    dtype="float32",
+    quantization="int8",
+    arithmetic="w8a8-row",
+    kernels="onednn-u8",
+    instructions="avx512_core_vnni",
+    device="cpu",
+    num_parameters=64,
+    size_bytes=64,
+)
 METRICS = """loraserve_requests_running 3.0
 loraserve_adapter_lookups_total{tier="device"} 90.0
 loraserve_adapter_lookups_total{tier="host"} 7.0
@@ -165,6 +184,9 @@ class Server:
 
     def memory(self) -> Memory | None:
         return self._memory
+
+    def base(self) -> Base:
+        return BASE
 
     def metrics(self) -> str:
         assert self._memory is not None, "a tenant's key was used to ask for metrics"

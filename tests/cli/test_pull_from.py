@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from typing import Any
+
+import pytest
+
+from loraserve import Client
+from loraserve.errors import PermissionDenied
+from loraserve.registry.sources import check_allowed, parse_source
+from loraserve.settings import Settings
 
 Run = Callable[..., Any]
 
@@ -29,7 +37,27 @@ def test_pull_that_fails_says_why_and_exits_1(here: Run) -> None:
 def test_pull_from_elsewhere_than_the_operator_allows_is_refused(here: Run) -> None:
     done = here("adapter", "pull", "foreign", "--from", "hf://elsewhere/sql")
     assert done.code == 1
-    assert "--pull-allow" in done.stderr
+    # it isn't the key's doing: this one is an admin's
+    assert "scope" not in done.stderr
+    assert "LORASERVE_API_KEY" not in done.stderr
+    advice = next(line for line in done.stderr.splitlines() if "--pull-allow" in line)
+    _, flag = shlex.split(advice[advice.index("--pull-allow") :])
+    allowed = Settings.load(model="m", pull_allow=f"hf://acme/*, {flag}").pull_allow
+    check_allowed(parse_source("hf://elsewhere/sql"), allowed)
+    with pytest.raises(PermissionDenied):
+        check_allowed(parse_source("hf://elsewhere/sql2"), allowed)
+
+
+def test_pull_with_a_tenants_key_says_whose_key_it_takes(here: Run, client: Client) -> None:
+    client.tenants.create("pulling")
+    key = client.keys.create("pulling", name="test").key
+    done = here("adapter", "pull", "fetched", "--from", "hf://acme/sql", LORASERVE_API_KEY=key)
+    assert done.code == 1
+    assert "It takes an admin key: the server's LORASERVE_ADMIN_KEY" in done.stderr
+    assert "key create" not in done.stderr
+    # the tests' server takes the admin's key, as the message says
+    pulled = ("adapter", "pull", "fetched-for", "--tenant", "pulling", "--from", "hf://acme/sql", "--format", "json")
+    assert here(*pulled).json["state"] == "done"
 
 
 def test_unknown_operation_names_the_command_that_lists_them(here: Run) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from loraserve import Client
+from loraserve.errors import PermissionDenied
 
 Run = Callable[..., Any]
 
@@ -54,6 +58,32 @@ def test_key_that_is_to_end_has_its_instant(here: Run, client: Client) -> None:
     assert done.code == 0
     ends = datetime.fromisoformat(done.json["expires_at"])
     assert abs(ends - datetime.now(UTC) - timedelta(days=30)) < timedelta(minutes=1)
+
+
+def test_key_without_the_scope_is_told_how_one_with_it_is_made(here: Run, client: Client, sql_dir: Path) -> None:
+    client.tenants.create("scoped")
+    reader = client.keys.create("scoped", name="reader", scopes=["adapters:read"]).key
+    push = ("adapter", "push", sql_dir, "--name", "sql")
+    refused = here(*push, LORASERVE_API_KEY=reader)
+    assert refused.code == 1
+    assert "'adapters:write'" in refused.stderr
+    advice = next(line for line in refused.stderr.splitlines() if "loraserve key create" in line)
+    command = shlex.split(advice[advice.index("loraserve ") :])[1:]
+    made = here(*command, "--format", "quiet").stdout.strip()
+    assert here(*push, LORASERVE_API_KEY=made).code == 0
+
+
+def test_key_for_prometheus_reads_metrics_and_nothing_else(here: Run, client: Client) -> None:
+    command = ("key", "create", "--tenant", "default", "--name", "prometheus", "--scope", "metrics:read")
+    secret = here(*command, "--format", "quiet").stdout.strip()
+    with Client(client.url, api_key=secret) as scraper:
+        assert "loraserve_engine_up 1.0" in scraper.metrics()
+        for refused in (scraper.base, lambda: list(scraper.keys.list("default")), lambda: list(scraper.models.list())):
+            with pytest.raises(PermissionDenied):
+                refused()
+    both = here(*command, "--scope", "inference")
+    assert both.code == 1
+    assert "metrics:read alone" in both.stderr
 
 
 def test_audit_has_the_newest_first_and_no_more_than_asked(here: Run, client: Client) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from adapters_store import LocalStore
 from loraserve.cli.next_steps import next_step
 from loraserve.cli.output import Format, Output
 from loraserve.errors import AdapterBaseMismatch, LoraserveError, SchemaOutdated, VersionNotFound
@@ -140,6 +141,24 @@ def test_db_commands_make_and_check_the_tables(run_cli: Run, tmp_path: Path) -> 
     assert run_cli("db", "current", *where).stdout == f"{upgraded.json['head']}\n"
 
 
+def test_adopt_store_says_what_it_would_change_and_does_it_on_an_explicit_word(run_cli: Run, tmp_path: Path) -> None:
+    where = ("--data-dir", tmp_path / "data")
+    assert run_cli("db", "upgrade", *where).code == 0
+    store = LocalStore(tmp_path / "data" / "blobs")
+    with store.stage() as staged:
+        staged.write(b"somebody's")
+        staged.commit()
+    looked = run_cli("db", "adopt-store", *where, "--format", "json")
+    assert (looked.code, looked.json["unknown"], looked.json["is_adopted"]) == (2, 1, False)
+    assert store.read_marker() is None
+    adopted = run_cli("db", "adopt-store", *where, "--yes")
+    assert adopted.code == 0
+    assert "The 1 blobs that this registry doesn't know will be deleted" in adopted.stderr
+    again = run_cli("db", "adopt-store", *where, "--format", "json")
+    assert (again.code, again.json["is_adopted"], again.json["marker_of"]) == (0, True, looked.json["registry"])
+    store.close()
+
+
 def test_next_step_belongs_to_the_narrowest_class() -> None:
     assert next_step(VersionNotFound("no")) == "loraserve adapter versions NAME"
     assert next_step(LoraserveError("no")) is None
@@ -148,7 +167,8 @@ def test_next_step_belongs_to_the_narrowest_class() -> None:
 def test_next_step_names_what_the_command_was_about() -> None:
     named = {"NAME": "sql", "DIR": "./my dir"}
     assert next_step(VersionNotFound("no"), named) == "loraserve adapter versions sql"
-    assert next_step(AdapterBaseMismatch("no"), named) == "loraserve adapter push './my dir' --name sql --dry-run"
+    # a push that was refused has said everything that is wrong: a dry run of it would say the same
+    assert next_step(AdapterBaseMismatch("no"), named) is None
 
 
 def test_next_step_that_an_error_names_wins() -> None:
@@ -165,6 +185,5 @@ def test_every_reason_of_a_rejected_adapter_is_printed(capsys: pytest.CaptureFix
         "error: sql has 2 problems.",
         "  - layer 9 isn't there",
         "  - q_proj is 3x4",
-        "next: loraserve adapter push DIR --name NAME --dry-run",
         "request: req-1",
     ]

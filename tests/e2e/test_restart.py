@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import httpx2
 from server_process import ServerProcess
 
@@ -35,6 +38,24 @@ def test_everything_acknowledged_is_served_after_a_kill(tmp_path):
         assert server.stop() == 0
         server.start()
         assert httpx2.get(f"{server.url}/livez").status_code == 200
+        assert server.stop() == 0
+    finally:
+        server.kill()
+
+
+def test_a_hangup_disturbs_no_answer_and_is_said_in_the_log(tmp_path):
+    server = ServerProcess(tmp_path / "data")
+    server.start()
+    try:
+        key = server.make_tenant("acme")
+        with Client(server.url, api_key=key) as client:
+            client.adapters.push(str(adapter_dirs()["sql"]), name="sql")
+        engine = server.engine_pid()
+        for pid in (server.process.pid, engine):
+            os.kill(pid, signal.SIGHUP)
+        assert answer(server, key, "sql", fresh_prompts(1, 77)[0].prompt)
+        assert server.engine_pid() == engine
+        assert "SIGHUP is ignored" in server.log.read_text()
         assert server.stop() == 0
     finally:
         server.kill()

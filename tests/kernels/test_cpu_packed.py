@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loraserve_kernels import cpu_packed
+from loraserve_kernels import cpu_decoded, cpu_packed
 from loraserve_kernels.cpu_packed import pack_quantized, packed_linear, widen
-from loraserve_kernels.errors import InvalidWeight, ShapeMismatch
+from loraserve_kernels.errors import ShapeMismatch
 from loraserve_kernels.quantized import QuantizedWeight, quantize
 
 KINDS = {
@@ -13,6 +13,7 @@ KINDS = {
     "int4 with zeros": ("int4", True),
     "int8": ("int8", False),
     "int8 with zeros": ("int8", True),
+    "int8 by channel": ("int8", False),
     "nf4": ("nf4", False),
     "fp8": ("fp8", False),
 }
@@ -22,7 +23,11 @@ def make(kind: str, out_features: int, in_features: int, group_size: int = 64) -
     name, has_zeros = KINDS[kind]
     # groups of very different sizes, and far from zero
     weight = torch.randn(out_features, in_features) * 10.0 ** torch.randint(-3, 3, (out_features, 1)) + 0.3
-    return quantize(weight, name, group_size if name in ("int4", "int8") else None, has_zeros=has_zeros)
+    has_groups = name in ("int4", "int8") and kind != "int8 by channel"
+    return quantize(weight, name, group_size if has_groups else None, has_zeros=has_zeros)
+
+
+KERNELS = ["numba", "widened"]
 
 
 @pytest.fixture
@@ -46,11 +51,14 @@ def test_every_code_of_fp8_is_widened_as_torch_does() -> None:
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 63])
 @pytest.mark.parametrize("kind", KINDS)
-def test_product_is_that_of_the_widened_weight(kind: str, num_tokens: int, has_bias: bool) -> None:
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_product_is_that_of_the_widened_weight(kernel: str, kind: str, num_tokens: int, has_bias: bool) -> None:
     weight = make(kind, 101, 192)
     x, bias = torch.randn(num_tokens, 192), torch.randn(101) if has_bias else None
-    packed = pack_quantized(weight)
-    assert len(packed.blocks) == 7
+    packed = pack_quantized(weight, kernel)
+    assert packed.kernel == kernel
+    assert len(packed.blocks) == (7 if kernel == "widened" else 0)
+    assert packed.num_bytes == weight.num_bytes
     wide = weight.dequantize(torch.float64)
     exact, magnitude = x.double() @ wide.T, x.double().abs() @ wide.abs().T
     if bias is not None:
@@ -60,8 +68,9 @@ def test_product_is_that_of_the_widened_weight(kind: str, num_tokens: int, has_b
 
 @pytest.mark.usefixtures("_small_blocks")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rows_bits_dont_depend_on_its_batch(kind: str) -> None:
-    packed, row = pack_quantized(make(kind, 101, 192)), torch.randn(1, 192)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_rows_bits_dont_depend_on_its_batch(kernel: str, kind: str) -> None:
+    packed, row = pack_quantized(make(kind, 101, 192), kernel), torch.randn(1, 192)
     alone = packed_linear(row, packed)[0]
     for num_tokens in (2, 3, 8, 17, 64, 200):
         x = torch.randn(num_tokens, 192)
@@ -70,17 +79,52 @@ def test_a_rows_bits_dont_depend_on_its_batch(kind: str) -> None:
         assert torch.equal(packed_linear(x, packed)[-1], alone)
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("num_tokens", "in_features"), [(1, 333), (7, 64), (65, 2048)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_weights_are_decoded_as_they_are(
+    dtype: torch.dtype, num_tokens: int, in_features: int, has_bias: bool
+) -> None:
+    weight = torch.randn(101, in_features).to(dtype)
+    packed, x = cpu_decoded.pack_half(weight), torch.randn(num_tokens, in_features)
+    bias = torch.randn(101) if has_bias else None
+    exact, magnitude = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
+    if bias is not None:
+        exact, magnitude = exact + bias, magnitude + bias.abs()
+    y = cpu_decoded.linear(x, packed, bias)
+    assert ((y - exact).abs() <= 1e-6 * magnitude).all()
+    assert y.is_contiguous()
+    assert torch.equal(cpu_decoded.linear(x[-1:].clone(), packed, bias)[0], y[-1])
+    assert torch.equal(cpu_decoded.unpack(packed, 30, 99), weight[30:99].float())
+    assert packed.num_bytes == weight.nbytes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_rows_of_a_packed_weight_are_the_references_bit_for_bit(kernel: str, kind: str) -> None:
+    weight = make(kind, 101, 192)
+    rows = torch.cat(list(pack_quantized(weight, kernel).rows(30, 99)))
+    assert torch.equal(rows, weight.dequantize(torch.float32)[30:99])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_nan_in_fp8_stays_nan(kernel: str) -> None:
+    """Numba's kernel has no NaN for it, so that such a weight is widened."""
+    weight = make("fp8", 40, 64)
+    weight.codes.view(torch.uint8)[3, 5] = 0x7F
+    packed = pack_quantized(weight, kernel)
+    assert packed.kernel == "widened"
+    is_nan = packed_linear(torch.randn(2, 64), packed).isnan()
+    assert is_nan[:, 3].all()
+    assert is_nan.sum() == 2
+
+
 def test_blocks_keep_scratch_memory_small_and_codes_unshared_copies_away() -> None:
     weight = make("nf4", 4100, 1024)
-    packed = pack_quantized(weight)
+    packed = pack_quantized(weight, "widened")
     assert all(block.out_features * block.in_features <= 1 << 20 for block in packed.blocks)
     assert packed.blocks[0].codes.data_ptr() == weight.codes.data_ptr()
     assert packed.num_bytes == weight.num_bytes
-
-
-def test_int8_by_channel_is_refused() -> None:
-    with pytest.raises(InvalidWeight, match="pack_int8"):
-        pack_quantized(quantize(torch.randn(4, 8), "int8"))
 
 
 @pytest.mark.parametrize("x", [torch.randn(3, 63), torch.randn(64), torch.randn(3, 64).half()])

@@ -1,11 +1,10 @@
-import platform
-import subprocess
-import sys
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from loraserve_kernels import gemm, reference
+from loraserve_kernels import choices, gemm, reference
 from loraserve_kernels.errors import ShapeMismatch
 from loraserve_kernels.gemm import (
     blocks_in_place,
@@ -20,10 +19,13 @@ from loraserve_kernels.gemm import (
 SHAPES = [(61, 40), (128, 64), (96, 333)]
 
 
-@pytest.fixture(params=["as this machine does", "fbgemm"])
+@pytest.fixture(params=["as this machine does", "onednn-s8", "onednn-u8", "numba-dot", "fbgemm"])
 def _library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "fbgemm":
-        monkeypatch.setattr(gemm, "_onednn_is_exact", lambda: False)
+    if request.param != "as this machine does":
+        candidate = next(c for c in choices.FORMATS["int8"] if c.kernel == request.param)
+        # what a kernel doesn't sum exactly here is never taken; `test_choices` shows that
+        if candidate.is_exact(candidate, "int8", 256):
+            monkeypatch.setattr(gemm, "_chosen_int8", lambda *_: request.param)
 
 
 @pytest.mark.usefixtures("_library")
@@ -166,14 +168,42 @@ def has_avx2() -> bool:
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="about x86 instructions")
-def test_onednn_is_taken_only_where_its_sums_are_exact() -> None:
-    """Instructions before VNNI add pairs of products in 16 bits: the probe must notice."""
-    probe = "import torch; from loraserve_kernels import gemm; print(gemm._onednn_is_exact())"
-    result = subprocess.run(
-        [sys.executable, "-c", probe], env={"ONEDNN_MAX_CPU_ISA": "AVX2"}, capture_output=True, text=True, check=True
-    )
-    assert result.stdout.strip() == "False"
+class _Heights(TorchDispatchMode):
+    """Notes how many rows each of oneDNN's products has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "linear_pointwise" in str(func):
+            self.seen.add(args[0].shape[0])
+        return func(*args, **(kwargs or {}))
+
+
+# not every processor has oneDNN's products of bfloat16
+_ONEDNN = ["float32", "onednn-u8", *(["bfloat16"] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else [])]
+
+
+@pytest.mark.parametrize("kernel", _ONEDNN)
+def test_onednn_compiles_products_of_few_heights(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(32, 48)
+    if kernel == "float32":
+        packed = pack_float(weight)
+        multiply = lambda x: float_linear(x, packed)  # noqa: E731
+    elif kernel == "bfloat16":
+        half = gemm.pack_half(weight, torch.bfloat16, "onednn")
+        multiply = lambda x: gemm.half_linear(x, half)  # noqa: E731
+    else:
+        monkeypatch.setattr(gemm, "_chosen_int8", lambda *_: kernel)
+        int8 = quantize_int8(weight)
+        multiply = lambda x: int8_linear(x, int8)  # noqa: E731
+    x = torch.randn(300, 48)
+    with _Heights() as heights:
+        for num_rows in range(1, 301):
+            assert multiply(x[:num_rows]).shape == (num_rows, 32)
+    # one to sixteen, and then every sixteenth
+    assert 16 < len(heights.seen) <= 16 + 300 // 16 + 1
 
 
 def test_wrong_inputs_are_refused() -> None:

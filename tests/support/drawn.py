@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 import warnings
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 
 import peft
 import torch
+from safetensors.torch import load_file, save_file
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ATTENTION = LINEARS[:4]
@@ -48,10 +50,12 @@ SIZES: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class Draw:
-    """One adapter: its kind, for messages, and PEFT's config."""
+    """One adapter: its kind, for messages, PEFT's config, and what is done to the files that PEFT has saved: ``another`` copy of the embedding, a copy of ``16 bits``,
+    every tensor in ``float64``, ``defaults`` left out of the config."""
 
     kind: str
     config: peft.PeftConfig
+    edit: str = ""
 
 
 def draw_base(rng: random.Random) -> tuple[str, dict[str, Any]]:
@@ -67,6 +71,7 @@ def draw_adapter(rng: random.Random, kind: str, options: dict[str, Any], num_lay
     linears = FUSED if kind == "phi3" else ATTENTION if kind in EXPERTS else LINEARS
     biased = [m for m in linears if has_bias(kind, options, m)]
     kinds = ["lora", "lora", "patterns", "dora", "regex", "lora bias", "outside", "norms", "tokens", "alora", "head"]
+    kinds += ["copies", "float64", "defaults"]
     if kind != "phi3":
         kinds += ["loha", "lokr", "ia3", "vera"]
     if biased:
@@ -108,7 +113,15 @@ def draw_adapter(rng: random.Random, kind: str, options: dict[str, Any], num_lay
             return Draw(name, lora(**common, use_dora=True))
         case "regex":
             suffixes = "|".join(targets)
-            return Draw(name, lora(**{**common, "target_modules": rf".*layers\.[0-{num_layers - 1}]\..*({suffixes})"}))
+            pattern = rng.choice(
+                (
+                    rf".*layers\.[0-{num_layers - 1}]\..*({suffixes})",
+                    # as ms-swift writes it
+                    rf"^(language_model|model)(?!.*(lm_head|output|emb|wte|shared|experts)).*({suffixes})$",
+                    rf"(?!.*experts)(?=.*layers\.{layer}\.).*(?<!norm)\.({suffixes})",
+                )
+            )
+            return Draw(name, lora(**{**common, "target_modules": pattern}))
         case "lora bias":
             return Draw(name, lora(**common, lora_bias=True))
         case "bias":
@@ -116,8 +129,16 @@ def draw_adapter(rng: random.Random, kind: str, options: dict[str, Any], num_lay
             return Draw(name, lora(**common, bias=rng.choice(("all", "lora_only"))))
         case "outside":
             return Draw(name, lora(**{**common, "target_modules": ["embed_tokens", "lm_head", *targets[:2]]}))
+        case "copies":
+            # the embedding is a target, so that PEFT saves the base's own beside it
+            config = lora(**{**common, "target_modules": ["embed_tokens", *targets[:2]]})
+            return Draw(name, config, rng.choice(("another", "16 bits")))
+        case "float64":
+            return Draw(name, lora(**common, bias="none"), name)
+        case "defaults":
+            return Draw(name, lora(**{**common, "r": 8, "lora_alpha": 8}), name)
         case "norms":
-            saved = rng.sample(norms(kind), 1)
+            saved = rng.sample(norms(kind), rng.randint(1, 2))
             return Draw(name, lora(**common, modules_to_save=saved))
         case "head":
             saved = (
@@ -161,9 +182,15 @@ def draw_adapter(rng: random.Random, kind: str, options: dict[str, Any], num_lay
 def norms(kind: str) -> list[str]:
     """Names of norms that an adapter may have weights of its own for."""
     if kind == "olmo2":
-        return ["model.norm"]
+        return ["post_attention_layernorm", "post_feedforward_layernorm", "model.norm"]
     if "gemma" in kind:
-        return ["input_layernorm", "pre_feedforward_layernorm", "model.norm"]
+        return [
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+            "model.norm",
+        ]
     return ["input_layernorm", "post_attention_layernorm", "model.norm"]
 
 
@@ -184,7 +211,25 @@ def save_adapter(model: Any, draw: Draw, directory: Path, seed: int) -> Any:
                 if parameter.requires_grad:
                     _randomise(name, parameter, torch.randn(parameter.shape, generator=generator))
         adapted.save_pretrained(directory)
+        _edit(directory, draw.edit)
         return peft.PeftModel.from_pretrained(copy.deepcopy(model), directory).eval()
+
+
+def _edit(directory: Path, edit: str) -> None:
+    """Change the saved files as others than PEFT write them."""
+    weights, config = directory / "adapter_model.safetensors", directory / "adapter_config.json"
+    if edit == "defaults":
+        fields = json.loads(config.read_text())
+        del fields["r"], fields["lora_alpha"]
+        config.write_text(json.dumps(fields))
+    elif edit == "float64":
+        save_file({name: tensor.double() for name, tensor in load_file(weights).items()}, weights)
+    elif edit:
+        tensors = load_file(weights)
+        for name in [name for name in tensors if name.endswith("base_layer.weight")]:
+            copy = tensors[name]
+            tensors[name] = copy.bfloat16() if edit == "16 bits" else (copy.roll(1, 0) * 1.1).contiguous()
+        save_file(tensors, weights)
 
 
 def _randomise(name: str, parameter: torch.Tensor, noise: torch.Tensor) -> None:

@@ -53,17 +53,32 @@ class ServerProcess:
     def log(self) -> Path:
         return self.data_dir.with_name(self.data_dir.name + ".log")
 
+    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Return what a command line that ends by itself says, with the server's variables.
+
+        `serve` gets the server's flags too: a start that is refused.
+        """
+        command = [sys.executable, "-P", "-m", "loraserve.cli.main", *words]
+        if words == ("serve",):
+            command = self._command
+        return subprocess.run(
+            command, cwd=self.data_dir.parent, env=self._environment, capture_output=True, text=True, timeout=START_S
+        )
+
+    @property
+    def _command(self) -> list[str]:
+        command = [sys.executable, "-P", "-m", "loraserve.cli.main", "serve", "--model", str(self.model)]
+        return [*command, "--port", str(self.port), "--data-dir", str(self.data_dir), *self.flags]
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        return environment(**{"LORASERVE_ADMIN_KEY": ADMIN_KEY, **self.variables})
+
     def start(self) -> ServerProcess:
         """Return once it is ready."""
-        command = [sys.executable, "-P", "-m", "loraserve.cli.main", "serve", "--model", str(self.model)]
-        command += ["--port", str(self.port), "--data-dir", str(self.data_dir), *self.flags]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=log,
-                cwd=self.data_dir.parent,
-                env=environment(**{"LORASERVE_ADMIN_KEY": ADMIN_KEY, **self.variables}),
+                self._command, stdout=log, stderr=log, cwd=self.data_dir.parent, env=self._environment
             )
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:

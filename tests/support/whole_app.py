@@ -15,7 +15,9 @@ from loraserve.engine.output import Chunk
 from loraserve.types import AdapterRef, AdapterResidency, BaseSpec, Certificate, EngineStats, FinishReason
 
 ADMIN_KEY = "admin-key-of-the-contract-" + "x" * 20
-SCOPES = ("inference", "adapters:read", "adapters:write")
+SCOPES = ("inference", "adapters:read", "adapters:write", "metrics:read")
+OPERATORS = ("admin", "metrics:read")
+"""Scopes that no key of a tenant's has unless it was given them."""
 
 
 @dataclass
@@ -27,7 +29,9 @@ class StillEngine:
     stats: EngineStats = field(default_factory=EngineStats)
     is_ready: bool = True
     is_live: bool = True
+    status: str | None = None
     num_restarts: int = 0
+    num_hangs: int = 0
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         yield Chunk(

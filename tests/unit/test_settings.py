@@ -136,3 +136,17 @@ def test_patterns_of_what_may_be_pulled_are_read_from_each_place(
     assert Settings.load(model="m").pull_allow == expected
     monkeypatch.setenv("LORASERVE_PULL_ALLOW", "s3://b/*")
     assert Settings.load(model="m").pull_allow == ("s3://b/*",)
+
+
+def test_other_names_of_the_base_are_a_list_with_commas_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert (Settings.load(model="m").base_names, Settings.load(model="m").strict_base) == ((), False)
+    assert Settings.load(model="m", base_names="org/Base, base-2 ,").base_names == ("org/Base", "base-2")
+    monkeypatch.setenv("LORASERVE_BASE_NAMES", "org/base")
+    monkeypatch.setenv("LORASERVE_STRICT_BASE", "true")
+    assert (Settings.load(model="m").base_names, Settings.load(model="m").strict_base) == (("org/base",), True)
+    monkeypatch.delenv("LORASERVE_BASE_NAMES")
+    (tmp_path / "loraserve.toml").write_text('base-names = ["org/base", "b"]\n')
+    assert Settings.load(model="m").base_names == ("org/base", "b")

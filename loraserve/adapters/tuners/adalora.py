@@ -15,7 +15,7 @@ from loraserve.adapters.peft_fields import FieldRule
 from loraserve.adapters.strict_json import shown
 from loraserve.adapters.tensor_names import module_name
 from loraserve.adapters.tuners.factors import as_float32, as_view
-from loraserve.adapters.tuners.fields import ignored, implemented, refusals, refused
+from loraserve.adapters.tuners.fields import ignored, implemented, number, refusals, refused
 from loraserve.errors import AdapterFormatError, AdapterRejected, AdapterUnsupported
 from loraserve.limits import LIMITS, Limits
 from loraserve.types import BaseSpec
@@ -46,6 +46,7 @@ FIELDS: dict[str, FieldRule] = {
     "init_lora_weights": ignored(
         "AdaLoRA asks only whether it is set, and draws the same weights for all of its names"
     ),
+    "loftq_config": refused("PEFT's AdaLoRA takes none", {}),
     "use_dora": refused("PEFT has no AdaLoRA with magnitudes"),
     "alora_invocation_tokens": refused("PEFT has no activated AdaLoRA"),
     "ensure_weight_tying": refused("it isn't served with AdaLoRA"),
@@ -118,7 +119,7 @@ def _raise(malformed: list[str], unsupported: list[str], others: list[str], kind
 
 
 def _numbers(config: Mapping[str, Any], limits: Limits, malformed: list[str]) -> tuple[int, float]:
-    init_r, alpha = config.get("init_r"), config.get("lora_alpha")
+    init_r, alpha = (number("ADALORA", config, name) for name in ("init_r", "lora_alpha"))
     if type(init_r) is not int or not 1 <= init_r <= limits.max_rank:
         malformed.append(f"init_r is {shown(init_r)}; expected a whole number from 1 to {limits.max_rank}.")
         init_r = 1

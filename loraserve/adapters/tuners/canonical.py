@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from loraserve.adapters.tuners.fields import number
+
 Fields = list[tuple[str, str]]
 
 
@@ -16,7 +18,7 @@ def canonical_plain(config: Mapping[str, Any]) -> Fields:
 
 def canonical_lycoris(config: Mapping[str, Any]) -> Fields:
     """Of LoHa and LoKr: ranks and alphas; in the order of their keys, since the first match wins."""
-    fields = [("r", _number(config["r"])), ("alpha", _number(config["alpha"]))]
+    fields = [(name, _number(number(config["peft_type"], config, name))) for name in ("r", "alpha")]
     for name in ("rank_pattern", "alpha_pattern"):
         pattern = config.get(name) or {}
         fields.append((name, str(len(pattern))))
@@ -27,10 +29,7 @@ def canonical_lycoris(config: Mapping[str, Any]) -> Fields:
 
 def canonical_adalora(config: Mapping[str, Any]) -> Fields:
     """Of AdaLoRA: what its scaling is made of; the ranks are the tensors'."""
-    return [
-        ("init_r", _number(config["init_r"])),
-        ("lora_alpha", _number(config["lora_alpha"])),
-    ]
+    return [(name, _number(number("ADALORA", config, name))) for name in ("init_r", "lora_alpha")]
 
 
 def _number(value: int | float) -> str:

@@ -16,7 +16,7 @@ from loraserve.adapters.strict_json import shown
 from loraserve.adapters.tensor_names import PREFIX, BaseNames, Linear, Place
 from loraserve.adapters.tuners.beside import Beside, is_beside
 from loraserve.adapters.tuners.factors import Factors, as_view, num_bytes
-from loraserve.adapters.tuners.fields import refusals
+from loraserve.adapters.tuners.fields import number, refusals
 from loraserve.errors import AdapterBaseMismatch, AdapterFormatError, AdapterRejected, AdapterUnsupported
 from loraserve.limits import Limits
 from loraserve.types import BaseSpec
@@ -202,8 +202,8 @@ class Compilation:
         bias = self.config.get("bias", "none") if "bias" in table else "none"
         as_lora = {
             "peft_type": "LORA",
-            "r": self.config.get(rank) if rank else 1,
-            "lora_alpha": self.config.get(alpha) if alpha else 1,
+            "r": number(self.kind, self.config, rank) if rank else 1,
+            "lora_alpha": number(self.kind, self.config, alpha) if alpha else 1,
             "bias": "lora_only" if bias == f"{self.kind.lower()}_only" else bias,
             **{name: self.config[name] for name in names},
         }

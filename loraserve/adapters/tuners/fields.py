@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from loraserve.adapters.peft_fields import FIELDS, FieldRule, Handling
-from loraserve.adapters.strict_json import shown
+from loraserve.adapters.peft_fields import FIELDS, FieldRule, Handling, refusal
 
 
 def implemented(why: str) -> FieldRule:
@@ -38,6 +37,20 @@ INIT = ignored("it only chose the weights that training began with")
 TRANSPOSED = FIELDS["fan_in_fan_out"]
 
 
+DEFAULTS: Mapping[str, Mapping[str, int]] = {
+    "LOHA": {"r": 8, "alpha": 8},
+    "LOKR": {"r": 8, "alpha": 8},
+    "VERA": {"r": 256},
+    "ADALORA": {"init_r": 12, "lora_alpha": 8},
+}
+"""PEFT's, by kind, of the numbers that a config may leave out; a test compares them with the classes."""
+
+
+def number(kind: str, config: Mapping[str, Any], name: str) -> Any:
+    """Return what the config says, or PEFT's default where it says nothing. What is said may be anything."""
+    return config.get(name, DEFAULTS[kind][name])
+
+
 def fields(kind: str, **rules: FieldRule) -> dict[str, FieldRule]:
     """The table of a kind: what every kind has, then its own."""
     return {
@@ -49,18 +62,5 @@ def fields(kind: str, **rules: FieldRule) -> dict[str, FieldRule]:
 
 def refusals(config: Mapping[str, Any], table: Mapping[str, FieldRule]) -> list[str]:
     """What the config asks for and the table doesn't have, or refuses; each with its reason."""
-    problems = []
-    for name, value in config.items():
-        rule = table.get(name)
-        # a newer PEFT's field that is switched off says nothing
-        if value is None or value is False or value in ("", [], {}):
-            continue
-        if rule is None:
-            problems.append(
-                f"{shown(name)} = {shown(value)}: this server doesn't know the field, and it may change the answers."
-            )
-        elif rule.handling is Handling.REFUSED and not any(
-            value == neutral and type(value) is type(neutral) for neutral in rule.neutral
-        ):
-            problems.append(f"{name} = {shown(value)} is refused: {rule.why}.")
-    return problems
+    found = (refusal(name, value, table) for name, value in config.items())
+    return [why for why in found if why is not None]

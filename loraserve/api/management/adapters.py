@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
@@ -13,8 +14,8 @@ from loraserve.api import scopes
 from loraserve.api.management.answers import ROOT, answer, answer_once, content_etag, created, encode
 from loraserve.api.management.multipart import multipart_boundary, read_upload
 from loraserve.api.management.resources import AdapterResource, PageResource, Resource, VersionResource, page_of
-from loraserve.api.management.uploads import is_json, publish_stored
-from loraserve.api.services import services_of
+from loraserve.api.management.uploads import is_json, pace_of, publish_stored
+from loraserve.api.services import Services, services_of
 from loraserve.errors import InvalidRequest
 from loraserve.registry.parity import quarantined
 from loraserve.registry.records import QUARANTINED, Published, VersionRecord
@@ -53,17 +54,15 @@ async def publish_version(
     services = services_of(request)
     services.check_open()
     # A misspelt ?dry-run=true would otherwise publish.
-    if unknown := set(request.query_params) - {"dry_run", "promote"}:
-        plain = sorted(unknown)[0] if len(unknown) == 1 and sorted(unknown)[0].isidentifier() else None
-        raise InvalidRequest(
-            "The query has a parameter that isn't known here.", param=plain, hint="Known: dry_run, promote."
-        )
+    check_query(request, "dry_run", "promote")
     uploads, publisher = services.registry.uploads, services.registry.publisher
     publisher.check_name(name)
     if is_json(request):
-        return await publish_stored(request, caller, name, _published, is_promoting=promote, is_dry_run=dry_run)
+        return await publish_stored(
+            request, caller, name, _published_on(services), is_promoting=promote, is_dry_run=dry_run
+        )
     boundary = multipart_boundary(request)
-    staged = await uploads.stage(caller.tenant)
+    staged = await uploads.stage(caller.tenant, pace_of(request))
     try:
         config = await read_upload(request, boundary, staged, uploads.rests)
         content = hashlib.sha256(config).digest() + staged.digest.encode()
@@ -80,19 +79,22 @@ async def publish_version(
                 once=once,
             )
 
-        return await answer_once(request, caller, content, work, _published)
+        return await answer_once(request, caller, content, work, _published_on(services))
     finally:
         await uploads.release(caller.tenant, staged)
 
 
-def _published(published: Published) -> StoredResponse:
-    version = published.version
-    resource = VersionResource.of(version)
-    if version.version is None:
-        body = encode(resource)
-        return StoredResponse(200, {"ETag": content_etag(body)}, body)
-    location = f"{ROOT}/adapters/{version.name}/versions/{version.version}"
-    return created(resource, location, status=201 if published.is_new else 200)
+def _published_on(services: Services) -> Callable[[Published], StoredResponse]:
+    def render(published: Published) -> StoredResponse:
+        version = published.version
+        resource = VersionResource.of(version, services.registry.served_base.digest)
+        if version.version is None:
+            body = encode(resource)
+            return StoredResponse(200, {"ETag": content_etag(body)}, body)
+        location = f"{ROOT}/adapters/{version.name}/versions/{version.version}"
+        return created(resource, location, status=201 if published.is_new else 200)
+
+    return render
 
 
 @router.get("", response_model=PageResource[AdapterResource])
@@ -100,13 +102,16 @@ async def list_adapters(
     request: Request, limit: int = 50, cursor: str | None = None, caller: Caller = Depends(_reader)
 ) -> Response:
     """The tenant's adapters by name."""
-    page = await services_of(request).registry.list(caller.tenant, limit=limit, cursor=cursor)
-    return answer(request, page_of(page.items, page.next_cursor, AdapterResource.of))
+    registry = services_of(request).registry
+    page = await registry.list(caller.tenant, limit=limit, cursor=cursor)
+    show = partial(AdapterResource.of, served=registry.served_base.digest)
+    return answer(request, page_of(page.items, page.next_cursor, show))
 
 
 @router.get("/{name}", response_model=AdapterResource)
 async def get_adapter(name: str, request: Request, caller: Caller = Depends(_reader)) -> Response:
-    return answer(request, AdapterResource.of(await services_of(request).registry.get(caller.tenant, name)))
+    registry = services_of(request).registry
+    return answer(request, AdapterResource.of(await registry.get(caller.tenant, name), registry.served_base.digest))
 
 
 @router.delete("/{name}", status_code=204)
@@ -121,14 +126,17 @@ async def list_versions(
     name: str, request: Request, limit: int = 50, cursor: str | None = None, caller: Caller = Depends(_reader)
 ) -> Response:
     """The adapter's versions, newest first."""
-    page = await services_of(request).registry.list_versions(caller.tenant, name, limit=limit, cursor=cursor)
-    return answer(request, page_of(page.items, page.next_cursor, VersionResource.of))
+    registry = services_of(request).registry
+    page = await registry.list_versions(caller.tenant, name, limit=limit, cursor=cursor)
+    show = partial(VersionResource.of, served=registry.served_base.digest)
+    return answer(request, page_of(page.items, page.next_cursor, show))
 
 
 @router.get("/{name}/versions/{number}", response_model=VersionResource)
 async def get_version(name: str, number: int, request: Request, caller: Caller = Depends(_reader)) -> Response:
-    version = await services_of(request).registry.get_version(caller.tenant, name, number)
-    return answer(request, VersionResource.of(version))
+    registry = services_of(request).registry
+    version = await registry.get_version(caller.tenant, name, number)
+    return answer(request, VersionResource.of(version, registry.served_base.digest))
 
 
 @router.delete("/{name}/versions/{number}", status_code=204)
@@ -139,20 +147,29 @@ async def delete_version(name: str, number: int, request: Request, caller: Calle
 
 
 @router.post("/{name}/versions/{number}/verify", response_model=VersionResource)
-async def verify_version(name: str, number: int, request: Request, caller: Caller = Depends(_writer)) -> Response:
-    """Compare the version's answers with the reference's anew. 200 with the version as it is then: ready, or in quarantine."""
+async def verify_version(
+    name: str, number: int, request: Request, rebase: bool = False, caller: Caller = Depends(_writer)
+) -> Response:
+    """Compare the version's answers with the reference's anew. 200 with the version as it is then: ready, or in quarantine.
+
+    A version that was made for another base is refused with 409 ``adapter_base_mismatch``. With ``rebase`` it becomes one of this server's
+    base where its shapes allow and its certificate passes, and is served on the other one no more; otherwise 422, and nothing is changed.
+    """
     services = services_of(request)
     services.check_open()
+    # A misspelt ?rebased=true would otherwise be answered as if it hadn't been said.
+    check_query(request, "rebase")
 
     async def work(once: Once[VersionRecord] | None) -> VersionRecord:
-        return await services.registry.certificates.verify(caller.tenant, name, number, actor=caller.key_id, once=once)
+        return await services.registry.certificates.verify(
+            caller.tenant, name, number, actor=caller.key_id, is_rebasing=rebase, once=once
+        )
 
-    return await answer_once(request, caller, b"", work, _verified)
+    def render(version: VersionRecord) -> StoredResponse:
+        body = encode(VersionResource.of(version, services.registry.served_base.digest))
+        return StoredResponse(200, {"ETag": content_etag(body)}, body)
 
-
-def _verified(version: VersionRecord) -> StoredResponse:
-    body = encode(VersionResource.of(version))
-    return StoredResponse(200, {"ETag": content_etag(body)}, body)
+    return await answer_once(request, caller, b"", work, render)
 
 
 @router.post("/{name}/versions/{number}/warm", response_model=ActionResource)
@@ -162,12 +179,13 @@ async def warm_version(name: str, number: int, request: Request, caller: Caller 
     services.check_open()
     registry, engine = services.registry, services.engine
     version = await registry.get_version(caller.tenant, name, number)
+    registry.served_base.check(name, number, version.base_digest, version.checks)
     if version.state == QUARANTINED:
         raise quarantined(name, number, version.checks)
 
     async def work(once: Once[bool] | None) -> bool:
         await registry.check_once(once)
-        registry.last_used.touch(caller.tenant, version.digest)
+        registry.last_used.touch(caller.tenant, version.ref)
         is_done = await _within(WARM_WAIT_S, engine.warm(version.ref))
         await registry.record_action(
             caller.tenant, "version.warm", f"{name}@{number}", actor=caller.key_id, once=once, result=is_done
@@ -187,7 +205,7 @@ async def pin_version(name: str, number: int, request: Request, caller: Caller =
     services.check_open()
     pins = services.registry.pins
     version = await services.registry.get_version(caller.tenant, name, number)
-    services.registry.last_used.touch(caller.tenant, version.digest)
+    services.registry.last_used.touch(caller.tenant, version.ref)
 
     async def work(once: Once[bool] | None) -> bool:
         return await pins.pin(caller.tenant, name, number, actor=caller.key_id, once=once, wait_s=WARM_WAIT_S)
@@ -207,6 +225,17 @@ async def unpin_version(name: str, number: int, request: Request, caller: Caller
         return await pins.unpin(caller.tenant, name, number, actor=caller.key_id, once=once, wait_s=WARM_WAIT_S)
 
     return await answer_once(request, caller, b"", work, lambda is_done: _acted(version, number, "unpin", is_done))
+
+
+def check_query(request: Request, *known: str) -> None:
+    """Raises:
+    InvalidRequest: the query has another parameter than these.
+    """
+    if unknown := sorted(set(request.query_params) - set(known)):
+        plain = unknown[0] if len(unknown) == 1 and unknown[0].isidentifier() else None
+        raise InvalidRequest(
+            "The query has a parameter that isn't known here.", param=plain, hint=f"Known: {', '.join(known)}."
+        )
 
 
 async def _within(seconds: float, step: Awaitable[None]) -> bool:

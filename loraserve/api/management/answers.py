@@ -27,10 +27,16 @@ def answer(request: Request, resource: Resource, *, etag: str | None = None) -> 
     """200 with the resource and its ETag, or 304 if the client has this state already (``If-None-Match``)."""
     body = encode(resource)
     etag = etag or content_etag(body)
-    known = request.headers.get("if-none-match")
+    known = header_list(request, "if-none-match")
     if known is not None and names_etag(known, etag):
         return Response(status_code=304, headers={"ETag": etag})
     return Response(body, headers={"ETag": etag}, media_type="application/json")
+
+
+def header_list(request: Request, name: str) -> str | None:
+    """Join the lines of a header whose value is a list; None: it is absent. Of two lines neither may be overlooked."""
+    lines = request.headers.getlist(name)
+    return ", ".join(lines) if lines else None
 
 
 def names_etag(header: str, etag: str) -> bool:
@@ -52,7 +58,7 @@ def check_content_match(request: Request, resource: Resource) -> None:
     Raises:
         PreconditionFailed: it changed since the client read it.
     """
-    match = request.headers.get("if-match")
+    match = header_list(request, "if-match")
     # Strong comparison: a weak tag names no state of ours.
     if match is None or match.strip() == "*" or content_etag(encode(resource)) in map(str.strip, match.split(",")):
         return
@@ -70,7 +76,7 @@ def read_precondition(request: Request) -> Precondition:
     Raises:
         InvalidRequest: a header isn't a list of ETags or ``*``; or If-None-Match isn't ``*``, the only form that a PUT has use for.
     """
-    match, none_match = request.headers.get("if-match"), request.headers.get("if-none-match")
+    match, none_match = header_list(request, "if-match"), header_list(request, "if-none-match")
     if none_match is not None and none_match.strip() != "*":
         raise InvalidRequest(
             "If-None-Match should be * here: change it only if it isn't there yet.", param="If-None-Match"

@@ -10,7 +10,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from loraserve.api import scopes
-from loraserve.api.management.answers import names_etag
+from loraserve.api.management.answers import header_list, names_etag
 from loraserve.api.services import services_of
 from loraserve.errors import AdapterCorrupt, BlobCorrupt, BlobNotFound, NotFound
 from loraserve.tenancy.auth import Caller
@@ -34,7 +34,7 @@ async def download_file(
         raise NotFound("A version has no such file.", hint=f"It has {CONFIG} and {WEIGHTS}.")
     blob = version.config_blob if file == CONFIG else version.weights_blob
     etag = f'"{blob}"'
-    if names_etag(request.headers.get("if-none-match", ""), etag):
+    if names_etag(header_list(request, "if-none-match") or "", etag):
         return Response(status_code=304, headers={"ETag": etag})
 
     def damaged() -> AdapterCorrupt:

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from loraserve.api import scopes
 from loraserve.api.management.answers import answer, answer_once, content_etag, encode
 from loraserve.api.management.bodies import AdapterEdit, VersionEdit, read_body
-from loraserve.api.management.resources import AdapterResource, VersionResource
+from loraserve.api.management.resources import AdapterResource, Resource, VersionResource
 from loraserve.api.services import services_of
 from loraserve.registry.notes import Edit
 from loraserve.registry.records import AdapterRecord, VersionRecord
@@ -29,8 +29,9 @@ async def edit_adapter(name: str, request: Request, caller: Caller = Depends(_wr
         tags=body.tags or {} if "tags" in body.model_fields_set else None,
         fallback=_fallback(body) if "fallback" in body.model_fields_set else None,
     )
-    record = await services_of(request).registry.notes.edit(caller.tenant, name, edit, actor=caller.key_id)
-    return answer(request, AdapterResource.of(record))
+    registry = services_of(request).registry
+    record = await registry.notes.edit(caller.tenant, name, edit, actor=caller.key_id)
+    return answer(request, AdapterResource.of(record, registry.served_base.digest))
 
 
 @router.patch("/versions/{number}", response_model=VersionResource)
@@ -41,42 +42,43 @@ async def edit_version(name: str, number: int, request: Request, caller: Caller 
         notes=body.notes or "" if "notes" in body.model_fields_set else None,
         tags=body.tags or {} if "tags" in body.model_fields_set else None,
     )
-    notes = services_of(request).registry.notes
-    record = await notes.edit_version(caller.tenant, name, number, edit, actor=caller.key_id)
-    return answer(request, VersionResource.of(record))
+    registry = services_of(request).registry
+    record = await registry.notes.edit_version(caller.tenant, name, number, edit, actor=caller.key_id)
+    return answer(request, VersionResource.of(record, registry.served_base.digest))
 
 
 @router.post("/restore", response_model=AdapterResource)
 async def restore_adapter(name: str, request: Request, caller: Caller = Depends(_writer)) -> Response:
     """The deleted adapter is as it was: the versions that went with it, its aliases. 404 once the retention is over; 409 if it isn't deleted."""
+    registry = services_of(request).registry
 
     async def work(once: Once[AdapterRecord] | None) -> AdapterRecord:
-        tombstones = services_of(request).registry.tombstones
-        return await tombstones.restore(caller.tenant, name, actor=caller.key_id, once=once)
+        return await registry.tombstones.restore(caller.tenant, name, actor=caller.key_id, once=once)
 
-    return await answer_once(request, caller, b"", work, _adapter)
+    def render(record: AdapterRecord) -> StoredResponse:
+        return _stored(AdapterResource.of(record, registry.served_base.digest))
+
+    return await answer_once(request, caller, b"", work, render)
 
 
 @router.post("/versions/{number}/restore", response_model=VersionResource)
 async def restore_version(name: str, number: int, request: Request, caller: Caller = Depends(_writer)) -> Response:
     """The deleted version is there again, under its number. 404 once the retention is over; 409 if it isn't deleted, or its bytes are another version's."""
+    registry = services_of(request).registry
 
     async def work(once: Once[VersionRecord] | None) -> VersionRecord:
-        tombstones = services_of(request).registry.tombstones
-        return await tombstones.restore_version(caller.tenant, name, number, actor=caller.key_id, once=once)
+        return await registry.tombstones.restore_version(caller.tenant, name, number, actor=caller.key_id, once=once)
 
-    return await answer_once(request, caller, b"", work, _version)
+    def render(record: VersionRecord) -> StoredResponse:
+        return _stored(VersionResource.of(record, registry.served_base.digest))
+
+    return await answer_once(request, caller, b"", work, render)
 
 
 def _fallback(body: AdapterEdit) -> str:
     return "" if body.fallback is None else str(body.fallback)
 
 
-def _adapter(record: AdapterRecord) -> StoredResponse:
-    body = encode(AdapterResource.of(record))
-    return StoredResponse(200, {"ETag": content_etag(body)}, body)
-
-
-def _version(record: VersionRecord) -> StoredResponse:
-    body = encode(VersionResource.of(record))
+def _stored(resource: Resource) -> StoredResponse:
+    body = encode(resource)
     return StoredResponse(200, {"ETag": content_etag(body)}, body)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Depends, Request
@@ -13,10 +12,9 @@ from loraserve.api.management.answers import answer
 from loraserve.api.management.resources import MemoryResource, ResidencyPageResource, ResidencyResource
 from loraserve.api.services import services_of
 from loraserve.tenancy.auth import Caller
-from loraserve.types import AdapterResidency, Digest, Tier
+from loraserve.types import AdapterResidency, Tier
 
 if TYPE_CHECKING:
-    from loraserve.registry.last_used import LastUsed
     from loraserve.registry.residency import OwnedVersion
 
 router = APIRouter()
@@ -34,8 +32,8 @@ async def get_residency(
 ) -> Response:
     """The caller's versions, an admin's view of everyone's; with ``?resident=true`` those alone that are in some memory or on their way there.
 
-    Weights are shared between tenants that hold the same bytes. A tenant's key is told of memory only what its own use brought
-    there, so that nobody learns what others hold.
+    Weights are shared between tenants that hold the same bytes; uses are counted by version, so that none shows another tenant's.
+    A tenant's key is told of memory only what its own use brought there, so that nobody learns what others hold.
     """
     services = services_of(request)
     by_digest = {one.digest: one for one in await services.engine.residency()}
@@ -43,27 +41,31 @@ async def get_residency(
     tenant = None if caller.sees_all else caller.tenant
     if not caller.is_admin:
         used = registry.last_used
-        by_digest = {
-            digest: one for digest, one in by_digest.items() if used.seconds_since(caller.tenant, digest) is not None
-        }
+        by_digest = {digest: one for digest, one in by_digest.items() if used.has_used(caller.tenant, digest)}
     page = await registry.list_owned(
         tenant, limit=limit, cursor=cursor, digests=sorted(by_digest) if resident else None
     )
-    view = _operators_view if caller.is_admin else _tenants_view
+
+    def told(owned: OwnedVersion) -> ResidencyResource:
+        row = _row(owned, by_digest.get(owned.digest))
+        if not caller.is_admin:
+            return row.model_copy(update={"last_used_s": registry.last_used.seconds_since(owned.tenant, owned)})
+        load = services.metrics.adapter_load
+        counts = {"num_pins": load.num_running(owned), "uses_per_s": load.uses_per_s(owned)}
+        return row.model_copy(update={"last_used_s": registry.last_used.seconds_since_anyone(owned), **counts})
+
     return answer(
         request,
         ResidencyPageResource(
-            data=[view(owned, by_digest, registry.last_used) for owned in page.items],
+            data=[told(owned) for owned in page.items],
             next_cursor=page.next_cursor,
             memory=MemoryResource.of(services.engine.stats) if caller.is_admin else None,
         ),
     )
 
 
-def _operators_view(
-    owned: OwnedVersion, by_digest: Mapping[Digest, AdapterResidency], _: LastUsed
-) -> ResidencyResource:
-    one = by_digest.get(owned.digest)
+def _row(owned: OwnedVersion, one: AdapterResidency | None) -> ResidencyResource:
+    """Return where the version is; what uses it counts by version, which the engine, knowing bytes alone, can't say."""
     return ResidencyResource(
         tenant=owned.tenant_name,
         name=owned.name,
@@ -73,18 +75,10 @@ def _operators_view(
         tier=Tier.DISK if one is None else one.tier,
         device_bytes=0 if one is None else one.device_bytes,
         host_bytes=0 if one is None else one.host_bytes,
-        num_pins=0 if one is None else one.num_pins,
-        is_pinned=one is not None and one.is_pinned,
-        last_used_s=None if one is None else one.last_used_s,
+        num_pins=None,
+        is_pinned=one is not None and one.is_pinned and owned.is_pinned,
+        last_used_s=None,
         dtype=None if one is None else one.dtype or None,
         precision_loss=None if one is None else one.precision_loss,
-        uses_per_s=None if one is None else one.uses_per_s,
+        uses_per_s=None,
     )
-
-
-def _tenants_view(
-    owned: OwnedVersion, by_digest: Mapping[Digest, AdapterResidency], last_used: LastUsed
-) -> ResidencyResource:
-    seconds = last_used.seconds_since(owned.tenant, owned.digest)
-    hidden = {"num_pins": None, "last_used_s": seconds, "uses_per_s": None}
-    return _operators_view(owned, by_digest, last_used).model_copy(update=hidden)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from loraserve.types import EngineStats, Tier
+from loraserve.registry.parity import WARNED
+from loraserve.registry.records import OTHER_BASE
+from loraserve.types import Digest, EngineStats, Tier
 
 if TYPE_CHECKING:
     from loraserve.registry.audit import AuditEntry
-    from loraserve.registry.records import AdapterRecord, AliasRecord, VersionRecord
+    from loraserve.registry.records import AdapterRecord, AliasRecord, SplitPart, VersionRecord
     from loraserve.tenancy.keys import KeyRecord
     from loraserve.tenancy.tenants import TenantRecord
 
@@ -37,6 +39,9 @@ class VersionResource(Resource):
     """null: a dry run of bytes that aren't published."""
     digest: str
     state: str
+    """ready; quarantined; other_base: made for another base than this server's, where it isn't served; checked: a dry run's."""
+    base_digest: str
+    """The base that it was made for."""
     size_bytes: int
     rank: int
     target_modules: list[str]
@@ -46,14 +51,18 @@ class VersionResource(Resource):
     tags: dict[str, str]
     created_at: datetime
     checks: list[dict[str, Any]]
+    warnings: list[str]
+    """Findings of the checks that don't keep it from being served."""
 
     @classmethod
-    def of(cls, record: VersionRecord) -> VersionResource:
+    def of(cls, record: VersionRecord, served: Digest | None) -> VersionResource:
+        """Return the version as a server of the base `served` shows it; None: its base isn't loaded yet."""
         return cls(
             name=record.name,
             version=record.version,
             digest=record.digest,
-            state=record.state,
+            state=record.state if served in (None, record.base_digest) else OTHER_BASE,
+            base_digest=record.base_digest,
             size_bytes=record.size_bytes,
             rank=record.rank,
             target_modules=list(record.target_modules),
@@ -63,14 +72,28 @@ class VersionResource(Resource):
             tags=dict(record.tags),
             created_at=record.created_at,
             checks=[dict(check) for check in record.checks],
+            warnings=[check["detail"] for check in record.checks if check["status"] == WARNED],
         )
+
+
+class SplitResource(Resource):
+    version: int
+    weight: float
+
+    @classmethod
+    def list_of(cls, parts: Iterable[SplitPart]) -> list[SplitResource]:
+        return [cls(version=part.version, weight=part.weight) for part in parts]
 
 
 class AdapterResource(Resource):
     name: str
     aliases: dict[str, int]
     """Of a split, the version with the largest weight."""
+    splits: dict[str, list[SplitResource]]
+    """Aliases, among `aliases`, whose traffic is shared: the versions and their weights."""
     num_versions: int
+    num_versions_of_another_base: int
+    """Versions among those that are of another base than this server's: they aren't served here."""
     latest_version: int | None
     notes: str
     tags: dict[str, str]
@@ -80,11 +103,15 @@ class AdapterResource(Resource):
     updated_at: datetime
 
     @classmethod
-    def of(cls, record: AdapterRecord) -> AdapterResource:
+    def of(cls, record: AdapterRecord, served: Digest | None) -> AdapterResource:
+        """Return the adapter as a server of the base `served` shows it; None: its base isn't loaded yet."""
+        num_own = record.num_versions if served is None else record.num_versions_by_base.get(served, 0)
         return cls(
             name=record.name,
             aliases=dict(record.aliases),
+            splits={name: SplitResource.list_of(parts) for name, parts in record.splits.items()},
             num_versions=record.num_versions,
+            num_versions_of_another_base=record.num_versions - num_own,
             latest_version=record.latest_version,
             notes=record.notes,
             tags=dict(record.tags),
@@ -92,11 +119,6 @@ class AdapterResource(Resource):
             created_at=record.created_at,
             updated_at=record.updated_at,
         )
-
-
-class SplitResource(Resource):
-    version: int
-    weight: float
 
 
 class ShadowResource(Resource):
@@ -123,7 +145,7 @@ class AliasResource(Resource):
             adapter=record.adapter,
             name=record.name,
             version=record.version,
-            split=[SplitResource(version=part.version, weight=part.weight) for part in record.aim.split] or None,
+            split=SplitResource.list_of(record.aim.split) or None,
             shadow=None if shadow is None else ShadowResource(version=shadow.version, share=shadow.share),
             revision=record.revision,
             updated_at=record.updated_at,
@@ -141,16 +163,16 @@ class ResidencyResource(Resource):
     device_bytes: int
     host_bytes: int
     num_pins: int | None
-    """Running sequences that hold it; null for a tenant's key: others may hold the same bytes."""
+    """Requests for this version, alone or in a sum, that have had their first token and not their last; null for a tenant's key."""
     is_pinned: bool
     last_used_s: float | None
-    """Seconds since its last use, a tenant's own; null: not used since the server started."""
+    """Seconds since this version's last use, a tenant's own; null: not used since the server started."""
     dtype: str | None
     """What its matrices are held in (fp32, bf16, fp16, int8); null: it's in no memory."""
     precision_loss: float | None
     """The largest relative error, over its modules, of its update as it is held against as it was uploaded; null: it's in no memory."""
     uses_per_s: float | None
-    """Of late, older uses counting less and less; null for a tenant's key: others may hold the same bytes."""
+    """Requests for this version of late, older ones counting less and less; null for a tenant's key."""
 
 
 class MemoryResource(Resource):

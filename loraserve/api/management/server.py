@@ -31,6 +31,15 @@ class BaseResource(Resource):
     layers_path: str
     dtype: str
     quantization: str
+    """In what linears' weights are kept."""
+    arithmetic: str
+    """How linears multiply: ``w8a8-row`` (int8 weights, activations rounded to int8 by row), ``w8a16``, ``w4a16``, ``fp32`` …; several joined by ``+``."""
+    kernels: str
+    """Kernels that multiply so."""
+    instructions: str
+    """The widest instruction sets that those may use."""
+    device: str
+    """cpu or cuda."""
     num_parameters: int
     size_bytes: int
 
@@ -60,6 +69,10 @@ async def get_base(request: Request, caller: Caller = Depends(_reader)) -> Respo
             layers_path=base.layers_path,
             dtype=base.dtype,
             quantization=base.quantization,
+            arithmetic=base.arithmetic,
+            kernels=base.kernels,
+            instructions=base.instructions,
+            device=base.device,
             num_parameters=base.num_parameters,
             size_bytes=base.size_bytes,
         ),

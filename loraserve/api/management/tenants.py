@@ -144,7 +144,7 @@ async def delete_tenant(tenant: str, request: Request, caller: Caller = Depends(
 
 @router.post("/{tenant}/keys", status_code=201, response_model=NewKeyResource)
 async def create_key(tenant: str, request: Request, caller: Caller = Depends(_admin)) -> Response:
-    """A new key with all of a tenant's scopes, or those named. The secret is in this answer and nowhere else."""
+    """A new key with all of a tenant's scopes, or those named, or ``metrics:read`` alone. The secret is in this answer and nowhere else."""
     body = await read_body(request, KeyCreate)
     authenticator = services_of(request).authenticator
     owner = await authenticator.tenants.get(tenant)

@@ -20,6 +20,7 @@ from loraserve.api.management.resources import Resource
 from loraserve.api.services import services_of
 from loraserve.errors import InvalidRequest, PayloadTooLarge
 from loraserve.limits import LIMITS
+from loraserve.registry.places import Pace
 from loraserve.registry.records import Published
 from loraserve.registry.resumable import BytesLost, UploadRecord
 from loraserve.tenancy.auth import Caller
@@ -99,7 +100,7 @@ async def send_piece(upload_id: str, request: Request, caller: Caller = Depends(
     services.check_open()
     start, end, size = _read_range(request)
     record = await services.registry.uploads.resumable.receive(
-        caller.tenant, upload_id, start, end, size, request.stream()
+        caller.tenant, upload_id, start, end, size, request.stream(), pace_of(request)
     )
     body = encode(UploadResource.of(record))
     return Response(body, headers={"ETag": content_etag(body)}, media_type="application/json")
@@ -130,6 +131,12 @@ def _read_range(request: Request) -> tuple[int, int, int]:
     if length is not None and length != str(end - start):
         raise InvalidRequest("The body hasn't the length of its range.", param="Content-Range")
     return start, end, size
+
+
+def pace_of(request: Request) -> Pace:
+    """Return the pace at which the request's body comes."""
+    pace: Pace = request.state.pace
+    return pace
 
 
 def is_json(request: Request) -> bool:
@@ -163,7 +170,7 @@ async def publish_stored(
     async def work(once: Once[Published] | None) -> Published:
         # what was answered once is answered again, also when the upload has gone since
         await registry.check_once(once)
-        with uploads.place(caller.tenant):
+        async with uploads.place(caller.tenant):
             stored = await uploads.resumable.stored(caller.tenant, blob)
             try:
                 return await registry.publisher.publish(

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
 from loraserve.api import scopes
-from loraserve.api.management.answers import answer, content_etag
+from loraserve.api.management.answers import answer, content_etag, header_list
 from loraserve.api.management.resources import Resource
 from loraserve.api.services import Services, services_of
 from loraserve.errors import InvalidRequest, NotFound
@@ -155,7 +155,7 @@ def _wants_csv(request: Request, format: str | None) -> bool:
         raise InvalidRequest(f"format should be one of {', '.join(_FORMATS)}.", param="format")
     if format is not None:
         return format == "csv"
-    accepted = (part.partition(";")[0].strip().lower() for part in request.headers.get("accept", "").split(","))
+    accepted = (part.partition(";")[0].strip().lower() for part in (header_list(request, "accept") or "").split(","))
     return _CSV in accepted
 
 

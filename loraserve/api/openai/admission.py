@@ -74,7 +74,9 @@ def check_priority(body: InferenceBody, caller: Caller) -> None:
     PermissionDenied: a tenant puts its request before everyone else's.
     """
     if body.priority < 0 and not caller.is_admin:
-        raise PermissionDenied("priority below 0 (before everyone else) needs an admin key.")
+        raise PermissionDenied(
+            "priority below 0 (before everyone else) needs an admin key.", hint="Send 0 or more, or an admin key."
+        )
 
 
 def check_num_choices(num_prompts: int, n: int) -> None:

@@ -15,7 +15,7 @@ from loraserve.api.openai.completions import finish_reason
 from loraserve.api.openai.fields import parse_body
 from loraserve.api.openai.generation import Generation, answer
 from loraserve.api.openai.logprobs import chat_logprobs
-from loraserve.api.openai.prompts import read_chat
+from loraserve.api.openai.prompts import Reading
 from loraserve.api.openai.quota import admitted_caller, reserve
 from loraserve.api.openai.sampling import choose_max_tokens, read_sampling
 from loraserve.api.openai.schemas import ChatBody
@@ -48,14 +48,15 @@ async def create_chat_completion(
     """
     services = services_of(request)
     body, ignored = parse_body(ChatBody, raw)
+    if body.reasoning_effort is not None and not services.chat_template.reads("reasoning_effort"):
+        ignored = (*ignored, "reasoning_effort")
     asked = _asked_tokens(body)
     check_priority(body, caller)
     base = services.engine.base
     model = await resolve_model(services, caller, body.model, body.adapters, user=body.user)
     sampling = read_sampling(body, base, logprobs=body.top_logprobs if body.logprobs else None)
-    prompt = await read_chat(
+    prompt = await Reading(services, caller.tenant, len(await request.body())).chat(
         body.messages,
-        services,
         add_generation_prompt=body.add_generation_prompt,
         add_special_tokens=body.add_special_tokens,
         variables=_template_variables(body),
@@ -64,7 +65,12 @@ async def create_chat_completion(
     admitted = reserve(request, [prompt], [max_tokens], body.n, is_bounded=asked is not None)
 
     answering = Answering.begin("chatcmpl", services, body, model, [prompt], ignored)
-    generation = Generation(services, answering.requests(caller, sampling, [max_tokens]), answerer=answering.answerer)
+    generation = Generation(
+        services,
+        answering.requests(caller, sampling, [max_tokens]),
+        tenant_name=caller.tenant_name,
+        answerer=answering.answerer,
+    )
     choices = [_Choice(answering, body, index) for index in range(body.n)]
     usage = Usage(answering, caller, admitted)
 

@@ -14,7 +14,7 @@ from loraserve.api.openai.admission import Answering, check_num_choices, check_p
 from loraserve.api.openai.fields import parse_body
 from loraserve.api.openai.generation import Generation, answer
 from loraserve.api.openai.logprobs import CompletionLogprobs, join_logprobs
-from loraserve.api.openai.prompts import read_prompts
+from loraserve.api.openai.prompts import Reading
 from loraserve.api.openai.quota import admitted_caller, reserve
 from loraserve.api.openai.sampling import choose_max_tokens, read_sampling
 from loraserve.api.openai.schemas import CompletionBody
@@ -55,7 +55,8 @@ async def create_completion(
     check_priority(body, caller)
     base = services.engine.base
     model = await resolve_model(services, caller, body.model, body.adapters, user=body.user)
-    prompts = await read_prompts(body.prompt, services, add_special_tokens=body.add_special_tokens)
+    reading = Reading(services, caller.tenant, len(await request.body()))
+    prompts = await reading.prompts(body.prompt, add_special_tokens=body.add_special_tokens)
     check_num_choices(len(prompts), body.n)
     is_scoring = body.max_tokens == 0
     sampling = read_sampling(body, base, logprobs=body.logprobs, prompt_logprobs=body.logprobs if body.echo else None)
@@ -64,7 +65,11 @@ async def create_completion(
 
     answering = Answering.begin("cmpl", services, body, model, prompts, ignored)
     generation = Generation(
-        services, answering.requests(caller, sampling, max_tokens), answerer=answering.answerer, is_scoring=is_scoring
+        services,
+        answering.requests(caller, sampling, max_tokens),
+        tenant_name=caller.tenant_name,
+        answerer=answering.answerer,
+        is_scoring=is_scoring,
     )
     choices = [_Choice(answering, body, index) for index in range(len(prompts) * body.n)]
     usage = Usage(answering, caller, admitted)

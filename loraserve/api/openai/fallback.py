@@ -30,7 +30,8 @@ class Answerer:
         self._fallback = binding.fallback if binding.fell_back_from is None else None
         self._shadow = binding.shadow
         self._base_id = base_id
-        self._owners = binding.owners
+        self.owners = binding.owners
+        """The names of the other tenants whose adapters these are."""
 
     @property
     def has_fallen_back(self) -> bool:
@@ -57,7 +58,7 @@ class Answerer:
 
     def label(self, adapter: AdapterRef) -> str:
         """How the client would ask for it: ``NAME@VERSION``, ``OWNER/NAME@VERSION`` of one that was granted, or a sum of such."""
-        return label(adapter, self._owners)
+        return label(adapter, self.owners)
 
     def headers(self) -> dict[str, str]:
         """``x-loraserve-adapter``: the version that answers; what it stands in for, and why. None for the base that was asked for."""

@@ -101,8 +101,12 @@ def parse_body(model: type[Model], body: Mapping[str, Any]) -> tuple[Model, tupl
         fields = model.model_validate(known)
     except ValidationError as error:
         raise _invalid(error) from None
+    if "stream_options" in given and "stream_options" in model.model_fields and not given.get("stream"):
+        raise InvalidRequest("stream_options needs stream: true.", param="stream_options")
     # a field of the other kind that got so far asks for nothing, and so isn't ignored
     passed = given.keys() - model.model_fields.keys() - _CHANGES_THE_ANSWER
+    if given.get("tools"):
+        passed |= {"tools"}
     return fields, tuple(name for name in given if name in passed)
 
 
@@ -120,6 +124,8 @@ def _refuse_unsupported(model: type[BaseModel], given: Mapping[str, Any]) -> Non
     for name, value in given.items():
         if name in model.model_fields or _is_neutral(name, value):
             continue
+        if name == "tools" and isinstance(value, list) and _wants_no_tools(model, given):
+            continue
         if _REMOVED_GUIDED.fullmatch(name):
             raise UnsupportedParameter(
                 f"{name} is not supported.",
@@ -132,6 +138,14 @@ def _refuse_unsupported(model: type[BaseModel], given: Mapping[str, Any]) -> Non
                 param=name,
                 hint="Send the request without it.",
             )
+
+
+def _wants_no_tools(model: type[BaseModel], given: Mapping[str, Any]) -> bool:
+    """Return whether the request says itself that its tools aren't to be called.
+
+    Nothing is asked for then that isn't implemented.
+    """
+    return "tool_choice" in model.model_fields and given.get("tool_choice") == "none"
 
 
 def _is_neutral(name: str, value: object) -> bool:

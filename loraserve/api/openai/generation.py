@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,8 +30,8 @@ from loraserve.errors import (
     InvalidRequest,
     LoraserveError,
 )
-from loraserve.registry.composition import adapter_names, label
-from loraserve.types import AdapterRef, FinishReason, RequestId
+from loraserve.registry.composition import label
+from loraserve.types import AdapterRef, FinishReason, RequestId, TenantId
 
 if TYPE_CHECKING:
     from loraserve.engine.client import Chunk, GenerateRequest
@@ -50,6 +50,7 @@ class Generation:
     `start` first, then iterate; `close` always (in a ``finally``): it aborts what still runs, and returns once the engine was told.
 
     Args:
+        tenant_name: the tenant that the requests are made for, as operators know it.
         answerer: told when the adapter can't answer; where it has a fallback, that answers in the adapter's place.
         is_scoring: only the prompts' log probabilities are wanted: the one token that the engine makes is left out.
     """
@@ -59,11 +60,13 @@ class Generation:
         services: Services,
         requests: Sequence[GenerateRequest],
         *,
+        tenant_name: str,
         answerer: Answerer | None = None,
         is_scoring: bool = False,
     ) -> None:
         self._services = services
         self._requests = requests
+        self._tenant_name = tenant_name
         self._answerer = answerer
         self._is_scoring = is_scoring
         self._queue: asyncio.Queue[tuple[int, Chunk | Exception | None]] = asyncio.Queue(_QUEUE_SIZE)
@@ -176,19 +179,23 @@ class Generation:
         shadow = None if self._answerer is None or self._is_scoring else self._answerer.shadow
         return None if shadow is None else self._services.shadows.follow(request, shadow)
 
+    def _owners(self, request: GenerateRequest) -> Mapping[TenantId, str]:
+        """Return the names of the tenants that the request's adapters may belong to."""
+        granted = {} if self._answerer is None else self._answerer.owners
+        return {request.tenant: self._tenant_name, **granted}
+
     async def _measured(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         metrics = self._services.metrics
         started, first_at, num_tokens, reason = time.monotonic(), 0.0, 0, "abort"
         copy: Copy | None = None
-        names = adapter_names(request.adapter)
-        for name in names:
-            metrics.adapter_started(name)
+        use = metrics.adapter_load.begin(request.adapter, self._owners(request))
         try:
             async with aclosing(self._services.engine.generate(request)) as chunks:
                 async for chunk in chunks:
                     self.is_taken = True
                     if not first_at:
                         first_at = time.monotonic()
+                        use.answer()
                         metrics.prompt_tokens.inc(len(request.prompt_token_ids))
                         metrics.ttft_s.observe(first_at - started)
                         copy = self._follow(request)
@@ -219,8 +226,7 @@ class Generation:
         finally:
             if copy is not None:
                 copy.leave()
-            for name in names:
-                metrics.adapter_ended(name)
+            use.end()
             metrics.finished.labels(reason).inc()
 
     def _blamed(self, error: Exception, request: GenerateRequest) -> Exception:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from loraserve.api.openai.sampling import check_token_ids, choose_max_tokens
 from loraserve.api.services import Services
-from loraserve.errors import InvalidRequest, PayloadTooLarge, UnsupportedParameter
+from loraserve.errors import ContextLengthExceeded, InvalidRequest, PayloadTooLarge, UnsupportedParameter
 from loraserve.limits import LIMITS
-
-_OFF_LOOP_BYTES = 4096
-"""About half a millisecond of tokenizing: longer prompts are a thread's work."""
 
 _ROLES = frozenset({"system", "developer", "user", "assistant"})
 
@@ -27,79 +23,107 @@ class Prompt:
     """None when the caller gave tokens."""
 
 
-async def read_prompts(value: object, services: Services, *, add_special_tokens: bool) -> list[Prompt]:
-    """The prompts of ``str | [str] | [int] | [[int]]``, in order.
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Tokenizing of one request: on the event loop if all of the request is short, otherwise in a thread, in its
+    tenant's turn."""
 
-    Raises:
-        InvalidRequest: it is none of these, or empty, or has ids that the model doesn't have.
-        PayloadTooLarge: the text is over `limits.max_prompt_bytes`.
-    """
+    services: Services
+    tenant: str
+    num_bytes: int
+    """Size of the request's body: what reading it takes, whichever field is long."""
+
+    async def prompts(self, value: object, *, add_special_tokens: bool) -> list[Prompt]:
+        """Return the prompts of ``str | [str] | [int] | [[int]]``, in order.
+
+        Raises:
+            InvalidRequest: it is none of these, or empty, or has ids that the model doesn't have.
+            PayloadTooLarge: the text is over `limits.max_prompt_bytes`.
+            ContextLengthExceeded: a text can't be short enough, whatever its tokens.
+        """
+        return await self._run(lambda: _read_prompts(value, self.services, add_special_tokens))
+
+    async def chat(
+        self,
+        messages: object,
+        *,
+        add_generation_prompt: bool,
+        add_special_tokens: bool,
+        variables: Mapping[str, Any],
+        is_bounded: bool = True,
+    ) -> Prompt:
+        """Return the prompt that the model's chat template makes of `messages`.
+
+        Args:
+            is_bounded: whether it has to fit the context.
+
+        Raises:
+            InvalidRequest: a message is wrong, or the template refuses them.
+            UnsupportedParameter: a message has something other than text.
+            ContextLengthExceeded: they can't be short enough, whatever their tokens.
+        """
+
+        def render_and_encode() -> Prompt:
+            checked = _read_messages(messages)
+            _check_bytes(sum(len(message["content"].encode()) for message in checked), "messages")
+            text = self.services.chat_template.render(checked, add_generation_prompt, variables=variables)
+            _check_bytes(len(text.encode()), "messages")
+            if is_bounded:
+                _check_fits(text, self.services, "messages")
+            return Prompt(tuple(self.services.tokenizer.encode(text, add_special_tokens)), text)
+
+        prompt = await self._run(render_and_encode)
+        if not prompt.token_ids:
+            raise InvalidRequest("messages make an empty prompt.", param="messages")
+        # As in `_from_text`: a token that the logits lack would fail in the engine.
+        if max(prompt.token_ids) >= self.services.engine.base.vocab_size:
+            raise InvalidRequest(
+                "messages have a token that the tokenizer knows and this model lacks.", param="messages"
+            )
+        return prompt
+
+    async def text(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+        """Return the tokens of `text`, however many.
+
+        Raises:
+            PayloadTooLarge: it is over `limits.max_prompt_bytes`.
+        """
+
+        def encode() -> list[int]:
+            _check_bytes(len(text.encode()), param)
+            return self.services.tokenizer.encode(text, add_special_tokens)
+
+        return await self._run(encode)
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await self.services.text_threads.run(self.tenant, self.num_bytes, work)
+
+
+def _read_prompts(value: object, services: Services, add_special_tokens: bool) -> list[Prompt]:
     vocab_size = services.engine.base.vocab_size
-    if isinstance(value, str):
-        return [await _from_text(value, services, add_special_tokens, "prompt")]
-    if isinstance(value, list) and value:
-        _check_length(value, services)
-        if all(_is_token_id(item) for item in value):
-            return [_from_token_ids(value, vocab_size, "prompt")]
-        if all(isinstance(item, str) for item in value):
-            _check_bytes(sum(len(item.encode()) for item in value), "prompt")
+    texts = [value] if isinstance(value, str) else value
+    if isinstance(texts, list) and texts:
+        _check_length(texts, services)
+        if all(_is_token_id(item) for item in texts):
+            return [_from_token_ids(texts, vocab_size, "prompt")]
+        if all(isinstance(item, str) for item in texts):
+            names = ["prompt"] if isinstance(value, str) else [f"prompt.{index}" for index in range(len(texts))]
+            _check_bytes(sum(len(text.encode()) for text in texts), "prompt")
+            # all of them, before any takes time
+            for text, name in zip(texts, names, strict=True):
+                _check_fits(text, services, name)
             return [
-                await _from_text(item, services, add_special_tokens, f"prompt.{index}")
-                for index, item in enumerate(value)
+                _from_text(text, services, add_special_tokens, name) for text, name in zip(texts, names, strict=True)
             ]
-        if all(isinstance(item, list) and item and all(_is_token_id(id_) for id_ in item) for item in value):
-            return [_from_token_ids(item, vocab_size, f"prompt.{index}") for index, item in enumerate(value)]
+        if all(isinstance(item, list) and item for item in texts):
+            for item in texts:
+                _check_length(item, services)
+            if all(_is_token_id(id_) for item in texts for id_ in item):
+                return [_from_token_ids(item, vocab_size, f"prompt.{index}") for index, item in enumerate(texts)]
     raise InvalidRequest(
         "prompt should be a string, a list of strings, a list of token ids or a list of lists of token ids, none of them empty.",
         param="prompt",
     )
-
-
-async def read_chat(
-    messages: object,
-    services: Services,
-    *,
-    add_generation_prompt: bool,
-    add_special_tokens: bool,
-    variables: Mapping[str, Any],
-) -> Prompt:
-    """The prompt that the model's chat template makes of `messages`.
-
-    Raises:
-        InvalidRequest: a message is wrong, or the template refuses them.
-        UnsupportedParameter: a message has something other than text.
-    """
-    checked = _read_messages(messages)
-    num_bytes = sum(len(message["content"].encode()) for message in checked)
-    _check_bytes(num_bytes, "messages")
-
-    def render_and_encode() -> Prompt:
-        text = services.chat_template.render(checked, add_generation_prompt, variables=variables)
-        _check_bytes(len(text.encode()), "messages")
-        return Prompt(tuple(services.tokenizer.encode(text, add_special_tokens)), text)
-
-    prompt = await _run(render_and_encode, num_bytes)
-    if not prompt.token_ids:
-        raise InvalidRequest("messages make an empty prompt.", param="messages")
-    # As in `_from_text`: a token that the logits lack would fail in the engine.
-    if max(prompt.token_ids) >= services.engine.base.vocab_size:
-        raise InvalidRequest("messages have a token that the tokenizer knows and this model lacks.", param="messages")
-    return prompt
-
-
-async def encode_text(text: str, services: Services, *, add_special_tokens: bool, param: str) -> list[int]:
-    """The tokens of `text`, made off the event loop when it is long.
-
-    Raises:
-        PayloadTooLarge: it is over `limits.max_prompt_bytes`.
-    """
-    num_bytes = len(text.encode())
-    _check_bytes(num_bytes, param)
-    return await _run(lambda: services.tokenizer.encode(text, add_special_tokens), num_bytes)
-
-
-async def _run(work: Callable[[], T], num_bytes: int) -> T:
-    return await asyncio.to_thread(work) if num_bytes > _OFF_LOOP_BYTES else work()
 
 
 def _check_bytes(num_bytes: int, param: str) -> None:
@@ -107,8 +131,22 @@ def _check_bytes(num_bytes: int, param: str) -> None:
         raise PayloadTooLarge(f"{param} is longer than {LIMITS.max_prompt_bytes} bytes.", param=param)
 
 
-async def _from_text(text: str, services: Services, add_special_tokens: bool, param: str) -> Prompt:
-    token_ids = await encode_text(text, services, add_special_tokens=add_special_tokens, param=param)
+def _check_fits(text: str, services: Services, param: str) -> None:
+    """Raises:
+    ContextLengthExceeded: the text's bytes can't be as few tokens as the context has room for.
+    """
+    context = services.engine.base.max_model_len
+    # no token is less than a byte, and no character more than four
+    if 4 * len(text) > context and (least := services.tokenizer.least_tokens(text)) > context:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {context} tokens. However, your {param} has at least {least} tokens. "
+            f"Please reduce the length of the {param}.",
+            param=param,
+        )
+
+
+def _from_text(text: str, services: Services, add_special_tokens: bool, param: str) -> Prompt:
+    token_ids = services.tokenizer.encode(text, add_special_tokens)
     if not token_ids:
         raise InvalidRequest(f"{param} is empty.", param=param)
     # The tokenizer may know tokens that were added after the model was trained, and that its logits lack.

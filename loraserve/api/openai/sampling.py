@@ -68,6 +68,8 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> No
     """Raises:
     InvalidRequest: an id is not one of the logits' (a tokenizer may know more tokens than the model has).
     """
+    if token_ids and min(token_ids) >= 0 and max(token_ids) < vocab_size:
+        return
     for position, token_id in enumerate(token_ids):
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(

@@ -88,14 +88,14 @@ class ChatBody(InferenceBody):
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=LIMITS.max_chat_top_logprobs)
     tool_choice: Literal["none", "auto"] = "auto"
-    """Without tools both say the same."""
+    """Without tools both say the same. With them, "none" alone is served, and the tools are ignored."""
     modalities: list[Literal["text"]] = ["text"]
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
     """A chat template writes the special tokens itself."""
     chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=32)
     reasoning_effort: str | None = Field(default=None, max_length=32)
-    """Reaches the chat template, which may or may not look at it."""
+    """Reaches the chat template; one that doesn't look at it ignores it, and the answer's header says so."""
     echo: Literal[False] = False
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import orjson
 from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
 
 from loraserve.api.json_body import json_object
 from loraserve.api.openai.admission import resolve_model
 from loraserve.api.openai.fields import parse_body
-from loraserve.api.openai.prompts import encode_text, read_chat
+from loraserve.api.openai.prompts import Reading
 from loraserve.api.openai.quota import admitted_caller
 from loraserve.api.openai.sampling import check_token_ids
 from loraserve.api.openai.schemas import DetokenizeBody, TokenizeBody
@@ -20,12 +23,12 @@ from loraserve.tenancy.auth import Caller
 router = APIRouter()
 
 
-@router.post("/tokenize")
+@router.post("/tokenize", response_model=None)
 async def tokenize(
     request: Request,
     caller: Caller = Depends(admitted_caller),
     raw: dict[str, Any] = Depends(json_object),
-) -> dict[str, Any]:
+) -> Response:
     """The tokens of a prompt, or of messages under the model's chat template.
 
     Raises:
@@ -33,38 +36,47 @@ async def tokenize(
         ModelNotFound: the tenant has no such model.
     """
     services = services_of(request)
+    num_bytes = len(await request.body())
     body, _ = parse_body(TokenizeBody, raw)
     if body.model is not None:
         await resolve_model(services, caller, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Give either prompt or messages.", param="prompt")
+    reading = Reading(services, caller.tenant, num_bytes)
+    tokens: Sequence[int]
     if body.prompt is not None:
         add_special_tokens = True if body.add_special_tokens is None else body.add_special_tokens
-        tokens = await encode_text(body.prompt, services, add_special_tokens=add_special_tokens, param="prompt")
+        tokens = await reading.text(body.prompt, add_special_tokens=add_special_tokens, param="prompt")
     else:
-        chat = await read_chat(
+        chat = await reading.chat(
             body.messages,
-            services,
             add_generation_prompt=body.add_generation_prompt,
             add_special_tokens=bool(body.add_special_tokens),
             variables=body.chat_template_kwargs,
+            is_bounded=False,
         )
-        tokens = list(chat.token_ids)
-    names = [services.tokenizer.id_to_token(token) for token in tokens] if body.return_token_strs else None
-    return {
-        "count": len(tokens),
-        "max_model_len": services.engine.base.max_model_len,
-        "tokens": tokens,
-        "token_strs": names,
-    }
+        tokens = chat.token_ids
+
+    def answer() -> bytes:
+        names = [services.tokenizer.id_to_token(token) for token in tokens] if body.return_token_strs else None
+        return orjson.dumps(
+            {
+                "count": len(tokens),
+                "max_model_len": services.engine.base.max_model_len,
+                "tokens": tokens,
+                "token_strs": names,
+            }
+        )
+
+    return _json(await services.text_threads.run(caller.tenant, num_bytes, answer))
 
 
-@router.post("/detokenize")
+@router.post("/detokenize", response_model=None)
 async def detokenize(
     request: Request,
     caller: Caller = Depends(admitted_caller),
     raw: dict[str, Any] = Depends(json_object),
-) -> dict[str, Any]:
+) -> Response:
     """The text of tokens, special ones included.
 
     Raises:
@@ -72,8 +84,18 @@ async def detokenize(
         ModelNotFound: the tenant has no such model.
     """
     services = services_of(request)
-    body, _ = parse_body(DetokenizeBody, raw)
+    num_bytes = len(await request.body())
+    run = services.text_threads.run
+    body, _ = await run(caller.tenant, num_bytes, lambda: parse_body(DetokenizeBody, raw))
     if body.model is not None:
         await resolve_model(services, caller, body.model)
-    check_token_ids(body.tokens, services.engine.base.vocab_size, "tokens")
-    return {"prompt": services.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+
+    def answer() -> bytes:
+        check_token_ids(body.tokens, services.engine.base.vocab_size, "tokens")
+        return orjson.dumps({"prompt": services.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+    return _json(await run(caller.tenant, num_bytes, answer))
+
+
+def _json(content: bytes) -> Response:
+    return Response(content, media_type="application/json")

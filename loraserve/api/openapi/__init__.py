@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from loraserve.api import scopes
-from loraserve.api.management.answers import content_etag, names_etag
+from loraserve.api.management.answers import content_etag, header_list, names_etag
 from loraserve.api.openapi.document import describe
 from loraserve.tenancy.auth import Caller
 
@@ -24,7 +24,7 @@ async def get_openapi(request: Request, caller: Caller = Depends(scopes.require(
         state.openapi = orjson.dumps(describe(request.app))
     body: bytes = state.openapi
     etag = content_etag(body)
-    known = request.headers.get("if-none-match")
+    known = header_list(request, "if-none-match")
     if known is not None and names_etag(known, etag):
         return Response(status_code=304, headers={"ETag": etag})
     return Response(body, headers={"ETag": etag}, media_type="application/json")

@@ -13,6 +13,8 @@ class _Answer(BaseModel):
 
 class Health(_Answer):
     status: Literal["ok", "unavailable"]
+    detail: str | None = None
+    """Description of what is waited for; only while it isn't ok."""
 
 
 class Model(_Answer):

@@ -188,7 +188,7 @@ def _responses(given: Node, key: str, is_management: bool, is_open: bool) -> Nod
 def _errors(key: str, is_management: bool) -> set[int]:
     found = set(_ANY)
     if not is_management:
-        # a version in quarantine; a timeout of the request's own
+        # a version in quarantine or of another base; a timeout of the request's own
         return found | {409} | ({504} if "completions" in key else set())
     if not key.startswith("GET "):
         found |= set(_CHANGES)

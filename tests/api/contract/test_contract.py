@@ -20,7 +20,7 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from whole_app import ADMIN_KEY, World, bearer, routes_of, send
+from whole_app import ADMIN_KEY, OPERATORS, World, bearer, routes_of, send
 
 from loraserve.api.openapi.document import describe
 
@@ -105,8 +105,8 @@ async def test_generated_requests_are_answered_as_described(
         )
 
     def check(case: Any) -> None:
-        scope = case.operation.definition.raw["security"]
-        key = ADMIN_KEY if scope == [{"key": ["admin"]}] else world.keys["acme"]
+        security = case.operation.definition.raw["security"]
+        key = ADMIN_KEY if security in [[{"key": [scope]}] for scope in OPERATORS] else world.keys["acme"]
         prepared = requests.Request(**case.as_transport_kwargs(base_url="http://loraserve")).prepare()
         # Most that name a tenant are told that there is no such tenant, and no more.
         if world.things["name"] in case.formatted_path:
@@ -137,7 +137,7 @@ async def test_requests_that_succeed_are_answered_as_described(
     refused = {}
     for route in sorted(routes_of(app), key=lambda route: (route.method == "DELETE", route.path.count("/") < 6)):
         things = world.things | {"tenant": "acme" if route.path.startswith("/t/") else "hooli"}
-        key = ADMIN_KEY if route.scope == "admin" else world.keys["acme"]
+        key = ADMIN_KEY if route.scope in OPERATORS else world.keys["acme"]
         headers = {"x-tenant": "acme"} if key == ADMIN_KEY else {}
         answer = await send(client, route, things, bearer(key) | headers)
         operation = described[str(route).replace(":path}", "}")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx2
 import pytest
 from fastapi import FastAPI
-from whole_app import ADMIN_KEY, SCOPES, World, bearer, filled, routes_of, send
+from whole_app import ADMIN_KEY, OPERATORS, SCOPES, World, bearer, filled, routes_of, send
 
 OPEN = {"GET /livez", "GET /readyz", "GET /health"}
 
@@ -68,8 +68,16 @@ async def test_a_scope_opens_its_own_routes_alone(
 
 async def test_a_tenants_key_opens_no_admin_route(client: httpx2.AsyncClient, app: FastAPI, world: World) -> None:
     answers = await statuses(client, app, world, bearer(world.keys["acme"]))
-    admin = {str(route) for route in routes_of(app) if route.scope == "admin"}
+    admin = {str(route) for route in routes_of(app) if route.scope in OPERATORS}
     assert {route for route, status in answers.items() if status in (401, 403)} == admin
+
+
+async def test_a_key_for_metrics_opens_them_and_nothing_else(
+    client: httpx2.AsyncClient, app: FastAPI, world: World
+) -> None:
+    answers = await statuses(client, app, world, bearer(world.keys["metrics:read"]))
+    assert answers.pop("GET /metrics") == 200
+    assert {route: status for route, status in answers.items() if status != 403} == {}
 
 
 @pytest.mark.parametrize("tenant", [None, "acme"])

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import httpx2
 from fastapi import FastAPI
-from whole_app import ADMIN_KEY, Route, World, bearer, routes_of, send
+from whole_app import ADMIN_KEY, OPERATORS, Route, World, bearer, routes_of, send
 
 ABSENT = {
     "name": "nonesql",
@@ -41,7 +41,7 @@ def said(answer: httpx2.Response, things: dict[str, str]) -> tuple[int, bytes, d
 
 
 def is_a_tenants(route: Route) -> bool:
-    return route.scope not in ("open", "admin")
+    return route.scope not in ("open", *OPERATORS)
 
 
 async def test_anothers_things_read_like_absent_ones(client: httpx2.AsyncClient, app: FastAPI, world: World) -> None:

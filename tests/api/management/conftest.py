@@ -36,7 +36,9 @@ class FakeEngine:
     stats: EngineStats = field(default_factory=EngineStats)
     is_ready: bool = True
     is_live: bool = True
+    status: str | None = None
     num_restarts: int = 0
+    num_hangs: int = 0
 
     async def warm(self, ref: AdapterRef) -> None:
         await self.gate.wait()

@@ -117,6 +117,16 @@ async def test_an_alias_moves_only_from_the_state_that_was_read(push: Any, acme:
     assert again.status_code == 200
 
 
+async def test_conditions_on_two_lines_count_both(push: Any, acme: httpx2.AsyncClient) -> None:
+    await push(acme)
+    etag = (await acme.get("/adapters/sql/aliases/live")).headers["etag"]
+    path, body = "/adapters/sql/aliases/live", {"version": 1}
+    both = [("If-Match", '"r0"'), ("If-Match", etag)]
+    assert (await acme.put(path, json=body, headers=both)).status_code == 200
+    known = [("If-None-Match", '"other"'), ("If-None-Match", (await acme.get(path)).headers["etag"])]
+    assert (await acme.get(path, headers=known)).status_code == 304
+
+
 async def test_a_new_alias_is_201_and_conditions_on_presence_hold(push: Any, acme: httpx2.AsyncClient) -> None:
     await push(acme)
     path, body = "/adapters/sql/aliases/canary", {"version": 1}
@@ -247,6 +257,8 @@ async def test_a_retried_pin_does_not_undo_an_unpin(push: Any, admin: httpx2.Asy
 async def test_base_and_limits_are_told(acme: httpx2.AsyncClient) -> None:
     base = (await acme.get("/base")).json()
     assert (base["id"], base["modules"]["v_proj"]) == ("org/base:1", [4, 8])
+    named = tuple(base[field] for field in ("arithmetic", "kernels", "instructions", "device"))
+    assert named == ("fp32", "onednn", "avx2", "cpu")
     assert (await acme.get("/limits")).json()["max_upload_bytes"] == 2 << 30
 
 

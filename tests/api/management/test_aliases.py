@@ -8,6 +8,7 @@ import httpx2
 import pytest
 
 Push = Any
+SHARES = [{"version": 1, "weight": 10.0}, {"version": 2, "weight": 90.0}]
 SPLIT = {"split": [{"version": 2, "weight": 90}, {"version": 1, "weight": 10}]}
 
 
@@ -30,13 +31,24 @@ async def test_an_alias_says_where_it_leads(sql: httpx2.AsyncClient) -> None:
         "adapter": "sql",
         "name": "live",
         "version": 2,
-        "split": [{"version": 1, "weight": 10.0}, {"version": 2, "weight": 90.0}],
+        "split": SHARES,
         "shadow": {"version": 1, "share": 0.25},
     }
     assert (await sql.get("/adapters/sql/aliases/live")).json() == put.json()
     assert (await sql.get("/adapters/sql/aliases")).json() == {"data": [put.json()], "next_cursor": None}
     plain = (await sql.put("/adapters/sql/aliases/live", json={"version": 2})).json()
     assert (plain["version"], plain["split"], plain["shadow"]) == (2, None, None)
+
+
+async def test_an_adapter_says_which_of_its_aliases_share_their_traffic(sql: httpx2.AsyncClient) -> None:
+    await sql.put("/adapters/sql/aliases/live", json=SPLIT)
+    await sql.put("/adapters/sql/aliases/old", json={"version": 1})
+    told = (await sql.get("/adapters/sql")).json()
+    assert told["aliases"] == {"live": 2, "old": 1}
+    assert told["splits"] == {"live": SHARES}
+    assert (await sql.get("/adapters")).json()["data"] == [told]
+    await sql.put("/adapters/sql/aliases/live", json={"version": 2})
+    assert (await sql.get("/adapters/sql")).json()["splits"] == {}
 
 
 @pytest.mark.parametrize(

@@ -49,10 +49,25 @@ async def test_a_grant_is_made_read_listed_and_taken_back(
     assert (gone.status_code, gone.json()["code"]) == (404, "grant_not_found")
 
 
-async def test_a_grant_to_nobody_is_a_404(push: Any, acme: httpx2.AsyncClient) -> None:
+async def test_a_grant_to_a_tenant_that_is_absent_reads_as_one_to_a_tenant_that_is_there(
+    push: Any, acme: httpx2.AsyncClient, globex: httpx2.AsyncClient
+) -> None:
     await push(acme, "sql")
-    response = await acme.put("/adapters/sql/grants/nobody")
-    assert (response.status_code, response.json()["code"]) == (404, "tenant_not_found")
+
+    async def told(name: str) -> list[tuple[int, object, object]]:
+        path, said = f"/adapters/sql/grants/{name}", []
+        for method in ("GET", "PUT", "PUT", "GET", "DELETE", "GET"):
+            response = await acme.request(method, path)
+            body = response.json() if response.content else {}
+            shape = {key: str(value).replace(name, "NAME") for key, value in body.items() if not key.endswith("_at")}
+            shape.pop("request_id", None)
+            headers = sorted(set(response.headers) - {"date"})
+            said.append((response.status_code, shape, headers))
+        return said
+
+    assert await told("globex") == await told("nobody-1")
+    malformed = await acme.put("/adapters/sql/grants/NOT-A-NAME")
+    assert (malformed.status_code, malformed.json()["code"]) == (404, "tenant_not_found")
 
 
 async def test_a_grantee_manages_nothing_of_the_adapter(

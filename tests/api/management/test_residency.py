@@ -7,6 +7,8 @@ from typing import Any
 import httpx2
 import msgspec
 
+from loraserve.api.services import Services
+from loraserve.registry.model_name import ParsedModel
 from loraserve.types import EngineStats
 
 STATS = EngineStats(
@@ -58,4 +60,46 @@ async def test_a_version_in_memory_says_how_it_is_held_and_used(
     told = (await acme.get("/residency")).json()["data"][0]
     # how often others use the same bytes is theirs
     assert (told["dtype"], told["precision_loss"], told["uses_per_s"]) == ("int8", 0.01, None)
-    assert (await admin.get("/residency")).json()["data"][0]["uses_per_s"] == 2.5
+
+
+async def test_what_uses_a_version_is_not_shown_of_another_of_the_same_bytes(
+    push: Any, acme: httpx2.AsyncClient, globex: httpx2.AsyncClient, admin: httpx2.AsyncClient, services: Services
+) -> None:
+    for tenant, name in ((acme, "a"), (acme, "copy"), (globex, "b")):
+        await push(tenant, name)
+    registry = services.registry
+    await acme.post("/adapters/a/versions/1/warm")
+    (one,) = [
+        row for row in (await registry.list_owned(None, limit=9, cursor=None, digests=None)).items if row.name == "a"
+    ]
+    adapter = await registry.resolve(one.tenant, ParsedModel(name="a", version=1))
+    use = services.metrics.adapter_load.begin(adapter, {})
+    use.answer()
+
+    async def told(client: httpx2.AsyncClient, name: str) -> dict[str, Any]:
+        rows = (await client.get("/residency")).json()["data"]
+        return next(row for row in rows if row["name"] == name)
+
+    busy = await told(admin, "a")
+    assert (busy["num_pins"], busy["last_used_s"] is None, busy["uses_per_s"] > 0) == (1, False, True)
+    for name in ("copy", "b"):
+        idle = await told(admin, name)
+        assert (idle["tier"], idle["num_pins"], idle["last_used_s"], idle["uses_per_s"]) == ("device", 0, None, 0.0)
+    # the bytes are acme's own under either name, and globex has used none
+    assert [(await told(acme, name))["tier"] for name in ("a", "copy")] == ["device", "device"]
+    assert [(await told(acme, name))["last_used_s"] is None for name in ("a", "copy")] == [False, True]
+    assert ((await told(globex, "b"))["tier"], (await told(globex, "b"))["last_used_s"]) == ("disk", None)
+    use.end()
+    assert (await told(admin, "a"))["num_pins"] == 0
+
+
+async def test_a_pin_shows_on_the_version_that_is_pinned_alone(
+    push: Any, acme: httpx2.AsyncClient, globex: httpx2.AsyncClient, admin: httpx2.AsyncClient
+) -> None:
+    await push(acme, "a")
+    await push(globex, "b")
+    await globex.post("/adapters/b/versions/1/warm")
+    await admin.post("/adapters/a/versions/1/pin", headers={"X-Tenant": "acme"})
+    pinned = {row["name"]: row["is_pinned"] for row in (await admin.get("/residency")).json()["data"]}
+    assert pinned == {"a": True, "b": False}
+    assert (await globex.get("/residency")).json()["data"][0]["is_pinned"] is False

@@ -369,6 +369,19 @@ async def test_the_number_of_open_uploads_is_bounded(acme: httpx2.AsyncClient) -
     assert (refused.status_code, refused.json()["code"]) == (429, "insufficient_quota")
 
 
+async def test_published_uploads_leave_room_for_others(
+    acme: httpx2.AsyncClient, make_upload: Callable[..., Upload]
+) -> None:
+    """A tenant that pushes all day isn't refused for what it has pushed, nor for what it has deleted again."""
+    for number in range(LIMITS.max_open_uploads_per_tenant - 1):
+        assert (await announce(acme, bytes([number]))).status_code == 201
+    for seed in range(3):
+        config, data = make_upload(seed)
+        assert (await publish(acme, config, await uploaded(acme, data))).status_code == 201
+        if seed == 1:
+            assert (await acme.delete("/adapters/sql")).status_code == 204
+
+
 async def test_two_replicas_take_turns_at_one_upload(
     acme: httpx2.AsyncClient, services: Services, store: LocalStore, files: Upload
 ) -> None:

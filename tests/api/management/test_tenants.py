@@ -168,6 +168,7 @@ async def test_a_key_of_one_tenant_is_not_found_under_another(
     [
         ({"scopes": ["admin"]}, "scopes"),
         ({"scopes": []}, "scopes"),
+        ({"scopes": ["metrics:read", "inference"]}, "scopes"),
         ({"name": ""}, "name"),
         ({"expires_at": "2020-01-01T00:00:00Z"}, "expires_at"),
         ({"expires_at": "2099-01-01T00:00:00"}, "expires_at"),

@@ -18,7 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from adapters_store import LocalStore
 from loraserve.api.app import create_app
-from loraserve.api.connection import BoundedConnection
+from loraserve.api.connection import connection_class
 from loraserve.api.services import Services
 from loraserve.db.session import Database
 from loraserve.engine.messages import GenerateRequest
@@ -74,7 +74,9 @@ class FakeEngine:
     num_aborted: int = 0
     is_ready: bool = True
     is_live: bool = True
+    status: str | None = None
     num_restarts: int = 0
+    num_hangs: int = 0
     stats: EngineStats = field(default_factory=EngineStats)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
@@ -177,11 +179,16 @@ async def services(
 
 
 @pytest.fixture
-async def url(services: Services) -> AsyncIterator[str]:
+def http() -> type[asyncio.Protocol]:
+    return connection_class()
+
+
+@pytest.fixture
+async def url(services: Services, http: type[asyncio.Protocol]) -> AsyncIterator[str]:
     """A real server in this event loop."""
     config = uvicorn.Config(
         create_app(services),
-        http=BoundedConnection,
+        http=http,
         port=0,
         lifespan="off",
         log_config=None,

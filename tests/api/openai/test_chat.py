@@ -111,3 +111,36 @@ async def test_the_empty_tool_fields_of_clients_are_fine(client: httpx2.AsyncCli
     )
     assert response.status_code == 200
     assert response.headers["x-loraserve-ignored"] == "parallel_tool_calls"
+
+
+@pytest.mark.parametrize("stream", [None, False])
+async def test_stream_options_without_a_stream_are_refused(client: httpx2.AsyncClient, stream: bool | None) -> None:
+    options = {"stream": stream, "stream_options": {"include_usage": True}}
+    completion = await client.post("/v1/completions", json={"model": "sql", "prompt": "x", **options})
+    for response in (await chat(client, **options), completion):
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert (error["param"], error["message"]) == ("stream_options", "stream_options needs stream: true.")
+    assert (await chat(client, stream=stream, stream_options=None)).status_code == 200
+
+
+async def test_tools_that_may_not_be_called_are_ignored_and_said_so(client: httpx2.AsyncClient, engine: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    plain, answered = await chat(client), await chat(client, tools=tools, tool_choice="none")
+    assert answered.status_code == 200
+    assert answered.headers["x-loraserve-ignored"] == "tools"
+    assert engine.seen[0].prompt_token_ids == engine.seen[1].prompt_token_ids
+    nothing = await chat(client, tools=[], tool_choice="none")
+    assert "x-loraserve-ignored" not in plain.headers
+    assert "x-loraserve-ignored" not in nothing.headers
+    for choice in ("auto", None):
+        refused = await chat(client, tools=tools, tool_choice=choice)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+
+
+async def test_a_reasoning_effort_that_the_template_does_not_read_is_said_to_be_ignored(
+    client: httpx2.AsyncClient,
+) -> None:
+    response = await chat(client, reasoning_effort="high")
+    assert response.status_code == 200
+    assert response.headers["x-loraserve-ignored"] == "reasoning_effort"

@@ -153,10 +153,10 @@ async def test_routers_are_told_of_each_part(two: httpx2.AsyncClient, services: 
     async with two.stream("POST", "/v1/completions", json=body) as response:
         lines = response.aiter_lines()
         assert json.loads((await anext(lines)).removeprefix("data: "))["model"] == "sql+0.5*pirate"
-        assert list(services.metrics.running_adapters()) == ["pirate", "sql"]
+        assert services.metrics.adapter_load.running_names() == ["acme/pirate", "acme/sql"]
         async for _ in lines:
             pass
-    assert list(services.metrics.running_adapters()) == []
+    assert services.metrics.adapter_load.running_names() == []
 
 
 async def test_a_version_in_quarantine_is_a_409_that_is_not_tried_again(

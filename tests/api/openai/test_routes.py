@@ -1,9 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any
 
 import httpx2
+import msgspec
 import pytest
 from fastapi import APIRouter
 
@@ -153,9 +156,57 @@ async def test_metrics_count_what_happened(client: httpx2.AsyncClient) -> None:
         "loraserve_time_per_output_token_seconds_count 1.0",
         'loraserve_completions_total{reason="length"} 1.0',
         'loraserve_adapters_resident{tier="device"} 0.0',
-        'vllm:lora_requests_info{max_lora="1",running_lora_adapters="",waiting_lora_adapters=""}',
+        'vllm:lora_requests_info{max_lora="64",running_lora_adapters="",waiting_lora_adapters=""}',
     ):
         assert line in text
+
+
+async def test_lora_requests_info_names_what_waits_and_what_runs_by_owner(
+    client: httpx2.AsyncClient,
+    services: Services,
+    engine: Any,
+    acme: Any,
+    make_tenant: Callable[[str], Awaitable[Any]],
+    publish: Callable[..., Awaitable[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    globex = await make_tenant("globex")
+    await publish("sql", tenant=globex)
+    may_begin, may_end, generate = asyncio.Event(), asyncio.Event(), engine.generate
+
+    async def held(request: Any) -> AsyncGenerator[Any, None]:
+        if request.tenant == globex.caller.tenant:
+            await may_begin.wait()
+        async with aclosing(generate(request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+                await may_end.wait()
+
+    monkeypatch.setattr(engine, "generate", held)
+
+    async def info() -> str:
+        text = (await client.get("/metrics", headers=ADMIN)).text
+        return next(line for line in text.splitlines() if line.startswith("vllm:lora_requests_info{"))
+
+    async def says(running: str, waiting: str) -> None:
+        # as the configuration says, whatever is loaded
+        labels = f'max_lora="64",running_lora_adapters="{running}",waiting_lora_adapters="{waiting}"'
+        async with asyncio.timeout(10):
+            while f"{{{labels}}}" not in (line := await info()):
+                assert line
+                await asyncio.sleep(0.01)
+
+    body = {"model": "sql", "prompt": "list", "max_tokens": 5}
+    requests = [
+        asyncio.create_task(client.post("/v1/completions", json=body, headers=one.headers)) for one in (acme, globex)
+    ]
+    await says("acme/sql", "globex/sql")
+    engine.stats = msgspec.structs.replace(engine.stats, device_adapters=3)
+    may_begin.set()
+    await says("acme/sql,globex/sql", "")
+    may_end.set()
+    assert [(await request).status_code for request in requests] == [200, 200]
+    await says("", "")
 
 
 async def test_tokenize_and_detokenize_are_inverse(client: httpx2.AsyncClient) -> None:
@@ -204,7 +255,7 @@ async def test_every_route_declares_one_scope(services: Services) -> None:
     declared = {path: found for path, _, found in scopes.declared_scopes(create_app(services))}
     assert declared["/v1/completions"] == {"inference"}
     assert declared["/t/{tenant}/v1/chat/completions"] == {"inference"}
-    assert declared["/metrics"] == {"admin"}
+    assert declared["/metrics"] == {"metrics:read"}
     assert declared["/livez"] == {"open"}
     assert all(len(found) == 1 for found in declared.values())
 

@@ -293,8 +293,8 @@ def prices(services: Any, acme: Any, monkeypatch: pytest.MonkeyPatch) -> PriceTa
     """What acme pays."""
     authenticate = services.authenticator.authenticate
 
-    async def with_prices(secret: str) -> Any:
-        caller = await authenticate(secret)
+    async def with_prices(secret: str, **holder: Any) -> Any:
+        caller = await authenticate(secret, **holder)
         return replace(caller, policy=replace(caller.policy, prices=PRICES))
 
     monkeypatch.setattr(services.authenticator, "authenticate", with_prices)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import peft.tuners.lora.config as peft_lora
 import pytest
 
 from loraserve.adapters.peft_config import read_settings
@@ -58,6 +59,63 @@ def test_a_field_that_would_change_the_answers_is_refused_by_name(
     assert FIELDS[name].why in messages[0]
 
 
+OBJECTS: dict[str, Any] = {
+    "use_bdlora": peft_lora.BdLoraConfig,
+    "kasa_config": peft_lora.KasaConfig,
+    "velora_config": peft_lora.VeloraConfig,
+    "monteclora_config": peft_lora.MontecloraConfig,
+    "arrow_config": peft_lora.ArrowConfig,
+    "loftq_config": peft_lora.LoftQConfig,
+    "eva_config": peft_lora.EvaConfig,
+    "corda_config": peft_lora.CordaConfig,
+    "lora_ga_config": peft_lora.LoraGAConfig,
+}
+"""Fields that hold an object → PEFT's class of it."""
+
+
+def test_every_field_that_holds_an_object_is_here() -> None:
+    objects = {name for name, rule in FIELDS.items() if rule.is_object or rule.parts is not None}
+    # PEFT throws a runtime_config away as it reads a file
+    in_peft = {f.name for f in dataclasses.fields(peft_lora.LoraConfig) if "Config" in str(f.type)} - {"runtime_config"}
+    assert objects == set(OBJECTS) == in_peft
+
+
+@pytest.mark.parametrize("name", [name for name in OBJECTS if FIELDS[name].handling is Handling.REFUSED])
+def test_an_empty_object_is_pefts_object_of_defaults_and_refused(
+    name: str, make_config: Callable[..., dict[str, Any]]
+) -> None:
+    config = make_config(**{name: {}})
+    assert getattr(peft_lora.LoraConfig(**{k: v for k, v in config.items() if k != "peft_type"}), name)
+    assert problems_of(config) == [
+        f"{name} = {{}} is refused: PEFT makes an object of defaults of it: {FIELDS[name].why}."
+    ]
+    assert problems_of(make_config(**{name: None})) == []
+    for other in ("", [], 0):
+        assert problems_of(make_config(**{name: other}))
+
+
+@pytest.mark.parametrize("name", [name for name in OBJECTS if FIELDS[name].handling is Handling.IGNORED])
+def test_an_ignored_object_has_pefts_keys_and_no_others(name: str, make_config: Callable[..., dict[str, Any]]) -> None:
+    keys = {f.name for f in dataclasses.fields(OBJECTS[name])}
+    assert FIELDS[name].parts == keys
+    for value in (None, {}, dict.fromkeys(keys, 1)):
+        assert problems_of(make_config(**{name: value})) == []
+    [unknown] = problems_of(make_config(**{name: {"tomorrow": 1}}))
+    assert unknown.startswith(f"{name} has 'tomorrow': this server doesn't know the field")
+    [other] = problems_of(make_config(**{name: 3}))
+    assert other == f"{name} = 3 is refused: PEFT takes an object or null."
+
+
+def test_what_a_config_leaves_out_has_pefts_defaults(make_config: Callable[..., dict[str, Any]]) -> None:
+    config = make_config()
+    del config["r"], config["lora_alpha"]
+    settings, problems = read_settings(config)
+    oracle = peft_lora.LoraConfig(target_modules=["q_proj"])
+    assert problems == []
+    assert settings is not None
+    assert (settings.r, settings.lora_alpha) == (oracle.r, oracle.lora_alpha)
+
+
 ALORA: dict[str, Any] = {"alora_invocation_tokens": [1, 2], "task_type": "CAUSAL_LM"}
 
 
@@ -67,8 +125,7 @@ ALORA: dict[str, Any] = {"alora_invocation_tokens": [1, 2], "task_type": "CAUSAL
         ({"brand_new": 3}, "'brand_new' = 3: this server doesn't know the field"),
         ({"brand_new": True}, "'brand_new' = True"),
         ({"brand_new": 0}, "'brand_new' = 0"),
-        ({"peft_type": "BOFT"}, "'BOFT', a kind of adapter that isn't served"),
-        ({"peft_type": None}, "None, a kind"),
+        ({"brand_new": {}}, "'brand_new' = {}: this server doesn't know the field"),
         ({"r": 0}, "r is 0"),
         ({"r": True}, "r is True"),
         ({"r": 4.0}, "r is 4.0"),
@@ -81,7 +138,7 @@ ALORA: dict[str, Any] = {"alora_invocation_tokens": [1, 2], "task_type": "CAUSAL
         ({"use_dora": "true"}, "use_dora is 'true'"),
         ({"rank_pattern": [1]}, "expected an object"),
         ({"rank_pattern": {"q_proj": 0}}, "rank_pattern['q_proj'] is 0"),
-        ({"rank_pattern": {"(?!k).*q": 2}}, "rank_pattern's key '(?!k).*q' is refused"),
+        ({"rank_pattern": {r"(k)\1.*q": 2}}, "is refused: it refers back to a group"),
         ({"alpha_pattern": {f".*{i}": 1 for i in range(65)}}, "more than 64 keys that are regexes"),
         ({"rank_pattern": {str(i): 1 for i in range(2049)}}, "2,049 keys"),
         ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern['q_proj'] is 'x'"),
@@ -89,12 +146,12 @@ ALORA: dict[str, Any] = {"alora_invocation_tokens": [1, 2], "task_type": "CAUSAL
         ({"target_modules": []}, "missing or empty"),
         ({"target_modules": ""}, "missing or empty"),
         (
-            {"target_modules": "(?!k).*_proj"},
-            "target_modules = '(?!k).*_proj' is refused: as one string it is a regex, and RE2",
+            {"target_modules": "k++_proj"},
+            "target_modules = 'k++_proj' is refused: as one string it is a regex, and it has a possessive repetition",
         ),
         ({"target_modules": ["q_proj", 3]}, "expected a list of module names"),
         ({"target_modules": 3}, "expected a list of module names"),
-        ({"exclude_modules": "(?!k).*_proj"}, "exclude_modules = '(?!k).*_proj' is refused"),
+        ({"exclude_modules": "(?>k)_proj"}, "exclude_modules = '(?>k)_proj' is refused"),
         ({"layers_to_transform": [0, -1]}, "layers_to_transform is [0, -1]"),
         ({"layers_to_transform": True}, "layers_to_transform is True"),
         ({"layers_to_transform": [0], "target_modules": "all-linear"}, "can't be used"),
@@ -154,6 +211,7 @@ def test_a_bad_value_is_refused_with_its_reason(
         {"layers_to_transform": 1, "layers_pattern": "layers"},
         {"layers_to_transform": 1, "layers_pattern": ["h", "la.*"]},
         {"target_modules": "All-Linear"},
+        {"target_modules": "(?!k).*_proj", "exclude_modules": "(?!.*q).*", "rank_pattern": {"(?!k).*q": 2}},
         {"target_modules": ".*_proj", "exclude_modules": r".*\.k_proj"},
         {"modules_to_save": [], "trainable_token_indices": [], "alora_invocation_tokens": []},
         ALORA | {"use_rslora": True, "lora_bias": True, "bias": "none"},

@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save as save_numpy
 
 from loraserve.adapters.peft_format import read_adapter, read_config, read_header, read_tensors
 from loraserve.errors import AdapterFormatError, AdapterRejected
@@ -94,7 +96,7 @@ MALFORMED: dict[str, tuple[Any, str]] = {
     "entry lacks shape": (frame({"a": {"dtype": "F32", "data_offsets": [0, 4]}}, b"0000"), "expected exactly dtype"),
     "entry has more": (frame({"a": entry() | {"x": 1}}, b"0" * 16), "expected exactly dtype"),
     "dtype I8": (frame({"a": entry("I8", [4], [0, 4])}, b"0000"), "dtype 'I8'"),
-    "dtype F64": (frame({"a": entry("F64", [2], [0, 16])}, b"0" * 16), "dtype 'F64'"),
+    "dtype F8": (frame({"a": entry("F8_E4M3", [4], [0, 4])}, b"0000"), "dtype 'F8_E4M3'"),
     "dtype is a list": (frame({"a": entry(["F32"])}, b"0" * 16), "dtype ['F32']"),
     "shape is text": (frame({"a": entry(shape="22")}, b"0" * 16), "expected whole numbers"),
     "a negative size": (frame({"a": entry(shape=[-2, -2])}, b"0" * 16), "expected whole numbers"),
@@ -232,3 +234,15 @@ def test_any_bytes_are_read_or_rejected(data: bytes, edits: list[tuple[int, int]
             read_tensors(candidate)
         except AdapterRejected:
             pass
+
+
+def test_float64_is_read_as_the_float32_that_peft_loads() -> None:
+    numbers = np.array([[1 / 3, -2.0, 1e-46], [1e300, np.nan, 7e37]])
+    view = read_tensors(save_numpy({"a": numbers, "b": np.ones(3, np.float16)}))["a"]
+    loaded = torch.zeros(2, 3)
+    loaded.copy_(torch.from_numpy(numbers))
+    assert (view.dtype, view.shape) == ("F32", (2, 3))
+    assert np.array_equal(view.array, loaded.numpy(), equal_nan=True)
+    assert np.isinf(view.array[1, 0])
+    with pytest.raises(AdapterFormatError, match="F64 \\[2\\], which takes 16 bytes"):
+        read_tensors(frame({"a": entry("F64", [2], [0, 8])}, b"0" * 8))

@@ -58,7 +58,9 @@ BASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "is_head_tied": True,
             "norm_paths": {
                 "attention_norm": "input_layernorm",
+                "attention_out_norm": "post_attention_layernorm",
                 "mlp_norm": "pre_feedforward_layernorm",
+                "mlp_out_norm": "post_feedforward_layernorm",
                 "norm": "model.norm",
             },
         },
@@ -87,6 +89,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"modules_to_save": ["lm_head"], "ensure_weight_tying": True, **ONE}),
     ("llama", {"modules_to_save": ["norm"], **ONE}),
     ("gemma2", {"modules_to_save": ["model.norm", "input_layernorm", "pre_feedforward_layernorm"], **ONE}),
+    ("gemma2", {"modules_to_save": ["post_attention_layernorm", "post_feedforward_layernorm"], **ONE}),
     ("qwen2", {"modules_to_save": ["k_proj", "layers.1.self_attn.o_proj"], "bias": "all", **EVERY}),
     ("biased", {"modules_to_save": ["mlp"], "bias": "lora_only", **EVERY}),
     ("phi3", {"modules_to_save": ["qkv_proj"], "target_modules": ["gate_up_proj"]}),

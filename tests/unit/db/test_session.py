@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import sqlite3
 from collections.abc import AsyncIterator
@@ -11,13 +12,15 @@ from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
-from sqlalchemy import insert, select, text, update
+from sqlalchemy import insert, make_url, select, text, update
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError, ProgrammingError, StatementError
+from sqlalchemy.ext.asyncio import create_async_engine
 
 from loraserve.db import migrate
+from loraserve.db.database_file import DatabaseFile
 from loraserve.db.models import Adapter, ServerSecret, Tenant
-from loraserve.db.session import Database
-from loraserve.errors import ConfigError, DatabaseUnavailable, StorageFull
+from loraserve.db.session import Database, make_engine
+from loraserve.errors import ConfigError, DatabaseDamaged, DatabaseUnavailable, SchemaOutdated, StorageFull
 
 NOW = datetime(2026, 11, 21, 12, 30, 1, 123456, tzinfo=UTC)
 
@@ -169,10 +172,182 @@ async def test_an_error_of_ours_passes_as_it_is(database: Database) -> None:
             await session.execute(text("SELECT * FROM no_such_table"))
 
 
-async def test_a_file_that_is_no_database_is_a_config_error(tmp_path: Path) -> None:
-    (tmp_path / "registry.db").write_bytes(b"not a database at all" * 1000)
-    with pytest.raises(ConfigError, match="isn't a SQLite database"):
-        await migrate.check(f"sqlite:///{tmp_path / 'registry.db'}")
+def damage(path: Path, how: str) -> None:
+    """Make the database's file what a broken disk, a failed copy or a careless hand leaves."""
+    data = path.read_bytes()
+    match how:
+        case "foreign":
+            path.write_bytes(b"not a database at all" * 1000)
+        case "header":
+            path.write_bytes(b"\x07" * 100 + data[100:])
+        case "cut off":
+            path.write_bytes(data[: len(data) // 2])
+        case "cut to a page":
+            path.write_bytes(data[:4096])
+        case "cut within a page":
+            path.write_bytes(data[:-1000])
+        case "page":
+            path.write_bytes(data[: 3 * 4096] + b"\x55" * 4096 + data[4 * 4096 :])
+
+
+DAMAGES = ["foreign", "header", "cut off", "cut to a page", "cut within a page", "page"]
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+async def test_a_damaged_file_is_named_in_one_sentence(tmp_path: Path, migrated_sqlite: Path, how: str) -> None:
+    path = tmp_path / "registry.db"
+    shutil.copyfile(migrated_sqlite, path)
+    damage(path, how)
+
+    async def start() -> None:
+        await migrate.upgrade_if_empty(f"sqlite:///{path}")
+        await migrate.check(f"sqlite:///{path}")
+
+    with pytest.raises(DatabaseDamaged, match="is damaged, cut off, or no database at all") as found:
+        await start()
+    assert str(path) in found.value.message
+    assert "\n" not in found.value.message
+
+
+@pytest.mark.parametrize("is_writing", [False, True])
+async def test_damage_is_told_to_the_operator_in_detail_and_to_tenants_in_general(
+    tmp_path: Path, migrated_sqlite: Path, caplog: pytest.LogCaptureFixture, is_writing: bool
+) -> None:
+    path = tmp_path / "registry.db"
+    shutil.copyfile(migrated_sqlite, path)
+    damage(path, "foreign")
+    database = Database(f"sqlite:///{path}")
+    with pytest.raises(DatabaseDamaged) as found:
+        async with database.write() if is_writing else database.read() as session:
+            await session.execute(select(Tenant.name))
+    await database.dispose()
+    assert str(found.value) == "The registry's database is damaged. Its operator must restore a backup."
+    assert "file is not a database" in caplog.text
+
+
+@pytest.mark.postgres
+async def test_a_refused_connection_names_no_user_to_tenants(
+    migrated_postgres: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    database = Database(migrated_postgres + "_nope")
+    with pytest.raises(DatabaseUnavailable) as found:
+        async with database.read() as session:
+            await session.execute(select(Tenant.name))
+    await database.dispose()
+    assert "_nope" not in str(found.value)
+    assert "does not exist" in caplog.text
+
+
+async def test_a_database_without_one_of_its_tables_is_refused(database_url: str) -> None:
+    engine = make_engine(database_url)
+    async with engine.begin() as connection:
+        await connection.execute(text("ALTER TABLE leases RENAME TO kept"))
+    with pytest.raises(SchemaOutdated, match="has no table leases"):
+        await migrate.check(database_url)
+    async with engine.begin() as connection:
+        await connection.execute(text("ALTER TABLE kept RENAME TO leases"))
+    await migrate.check(database_url)
+    await engine.dispose()
+
+
+async def test_a_database_at_several_revisions_is_refused(database_url: str) -> None:
+    engine = make_engine(database_url)
+    async with engine.begin() as connection:
+        await connection.execute(text("INSERT INTO alembic_version VALUES ('0001')"))
+    with pytest.raises(SchemaOutdated, match="several revisions"):
+        await migrate.check(database_url)
+    async with engine.begin() as connection:
+        await connection.execute(text("DELETE FROM alembic_version WHERE version_num = '0001'"))
+    await engine.dispose()
+
+
+async def test_the_log_of_a_linked_file_is_watched(tmp_path: Path, migrated_sqlite: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    shutil.copyfile(migrated_sqlite, tmp_path / "disk" / "kept.db")
+    (tmp_path / "registry.db").symlink_to(tmp_path / "disk" / "kept.db")
+    database = Database(f"sqlite:///{tmp_path / 'registry.db'}")
+    async with database.write() as session:
+        session.add(make_tenant("acme"))
+    (tmp_path / "disk" / "kept.db-wal").unlink()
+    with pytest.raises(DatabaseUnavailable, match="moved away, replaced or deleted"):
+        async with database.write() as session:
+            session.add(make_tenant("lost", "01J0000000000000000000000B"))
+    await database.dispose()
+
+
+@pytest.mark.parametrize("how", ["renamed", "deleted", "replaced", "folder", "log"])
+async def test_a_file_that_goes_under_a_running_server_takes_no_write_and_is_read_on(
+    tmp_path: Path, migrated_sqlite: Path, how: str
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    path, log, kept = folder / "registry.db", folder / "registry.db-wal", tmp_path / "kept"
+    shutil.copyfile(migrated_sqlite, path)
+    database = Database(f"sqlite:///{path}")
+    async with database.write() as session:
+        session.add(make_tenant("acme"))
+    assert database.is_available
+    moved = {"folder": folder, "log": log}.get(how, path)
+    if how == "deleted":
+        os.link(path, kept)
+        path.unlink()
+    else:
+        moved.rename(kept)
+    if how == "replaced":
+        shutil.copyfile(migrated_sqlite, path)
+    for _ in range(2):
+        with pytest.raises(DatabaseUnavailable, match="moved away, replaced or deleted"):
+            async with database.write() as session:
+                session.add(make_tenant("lost", "01J0000000000000000000000B"))
+        assert not database.is_available
+
+    async def names() -> list[str]:
+        async with database.read() as session:
+            return list((await session.scalars(select(Tenant.name))).all())
+
+    assert await names() == ["acme"]
+    async with database.read() as session:
+        await session.execute(select(1))
+        # a connection that is made meanwhile makes no file, and doesn't look into another's
+        with pytest.raises(DatabaseUnavailable):
+            await names()
+    assert path.exists() is (how in ("replaced", "log"))
+    kept.rename(moved)
+    async with database.write() as session:
+        session.add(make_tenant("globex", "01J0000000000000000000000C"))
+    assert database.is_available
+    await database.dispose()
+    connection = sqlite3.connect(path)
+    rows = connection.execute("SELECT name FROM tenants ORDER BY name").fetchall()
+    connection.close()
+    assert [name for (name,) in rows] == ["acme", "globex"]
+
+
+async def test_a_write_whose_file_goes_before_its_commit_is_not_acknowledged(
+    tmp_path: Path, migrated_sqlite: Path
+) -> None:
+    path = tmp_path / "registry.db"
+    shutil.copyfile(migrated_sqlite, path)
+    database = Database(f"sqlite:///{path}")
+
+    async def write() -> None:
+        async with database.write() as session:
+            session.add(make_tenant("acme"))
+            path.rename(tmp_path / "moved.db")
+
+    with pytest.raises(DatabaseUnavailable, match="moved away"):
+        await write()
+    await database.dispose()
+
+
+async def test_a_path_with_any_letters_is_opened(tmp_path: Path, migrated_sqlite: Path) -> None:
+    path = tmp_path / "a b#c%20d&e=é.db"
+    shutil.copyfile(migrated_sqlite, path)
+    file = DatabaseFile(path)
+    engine = create_async_engine(file.url(make_url("sqlite+aiosqlite:///x")))
+    async with engine.connect() as connection:
+        assert (await connection.execute(select(Tenant.name))).all() == []
+    await engine.dispose()
 
 
 @pytest.mark.postgres

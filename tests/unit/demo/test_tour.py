@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import http.server
 import io
+import itertools
+import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,13 +18,14 @@ import pytest
 from rich.console import Console
 
 from loraserve import Client
+from loraserve.demo import demo_server
 from loraserve.demo.card import EXAMPLE, read_card, reliable_frames
-from loraserve.demo.checks import Access, Check, check_answers, check_chat, check_models, check_stranger
+from loraserve.demo.checks import Access, Check, check_answers, check_chat, check_models, check_stranger, check_time
 from loraserve.demo.demo_server import DemoServer, check_port, choose_port
 from loraserve.demo.frames import ADAPTERS, STYLES
 from loraserve.demo.pack import adapter_dirs, pack_dir
 from loraserve.demo.side_by_side import ask_all
-from loraserve.errors import ConfigError
+from loraserve.errors import ConfigError, EngineUnavailable
 
 
 @pytest.fixture
@@ -54,6 +59,58 @@ def test_a_server_shows_no_admin_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("num_right", "num_tried", "is_right"), [(3, 3, True), (2, 3, False), (0, 0, False)])
 def test_a_check_is_right_if_all_that_was_tried_was(num_right: int, num_tried: int, is_right: bool) -> None:
     assert Check("answers", num_right, num_tried).is_right is is_right
+
+
+def test_right_answers_that_come_too_late_are_not_right() -> None:
+    assert check_time(1.9, 60).is_right
+    late = check_time(61, 60)
+    assert not late.is_right
+    assert late.problem == "they took 61 s, expected 60 s at most"
+
+
+@pytest.mark.parametrize("is_moving", [True, False])
+def test_a_server_that_takes_long_to_start_is_waited_for_as_long_as_it_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_moving: bool
+) -> None:
+    asked = itertools.count()
+
+    class Loading(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            number = next(asked)
+            detail = f"The engine is loading shard {number if is_moving else 1}."
+            body = json.dumps({"detail": detail}).encode()
+            self.send_response(503 if number < 20 else 200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    class Running:
+        def poll(self) -> None: ...
+
+    monkeypatch.setattr(demo_server, "_START_S", 1.0)
+    (tmp_path / "server.log").write_text("its last words")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Loading) as listener:
+        threading.Thread(target=listener.serve_forever, daemon=True).start()
+        server = DemoServer(tmp_path, listener.server_port)
+        try:
+            if is_moving:
+                server._wait_until_ready(Running())  # type: ignore[arg-type]
+                assert next(asked) > 20
+            else:
+                with pytest.raises(EngineUnavailable, match=r"no progress for 1 s. The engine is loading shard 1.\n"):
+                    server._wait_until_ready(Running())  # type: ignore[arg-type]
+        finally:
+            listener.shutdown()
+
+
+def test_a_format_that_there_is_not_is_refused() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "loraserve.cli.main", "demo", "--quantize", "int3"], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "int3" in done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -124,13 +181,16 @@ async def test_answers_are_shown_side_by_side_on_a_terminal(server: DemoServer, 
     assert all(line in screen.getvalue() for style in STYLES for line in EXAMPLE.render(style).splitlines())
 
 
+# all formats: `make formats`, which `.ci/run` runs
 @pytest.mark.slow
-def test_the_tour_is_right_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "loraserve.cli.main", "demo", "--once", "--port", "0"]
+@pytest.mark.parametrize("flags", [[], ["--quantize", "int8"]], ids=["none", "int8"])
+def test_the_tour_is_right_and_leaves_nothing_behind(tmp_path: Path, flags: list[str]) -> None:
+    command = [sys.executable, "-m", "loraserve.cli.main", "demo", "--once", "--port", "0", *flags]
     done = subprocess.run(
         command, env=os.environ | {"TMPDIR": str(tmp_path)}, cwd=tmp_path, capture_output=True, text=True, timeout=180
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "All of it is right" in done.stdout
+    assert ("bundled base in int8" in done.stdout) == bool(flags)
     assert "Authorization: Bearer sk-lora-" in done.stdout
     assert list(tmp_path.iterdir()) == []

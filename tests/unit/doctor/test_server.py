@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from loraserve.doctor.server import check_budget, check_counters, is_there
+import http.server
+import json
+import threading
+
+from loraserve.doctor.server import check_budget, check_counters, check_probes, is_there
 from loraserve.memory.division import Division
 from loraserve.planning.memory import Arena
 from loraserve.sdk.samples import parse_metrics
@@ -49,3 +53,22 @@ def test_a_broken_invariant_fails_and_failed_loads_warn() -> None:
 
 def test_nobody_is_there_where_nobody_listens() -> None:
     assert not is_there("http://127.0.0.1:9")
+
+
+def test_what_a_server_that_is_not_ready_waits_for_is_told() -> None:
+    class Loading(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps({"status": "unavailable", "detail": "The engine is loading shard 3 of 4."}).encode()
+            self.send_response(200 if self.path == "/livez" else 503)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Loading) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        (check,) = check_probes(f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+    assert check.status == "warn"
+    assert "503: The engine is loading shard 3 of 4." in check.found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import resource
@@ -13,9 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from adapters_store import LocalStore
+from loraserve.db.models import Adapter, AdapterVersion, Tenant
+from loraserve.db.session import Database, utc_now
 from loraserve.doctor.checks import Check, run
-from loraserve.doctor.storage import check_data_dir, check_database, check_disk, check_files
+from loraserve.doctor.storage import check_bases, check_data_dir, check_database, check_disk, check_files, check_store
 from loraserve.limits import GIB, LIMITS, MIB
+from loraserve.registry.store_claim import Marker
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -75,7 +80,8 @@ def test_tables_of_another_revision_or_changed_by_hand_fail(migrated_sqlite: Pat
     shutil.copyfile(migrated_sqlite, path)
     with sqlite3.connect(path) as connection:
         connection.execute("DROP TABLE audit")
-    assert "audit" in one(check_database(f"sqlite:///{path}")).found
+    lacking = one(run("database", lambda: check_database(f"sqlite:///{path}")))
+    assert (lacking.status, "has no table audit" in lacking.found) == ("fail", True)
     with sqlite3.connect(path) as connection:
         connection.execute("UPDATE alembic_version SET version_num = 'of-the-future'")
     check = one(run("database", lambda: check_database(f"sqlite:///{path}")))
@@ -88,7 +94,7 @@ def test_a_database_that_is_none_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("soft", "status"),
+    ("hard", "status"),
     [
         (resource.RLIM_INFINITY, "ok"),
         (LIMITS.max_live_requests + 256, "ok"),
@@ -96,6 +102,85 @@ def test_a_database_that_is_none_fails(tmp_path: Path) -> None:
         (255, "fail"),
     ],
 )
-def test_each_live_request_is_an_open_file(monkeypatch: pytest.MonkeyPatch, soft: int, status: str) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, 1 << 20))
+def test_each_live_request_is_an_open_file(monkeypatch: pytest.MonkeyPatch, hard: int, status: str) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (min(hard, 256), hard))
     assert one(check_files()).status == status
+
+
+def test_a_store_of_another_registry_fails_and_nothing_is_claimed(tmp_path: Path, migrated_sqlite: Path) -> None:
+    shutil.copyfile(migrated_sqlite, tmp_path / "registry.db")
+    urls = (f"file://{tmp_path}/blobs", f"sqlite:///{tmp_path}/registry.db")
+    assert one(check_store(*urls)).status == "ok"
+    assert not (tmp_path / "blobs").exists()
+    store = LocalStore(tmp_path / "blobs")
+    assert one(check_store(*urls)).status == "ok"
+    assert store.read_marker() is None
+    store.swap_marker(None, Marker("another", "stamp", "2026-01-01").encode())
+    check = one(check_store(*urls))
+    assert (check.status, "belongs to registry another" in check.found, "adopt-store" in check.next) == (
+        "fail",
+        True,
+        True,
+    )
+    store.close()
+
+
+async def _versions(url: str, digests: list[str]) -> None:
+    database = Database(url)
+    now = utc_now()
+    async with database.write() as session:
+        session.add(Tenant(id="t", name="acme", limits={}, created_at=now))
+        await session.flush()
+        session.add(
+            Adapter(
+                id="a", tenant_id="t", name="sql", last_version=9, revision=1, notes="", created_at=now, updated_at=now
+            )
+        )
+        await session.flush()
+        for number, digest in enumerate(digests, start=1):
+            session.add(
+                AdapterVersion(
+                    id=f"v{number}",
+                    adapter_id="a",
+                    number=number,
+                    digest=f"{number:064x}",
+                    config_blob="0" * 64,
+                    weights_blob="0" * 64,
+                    base_digest=digest,
+                    size_bytes=1,
+                    rank=1,
+                    target_modules=[],
+                    dtype="float32",
+                    state="ready",
+                    checks=[],
+                    created_at=now,
+                    created_by="test",
+                    # the last one is gone
+                    deleted_at=now if number == len(digests) else None,
+                )
+            )
+    await database.dispose()
+
+
+@pytest.mark.parametrize(
+    ("digests", "served", "status", "words"),
+    [
+        ([], None, "ok", "no versions yet"),
+        (["a", "a", "b"], None, "ok", "2 of base sha256:aaaaaaaaaaaa"),
+        (["a", "b", "b"], None, "warn", "1 of base sha256:aaaaaaaaaaaa, 1 of base sha256:bbbbbbbbbbbb"),
+        (["a", "a", "b"], "a", "ok", "2 of base"),
+        (["a", "b", "b", "a"], "a", "warn", "2 aren't served"),
+        (["a", "a"], "b", "warn", "1 aren't served"),
+    ],
+)
+def test_versions_of_another_base_than_the_servers_are_told_of(
+    tmp_path: Path, migrated_sqlite: Path, digests: list[str], served: str | None, status: str, words: str
+) -> None:
+    path = tmp_path / "registry.db"
+    assert list(check_bases(f"sqlite:///{path}", served)) == []
+    shutil.copyfile(migrated_sqlite, path)
+    url = f"sqlite:///{path}"
+    asyncio.run(_versions(url, [digest * 64 for digest in digests]))
+    check = one(check_bases(url, None if served is None else served * 64))
+    assert check.status == status
+    assert words in check.found

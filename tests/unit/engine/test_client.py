@@ -14,6 +14,7 @@ import pytest
 
 from loraserve.engine.client import EngineClient
 from loraserve.engine.messages import GenerateRequest
+from loraserve.engine.process import EngineProcess
 from loraserve.errors import AdapterCorrupt, ConfigError, EngineCrashed, EngineUnavailable, ModelError, Overloaded
 from loraserve.text.tokenizer import Tokenizer
 from loraserve.types import FinishReason, RequestId, SamplingParams, TenantId, Tier
@@ -142,6 +143,29 @@ async def test_a_killed_engine_changes_no_text(world, params):
         assert client.num_restarts == 1
         assert client.pid != first_pid
         await until(lambda: client.is_ready)
+
+
+async def test_an_engine_computes_with_the_kernels_of_the_one_before_it(world, monkeypatch):
+    """The clock chose those, and may choose others a second time, which round otherwise: streams go on with the same bits."""
+    async with running(world, quantize="int8") as client:
+        chosen = client._process.ready.kernels
+    assert {choice.format for choice in chosen} == {"int8"}
+    widened = tuple(msgspec.structs.replace(one, arithmetic="w8a16", kernel="widened") for one in chosen)
+    starts = itertools.count()
+
+    def process(config, *arguments, **options):
+        # what the clock would not choose
+        config = msgspec.structs.replace(config, kernels=widened) if next(starts) == 0 else config
+        return EngineProcess(config, *arguments, **options)
+
+    monkeypatch.setattr("loraserve.engine.client.EngineProcess", process)
+    async with running(world, quantize="int8") as client:
+        assert client.base.kernels == "widened"
+        wanted = await collect(client, make(world, prompt(3)))
+        os.kill(client.pid, signal.SIGKILL)
+        await until(lambda: client.num_restarts == 1 and client.is_ready)
+        assert client.base.kernels == "widened"
+        assert await collect(client, make(world, prompt(3))) == wanted
 
 
 async def test_a_request_that_only_was_near_gets_its_whole_answer(world):

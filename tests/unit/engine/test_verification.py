@@ -165,6 +165,16 @@ def test_rounding_is_no_failure(changes: dict[str, object], world: World, make_e
     assert found.verdict == "passed", found.reason
 
 
+def test_certificate_names_the_base_and_how_it_is_computed(world: World, make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(quantize="int8")
+    found, base = certificate(engine, world.refs["r8"]), engine.base
+    assert found.base_digest == base.digest
+    assert (found.quantization, found.device) == ("int8", "cpu")
+    assert found.arithmetic == base.arithmetic
+    assert found.arithmetic in ("w8a8-row", "w8a7-row")
+    assert found.instructions == base.instructions != ""
+
+
 def test_there_is_no_certificate_beside_a_base_in_float32_that_answers_otherwise_than_its_plain_evaluation(
     world: World, make_engine: Callable[..., Engine], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,14 @@ from transformers import AutoModelForCausalLM
 
 import loraserve.model.quantize as quantize_module
 from adapters_store import LocalStore
+from loraserve.adapters.compiler import compile_adapter
+from loraserve.adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE, read_adapter
 from loraserve.errors import AdapterUnavailable
 from loraserve.memory.device import CpuDevice
 from loraserve.memory.load import load_adapter
+from loraserve.memory.lowering import with_saved_base
 from loraserve.model.decoder import Decoder
+from loraserve.model.plain import Subject, evaluate
 from loraserve.model.quantize import JoinedLinear, make_linear, quantize_weight
 from loraserve.types import AdapterRef, Digest, TenantId
 from loraserve_kernels.layout import MODULE_INDEX, PackedAdapter
@@ -103,6 +108,13 @@ class Serving:
         packed = load_adapter(self.store, publish(directory, self.store), self.decoder.spec, device, self.decoder).host
         assert isinstance(packed, PackedAdapter)
         return packed
+
+    def plainly(self, directory: Path, prompt: list[int]) -> Tensor:
+        """Return the plain answers that a certificate compares with."""
+        read = read_adapter(*((directory / file).read_bytes() for file in (CONFIG_FILE, WEIGHTS_FILE)))
+        ir = compile_adapter(read.config, read.tensors, self.decoder.spec)
+        ir = with_saved_base(ir, self.decoder.spec, self.decoder)
+        return evaluate(self.decoder, [Subject([prompt], [(ir, 1.0)])])[0].adapted[0]
 
 
 def run_together(
@@ -255,15 +267,38 @@ def test_weights_come_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         torch.testing.assert_close(cut.delta(0, module), whole.delta(0, module), atol=1e-6, rtol=1e-5)
 
 
-def test_an_embedding_that_is_not_the_bases_is_refused(tmp_path: Path) -> None:
-    serving = Serving(tmp_path, "llama", {})
-    serving.adapter(KINDS["outside"])
-    path = tmp_path / "adapter-0" / "adapter_model.safetensors"
+COPIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "one number": lambda copy: copy.index_fill(0, torch.tensor([17]), 0.3),
+    "another embedding": lambda copy: copy.roll(1, 0) * 1.5,
+    "a 16-bit copy": lambda copy: copy.bfloat16(),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": True}], ids=["untied", "tied"])
+@pytest.mark.parametrize("kind", ["outside", "dora outside", "embedding alone"])
+@pytest.mark.parametrize("change", COPIES)
+def test_what_was_saved_of_the_base_stands_in_its_place_as_in_peft(
+    change: str, kind: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """PEFT loads the copy, cast to the base's dtype; of a tied base, into both."""
+    serving = Serving(tmp_path, "llama", options)
+    embedding_alone = {"r": 2, "lora_alpha": 3, "target_modules": ["embed_tokens", "q_proj"]}
+    serving.adapter(KINDS.get(kind, embedding_alone))
+    directory = tmp_path / "adapter-0"
+    path = directory / "adapter_model.safetensors"
     tensors = load_file(path)
-    tensors["base_model.model.model.embed_tokens.base_layer.weight"][17, 3] *= 1.001
+    copies = [name for name in tensors if name.endswith("base_layer.weight")]
+    assert copies
+    for name in copies:
+        tensors[name] = COPIES[change](tensors[name]).contiguous()
     save_file(tensors, path)
-    with pytest.raises(AdapterUnavailable, match="embed_tokens that isn't this base's"):
-        serving.load(tmp_path / "adapter-0")
+    oracle = peft.PeftModel.from_pretrained(open_model(serving.base_dir), directory).eval()
+    prompt = [3, 17, 18, 5, 40, 7, 17]
+    [served] = run_together(serving.decoder, [prompt], [serving.load(directory)])
+    expected = reference_logits(oracle, prompt)
+    assert float((served - expected).abs().max()) < 1e-4 * max(1, float(expected.abs().max()))
+    plain = serving.plainly(directory, prompt)
+    assert float((plain - expected).abs().max()) < 1e-4 * max(1, float(expected.abs().max()))
 
 
 def test_an_embedding_saved_in_another_dtype_is_still_the_bases(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from loraserve.errors import ConfigError, MissingTensor, ModelError, ShapeMismatch, UnexpectedTensor
 from loraserve.model.quantize import quantize_weight
+from loraserve.progress import Progress
+from loraserve_kernels.choices import Chooser
 
 from .conftest import PagedRun, build_model, edit_json, load, random_tokens, reference_logits, save_model
 from .stored_quantized import group, save_compressed
@@ -47,6 +49,41 @@ def test_spec_says_what_the_base_is(directory: Path) -> None:
     assert spec.num_parameters == sum(tensor.numel() for tensor in weights.values())
     assert spec.size_bytes >= 4 * spec.num_parameters
     assert decoder.kv_shape == (3, 2, 12)
+
+
+@pytest.mark.parametrize(
+    ("quantize", "layers", "head"),
+    [
+        ("none", {"fp32"}, {"fp32"}),
+        ("int8", {"w8a8-row", "w8a7-row"}, {"w8a8-row", "w8a7-row"}),
+        ("int4", {"w4a16"}, {"w8a8-row", "w8a7-row"}),
+        ("nf4", {"w4a16-nf4"}, {"w8a8-row", "w8a7-row"}),
+        ("fp8", {"w8a16-fp8"}, {"w8a16-fp8"}),
+    ],
+)
+def test_spec_names_the_arithmetic_of_layers_and_head(
+    tmp_path: Path, quantize: str, layers: set[str], head: set[str]
+) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 256}
+    spec = load(save_model(build_model(**sizes), tmp_path), quantize=quantize).spec
+    names = spec.arithmetic.split("+")
+    assert names[0] in layers
+    assert names[-1] in head
+    assert len(names) == (1 if layers & head else 2)
+    assert spec.device == "cpu"
+    assert spec.kernels
+    assert spec.instructions
+
+
+def test_a_load_says_that_it_probes_kernels_and_goes_on(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chooser, progress, told = Chooser(), Progress(), []
+    for module in ("loader", "quantize"):
+        monkeypatch.setattr(f"loraserve.model.{module}.chooser", lambda: chooser)
+    progress.on_begin = lambda: told.append(str(progress))
+    load(directory, quantize="int8", progress=progress)
+    assert "probing kernels for int8" in told
+    assert told[told.index("probing kernels for int8") + 1].startswith("loading shard 1 of 1 and rounding it to int8")
+    assert str(progress) == "packing the embedding and the head"
 
 
 def test_shards_give_the_same_base_as_one_file(directory: Path, tmp_path: Path) -> None:
@@ -188,6 +225,8 @@ import json, sys
 from pathlib import Path
 import torch
 from loraserve.model.loader import load_model
+from loraserve.model.site import return_free_memory
+from loraserve_kernels.choices import chooser
 
 torch.set_num_threads(1)
 
@@ -198,8 +237,12 @@ def status(field):
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
 
-# what libraries set up on first use isn't the model's
+# what libraries set up on first use isn't the model's: neither are the products that oneDNN compiles while kernels are tried
 load(sys.argv[1], sys.argv[3])
+for out_features in (512, 1024):
+    for in_features in (512, 1024):
+        chooser().choose("int8" if sys.argv[3] == "int8" else "int4", out_features, in_features)
+return_free_memory()
 Path("/proc/self/clear_refs").write_text("5")
 before = status("VmRSS")
 decoder = load(sys.argv[2], sys.argv[3])

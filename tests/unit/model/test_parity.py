@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
-from drawn import TOKENS, Draw, draw_adapter, draw_base, save_adapter
+from drawn import BASES, TOKENS, Draw, draw_adapter, draw_base, save_adapter
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -142,3 +143,16 @@ def test_any_adapters_in_one_batch_equal_peft(seed: int, tmp_path: Path) -> None
     for row, difference in zip(rows, differences(drawn, rows), strict=True):
         # an adapter may make a base so steep that PEFT's own rounding is more than the tolerance
         assert difference < TOLERANCE or difference < 3 * own_error(row), f"seed {seed}: {row.what}: {difference:.3g}"
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3", "olmo2"])
+def test_norms_that_outputs_pass_equal_pefts(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = ["post_attention_layernorm", "post_feedforward_layernorm"]
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], modules_to_save=saved, task_type="CAUSAL_LM")
+    monkeypatch.setitem(globals(), "draw_base", lambda rng: (kind, dict(BASES)[kind]))
+    monkeypatch.setitem(globals(), "draw_adapter", lambda *_: Draw("output norms", config))
+    drawn = Drawn(0, tmp_path, draws=2)
+    rows = drawn.rows()
+    assert all(row.adapter is None or len(row.adapter.norms) == 2 * drawn.decoder.spec.num_layers for row in rows)
+    for row, difference in zip(rows, differences(drawn, rows), strict=True):
+        assert difference < TOLERANCE, f"{row.what}: {difference:.3g}"

@@ -134,3 +134,25 @@ def test_joined_linears_give_their_outputs_side_by_side() -> None:
     assert torch.equal(y, torch.cat((first(x), second(x)), 1))
     assert y.is_contiguous()
     assert joined.num_bytes == first.num_bytes + second.num_bytes
+
+
+@pytest.mark.parametrize(
+    ("format", "dtype", "names"),
+    [
+        ("none", torch.float32, {"fp32"}),
+        ("none", torch.bfloat16, {"bf16", "bf16-weights"}),
+        ("none", torch.float16, {"fp16"}),
+        ("int8", torch.float32, {"w8a8-row", "w8a7-row"}),
+        ("int4", torch.float32, {"w4a16"}),
+        ("nf4", torch.float32, {"w4a16-nf4"}),
+        ("fp8", torch.float32, {"w8a16-fp8"}),
+    ],
+)
+def test_a_linear_says_how_it_is_computed(format: str, dtype: torch.dtype, names: set[str]) -> None:
+    linear = make_linear(torch.randn(64, WIDTH), None, quantize=format, dtype=dtype)
+    (arithmetic,) = linear.arithmetics
+    assert arithmetic.name in names
+    assert arithmetic.kernel
+    assert arithmetic.instructions
+    other = make_linear(torch.randn(8, WIDTH), None, quantize="none", dtype=torch.float32)
+    assert JoinedLinear([linear, other]).arithmetics == (arithmetic, *other.arithmetics)

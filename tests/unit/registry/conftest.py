@@ -11,6 +11,7 @@ from adapters_store import LocalStore
 from loraserve.db.session import Database
 from loraserve.registry.records import Published
 from loraserve.registry.service import Registry
+from loraserve.registry.store_claim import StoreClaim
 from loraserve.tenancy.auth import Authenticator
 from loraserve.types import AdapterRef, BaseSpec, Certificate, TenantId
 
@@ -43,6 +44,14 @@ async def database(database_url: str) -> AsyncIterator[Database]:
 @pytest.fixture
 def store(tmp_path: Path) -> LocalStore:
     return LocalStore(tmp_path / "blobs")
+
+
+@pytest.fixture
+async def claim(database: Database, store: LocalStore) -> StoreClaim:
+    """The store is the registry's, as at a server's start."""
+    claim = StoreClaim(database, store)
+    await claim.open()
+    return claim
 
 
 @pytest.fixture

@@ -9,18 +9,35 @@ from itertools import pairwise
 
 import pytest
 
-from loraserve.errors import AdapterQuarantined
+from loraserve.errors import AdapterOfAnotherBase, AdapterQuarantined
 from loraserve.registry.binding import Fallback, Route, Shadow, Target, Way
 from loraserve.registry.records import QUARANTINED, READY
-from loraserve.types import AdapterRef, Digest, TenantId
+from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
+
+SERVED = BaseSpec(
+    id="org/base",
+    digest=Digest("b" * 64),
+    architecture="LlamaForCausalLM",
+    num_layers=2,
+    hidden_size=8,
+    vocab_size=32,
+    max_model_len=64,
+    modules={},
+    module_paths={},
+    layers_path="model.layers",
+    eos_token_ids=(0,),
+    dtype="float32",
+    quantization="none",
+)
+OTHER = Digest("c" * 64)
 
 
-def make_target(version: int, state: str = READY) -> Target:
+def make_target(version: int, state: str = READY, base: Digest | None = None) -> Target:
     digest = Digest(f"{version:064x}")
     ref = AdapterRef(
         tenant=TenantId("t"), name="sql", version=version, digest=digest, config_blob=digest, weights_blob=digest
     )
-    return Target(ref, datetime(2026, 1, 1, tzinfo=UTC), state, ())
+    return Target(ref, datetime(2026, 1, 1, tzinfo=UTC), state, (), SERVED.digest if base is None else base, SERVED)
 
 
 def make_split(**weights: float) -> Route:
@@ -100,3 +117,24 @@ def test_a_shadow_is_another_version_and_not_in_quarantine() -> None:
     assert route.bind(None, never).shadow == Shadow(make_target(3).ref, "a", "live", 0.25)
     assert replace(route, shadow=make_target(3, QUARANTINED)).bind(None, never).shadow is None
     assert replace(route, shadow=make_target(2)).bind(None, never).shadow is None
+
+
+def test_a_version_of_another_base_gives_way_to_the_fallback_which_says_so() -> None:
+    route = Route("a", "", make_target(2, base=OTHER), fallback=make_target(1), shadow=make_target(3))
+    binding = route.bind(None, never)
+    assert (binding.adapter, binding.fell_back_from) == (make_target(1).ref, make_target(2).ref)
+    assert (binding.fell_back_for, binding.fallback, binding.shadow) == ("adapter_base_mismatch", None, None)
+    assert route.has_fallback
+
+
+@pytest.mark.parametrize("state", [READY, QUARANTINED])
+def test_another_base_is_refused_before_what_was_found_on_it(state: str) -> None:
+    for fallback in (None, make_target(1, base=OTHER)):
+        with pytest.raises(AdapterOfAnotherBase, match="sql@2"):
+            Route("a", "", make_target(2, state, base=OTHER), fallback=fallback).bind(None, never)
+
+
+def test_neither_a_fallback_nor_a_shadow_is_of_another_base() -> None:
+    other = make_target(3, base=OTHER)
+    binding = Route("a", "live", make_target(2), fallback=other, shadow=other, shadow_share=1.0).bind(None, never)
+    assert (binding.adapter, binding.fallback, binding.shadow) == (make_target(2).ref, None, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta
@@ -26,11 +27,14 @@ def service() -> Iterator[BucketService]:
 
 
 @pytest.fixture
-def stores(service: BucketService, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[BlobStore]]:
+def stores(
+    service: BucketService, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[list[BlobStore]]:
     """Two servers' stores on one bucket."""
     for name, value in service.environment.items():
         monkeypatch.setenv(name, value)
-    url = service.make("shared") + "/blobs"
+    # moto's buckets outlive its server
+    url = service.make("s" + hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:20]) + "/blobs"
     stores = [open_store(url, spool=tmp_path / f"spool{number}") for number in range(2)]
     yield stores
     for store in stores:
@@ -46,6 +50,7 @@ async def test_an_upload_that_two_servers_took_is_published_and_its_chunks_go(
 ) -> None:
     config, data = make_upload()
     one, two = (Registry(database, store, lambda: small_base) for store in stores)
+    await asyncio.gather(one.claim.open(), two.claim.open())
     upload, _ = await one.uploads.resumable.create(acme, hashlib.sha256(data).hexdigest(), len(data), actor="x")
     await one.uploads.resumable.receive(acme, upload.id, 0, 100, len(data), piece(data[:100]))
     done = await two.uploads.resumable.receive(acme, upload.id, 100, len(data), len(data), piece(data[100:]))
@@ -57,6 +62,7 @@ async def test_an_upload_that_two_servers_took_is_published_and_its_chunks_go(
     collector = Collector(
         database,
         stores[1],
+        two.claim,
         retention_s=0,
         grace_s=10,
         clock=lambda: utc_now() + timedelta(seconds=passed[-1]),

@@ -8,7 +8,7 @@ import pytest
 
 from loraserve.adapters.composition import composition_digest
 from loraserve.errors import AdapterQuarantined, InvalidRequest, LoraserveError, ModelNotFound
-from loraserve.registry.composition import adapter_names, label
+from loraserve.registry.composition import label, versions_of
 from loraserve.registry.model_name import parse_terms
 from loraserve.registry.service import Registry
 from loraserve.types import AdapterRef, TenantId
@@ -36,7 +36,7 @@ async def test_a_sum_names_its_versions_and_weights(publish: Any, registry: Regi
         ("b", 1, 0.5),
     ]
     assert ref.digest == composition_digest(ref.parts)
-    assert adapter_names(ref) == ("a", "b")
+    assert [one.name for one in versions_of(ref)] == ["a", "b"]
     assert ref == await composed(registry, acme, "a@2+0.25*b@1+0.25*b")
     assert ref.parts[1].adapter == (await registry.get_version(acme, "b", 1)).ref
 

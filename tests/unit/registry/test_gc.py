@@ -25,6 +25,7 @@ from loraserve.registry import deletion_marks, gc, references
 from loraserve.registry.gc import Collector
 from loraserve.registry.references import doom, keep, referenced
 from loraserve.registry.service import Registry
+from loraserve.registry.store_claim import StoreClaim
 from loraserve.tenancy.auth import Authenticator
 from loraserve.types import BaseSpec, Digest, TenantId
 
@@ -58,13 +59,19 @@ def registry(database: Database, store: LocalStore, small_base: BaseSpec, time: 
 
 
 @pytest.fixture
-def collector(database: Database, store: LocalStore, time: Time) -> Collector:
+def collector(database: Database, store: LocalStore, claim: StoreClaim, time: Time) -> Collector:
     return make_collector(database, store, time)
 
 
 def make_collector(database: Database, store: LocalStore, time: Time) -> Collector:
     return Collector(
-        database, store, retention_s=RETENTION_S, grace_s=GRACE_S, clock=time.now, monotonic=time.monotonic
+        database,
+        store,
+        StoreClaim(database, store),
+        retention_s=RETENTION_S,
+        grace_s=GRACE_S,
+        clock=time.now,
+        monotonic=time.monotonic,
     )
 
 

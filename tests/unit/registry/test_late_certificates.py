@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -10,8 +11,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from sqlalchemy import select
 
 from adapters_store import LocalStore
+from loraserve.db.models import AdapterVersion
 from loraserve.db.session import Database, utc_now
 from loraserve.errors import (
     AdapterNotReady,
@@ -25,7 +28,7 @@ from loraserve.limits import LIMITS, Limits
 from loraserve.registry import late_certificates
 from loraserve.registry.late_certificates import MAX_RETRY_S, RETRY_S
 from loraserve.registry.model_name import parse_model
-from loraserve.registry.parity import DIED_ONCE, DIED_TWICE
+from loraserve.registry.parity import DIED_ONCE, DIED_TWICE, MAX_SETUPS
 from loraserve.registry.service import Registry
 from loraserve.tenancy.auth import Authenticator
 from loraserve.types import BaseSpec, Certificate, TenantId
@@ -579,3 +582,108 @@ async def test_a_server_that_certifies_on_request_begins_nothing(make_server: Ca
     server.late_certificates.start()
     assert server.late_certificates._task is None
     await server.late_certificates.close()
+
+
+def computed(base: BaseSpec, **how: str) -> BaseSpec:
+    """Return the base with the same weights, computed in another way."""
+    return msgspec.structs.replace(base, **how)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"quantization": "int8", "arithmetic": "w8a8-row"},
+        {"dtype": "bfloat16"},
+        {"instructions": "avx512_core_vnni"},
+        {"device": "cuda"},
+    ],
+)
+async def test_a_base_that_is_computed_in_another_way_keeps_its_versions_and_verifies_them_anew(
+    publish: Any,
+    server: Registry,
+    make_server: Callable[..., Registry],
+    small_base: BaseSpec,
+    certifying: Any,
+    acme: TenantId,
+    how: dict[str, str],
+) -> None:
+    version = (await publish(via=server)).version
+    other = make_server(computed(small_base, **how))
+    num_asked = len(certifying.asked)
+    # served meanwhile
+    assert (await other.resolve(acme, parse_model("sql", "base"))).digest == version.digest
+    assert await other.late_certificates.sweep()
+    assert len(certifying.asked) == num_asked + 1
+    assert other.late_certificates.num_by_verdict == {"passed": 1}
+    # both ways are remembered: servers of one base that compute it differently don't take turns
+    for one in (server, other, make_server(), make_server(computed(small_base, **how))):
+        assert await one.late_certificates.sweep()
+    assert len(certifying.asked) == num_asked + 1
+
+
+async def test_a_certificate_of_a_release_that_did_not_say_how_is_made_anew_once(
+    publish: Any, server: Registry, database: Database, certifying: Any, acme: TenantId
+) -> None:
+    await publish(via=server)
+    async with database.write() as session:
+        row = (await session.scalars(select(AdapterVersion))).one()
+        row.checks = [{key: value for key, value in check.items() if key != "holds_for"} for check in row.checks]
+    num_asked = len(certifying.asked)
+    for _ in range(2):
+        assert await server.late_certificates.sweep()
+    assert len(certifying.asked) == num_asked + 1
+
+
+async def test_what_fails_in_the_other_arithmetic_is_quarantined_and_is_verified_anew_after_it(
+    publish: Any,
+    server: Registry,
+    make_server: Callable[..., Registry],
+    small_base: BaseSpec,
+    certifying: Any,
+    acme: TenantId,
+    make_certificate: Make,
+) -> None:
+    await publish(via=server)
+    other = make_server(computed(small_base, quantization="int8"))
+    certifying.outcome = make_certificate(verdict="failed", max_difference=0.31)
+    assert await other.late_certificates.sweep()
+    with pytest.raises(AdapterQuarantined):
+        await other.resolve(acme, parse_model("sql", "base"))
+    certifying.outcome = make_certificate()
+    await server.certificates.verify(acme, "sql", 1, actor="x")
+    num_asked = len(certifying.asked)
+    # what it passed on before the failure counts no more
+    assert await other.late_certificates.sweep()
+    assert len(certifying.asked) == num_asked + 1
+
+
+async def test_an_engine_that_dies_of_a_version_in_another_arithmetic_is_not_asked_a_third_time(
+    publish: Any,
+    server: Registry,
+    make_server: Callable[..., Registry],
+    small_base: BaseSpec,
+    certifying: Any,
+    time: Time,
+    acme: TenantId,
+) -> None:
+    await publish(via=server)
+    certifying.outcome = DIED
+    num_asked = len(certifying.asked)
+    for _ in range(3):
+        other = make_server(computed(small_base, quantization="int8"))
+        with contextlib.suppress(EngineDied):
+            await other.late_certificates.sweep()
+    assert len(certifying.asked) == num_asked + 2
+    assert await detail(server, acme) == DIED_TWICE
+    assert (await server.resolve(acme, parse_model("sql", "base"))).version == 1
+
+
+async def test_of_many_ways_the_oldest_is_forgotten(
+    publish: Any, server: Registry, make_server: Callable[..., Registry], small_base: BaseSpec, acme: TenantId
+) -> None:
+    await publish(via=server)
+    for number in range(MAX_SETUPS):
+        await make_server(computed(small_base, instructions=f"isa-{number}")).late_certificates.sweep()
+    checks = (await server.get_version(acme, "sql", 1)).checks
+    held = next(check["holds_for"] for check in checks if check["name"] == "parity")
+    assert [setup.split("(")[1].split(")")[0] for setup in held] == [f"isa-{number}" for number in range(MAX_SETUPS)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 from sqlalchemy import select
 
-from loraserve.db.models import AuditRow
+from loraserve.db.models import Adapter, AuditRow, Grant, Tenant
 from loraserve.db.session import Database, utc_now
 from loraserve.errors import AdapterNotFound, GrantNotFound, InvalidRequest, TenantNotFound
 from loraserve.limits import LIMITS
@@ -38,6 +38,12 @@ class World:
         async with self.database.write() as session:
             repository = AdapterRepository(session, owner)
             await repository.delete_adapter(await repository.adapter(name), utc_now())
+
+    async def holders(self, name: str) -> list[str]:
+        """Return the ids of the tenants that a grant of the adapter names."""
+        query = select(Grant.tenant_id).join(Adapter, Adapter.id == Grant.adapter_id).where(Adapter.name == name)
+        async with self.database.read() as session:
+            return list((await session.scalars(query)).all())
 
     async def names(self, name: str = "sql") -> list[str]:
         return [record.tenant for record in (await self.grants.list(self.acme, name)).items]
@@ -91,8 +97,62 @@ async def test_who_isnt_there_cant_be_told_from_who_has_no_grant(world: World) -
     assert len(texts) == 1
 
 
-@pytest.mark.parametrize("name", ["nobody", "no name\n", "ACME"])
-async def test_a_grant_to_nobody_is_refused(world: World, name: str) -> None:
+async def test_a_grant_says_nothing_of_whether_there_is_a_tenant(world: World) -> None:
+    said = []
+    for name in ("globex", "nobody"):
+        made, is_new = await world.grants.create(world.acme, "sql", name, actor="test")
+        again = await world.grants.create(world.acme, "sql", name, actor="test")
+        assert again == (made, False)
+        assert await world.grants.get(world.acme, "sql", name) == made
+        said.append((made.adapter, made.tenant.replace(name, "X"), is_new))
+    assert said[0] == said[1]
+    assert await world.names() == ["globex", "nobody"]
+    for name in ("globex", "nobody"):
+        await world.grants.delete(world.acme, "sql", name, actor="test")
+    assert await world.names() == []
+    with pytest.raises(TenantNotFound):
+        await world.authenticator.tenants.get("nobody")
+    assert "nobody" not in [record.name for record in (await world.authenticator.tenants.list()).items]
+
+
+async def test_a_tenant_that_is_made_later_has_what_was_granted_to_its_name(world: World) -> None:
+    await world.push(world.globex, "own")
+    await world.grants.create(world.acme, "sql", "umbrella", actor="test")
+    await world.grants.create(world.globex, "own", "umbrella", actor="test")
+    made = (await world.authenticator.tenants.create("umbrella", actor="test")).id
+    assert await world.holders("sql") == await world.holders("own") == [made]
+    assert await world.grants.create(world.acme, "sql", "umbrella", actor="test") == (
+        await world.grants.get(world.acme, "sql", "umbrella"),
+        False,
+    )
+
+
+async def test_grants_to_names_leave_no_rows_behind(world: World) -> None:
+    """An owner could fill the table of tenants otherwise, name by name."""
+
+    async def rows() -> list[str]:
+        async with world.database.read() as session:
+            return sorted((await session.scalars(select(Tenant.name))).all())
+
+    before = await rows()
+    await world.push(world.acme, "json")
+    for adapter in ("sql", "json"):
+        await world.grants.create(world.acme, adapter, "umbrella", actor="k")
+        await world.grants.create(world.acme, adapter, "globex", actor="k")
+    assert await rows() == sorted([*before, "umbrella"])
+    await world.grants.delete(world.acme, "sql", "umbrella", actor="k")
+    assert await rows() == sorted([*before, "umbrella"])
+    await world.grants.delete(world.acme, "json", "umbrella", actor="k")
+    await world.grants.delete(world.acme, "json", "globex", actor="k")
+    assert await rows() == before
+    await world.grants.create(world.acme, "json", "hooli", actor="k")
+    await world.authenticator.tenants.create("hooli", actor="test")
+    assert await rows() == sorted([*before, "hooli"])
+    assert await world.names("json") == ["hooli"]
+
+
+@pytest.mark.parametrize("name", ["no name\n", "ACME"])
+async def test_what_is_no_name_is_refused(world: World, name: str) -> None:
     with pytest.raises(TenantNotFound, match="There is no such tenant"):
         await world.grants.create(world.acme, "sql", name, actor="test")
 
@@ -114,9 +174,31 @@ async def test_grants_are_listed_by_name_over_pages(world: World) -> None:
 async def test_a_deleted_tenants_grant_isnt_its_names_next_holders(world: World) -> None:
     await world.grants.create(world.acme, "sql", "globex", actor="test")
     await world.authenticator.tenants.delete("globex", actor="test")
-    assert await world.names() == []
-    await world.authenticator.tenants.create("globex", actor="test")
-    assert await world.names() == []
+    # its owner doesn't learn of the delete
+    assert await world.names() == ["globex"]
+    new = (await world.authenticator.tenants.create("globex", actor="test")).id
+    assert await world.names() == ["globex"]
+    assert await world.holders("sql") == [world.globex]
+    before = await world.grants.get(world.acme, "sql", "globex")
+    # until it is granted to it, which looks as if nothing had happened
+    assert await world.grants.create(world.acme, "sql", "globex", actor="test") == (before, False)
+    assert await world.holders("sql") == [new]
+
+
+async def test_grants_to_two_tenants_of_one_name_are_one(world: World) -> None:
+    await world.grants.create(world.acme, "sql", "globex", actor="test")
+    await world.authenticator.tenants.delete("globex", actor="test")
+    new = (await world.authenticator.tenants.create("globex", actor="test")).id
+    async with world.database.write() as session:
+        # as an earlier release wrote it
+        (old,) = (await session.scalars(select(Grant))).all()
+        session.add(
+            Grant(adapter_id=old.adapter_id, tenant_id=new, created_at=utc_now(), created_by="test"),
+        )
+    assert await world.names() == ["globex"]
+    assert (await world.grants.get(world.acme, "sql", "globex")).created_at > old.created_at
+    await world.grants.delete(world.acme, "sql", "globex", actor="test")
+    assert await world.holders("sql") == []
 
 
 async def test_an_adapter_that_is_pushed_anew_after_its_delete_has_no_grants(world: World) -> None:
@@ -133,7 +215,7 @@ async def test_grants_have_their_bound(world: World, monkeypatch: pytest.MonkeyP
     await world.grants.create(world.acme, "sql", "globex", actor="test")
     with pytest.raises(InvalidRequest, match="1 grants"):
         await world.grants.create(world.acme, "sql", "initech", actor="test")
-    await world.authenticator.tenants.delete("globex", actor="test")
+    await world.grants.delete(world.acme, "sql", "globex", actor="test")
     await world.grants.create(world.acme, "sql", "initech", actor="test")
 
 

@@ -77,13 +77,24 @@ async def test_another_tenants_key_cannot_be_revoked_and_reads_as_absent(authent
 
 async def test_scopes_that_a_tenant_cannot_have_are_refused(authenticator: Authenticator) -> None:
     acme = (await authenticator.tenants.create("acme", actor="test")).id
-    for scopes in (["admin"], [], ["inference", "nonsense"]):
+    for scopes in (["admin"], [], ["inference", "nonsense"], ["inference", "metrics:read"]):
         with pytest.raises(InvalidRequest) as caught:
             await authenticator.keys.create(acme, name="x", actor="test", scopes=scopes)
         assert caught.value.param == "scopes"
     for name in ("", "a\nb", "x" * 129):
         with pytest.raises(InvalidRequest):
             await authenticator.keys.create(acme, name=name, actor="test")
+
+
+async def test_a_key_reads_metrics_only_where_that_is_said_and_then_does_nothing_else(
+    authenticator: Authenticator,
+) -> None:
+    acme = (await authenticator.tenants.create("acme", actor="test")).id
+    plain = await authenticator.keys.create(acme, name="x", actor="test")
+    assert plain.record.scopes == ("adapters:read", "adapters:write", "inference")
+    made = await authenticator.keys.create(acme, name="prometheus", actor="test", scopes=["metrics:read"])
+    caller = await authenticator.authenticate(made.secret)
+    assert (caller.scopes, caller.is_admin) == ({"metrics:read"}, False)
 
 
 async def test_a_tenant_has_a_bounded_number_of_working_keys(

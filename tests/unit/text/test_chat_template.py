@@ -127,3 +127,11 @@ def test_the_sandbox_holds(tmp_path: Path, source: str) -> None:
 def test_an_invalid_template_is_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not valid Jinja"):
         make_template(tmp_path, "{% for %}")
+
+
+def test_it_knows_which_variables_a_template_reads(make_model_dir: MakeDir) -> None:
+    source = "{% set seen = reasoning_effort %}{{ messages[0].content }}{{ seen }}{# verbosity #}"
+    template = make_template(make_model_dir("byte_level", {}), source)
+    assert template.reads("reasoning_effort")
+    assert not template.reads("verbosity")
+    assert not template.reads("seen")

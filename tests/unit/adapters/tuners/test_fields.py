@@ -13,6 +13,7 @@ import pytest
 from loraserve.adapters.ir import TensorView
 from loraserve.adapters.peft_fields import FieldRule
 from loraserve.adapters.tuners import CANONICAL, TUNERS, adalora, ia3, loha, lokr, vera
+from loraserve.adapters.tuners.fields import DEFAULTS
 from loraserve.errors import AdapterRejected
 from loraserve.limits import LIMITS
 from loraserve.types import BaseSpec
@@ -31,6 +32,9 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("ADALORA", {"use_dora": True}),
     ("ADALORA", {"alora_invocation_tokens": [1, 2]}),
     ("ADALORA", {"ensure_weight_tying": True}),
+    ("ADALORA", {"loftq_config": {"loftq_bits": 4}}),
+    ("ADALORA", {"kasa_config": {}}),
+    ("LOHA", {"a_field_of_tomorrow": {}}),
     ("LOHA", {"a_field_of_tomorrow": 3}),
 ]
 
@@ -40,6 +44,16 @@ def test_the_table_has_every_field_of_the_installed_peft_and_no_other(kind: str)
     table, config = TABLES[kind]
     assert set(table) == {field.name for field in dataclasses.fields(config)}
     assert set(TUNERS) == set(CANONICAL) == set(TABLES)
+
+
+@pytest.mark.parametrize("kind", DEFAULTS)
+def test_what_a_config_leaves_out_has_pefts_defaults(kind: str) -> None:
+    defaults = {field.name: field.default for field in dataclasses.fields(TABLES[kind][1])}
+    numbers = {name for name in ("r", "alpha", "init_r", "lora_alpha") if name in defaults}
+    # AdaLoRA inherits an r that it doesn't read
+    assert set(DEFAULTS[kind]) == numbers - ({"r"} if kind == "ADALORA" else set())
+    assert all(defaults[name] == value for name, value in DEFAULTS[kind].items())
+    assert CANONICAL[kind]({"peft_type": kind}) == CANONICAL[kind]({"peft_type": kind, **DEFAULTS[kind]})
 
 
 @pytest.mark.parametrize("kind", TABLES)

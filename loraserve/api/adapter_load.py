@@ -1,0 +1,103 @@
+"""Load of each tenant's adapters on this server: requests that wait or are answered, and how often they come."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import TypeVar
+
+from loraserve.memory.popularity import MAX_NAMES, NEVER, Uses
+from loraserve.registry.composition import versions_of
+from loraserve.registry.last_used import UsedVersion, VersionKey, version_key
+from loraserve.types import AdapterRef, TenantId
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class AdapterLoad:
+    """Counts requests by version, not by bytes: tenants that hold the same bytes have each their own load."""
+
+    def __init__(self, *, max_versions: int = MAX_NAMES, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_versions = max_versions
+        self._clock = clock
+        self._running: Counter[VersionKey] = Counter()
+        self._waiting_names: Counter[str] = Counter()
+        self._running_names: Counter[str] = Counter()
+        # the last used last
+        self._uses: OrderedDict[VersionKey, Uses] = OrderedDict()
+
+    def begin(self, adapter: AdapterRef | None, owners: Mapping[TenantId, str]) -> AdapterUse:
+        """Count one request for the adapter as waiting; `end` must follow.
+
+        Args:
+            adapter: None: the base, which isn't counted. A sum counts for each of its parts.
+            owners: names of tenants; adapters of others are counted without being named.
+        """
+        versions = versions_of(adapter)
+        now_s = self._clock()
+        for key in map(version_key, versions):
+            self._uses[key] = self._uses.get(key, NEVER).used(now_s)
+            self._uses.move_to_end(key)
+        while len(self._uses) > self._max_versions:
+            self._uses.popitem(last=False)
+        names = [f"{owners[one.tenant]}/{one.name}" for one in versions if one.tenant in owners]
+        self._waiting_names.update(names)
+        return AdapterUse(self, [version_key(one) for one in versions], names)
+
+    def num_running(self, version: UsedVersion) -> int:
+        """Return how many requests for the version have had their first token and not their last."""
+        return self._running[version_key(version)]
+
+    def uses_per_s(self, version: UsedVersion) -> float:
+        """Return how often the version was used of late; 0 if it never was, or is forgotten."""
+        return self._uses.get(version_key(version), NEVER).per_second(self._clock())
+
+    def waiting_names(self) -> list[str]:
+        """Return ``OWNER/NAME`` of each adapter that a request without its first token is for, sorted."""
+        return sorted(self._waiting_names)
+
+    def running_names(self) -> list[str]:
+        """Return ``OWNER/NAME`` of each adapter that a request with its first token is for, sorted."""
+        return sorted(self._running_names)
+
+    def _answer(self, keys: Iterable[VersionKey], names: Iterable[str]) -> None:
+        _subtract(self._waiting_names, names)
+        self._running_names.update(names)
+        self._running.update(keys)
+
+    def _end(self, keys: Iterable[VersionKey], names: Iterable[str], *, is_running: bool) -> None:
+        if is_running:
+            _subtract(self._running, keys)
+        _subtract(self._running_names if is_running else self._waiting_names, names)
+
+
+class AdapterUse:
+    """One request's place in an `AdapterLoad`, from its arrival to its end."""
+
+    def __init__(self, load: AdapterLoad, keys: list[VersionKey], names: list[str]) -> None:
+        self._load = load
+        self._keys = keys
+        self._names = names
+        self._is_running = False
+        self._has_ended = False
+
+    def answer(self) -> None:
+        """Count the request as running, since its first token is there; no-op when called again."""
+        if not self._is_running and not self._has_ended:
+            self._is_running = True
+            self._load._answer(self._keys, self._names)
+
+    def end(self) -> None:
+        """Count the request no more; no-op when called again."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._load._end(self._keys, self._names, is_running=self._is_running)
+
+
+def _subtract(counter: Counter[Key], keys: Iterable[Key]) -> None:
+    for key in keys:
+        counter[key] -= 1
+        if counter[key] <= 0:
+            # one entry per live adapter, not per adapter ever seen
+            del counter[key]

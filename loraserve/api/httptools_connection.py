@@ -1,0 +1,83 @@
+"""The bounded connection over httptools (llhttp)."""
+
+from __future__ import annotations
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from loraserve.api.connection import Bounded, Part
+from loraserve.errors import MethodNotAllowed
+
+
+class BoundedConnection(Bounded, HttpToolsProtocol):
+    """llhttp gives trailers to the callback that takes headers, and stops at a request to change the protocol: neither reaches uvicorn.
+
+    A wish for another protocol is answered in HTTP/1.1, as RFC 9110 (7.8) allows, with its body read as it says. Left to uvicorn, that body would be read as
+    the next request.
+    """
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        self._unchanged_head: bytes | None = None
+        """The head of a request to change the protocol, without that wish."""
+
+    def _parse(self, piece: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            self._feed(piece)
+        except httptools.HttpParserError:
+            if self._refusal is None:
+                self.logger.warning("Invalid HTTP request received.")
+            self.refuse()
+
+    def _feed(self, piece: bytes) -> None:
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade as upgrade:
+            head, self._unchanged_head = self._unchanged_head, None
+            if head is None:
+                self.refuse()
+                return
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            self.parser.feed_data(head)
+            self._feed(piece[upgrade.args[0] :])
+
+    def _has_requests_ahead(self) -> bool:
+        return bool(self.pipeline)
+
+    def on_message_begin(self) -> None:
+        self.message_began()
+        super().on_message_begin()
+        self._announce(self.scope)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._part is Part.BODY:
+            self.trailer_came(name)
+            return
+        self.header_came(len(self.headers))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                self._throw(MethodNotAllowed("This server is no proxy: it takes no CONNECT."))
+            self._unchanged_head = self._head_without_upgrade()
+            return
+        self.head_completed()
+        super().on_headers_complete()
+
+    def _head_without_upgrade(self) -> bytes:
+        line = b" ".join((self.parser.get_method(), self.url, b"HTTP/" + self.parser.get_http_version().encode()))
+        kept = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        return b"\r\n".join((line, *kept, b"", b""))
+
+    def on_body(self, body: bytes) -> None:
+        self.body_came(len(body))
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._unchanged_head is not None:
+            return
+        self.message_completed()
+        super().on_message_complete()

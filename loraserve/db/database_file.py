@@ -1,0 +1,95 @@
+"""A SQLite database's file: whether what this process has open is still what lies at its path.
+
+SQLite keeps its files open, so a file that is renamed away, deleted or replaced under a running server takes writes that are never found
+again. `DatabaseFile` compares the path with what was opened, and lets no connection make an empty file in the place of a lost one.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from urllib.parse import quote
+
+from sqlalchemy import URL, Engine, event
+
+from loraserve.errors import ConfigError, DatabaseUnavailable
+
+
+class DatabaseFile:
+    """The file of a SQLite database and its log (``-wal``), as they were when they were opened."""
+
+    def __init__(self, path: Path) -> None:
+        """Let the file exist, readable by its owner alone.
+
+        Raises:
+            ConfigError: it can't be made or opened.
+        """
+        self.path = path.absolute()
+        self._opened = _make_private_file(self.path)
+        # SQLite puts the log beside the file itself, where the path is a link to it
+        self._log_path = Path(f"{os.path.realpath(self.path)}-wal")
+        self._log: tuple[int, int] | None = None
+        self._num_connections = 0
+
+    def check(self) -> None:
+        """Return if the files that connections have open are those at their paths.
+
+        Raises:
+            DatabaseUnavailable: they were moved away, replaced or deleted.
+        """
+        is_there = _identity(self.path) == self._opened
+        if is_there and (self._log is None or _identity(self._log_path) == self._log):
+            return
+        raise DatabaseUnavailable(
+            "The registry's database was moved away, replaced or deleted under this server; nothing is written.",
+            hint="Its operator must put it back, or start the server again.",
+        )
+
+    def url(self, parsed: URL) -> URL:
+        """Return `parsed` for connections that open this file and never make one."""
+        return parsed.set(database=f"file:{quote(str(self.path))}", query={"mode": "rw", "uri": "true"})
+
+    def watch(self, engine: Engine) -> None:
+        """Check the files before each of the engine's connections, and remember the log that they share. To be called after the pragmas' listener."""
+
+        @event.listens_for(engine, "do_connect")
+        def check(*_: object) -> None:
+            self.check()
+
+        @event.listens_for(engine, "connect")
+        def opened(*_: object) -> None:
+            # from the first connection to the last one the log is the same
+            self._num_connections += 1
+            if self._log is None:
+                self._log = _identity(self._log_path)
+
+        @event.listens_for(engine, "close")
+        def closed(*_: object) -> None:
+            self._num_connections -= 1
+            if not self._num_connections:
+                self._log = None
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _make_private_file(path: Path) -> tuple[int, int]:
+    """Let `path` exist, readable by its owner alone, and return its device and inode; SQLite gives its -wal and -shm files the same mode."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"The database file {path} can't be opened ({error.strerror}).",
+            hint="Give a writable --data-dir or another LORASERVE_DATABASE_URL.",
+        ) from error
+    try:
+        found = os.fstat(fd)
+    finally:
+        os.close(fd)
+    return found.st_dev, found.st_ino

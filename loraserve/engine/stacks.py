@@ -1,0 +1,60 @@
+"""Place where a process that doesn't move stands: its state as the system sees it, and the Python stack that it writes
+on SIGUSR1."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from pathlib import Path
+
+_DUMP_PATIENCE_S = 2.0
+_POLL_S = 0.05
+_MAX_STACK_BYTES = 64 << 10
+_FRAME = re.compile(r'^ *File "(?P<path>[^"]+)", line (?P<line>\d+|\?\?\?) in (?P<name>\S+)')
+
+
+def state_of(pid: int) -> str:
+    """Return the letter that Linux has for the process: R, S, D, T (stopped), t (traced), Z; empty where nothing is known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+async def dump_stacks(pid: int, path: Path) -> str:
+    """Have the process append the stacks of its threads to `path`, and return what it wrote; empty if it writes nothing in time.
+
+    The process must have told faulthandler about SIGUSR1 before: the signal's default is to end it.
+    """
+    try:
+        begin = _num_bytes(path)
+        os.kill(pid, signal.SIGUSR1)
+        num_bytes = begin
+        for _ in range(round(_DUMP_PATIENCE_S / _POLL_S)):
+            await asyncio.sleep(_POLL_S)
+            size = _num_bytes(path)
+            if size > begin and size == num_bytes:
+                break
+            num_bytes = size
+        return _read_from(path, begin)
+    except OSError:
+        return ""
+
+
+def _num_bytes(path: Path) -> int:
+    return path.stat().st_size
+
+
+def _read_from(path: Path, begin: int) -> str:
+    with path.open("rb") as file:
+        file.seek(begin)
+        return file.read(_MAX_STACK_BYTES).decode("utf-8", errors="replace").strip()
+
+
+def innermost(stacks: str, num_frames: int = 3) -> str:
+    """Return the main thread's innermost frames on one line, innermost first: ``gemm.py:151 in int8_linear < …``. Empty if there are none."""
+    threads = [thread for thread in stacks.split("\n\n") if "_run_module_as_main" in thread] or [stacks]
+    frames = [match for line in threads[0].splitlines() if (match := _FRAME.match(line))]
+    return " < ".join(f"{Path(frame['path']).name}:{frame['line']} in {frame['name']}" for frame in frames[:num_frames])

@@ -1,0 +1,86 @@
+"""Name that an adapter's config has for its base: it proves nothing, but it should be one of this base's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from loraserve.adapters.strict_json import shown
+from loraserve.errors import AdapterBaseMismatch
+from loraserve.registry.parity import PASSED, WARNED
+from loraserve.types import BaseSpec
+
+FIELD = "base_model_name_or_path"
+BASE_NAME = "base_name"
+"""The name of the check: there where the config names a base."""
+MAX_NAME_LENGTH = 1024
+"""Length at which names are cut; no path is longer on most systems, and the check is kept with the version."""
+_DIGEST = re.compile(r"(?:sha256:)?([0-9a-f]{64})")
+_CACHED = "models--"
+"""A hub's cache calls the folder of ORG/NAME ``models--ORG--NAME``."""
+
+
+class BaseNames:
+    """Compares names of bases.
+
+    Two names are the same if their last components are, whatever the case: ``org/Name``, ``mirror/name`` and ``/data/Name/`` name one
+    base. A folder in a hub's cache has the name of what is in it. A digest is compared with the base's own.
+
+    Args:
+        names: what the base is called beside its id.
+        source: where the server has it from: a hub's id, or a path, which tenants aren't shown.
+        is_strict: whether an adapter of another name is refused.
+    """
+
+    def __init__(self, names: Sequence[str] = (), *, source: str = "", is_strict: bool = False) -> None:
+        self._names = tuple(names)
+        self._source = source
+        self._is_strict = is_strict
+
+    def inspect(self, config: Mapping[str, Any], base: BaseSpec) -> tuple[Mapping[str, Any], ...]:
+        """Return the check of the base that the config names; none where it names none.
+
+        Raises:
+            AdapterBaseMismatch: it isn't this one, and only adapters of this one are taken.
+        """
+        named = config.get(FIELD)
+        if not isinstance(named, str) or not named.strip():
+            return ()
+        check = self.check(named, base)
+        if self._is_strict and check["status"] != PASSED:
+            raise AdapterBaseMismatch(
+                f"{check['detail']}, and takes adapters of its own base alone (--strict-base).",
+                hint="Push it to a server of its base; if it is this one by another name, start the server with --base-names.",
+            )
+        return (check,)
+
+    def check(self, named: str, base: BaseSpec) -> dict[str, Any]:
+        """Return the entry among a version's checks."""
+        named = named.strip()[:MAX_NAME_LENGTH]
+        status, detail = PASSED, f"{FIELD} is {shown(named)}, as this server's base is called"
+        if not self._is_the_same(named, base):
+            known = ", ".join(dict.fromkeys((base.id, *self._names)))
+            status, detail = (
+                WARNED,
+                f"{FIELD} is {shown(named)}; this server serves {known} (sha256:{base.digest[:12]})",
+            )
+        return {"name": BASE_NAME, "status": status, "detail": detail, "named": named}
+
+    def again(self, checks: Sequence[Mapping[str, Any]], base: BaseSpec) -> list[Mapping[str, Any]]:
+        """Return the checks of a version that is moved to `base`, its name compared anew."""
+        return [self.check(check["named"], base) if check["name"] == BASE_NAME else check for check in checks]
+
+    def _is_the_same(self, named: str, base: BaseSpec) -> bool:
+        digest = _DIGEST.fullmatch(named.lower())
+        if digest is not None:
+            return digest[1] == base.digest
+        own = {form for name in (base.id, self._source, *self._names) for form in _short_forms(name)}
+        return not own.isdisjoint(_short_forms(named))
+
+
+def _short_forms(name: str) -> set[str]:
+    """Return what a name or a path ends in; of a folder in a hub's cache also the name of the model that is in it."""
+    parts = [part for part in name.casefold().replace("\\", "/").split("/") if part not in ("", ".")]
+    cached = (part.removeprefix(_CACHED).rpartition("--")[2] for part in parts if part.startswith(_CACHED))
+    return {*parts[-1:], *cached}

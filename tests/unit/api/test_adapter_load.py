@@ -1,0 +1,92 @@
+"""Counts of each tenant's adapters, from a request's arrival to its end."""
+
+from __future__ import annotations
+
+import pytest
+
+from loraserve.api.adapter_load import AdapterLoad
+from loraserve.types import AdapterPart, AdapterRef, Digest, TenantId
+
+ACME, GLOBEX = TenantId("1"), TenantId("2")
+OWNERS = {ACME: "acme", GLOBEX: "globex"}
+
+
+def make_ref(tenant: TenantId = ACME, name: str = "sql", *, version: int = 1, digest: str = "aa") -> AdapterRef:
+    blob = Digest("bb")
+    return AdapterRef(
+        tenant=tenant, name=name, version=version, digest=Digest(digest), config_blob=blob, weights_blob=blob
+    )
+
+
+@pytest.fixture
+def load() -> AdapterLoad:
+    return AdapterLoad()
+
+
+def test_a_request_waits_until_its_first_token_and_runs_until_its_end(load: AdapterLoad) -> None:
+    use = load.begin(make_ref(), OWNERS)
+    assert (load.waiting_names(), load.running_names(), load.num_running(make_ref())) == (["acme/sql"], [], 0)
+    for _ in range(2):
+        use.answer()
+        assert (load.waiting_names(), load.running_names(), load.num_running(make_ref())) == ([], ["acme/sql"], 1)
+    for _ in range(2):
+        use.end()
+        assert (load.waiting_names(), load.running_names(), load.num_running(make_ref())) == ([], [], 0)
+    use.answer()
+    assert load.running_names() == []
+
+
+def test_a_request_that_never_had_a_token_leaves_nothing(load: AdapterLoad) -> None:
+    first, second = load.begin(make_ref(), OWNERS), load.begin(make_ref(), OWNERS)
+    first.end()
+    assert load.waiting_names() == ["acme/sql"]
+    second.end()
+    assert load.waiting_names() == load.running_names() == []
+
+
+def test_equal_names_and_equal_bytes_of_two_tenants_are_counted_apart(load: AdapterLoad) -> None:
+    mine, theirs = make_ref(ACME), make_ref(GLOBEX)
+    use = load.begin(mine, OWNERS)
+    use.answer()
+    load.begin(theirs, OWNERS)
+    assert (load.running_names(), load.waiting_names()) == (["acme/sql"], ["globex/sql"])
+    assert (load.num_running(mine), load.num_running(theirs)) == (1, 0)
+
+
+def test_equal_bytes_under_two_names_and_versions_are_counted_apart(load: AdapterLoad) -> None:
+    load.begin(make_ref(), OWNERS).answer()
+    for other in (make_ref(name="copy"), make_ref(version=2), make_ref(digest="cc")):
+        assert (load.num_running(other), load.uses_per_s(other)) == (0, 0.0)
+
+
+def test_a_sum_counts_for_each_part_and_the_base_for_nothing(load: AdapterLoad) -> None:
+    parts = (make_ref(name="a", digest="a1"), make_ref(GLOBEX, "b", digest="b1"))
+    total = AdapterRef(
+        tenant=ACME,
+        name="a@1+0.5*b@1",
+        version=0,
+        digest=Digest("cc"),
+        config_blob=Digest(""),
+        weights_blob=Digest(""),
+        parts=tuple(AdapterPart(adapter=part, weight=0.5) for part in parts),
+    )
+    load.begin(None, OWNERS).answer()
+    load.begin(total, OWNERS).answer()
+    assert load.running_names() == ["acme/a", "globex/b"]
+    assert [load.num_running(part) for part in parts] == [1, 1]
+
+
+def test_adapters_of_tenants_without_a_name_are_counted_unnamed(load: AdapterLoad) -> None:
+    load.begin(make_ref(), {}).answer()
+    assert (load.running_names(), load.num_running(make_ref())) == ([], 1)
+
+
+def test_uses_fade_and_the_longest_unused_are_forgotten() -> None:
+    now_s = 0.0
+    load = AdapterLoad(max_versions=1, clock=lambda: now_s)
+    load.begin(make_ref(), OWNERS).end()
+    fresh = load.uses_per_s(make_ref())
+    now_s = 600.0
+    assert 0.0 < load.uses_per_s(make_ref()) < fresh / 7
+    load.begin(make_ref(name="other"), OWNERS).end()
+    assert load.uses_per_s(make_ref()) == 0.0

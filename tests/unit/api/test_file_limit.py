@@ -1,0 +1,34 @@
+"""The server lets itself have a file open for each connection, as far as it may."""
+
+from __future__ import annotations
+
+import resource
+
+import pytest
+
+from loraserve.api.connection import raise_file_limit
+from loraserve.limits import Limits
+
+LIMITS = Limits(max_connections=8192)
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised_to", "num_connections"),
+    [
+        (1024, 1 << 20, 8192 + 256, 8192),
+        (1024, resource.RLIM_INFINITY, 8192 + 256, 8192),
+        # connections leave files to blobs, the database and the engine
+        (1024, 4096, 4096, 4096 - 256),
+        (200, 200, 200, 1),
+        (1 << 20, 1 << 20, None, 8192),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, None, 8192),
+    ],
+)
+def test_the_soft_limit_is_raised_and_connections_are_bounded_by_it(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised_to: int | None, num_connections: int
+) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: asked.append(pair))
+    assert raise_file_limit(LIMITS) == num_connections
+    assert asked == ([] if raised_to is None else [(raised_to, hard)])

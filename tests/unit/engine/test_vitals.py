@@ -1,0 +1,94 @@
+"""Times for which an engine was silent, and quiet: what counts, and what doesn't."""
+
+from __future__ import annotations
+
+import pytest
+
+from loraserve.engine.vitals import Vitals
+from loraserve.progress import Progress
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def vitals(clock: Clock) -> Vitals:
+    return Vitals(max_tick_s=0.5, clock=clock)
+
+
+def pass_time(clock: Clock, vitals: Vitals, seconds: float, tick_s: float = 0.25) -> None:
+    for _ in range(round(seconds / tick_s)):
+        clock.now_s += tick_s
+        vitals.tick()
+
+
+def test_a_process_that_says_nothing_is_quiet(clock: Clock, vitals: Vitals) -> None:
+    pass_time(clock, vitals, 3)
+    assert vitals.quiet_s == 3
+    assert not vitals.has_spoken
+
+
+def test_a_pulse_whose_count_stands_still_does_not_end_the_quiet(clock: Clock, vitals: Vitals) -> None:
+    vitals.note_pulse(7, "computing a step", "computing a step")
+    for _ in range(4):
+        pass_time(clock, vitals, 1)
+        vitals.note_pulse(7, "computing a step", "computing a step")
+    assert vitals.quiet_s == 4
+    vitals.note_pulse(8, "computing a step", "computing a step")
+    assert vitals.quiet_s == 0
+
+
+def test_a_message_of_the_working_thread_is_progress(clock: Clock, vitals: Vitals) -> None:
+    pass_time(clock, vitals, 3)
+    vitals.note_message()
+    assert vitals.quiet_s == 0
+
+
+@pytest.mark.parametrize("away_s", [30, 86_400])
+def test_time_in_which_the_watcher_itself_stood_still_does_not_count(
+    clock: Clock, vitals: Vitals, away_s: float
+) -> None:
+    """A laptop sleeps, or a container with both processes is frozen: the engine had no chance to speak either."""
+    pass_time(clock, vitals, 1)
+    clock.now_s += away_s
+    vitals.tick()
+    assert vitals.quiet_s == 1.5
+    pass_time(clock, vitals, 1)
+    assert vitals.quiet_s == 2.5
+
+
+def test_progress_says_what_is_done_and_how_far_it_is() -> None:
+    progress = Progress()
+    moves = [progress.num_moves]
+    progress.begin("loading shard 1 of 2, tensors", 1200)
+    moves.append(progress.num_moves)
+    progress.advance(34)
+    moves.append(progress.num_moves)
+    assert str(progress) == "loading shard 1 of 2, tensors: 34 of 1,200"
+    assert progress.what == "loading shard 1 of 2, tensors"
+    progress.tick()
+    moves.append(progress.num_moves)
+    progress.begin("waiting for requests")
+    moves.append(progress.num_moves)
+    assert str(progress) == "waiting for requests"
+    assert moves == sorted(set(moves))
+
+
+def test_progress_goes_on_with_what_it_was_at_after_something_aside() -> None:
+    progress, told = Progress(), []
+    progress.on_begin = lambda: told.append(progress.what)
+    progress.begin("loading shard 1 of 2, tensors", 1200)
+    progress.advance(34)
+    with progress.aside("probing kernels for int8"):
+        assert str(progress) == "probing kernels for int8"
+    assert str(progress) == "loading shard 1 of 2, tensors: 34 of 1,200"
+    assert told == ["loading shard 1 of 2, tensors", "probing kernels for int8", "loading shard 1 of 2, tensors"]

@@ -1,0 +1,119 @@
+"""Room divided among holders: one may have as much as is free."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loraserve.errors import Overloaded, RateLimited
+from loraserve.limits import Limits
+from loraserve.tenancy.shares import Claim, Holder, Rooms, Shares, address_holder
+
+ACME, GLOBEX = Holder("tenant:acme"), Holder("tenant:globex")
+HERE = Holder("address:here")
+
+
+def fill(shares: Shares, holder: Holder) -> int:
+    """Take until the holder has its share; return what it has."""
+    while shares.has_room(holder):
+        shares.take(holder)
+    return shares.held(holder)
+
+
+def test_one_holder_has_half_and_the_next_one_finds_room() -> None:
+    shares = Shares("things", "things", 12)
+    assert fill(shares, ACME) == 6
+    with pytest.raises(RateLimited, match="6 things are yours"):
+        shares.take(ACME)
+    assert fill(shares, GLOBEX) == 3
+    assert shares.num_refused == {"share": 1, "full": 0}
+
+
+def test_who_has_nothing_is_refused_only_when_nothing_is_free() -> None:
+    shares = Shares("things", "things", 4)
+    for number in range(4):
+        shares.take(Holder(f"tenant:{number}"))
+    with pytest.raises(Overloaded, match="4 things are in use"):
+        shares.take(ACME)
+    with pytest.raises(RateLimited):
+        shares.take(Holder("tenant:0"))
+    assert shares.num_refused == {"share": 1, "full": 1}
+
+
+def test_a_holder_is_bounded_beside_its_share() -> None:
+    shares = Shares("things", "things", 100, max_per_holder=2)
+    assert fill(shares, ACME) == 2
+
+
+@given(st.integers(2, 500), st.integers(1, 40))
+def test_however_many_fill_their_share_the_next_has_its_own(capacity: int, num_greedy: int) -> None:
+    shares = Shares("things", "things", capacity)
+    # in turns, as floods come
+    greedy = [Holder(f"tenant:{number}") for number in range(num_greedy)]
+    while wanting := [holder for holder in greedy if shares.has_room(holder)]:
+        for holder in wanting:
+            if shares.has_room(holder):
+                shares.take(holder)
+    assert shares.capacity - shares.total >= capacity // (num_greedy + 1)
+    assert fill(shares, ACME) >= capacity // (num_greedy + 1) // 2
+
+
+@given(st.lists(st.tuples(st.sampled_from([ACME, GLOBEX, HERE]), st.integers(-20, 20)), max_size=60))
+def test_what_is_given_back_is_free_again(moves: list[tuple[Holder, int]]) -> None:
+    shares = Shares("bytes", "bytes", 100)
+    held = dict.fromkeys((ACME, GLOBEX, HERE), 0)
+    for holder, amount in moves:
+        if amount > 0 and shares.has_room(holder, amount):
+            shares.take(holder, amount)
+            held[holder] += amount
+        elif amount < 0 and held[holder] >= -amount:
+            shares.give_back(holder, -amount)
+            held[holder] += amount
+        assert {name: shares.held(name) for name in held} == held
+        assert shares.total == sum(held.values()) <= shares.capacity
+    assert len(shares._held) == sum(amount > 0 for amount in held.values()), "nothing is kept of who holds nothing"
+
+
+def test_a_claim_moves_from_its_address_to_its_tenant_and_gives_everything_back() -> None:
+    rooms = Rooms(Limits(max_body_bytes=100, max_body_bytes_in_flight=1000))
+    claim = Claim(rooms, HERE, max_body_bytes=100)
+    claim.begin()
+    assert rooms.unproven.held(HERE) == 1
+    claim.prove(ACME, is_management=True)
+    claim.hold_body(60)
+    # what is beyond goes to disk
+    claim.hold_body(60)
+    held = {shares.name: shares.held(ACME) for shares in rooms.all()}
+    assert held == {"connections": 0, "unproven": 0, "lingering": 0, "live": 1, "management": 1, "body_bytes": 100}
+    assert rooms.unproven.total == 0
+    claim.release()
+    claim.release()
+    assert [shares.total for shares in rooms.all()] == [0] * 6
+
+
+def test_a_claim_that_is_refused_holds_nothing() -> None:
+    rooms = Rooms(Limits(max_live_requests=2, max_management_requests=2))
+    first, second = Claim(rooms, HERE), Claim(rooms, HERE)
+    for claim in (first, second):
+        claim.begin()
+    first.prove(ACME, is_management=False)
+    with pytest.raises(RateLimited):
+        second.prove(ACME, is_management=False)
+    second.release()
+    assert (rooms.unproven.total, rooms.live.total, rooms.management.total) == (0, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("host", "holder"),
+    [
+        ("10.1.2.3", "address:10.1.2.3"),
+        ("::ffff:10.1.2.3", "address:10.1.2.3"),
+        ("2001:db8:1:2:3:4:5:6", "address:2001:db8:1:2::"),
+        ("2001:db8:1:2::9", "address:2001:db8:1:2::"),
+        ("fe80::1%eth0", "address:fe80::"),
+        ("a socket", "address:a socket"),
+    ],
+)
+def test_an_address_is_who_its_network_gave_it_to(host: str, holder: str) -> None:
+    assert address_holder(host) == holder
