@@ -37,7 +37,8 @@ async def test_a_split_binds_users_to_its_versions_and_names_its_largest(
     await publish_three(publish)
     record, is_new = await registry.aliases.set(acme, "sql", "live", CANARY, actor="x")
     assert (record.version, record.aim, is_new) == (3, CANARY, False)
-    bound = [await registry.bind(acme, SQL, sticky=str(user)) for user in range(60)]
+    # a user's place depends on the adapter's random id: of 60 users all were on the version of 90 % in one run of 500
+    bound = [await registry.bind(acme, SQL, sticky=str(user)) for user in range(400)]
     assert {one.adapter.version for one in bound if one.adapter} == {2, 3}
     assert (await registry.get(acme, "sql")).aliases == {"live": 3}
     assert [(await registry.get_version(acme, "sql", number)).aliases for number in (1, 2, 3)] == [
@@ -126,7 +127,8 @@ async def test_a_rollback_goes_back_and_the_next_one_forth(publish: Any, registr
     await registry.aliases.set(acme, "sql", "live", Aim(2), ShadowPart(1, 0.5), actor="x")
     back = await registry.aliases.rollback(acme, "sql", "live", actor="x")
     assert (back.aim, back.shadow) == (CANARY, ShadowPart(1, 0.5))
-    bound = [await registry.bind(acme, SQL, sticky=str(user)) for user in range(60)]
+    # a user's place depends on the adapter's random id: of 60 users all were on the version of 90 % in one run of 500
+    bound = [await registry.bind(acme, SQL, sticky=str(user)) for user in range(400)]
     assert {one.adapter.version for one in bound if one.adapter} == {2, 3}
     assert (await registry.aliases.rollback(acme, "sql", "live", actor="x")).aim == Aim(2)
     entry = (await registry.list_audit(acme, limit=2)).items[1]
