@@ -1,18 +1,45 @@
-"""Requests to every route of the application, and an engine under it that stands still."""
+"""The whole application over a real registry, store and tokenizer, and requests to each of its routes.
+
+The engine under it stands still. A conftest.py imports the fixtures `app`, `client`, `model_dir` and `services`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import shutil
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx2
+import msgspec
+import pytest
 from fastapi import FastAPI
+from tokenizers import Tokenizer as HFTokenizer
+from tokenizers import decoders, models, pre_tokenizers
 
+from adapters_store import LocalStore
+from loraserve.api.app import create_app
 from loraserve.api.scopes import declared_scopes
+from loraserve.api.services import Services
+from loraserve.db.session import Database
 from loraserve.engine.messages import GenerateRequest
 from loraserve.engine.output import Chunk
-from loraserve.types import AdapterRef, AdapterResidency, BaseSpec, Certificate, EngineStats, FinishReason
+from loraserve.registry.service import Registry
+from loraserve.settings import Settings
+from loraserve.tenancy.auth import Authenticator
+from loraserve.tenancy.usage import UsageMeter
+from loraserve.text.chat_template import ChatTemplate
+from loraserve.text.tokenizer import Tokenizer
+from loraserve.types import (
+    AdapterRef,
+    AdapterResidency,
+    BaseSpec,
+    Certificate,
+    EngineStats,
+    FinishReason,
+    TokenLogprobs,
+)
 
 ADMIN_KEY = "admin-key-of-the-contract-" + "x" * 20
 SCOPES = ("inference", "adapters:read", "adapters:write", "metrics:read")
@@ -34,10 +61,11 @@ class StillEngine:
     num_hangs: int = 0
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        likeliest = TokenLogprobs(token_id=1, logprob=-0.5, top=((1, -0.5),))
         yield Chunk(
             text="a",
             token_ids=(1,),
-            logprobs=None,
+            logprobs=None if request.params.logprobs is None else (likeliest,),
             prompt_logprobs=None,
             finish_reason=FinishReason.LENGTH,
             stop_reason=None,
@@ -58,6 +86,67 @@ class StillEngine:
 
     async def residency(self) -> tuple[AdapterResidency, ...]:
         return ()
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The text half of a model: bytes as tokens, and a chat template."""
+    path = tmp_path_factory.mktemp("model")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = HFTokenizer(models.BPE(vocab={char: id_ for id_, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|eos|>"])
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "chat_template.jinja").write_text(
+        "{%- for message in messages -%}{{ message.role }}: {{ message.content }}\n{% endfor -%}"
+    )
+    return path
+
+
+@pytest.fixture
+async def services(
+    small_base: BaseSpec,
+    make_certificate: Callable[..., Certificate],
+    model_dir: Path,
+    migrated_sqlite: Path,
+    tmp_path: Path,
+) -> AsyncIterator[Services]:
+    tokenizer = Tokenizer(model_dir)
+    base = msgspec.structs.replace(small_base, vocab_size=tokenizer.vocab_size)
+    engine = StillEngine(base, make_certificate())
+    shutil.copyfile(migrated_sqlite, tmp_path / "registry.db")
+    database = Database(f"sqlite:///{tmp_path / 'registry.db'}")
+    authenticator = Authenticator(database, admin_key=ADMIN_KEY)
+    await authenticator.open()
+    store = LocalStore(tmp_path / "blobs")
+    usage = UsageMeter(database, tmp_path / "usage")
+    yield Services(
+        settings=Settings(model=str(model_dir), data_dir=tmp_path),
+        engine=engine,  # type: ignore[arg-type]
+        registry=Registry(database, store, lambda: engine.base, certify=engine.verify, pinning=engine),
+        authenticator=authenticator,
+        store=store,
+        tokenizer=tokenizer,
+        chat_template=ChatTemplate(model_dir, tokenizer),
+        usage=usage,
+    )
+    await usage.close()
+    await database.dispose()
+
+
+@pytest.fixture
+def app(services: Services) -> FastAPI:
+    return create_app(services)
+
+
+@pytest.fixture
+async def client(app: FastAPI) -> AsyncIterator[httpx2.AsyncClient]:
+    """Without a key. Every request has the same id, so that answers can be compared byte for byte."""
+    async with httpx2.AsyncClient(
+        transport=httpx2.ASGITransport(app=app), base_url="http://loraserve", headers={"x-request-id": "one"}
+    ) as client:
+        yield client
 
 
 @dataclass(frozen=True)

@@ -3,96 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import httpx2
-import msgspec
 import pytest
-from fastapi import FastAPI
 from sqlalchemy import update
-from tokenizers import Tokenizer as HFTokenizer
-from tokenizers import decoders, models, pre_tokenizers
-from whole_app import ADMIN_KEY, SCOPES, StillEngine, World, bearer
+from whole_app import ADMIN_KEY, SCOPES, World, app, bearer, client, model_dir, services
 
-from adapters_store import LocalStore
-from loraserve.api.app import create_app
 from loraserve.api.services import Services
 from loraserve.db.models import ApiKey, OperationRow
-from loraserve.db.session import Database, utc_now
-from loraserve.registry.service import Registry
-from loraserve.settings import Settings
-from loraserve.tenancy.auth import Authenticator
-from loraserve.tenancy.usage import UsageMeter
-from loraserve.text.chat_template import ChatTemplate
-from loraserve.text.tokenizer import Tokenizer
-from loraserve.types import BaseSpec, Certificate
+from loraserve.db.session import utc_now
+
+__all__ = ["app", "client", "model_dir", "services"]
 
 Push = Callable[[str, str, int], Awaitable[None]]
-
-
-@pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The text half of a model: bytes as tokens, and a chat template."""
-    path = tmp_path_factory.mktemp("model")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = HFTokenizer(models.BPE(vocab={char: id_ for id_, char in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|eos|>"])
-    tokenizer.save(str(path / "tokenizer.json"))
-    (path / "chat_template.jinja").write_text(
-        "{%- for message in messages -%}{{ message.role }}: {{ message.content }}\n{% endfor -%}"
-    )
-    return path
-
-
-@pytest.fixture
-async def services(
-    small_base: BaseSpec,
-    make_certificate: Callable[..., Certificate],
-    model_dir: Path,
-    migrated_sqlite: Path,
-    tmp_path: Path,
-) -> AsyncIterator[Services]:
-    tokenizer = Tokenizer(model_dir)
-    base = msgspec.structs.replace(small_base, vocab_size=tokenizer.vocab_size)
-    engine = StillEngine(base, make_certificate())
-    shutil.copyfile(migrated_sqlite, tmp_path / "registry.db")
-    database = Database(f"sqlite:///{tmp_path / 'registry.db'}")
-    authenticator = Authenticator(database, admin_key=ADMIN_KEY)
-    await authenticator.open()
-    store = LocalStore(tmp_path / "blobs")
-    usage = UsageMeter(database, tmp_path / "usage")
-    yield Services(
-        settings=Settings(model=str(model_dir), data_dir=tmp_path),
-        engine=engine,  # type: ignore[arg-type]
-        registry=Registry(database, store, lambda: engine.base, certify=engine.verify, pinning=engine),
-        authenticator=authenticator,
-        store=store,
-        tokenizer=tokenizer,
-        chat_template=ChatTemplate(model_dir, tokenizer),
-        usage=usage,
-    )
-    await usage.close()
-    await database.dispose()
-
-
-@pytest.fixture
-def app(services: Services) -> FastAPI:
-    return create_app(services)
-
-
-@pytest.fixture
-async def client(app: FastAPI) -> AsyncIterator[httpx2.AsyncClient]:
-    """Without a key. Every request has the same id, so that answers can be compared byte for byte."""
-    async with httpx2.AsyncClient(
-        transport=httpx2.ASGITransport(app=app), base_url="http://loraserve", headers={"x-request-id": "one"}
-    ) as client:
-        yield client
 
 
 @pytest.fixture
