@@ -11,20 +11,12 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import asyncpg
 import numpy as np
 import pytest
-from interpreted import (
-    pytest_collection_finish,
-    pytest_collection_modifyitems,
-    pytest_configure,
-    pytest_pyfunc_call,
-    pytest_runtest_logreport,
-    pytest_sessionfinish,
-)
 from safetensors.numpy import save
 from sqlalchemy import make_url
 
@@ -32,29 +24,10 @@ from loraserve.db import migrate
 from loraserve.db.models import Base
 from loraserve.types import BaseSpec, Certificate, Digest
 
-__all__ = [
-    "pytest_collection_finish",
-    "pytest_collection_modifyitems",
-    "pytest_configure",
-    "pytest_pyfunc_call",
-    "pytest_runtest_logreport",
-    "pytest_sessionfinish",
-]
+pytest_plugins = ["failures", "interpreted", "workers"]
 
 POSTGRES_URL = os.environ.get("LORASERVE_TEST_POSTGRES_URL")
 BACKENDS = ["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)]
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """What fails is told at once: of a run that is killed, the report at the end never comes."""
-    report = yield
-    if report.failed:
-        terminal = item.config.pluginmanager.get_plugin("terminalreporter")
-        if terminal is not None:
-            terminal.ensure_newline()
-            terminal.write_line(f"FAILED {report.nodeid} ({report.when})\n{report.longreprtext[-4000:]}", red=True)
-    return report
 
 
 def run_on_postgres(statements: str, url: str | None = None) -> None:

@@ -1,14 +1,16 @@
-"""Tests marked ``interpreted`` run in one child process of pytest, where Triton interprets its kernels on the CPU.
+"""Tests marked ``interpreted`` run in a child process of pytest, where Triton interprets its kernels on the CPU.
 
-Triton decides on its first import, for the whole process, whether kernels are interpreted or compiled; other tests here compile them. So the child runs every
-marked test of the session at once, with ``TRITON_INTERPRET=1``, beside this process, and each one's outcome is reported here under its own name. `tests/conftest.py`
-imports the hooks.
+Triton decides on its first import, for the whole process, whether kernels are interpreted or compiled; other tests compile
+them. So a pytest with such tests starts a child at the first one, with ``TRITON_INTERPRET=1``, asks it for one test after
+the other, and reports the child's reports as its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,43 +20,86 @@ from typing import Any
 import numpy as np
 import pytest
 
-_REPORT = "LORASERVE_TEST_INTERPRETED_REPORT"
+_CONNECTION = "LORASERVE_TEST_INTERPRETED_SOCKET"
+"""In the child, the file descriptor of the socket that connects it with its parent."""
 _CHILD: pytest.StashKey[_Child] = pytest.StashKey()
 
 
 class _Child:
-    """The process that interprets, from its start to its outcomes."""
+    """A pytest process that interprets, and runs the tests that it is asked for."""
 
-    def __init__(self, ids: list[str], root: Path) -> None:
+    def __init__(self, items: list[pytest.Item], config: pytest.Config) -> None:
+        """Start the process; it collects the modules of `items`."""
+        self._config = config
         self._folder = tempfile.TemporaryDirectory()
-        folder = Path(self._folder.name)
-        self._report, self._words = folder / "outcomes", folder / "words"
-        environment = {**os.environ, _REPORT: str(self._report), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", *ids]
-        with self._words.open("w") as words:
-            self._process = subprocess.Popen(command, cwd=root, env=environment, stdout=words, stderr=words)
-        self._outcomes: dict[str, tuple[str, str]] | None = None
+        self._output = Path(self._folder.name) / "output"
+        paths = sorted({str(item.path) for item in items})
+        command = [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", "-m", "interpreted"]
+        self._socket, theirs = socket.socketpair()
+        variables = {_CONNECTION: str(theirs.fileno()), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        with theirs, self._output.open("w") as output:
+            self._process = subprocess.Popen(
+                [*command, *paths],
+                cwd=config.rootpath,
+                env={**os.environ, **variables},
+                stdout=output,
+                stderr=output,
+                pass_fds=[theirs.fileno()],
+            )
+        self._connection = self._socket.makefile("rw")
 
-    def outcome(self, nodeid: str) -> tuple[str, str]:
-        """Wait for the child; return what became of a test, and the text to it."""
-        if self._outcomes is None:
-            self._process.wait()
-            lines = self._report.read_text().splitlines() if self._report.exists() else []
-            self._outcomes = {nodeid: (outcome, text) for nodeid, outcome, text in map(json.loads, lines)}
-        last_words = self._words.read_text()[-3000:]
-        return self._outcomes.get(nodeid, ("failed", f"the child process didn't run this test:\n{last_words}"))
+    def run(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
+        """Run a test in the child and return its reports.
+
+        Args:
+            nextitem: the test to be asked for next, so that the child keeps the fixtures that both use.
+        """
+        following = _name(nextitem) if nextitem is not None and _is_interpreted(nextitem) else None
+        reports = []
+        try:
+            print(json.dumps([_name(item), following]), file=self._connection, flush=True)
+            while data := json.loads(self._connection.readline() or '"gone"'):
+                if data == "gone":
+                    return [self._lost(item)]
+                if isinstance(data["longrepr"], list):
+                    # JSON has no tuples; a skip's place and reason are one.
+                    data["longrepr"] = tuple(data["longrepr"])
+                report = self._config.hook.pytest_report_from_serializable(config=self._config, data=data)
+                # xdist appends a group's name to the names that its workers report.
+                report.nodeid = item.nodeid
+                reports.append(report)
+        except OSError:
+            return [self._lost(item)]
+        return reports
+
+    def _lost(self, item: pytest.Item) -> pytest.TestReport:
+        text = f"the child process didn't run this test:\n{self._output.read_text()[-3000:]}"
+        return pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call")
 
     def close(self) -> None:
-        self._process.kill()
+        """End the process: without a connection it has nothing to do."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+        self._socket.close()
         self._process.wait()
         self._folder.cleanup()
 
 
-def _dot_by_element() -> None:
-    """Have the interpreter sum each element of a product in one order, whatever its place and its neighbours, as a GPU's matrix units do.
+def _name(item: pytest.Item) -> str:
+    return item.nodeid.partition("@")[0]
 
-    Its own products are NumPy's matmul, and some of OpenBLAS's kernels (Haswell's, Zen's) round a row by its place in a tile: tests that a row's bits depend on that row alone
-    would fail or pass by the processor they run on.
+
+def _is_interpreted(item: pytest.Item) -> bool:
+    return item.get_closest_marker("interpreted") is not None
+
+
+def _dot_by_element() -> None:
+    """Have the interpreter sum each element of a product in one order, whatever its place and its neighbours.
+
+    A GPU's matrix units do so. The interpreter's own products are NumPy's matmul, and some of OpenBLAS's kernels
+    (Haswell's, Zen's) round a row by its place in a tile: tests that a row's bits depend on that row alone would fail or
+    pass by the processor they run on.
     """
     from triton.runtime import interpreter  # only here: on its first import Triton decides whether it interprets
 
@@ -69,24 +114,49 @@ def _dot_by_element() -> None:
     interpreter.InterpreterBuilder.create_dot = create_dot
 
 
-def pytest_configure() -> None:
-    if _REPORT in os.environ:
+def _patch_language_once() -> None:
+    """Patch Triton's language at a process's first kernel instead of at each call of a device function; a fifth of the time.
+
+    The interpreter undoes its patches after each kernel, for the sake of processes that compile kernels too.
+    """
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+    done: set[frozenset[int]] = set()
+
+    def patch_once(function: Any) -> Any:
+        languages = (interpreter.tl, interpreter.tl.core)
+        seen = frozenset(id(value) for value in function.__globals__.values() if any(value is one for one in languages))
+        if not seen or seen not in done:
+            patch(function)
+            done.add(seen)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = patch_once
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if _CONNECTION in os.environ:
+        config.pluginmanager.register(_Reporter(config))
         _dot_by_element()
+        _patch_language_once()
 
 
-def _is_interpreted(item: pytest.Item) -> bool:
-    return item.get_closest_marker("interpreted") is not None
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Triton's tests come first: kernels are compiled here, one after the other and on one core, while the child interprets on another. No clock is read there."""
-    items.sort(key=lambda item: 1 if _is_interpreted(item) else 2 * (item.path.parent.name != "triton"))
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    ids = [item.nodeid for item in session.items if _is_interpreted(item)]
-    if ids and _REPORT not in os.environ and not session.config.option.collectonly:
-        session.stash[_CHILD] = _Child(ids, session.config.rootpath)
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """Have an interpreted test run in the child."""
+    if _CONNECTION in os.environ or not _is_interpreted(item):
+        return None
+    stash = item.session.stash
+    if _CHILD not in stash:
+        stash[_CHILD] = _Child([other for other in item.session.items if _is_interpreted(other)], item.config)
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for report in stash[_CHILD].run(item, nextitem):
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    # Fixtures of the test before this one that the next one doesn't share.
+    item.session._setupstate.teardown_exact(nextitem)
+    return True
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -95,18 +165,30 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    if _REPORT in os.environ or not _is_interpreted(pyfuncitem):
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """In the child, run the tests that the parent asks for."""
+    if _CONNECTION not in os.environ or session.testsfailed:
         return None
-    outcome, text = pyfuncitem.session.stash[_CHILD].outcome(pyfuncitem.nodeid)
-    if outcome == "failed":
-        pytest.fail(text, pytrace=False)
-    if outcome == "skipped":
-        pytest.skip(text)
+    items = {item.nodeid: item for item in session.items}
+    with open(int(os.environ[_CONNECTION]), closefd=False) as requests:
+        for line in requests:
+            name, following = json.loads(line)
+            item, nextitem = items[name], items.get(following)
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
+            _report(None)
     return True
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if _REPORT in os.environ and (report.when == "call" or not report.passed):
-        with Path(os.environ[_REPORT]).open("a") as file:
-            file.write(json.dumps([report.nodeid, report.outcome, report.longreprtext]) + "\n")
+def _report(data: dict[str, Any] | None) -> None:
+    """Write a report to the parent; None ends a test's reports."""
+    os.write(int(os.environ[_CONNECTION]), f"{json.dumps(data)}\n".encode())
+
+
+class _Reporter:
+    """Sends a child's reports to its parent."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        _report(self._config.hook.pytest_report_to_serializable(config=self._config, report=report))

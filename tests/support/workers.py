@@ -1,0 +1,55 @@
+"""Which tests a run takes, and how pytest-xdist's workers share them (``pytest -n 2 --dist worksteal``).
+
+Workers begin with equal parts of the list and then take from the ends of each other's, so that a module's tests mostly stay
+together. Tests marked ``alone`` come first and have the machine to themselves: their bounds are times that another worker's
+load would break.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Generator
+
+import pytest
+
+_LOCK: pytest.StashKey[int] = pytest.StashKey()
+"""The descriptor of a file that the workers share: a test locks it, one that is alone for itself."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the long campaigns too")
+
+
+def _is_alone(item: pytest.Item | None) -> bool:
+    return item is not None and item.get_closest_marker("alone") is not None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put tests that run alone first; leave campaigns out unless they are asked for: ``--all``, a mark, or their file."""
+    items.sort(key=lambda item: not _is_alone(item))
+    is_named = any(".py" in argument for argument in config.args)
+    if is_named or config.option.all or config.option.markexpr:
+        return
+    campaigns = [item for item in items if item.get_closest_marker("campaign") is not None]
+    config.hook.pytest_deselected(items=campaigns)
+    items[:] = [item for item in items if item.get_closest_marker("campaign") is None]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """Wait until no other worker runs a test that wants to be alone, or any test if this one does."""
+    config = item.config
+    if not hasattr(config, "workerinput"):
+        return (yield)
+    if _LOCK not in config.stash:
+        folder = config._tmp_path_factory.getbasetemp().parent
+        config.stash[_LOCK] = os.open(folder / "machine.lock", os.O_CREAT | os.O_RDWR)
+    fcntl.flock(config.stash[_LOCK], fcntl.LOCK_EX if _is_alone(item) else fcntl.LOCK_SH)
+    try:
+        return (yield)
+    finally:
+        # Between two that are alone, nothing else begins.
+        if not (_is_alone(item) and _is_alone(nextitem)):
+            fcntl.flock(config.stash[_LOCK], fcntl.LOCK_UN)
