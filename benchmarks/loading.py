@@ -26,7 +26,7 @@ from benchmarks.make_model import MODULES, SIZES
 from benchmarks.registering import base_spec
 from benchmarks.synthetic import Adapters
 from loraserve.adapters.digest import adapter_digest
-from loraserve.adapters.peft_format import read_adapter
+from loraserve.adapters.format.peft_format import read_adapter
 from loraserve.limits import GIB
 from loraserve.memory.device import CpuDevice, Placed
 from loraserve.memory.load import load_adapter

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from loraserve.adapters.config.kinds import check_kind
+from loraserve.adapters.config.patterns import first_matches
+from loraserve.adapters.config.peft_config import LoraSettings, read_settings
+from loraserve.adapters.format.tensor_names import BaseNames, Contents, Linear, Pieces, sort_out
 from loraserve.adapters.ir import OUTSIDE_LAYERS, AdapterIR, ModuleIR, TensorView
-from loraserve.adapters.kinds import check_kind
-from loraserve.adapters.patterns import first_matches
-from loraserve.adapters.peft_config import LoraSettings, read_settings
 from loraserve.adapters.problems import Problems
-from loraserve.adapters.reach import check_reach, ties_lora
 from loraserve.adapters.saved_modules import check_saved, norms_of, shape_words, vocabulary_problem
-from loraserve.adapters.tensor_names import BaseNames, Contents, Linear, Pieces, sort_out
+from loraserve.adapters.target_modules import check_reach, ties_lora
 from loraserve.adapters.trained_tokens import TokenRows, trained_tokens
 from loraserve.adapters.tuners import TUNERS
 from loraserve.errors import AdapterBaseMismatch, AdapterFormatError, AdapterUnsupported

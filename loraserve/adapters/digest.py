@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from loraserve.adapters.config.peft_config import DEFAULTS
 from loraserve.adapters.ir import TensorView
-from loraserve.adapters.peft_config import DEFAULTS
 from loraserve.adapters.tuners import CANONICAL
 from loraserve.types import Digest
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from loraserve.adapters.config.peft_config import LoraSettings
+from loraserve.adapters.format.tensor_names import SAVED_AS, BaseNames, Contents, Linear, Pieces, Place
 from loraserve.adapters.ir import OUTSIDE_LAYERS, NormIR, TensorView
-from loraserve.adapters.peft_config import LoraSettings
 from loraserve.adapters.problems import Problems
-from loraserve.adapters.reach import is_saved, ties_saved
-from loraserve.adapters.tensor_names import SAVED_AS, BaseNames, Contents, Linear, Pieces, Place
+from loraserve.adapters.target_modules import is_saved, ties_saved
 from loraserve.errors import AdapterBaseMismatch, AdapterFormatError, AdapterUnsupported
 
 

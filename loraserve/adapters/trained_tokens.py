@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from loraserve.adapters.config.peft_config import LoraSettings
+from loraserve.adapters.format.tensor_names import BaseNames, Contents, Pieces
 from loraserve.adapters.ir import OUTSIDE_LAYERS, TensorView
-from loraserve.adapters.peft_config import LoraSettings
 from loraserve.adapters.problems import Problems
 from loraserve.adapters.saved_modules import is_same, shape_words
 from loraserve.adapters.strict_json import shown
-from loraserve.adapters.tensor_names import BaseNames, Contents, Pieces
 from loraserve.errors import AdapterBaseMismatch, AdapterFormatError, AdapterUnsupported
 
 _FIELD = "trainable_token_indices"

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from adapters_store import BlobStore
 from loraserve.adapters.compiler import compile_adapter
+from loraserve.adapters.format.peft_format import read_adapter
 from loraserve.adapters.ir import AdapterIR
-from loraserve.adapters.peft_format import read_adapter
 from loraserve.engine.pace import Pace, Rest
 from loraserve.engine.parity import probe_sequences
 from loraserve.limits import MIB

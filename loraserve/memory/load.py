@@ -11,7 +11,7 @@ from adapters_store import BlobStore
 from loraserve import faults
 from loraserve.adapters.compiler import compile_adapter
 from loraserve.adapters.composition import merged
-from loraserve.adapters.peft_format import read_adapter
+from loraserve.adapters.format.peft_format import read_adapter
 from loraserve.errors import (
     AdapterCorrupt,
     AdapterRejected,

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from loraserve.adapters.compiler import compile_adapter
+from loraserve.adapters.format.peft_format import CONFIG_FILE, WEIGHTS_FILE, read_adapter
 from loraserve.adapters.ir import AdapterIR, ModuleIR
-from loraserve.adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE, read_adapter
 from loraserve.config import EngineConfig
 from loraserve.errors import AdapterRejected, ConfigError
 from loraserve.planning.base import BasePlan

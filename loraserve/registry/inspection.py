@@ -8,8 +8,8 @@ from typing import Any
 
 from loraserve.adapters.compiler import compile_adapter
 from loraserve.adapters.digest import adapter_digest
+from loraserve.adapters.format.peft_format import Buffer, read_adapter
 from loraserve.adapters.ir import AdapterIR
-from loraserve.adapters.peft_format import Buffer, read_adapter
 from loraserve.adapters.validation import check_finite
 from loraserve.registry.base_names import BaseNames
 from loraserve.registry.served_base import BASE

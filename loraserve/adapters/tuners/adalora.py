@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from loraserve.adapters.config.peft_fields import FIELDS as LORA
+from loraserve.adapters.config.peft_fields import FieldRule
+from loraserve.adapters.format.tensor_names import module_name
 from loraserve.adapters.ir import AdapterIR, TensorView
-from loraserve.adapters.peft_fields import FIELDS as LORA
-from loraserve.adapters.peft_fields import FieldRule
 from loraserve.adapters.strict_json import shown
-from loraserve.adapters.tensor_names import module_name
 from loraserve.adapters.tuners.factors import as_float32, as_view
 from loraserve.adapters.tuners.fields import ignored, implemented, number, refusals, refused
 from loraserve.errors import AdapterFormatError, AdapterRejected, AdapterUnsupported

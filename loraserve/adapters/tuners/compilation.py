@@ -6,15 +6,15 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from loraserve.adapters.config.patterns import first_matches
+from loraserve.adapters.config.peft_config import LoraSettings, read_settings
+from loraserve.adapters.config.peft_fields import FieldRule
+from loraserve.adapters.format.tensor_names import PREFIX, BaseNames, Linear, Place
 from loraserve.adapters.ir import AdapterIR, ModuleIR, TensorView
-from loraserve.adapters.patterns import first_matches
-from loraserve.adapters.peft_config import LoraSettings, read_settings
-from loraserve.adapters.peft_fields import FieldRule
 from loraserve.adapters.problems import Problems
-from loraserve.adapters.reach import is_name_targeted
 from loraserve.adapters.strict_json import shown
-from loraserve.adapters.tensor_names import PREFIX, BaseNames, Linear, Place
-from loraserve.adapters.tuners.beside import Beside, is_beside
+from loraserve.adapters.target_modules import is_name_targeted
+from loraserve.adapters.tuners.auxiliary import Beside, is_beside
 from loraserve.adapters.tuners.factors import Factors, as_view, num_bytes
 from loraserve.adapters.tuners.fields import number, refusals
 from loraserve.errors import AdapterBaseMismatch, AdapterFormatError, AdapterRejected, AdapterUnsupported

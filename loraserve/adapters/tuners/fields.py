@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from loraserve.adapters.peft_fields import FIELDS, FieldRule, Handling, refusal
+from loraserve.adapters.config.peft_fields import FIELDS, FieldRule, Handling, refusal
 
 
 def implemented(why: str) -> FieldRule:

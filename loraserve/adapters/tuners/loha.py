@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from loraserve.adapters.config.peft_fields import FIELDS as LORA
+from loraserve.adapters.format.tensor_names import Place
 from loraserve.adapters.ir import AdapterIR, ModuleIR, TensorView
-from loraserve.adapters.peft_fields import FIELDS as LORA
-from loraserve.adapters.tensor_names import Place
 from loraserve.adapters.tuners.compilation import Compilation
 from loraserve.adapters.tuners.factors import as_float32, hadamard, hadamard_dense
 from loraserve.adapters.tuners.fields import DROPOUT, INIT, fields, ignored, implemented

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from loraserve.adapters.config.peft_fields import FIELDS as LORA
+from loraserve.adapters.format.tensor_names import Place
 from loraserve.adapters.ir import AdapterIR, ModuleIR, TensorView
-from loraserve.adapters.peft_fields import FIELDS as LORA
-from loraserve.adapters.tensor_names import Place
 from loraserve.adapters.tuners.compilation import Compilation
 from loraserve.adapters.tuners.factors import Matrix, as_float32, split
 from loraserve.adapters.tuners.fields import DROPOUT, INIT, TRANSPOSED, fields, ignored, implemented

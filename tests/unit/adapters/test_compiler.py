@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from loraserve.adapters.compiler import compile_adapter
+from loraserve.adapters.format.peft_format import read_tensors
 from loraserve.adapters.ir import OUTSIDE_LAYERS, AdapterIR
-from loraserve.adapters.peft_format import read_tensors
 from loraserve.errors import AdapterBaseMismatch, AdapterFormatError, AdapterRejected, AdapterUnsupported
 from loraserve.types import BaseSpec
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from loraserve.adapters.digest import adapter_digest
-from loraserve.adapters.peft_format import read_tensors
+from loraserve.adapters.format.peft_format import read_tensors
 
 PLACES = {(0, "q_proj"): 4, (0, "v_proj"): 4}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from loraserve.adapters.peft_fields import FIELDS, FieldRule, Handling
+from loraserve.adapters.config.peft_fields import FIELDS, FieldRule, Handling
 from loraserve.adapters.tuners import adalora, ia3, loha, lokr, vera
 from loraserve.limits import LIMITS
 

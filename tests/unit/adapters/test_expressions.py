@@ -15,9 +15,9 @@ import pytest
 from peft.utils.other import match_target_against_key
 
 from loraserve.adapters.compiler import compile_adapter
-from loraserve.adapters.expressions import Budget, Expression, parse_as_python, parse_expression
+from loraserve.adapters.config.expressions import Budget, Expression, parse_as_python, parse_expression
+from loraserve.adapters.config.regexes import Regex, compile_regex
 from loraserve.adapters.ir import TensorView
-from loraserve.adapters.regexes import Regex, compile_regex
 from loraserve.errors import AdapterUnsupported
 from loraserve.limits import LIMITS
 from loraserve.types import BaseSpec

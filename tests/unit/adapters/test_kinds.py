@@ -14,8 +14,8 @@ import transformers
 from peft.utils import PeftType
 
 from loraserve.adapters.compiler import compile_adapter
-from loraserve.adapters.kinds import NOT_SERVED, SERVED
-from loraserve.adapters.peft_format import read_adapter
+from loraserve.adapters.config.kinds import NOT_SERVED, SERVED
+from loraserve.adapters.format.peft_format import read_adapter
 from loraserve.adapters.tuners import TUNERS
 from loraserve.errors import AdapterFormatError, AdapterRejected, AdapterUnsupported
 from loraserve.types import BaseSpec

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loraserve.adapters.patterns import first_matches, parse_pattern
-from loraserve.adapters.regexes import Regex
+from loraserve.adapters.config.patterns import first_matches, parse_pattern
+from loraserve.adapters.config.regexes import Regex
 
 NAMES = [
     f"model.layers.{i}.{m}" for i in (0, 1, 10, 11) for m in ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj")
@@ -170,7 +170,7 @@ def test_a_regex_takes_time_by_the_names_length_alone() -> None:
 def test_plain_keys_need_no_regex_engine() -> None:
     """RE2 is loaded for those who have a regex."""
     code = (
-        "import sys; from loraserve.adapters.patterns import *; from loraserve.adapters import compiler; "
+        "import sys; from loraserve.adapters.config.patterns import *; from loraserve.adapters import compiler; "
         "first_matches([parse_pattern(r'self_attn\\.q_proj')], ['self_attn.q_proj']); sys.exit('re2' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,8 +9,8 @@ from typing import Any
 import peft.tuners.lora.config as peft_lora
 import pytest
 
-from loraserve.adapters.peft_config import read_settings
-from loraserve.adapters.peft_fields import FIELDS, Handling
+from loraserve.adapters.config.peft_config import read_settings
+from loraserve.adapters.config.peft_fields import FIELDS, Handling
 
 
 def problems_of(config: dict[str, Any]) -> list[str]:

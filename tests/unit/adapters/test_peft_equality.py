@@ -14,9 +14,9 @@ import transformers
 from peft.tuners.lora import LoraLayer
 
 from loraserve.adapters.compiler import compile_adapter
+from loraserve.adapters.format.peft_format import CONFIG_FILE, WEIGHTS_FILE, read_adapter
+from loraserve.adapters.format.tensor_names import module_name
 from loraserve.adapters.ir import TensorView
-from loraserve.adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE, read_adapter
-from loraserve.adapters.tensor_names import module_name
 from loraserve.adapters.validation import check_finite
 from loraserve.errors import AdapterRejected
 from loraserve.types import BaseSpec

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save as save_numpy
 
-from loraserve.adapters.peft_format import read_adapter, read_config, read_header, read_tensors
+from loraserve.adapters.format.peft_format import read_adapter, read_config, read_header, read_tensors
 from loraserve.errors import AdapterFormatError, AdapterRejected
 from loraserve.limits import LIMITS
 

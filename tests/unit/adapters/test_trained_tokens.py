@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from loraserve.adapters.compiler import compile_adapter
+from loraserve.adapters.format.peft_format import read_tensors
 from loraserve.adapters.ir import AdapterIR
-from loraserve.adapters.peft_format import read_tensors
 from loraserve.errors import AdapterRejected
 from loraserve.types import BaseSpec
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import loraserve.model.quantize as quantize_module
 from adapters_store import LocalStore
 from loraserve.adapters.compiler import compile_adapter
-from loraserve.adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE, read_adapter
+from loraserve.adapters.format.peft_format import CONFIG_FILE, WEIGHTS_FILE, read_adapter
 from loraserve.errors import AdapterUnavailable
 from loraserve.memory.device import CpuDevice
 from loraserve.memory.load import load_adapter

@@ -11,8 +11,8 @@ import peft
 import pytest
 
 from loraserve.adapters.compiler import compile_adapter
-from loraserve.adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE, read_adapter
-from loraserve.adapters.tensor_names import BaseNames, module_name
+from loraserve.adapters.format.peft_format import CONFIG_FILE, WEIGHTS_FILE, read_adapter
+from loraserve.adapters.format.tensor_names import BaseNames, module_name
 from loraserve.errors import AdapterRejected
 from loraserve.types import BaseSpec
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from loraserve.adapters.compiler import compile_adapter
-from loraserve.adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE, read_adapter
+from loraserve.adapters.format.peft_format import CONFIG_FILE, WEIGHTS_FILE, read_adapter
 from loraserve.model.decoder import Decoder
 from loraserve_kernels.layout import LAYER_MODULES, PackedAdapter
 

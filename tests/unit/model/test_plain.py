@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from loraserve.adapters.compiler import compile_adapter
+from loraserve.adapters.format.peft_format import read_adapter
 from loraserve.adapters.ir import AdapterIR
-from loraserve.adapters.peft_format import read_adapter
 from loraserve.errors import InvariantViolation
 from loraserve.model.plain import Evaluation, PlainBase, Stopped, Subject, _Pass, evaluate, invocation_start
 from loraserve.types import BaseSpec

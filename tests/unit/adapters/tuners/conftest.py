@@ -14,8 +14,8 @@ import transformers
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from loraserve.adapters.compiler import compile_adapter
+from loraserve.adapters.format.peft_format import CONFIG_FILE, WEIGHTS_FILE, PeftAdapter, read_adapter
 from loraserve.adapters.ir import AdapterIR, ModuleIR, TensorView
-from loraserve.adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE, PeftAdapter, read_adapter
 from loraserve.limits import LIMITS, Limits
 from loraserve.types import BaseSpec
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 import transformers
 
+from loraserve.adapters.format.tensor_names import module_name
 from loraserve.adapters.ir import AdapterIR
-from loraserve.adapters.tensor_names import module_name
 from loraserve.errors import AdapterRejected
 from loraserve.types import BaseSpec
 

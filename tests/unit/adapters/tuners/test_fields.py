@@ -10,8 +10,8 @@ import numpy as np
 import peft
 import pytest
 
+from loraserve.adapters.config.peft_fields import FieldRule
 from loraserve.adapters.ir import TensorView
-from loraserve.adapters.peft_fields import FieldRule
 from loraserve.adapters.tuners import CANONICAL, TUNERS, adalora, ia3, loha, lokr, vera
 from loraserve.adapters.tuners.fields import DEFAULTS
 from loraserve.errors import AdapterRejected

@@ -10,8 +10,8 @@ import peft
 import pytest
 import torch
 
+from loraserve.adapters.format.tensor_names import module_name
 from loraserve.adapters.ir import AdapterIR
-from loraserve.adapters.tensor_names import module_name
 from loraserve.adapters.tuners.ia3 import compile_ia3
 from loraserve.errors import AdapterBaseMismatch, AdapterFormatError, AdapterUnsupported
 from loraserve.types import BaseSpec

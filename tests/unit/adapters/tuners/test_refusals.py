@@ -13,8 +13,8 @@ import pytest
 import torch
 from peft.tuners.lokr.layer import factorization as peft_factorization
 
+from loraserve.adapters.format.peft_format import PeftAdapter
 from loraserve.adapters.ir import AdapterIR, TensorView
-from loraserve.adapters.peft_format import PeftAdapter
 from loraserve.adapters.tuners.lokr import factorization
 from loraserve.errors import AdapterBaseMismatch, AdapterFormatError, AdapterRejected, AdapterUnsupported
 from loraserve.limits import LIMITS

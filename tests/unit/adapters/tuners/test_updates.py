@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from loraserve.adapters.tensor_names import module_name
+from loraserve.adapters.format.tensor_names import module_name
 from loraserve.types import BaseSpec
 
 pytestmark = [

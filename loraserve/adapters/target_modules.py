@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from loraserve.adapters.config.peft_config import LoraSettings
+from loraserve.adapters.config.regexes import Regex
+from loraserve.adapters.format.tensor_names import BaseNames, Contents
 from loraserve.adapters.ir import OUTSIDE_LAYERS
-from loraserve.adapters.peft_config import LoraSettings
 from loraserve.adapters.problems import Problems
-from loraserve.adapters.regexes import Regex
-from loraserve.adapters.tensor_names import BaseNames, Contents
 from loraserve.errors import AdapterFormatError
 from loraserve.types import BaseSpec
 

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from loraserve.adapters.expressions import Budget
-from loraserve.adapters.patterns import Pattern, parse_pattern
-from loraserve.adapters.peft_fields import FIELDS as FIELDS
-from loraserve.adapters.peft_fields import FieldRule as FieldRule
-from loraserve.adapters.peft_fields import Handling as Handling
-from loraserve.adapters.peft_fields import refusal
-from loraserve.adapters.regexes import Regex, compile_regex
+from loraserve.adapters.config.expressions import Budget
+from loraserve.adapters.config.patterns import Pattern, parse_pattern
+from loraserve.adapters.config.peft_fields import FIELDS as FIELDS
+from loraserve.adapters.config.peft_fields import FieldRule as FieldRule
+from loraserve.adapters.config.peft_fields import Handling as Handling
+from loraserve.adapters.config.peft_fields import refusal
+from loraserve.adapters.config.regexes import Regex, compile_regex
 from loraserve.adapters.strict_json import shown
 from loraserve.limits import LIMITS, Limits
 

@@ -15,8 +15,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from loraserve.adapters.expressions import Budget
-from loraserve.adapters.regexes import Regex, compile_regex
+from loraserve.adapters.config.expressions import Budget
+from loraserve.adapters.config.regexes import Regex, compile_regex
 from loraserve.limits import LIMITS, Limits
 
 _FRAME = r"(.*\.)?({})$"

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from loraserve.adapters.expressions import Budget, Expression, parse_as_python, parse_expression
+from loraserve.adapters.config.expressions import Budget, Expression, parse_as_python, parse_expression
 from loraserve.limits import LIMITS, Limits
 
 # Python takes a POSIX class for a set, and warns that it won't for ever.

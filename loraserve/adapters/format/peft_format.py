@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from loraserve.adapters.config.kinds import check_kind
 from loraserve.adapters.ir import ITEM_SIZES, NUMPY_DTYPES, TensorView
-from loraserve.adapters.kinds import check_kind
 from loraserve.adapters.strict_json import parse_object, shown
 from loraserve.errors import AdapterFormatError
 from loraserve.limits import LIMITS, Limits

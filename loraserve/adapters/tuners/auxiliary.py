@@ -8,11 +8,11 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
+from loraserve.adapters.config.peft_config import LoraSettings
+from loraserve.adapters.format.tensor_names import BaseNames, Pieces, Place, sort_out
 from loraserve.adapters.ir import ModuleIR, NormIR, TensorView
-from loraserve.adapters.peft_config import LoraSettings
 from loraserve.adapters.problems import Problems
 from loraserve.adapters.saved_modules import check_saved, norms_of
-from loraserve.adapters.tensor_names import BaseNames, Pieces, Place, sort_out
 
 _ANY = TensorView("F32", (0,), np.zeros(0, np.float32))
 _NAME = re.compile(r".+\.(?:(?:base_layer|original_module|modules_to_save)\.)?(?:weight|bias)")
