@@ -28,8 +28,8 @@ from benchmarks.synthetic import Adapters
 from loraserve.adapters.digest import adapter_digest
 from loraserve.adapters.format.peft_format import read_adapter
 from loraserve.limits import GIB
-from loraserve.memory.device import CpuDevice, Placed
-from loraserve.memory.load import load_adapter
+from loraserve.memory.devices.device import CpuDevice, Placed
+from loraserve.memory.loading.load import load_adapter
 from loraserve.types import AdapterRef, BaseSpec, TenantId
 
 HOST_TAKES_BACK_S = 5.0

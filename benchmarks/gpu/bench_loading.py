@@ -16,8 +16,8 @@ from benchmarks.gpu.limits import quantile
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.parts import Case, Row
 from benchmarks.gpu.shapes import llama, module_shapes
-from loraserve.memory.device import HostAdapter, Placed
-from loraserve.memory.gpu_device import GpuDevice
+from loraserve.memory.devices.device import HostAdapter, Placed
+from loraserve.memory.devices.gpu_device import GpuDevice
 from loraserve.types import BaseSpec, Digest
 from loraserve_kernels.layout import LAYER_MODULES
 

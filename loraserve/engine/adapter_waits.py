@@ -12,9 +12,9 @@ from typing import Protocol
 from loraserve.engine.fairness import PROMPT_COST
 from loraserve.engine.request import Pin, Request, Status
 from loraserve.errors import LoraserveError
-from loraserve.memory.facts import AdapterFacts
-from loraserve.memory.pace import Pace
-from loraserve.memory.pager import Residency
+from loraserve.memory.cost_estimate import Pace
+from loraserve.memory.loading.adapter_metadata import AdapterFacts
+from loraserve.memory.residency.pager import Residency
 from loraserve.types import AdapterRef, Digest, RequestId
 
 _ORDER = attrgetter("order")

@@ -21,16 +21,16 @@ from loraserve.engine.runner import Runner, StepRunner, kv_block_bytes, view_kv
 from loraserve.engine.verification import Verifications
 from loraserve.errors import ConfigError
 from loraserve.limits import GIB
-from loraserve.memory.adapter_pool import AdapterPool
 from loraserve.memory.arena import Arena, Tenure
-from loraserve.memory.device import AdapterDevice, CpuDevice, cpu_adapter_dtype
-from loraserve.memory.division import Division, divide_on_cpu
-from loraserve.memory.host_cache import HostCache
-from loraserve.memory.host_memory import HostMemory
+from loraserve.memory.devices.device import AdapterDevice, CpuDevice, cpu_adapter_dtype
+from loraserve.memory.devices.host_memory import HostMemory
 from loraserve.memory.kv_cache import KVCache, RentedBlocks
-from loraserve.memory.lowering import FILE_DTYPES
-from loraserve.memory.pager import Pager
-from loraserve.memory.precision import Precision
+from loraserve.memory.loading.lowering import FILE_DTYPES
+from loraserve.memory.loading.precision import Precision
+from loraserve.memory.plan import Division, divide_on_cpu
+from loraserve.memory.residency.device_cache import AdapterPool
+from loraserve.memory.residency.host_cache import HostCache
+from loraserve.memory.residency.pager import Pager
 from loraserve.model.decoder import Decoder
 from loraserve.model.loader import load_model
 from loraserve.progress import Progress
@@ -210,7 +210,7 @@ def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
 def _on_gpu(decoder: Decoder, config: EngineConfig, progress: Progress) -> tuple[StepRunner, AdapterDevice, KVCache]:
     # Triton is loaded for GPUs alone
     from loraserve.engine import gpu_budget, gpu_runner
-    from loraserve.memory.gpu_device import GpuDevice, adapter_dtype, divide
+    from loraserve.memory.devices.gpu_device import GpuDevice, adapter_dtype, divide
 
     progress.begin("measuring the GPU's memory")
     budget = config.memory_budget_bytes or gpu_budget.free_bytes(decoder, config)

@@ -27,7 +27,7 @@ from loraserve.engine.scheduler import Scheduler
 from loraserve.errors import EngineError
 from loraserve.memory.arena import Tenure
 from loraserve.memory.kv_cache import KVCache, prefix_root
-from loraserve.memory.pager import Pager
+from loraserve.memory.residency.pager import Pager
 from loraserve.memory.timings import Timings
 from loraserve.progress import Progress
 from loraserve.types import (

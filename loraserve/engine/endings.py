@@ -10,7 +10,7 @@ from loraserve.errors import (
     InvariantViolation,
     LoraserveError,
 )
-from loraserve.memory.pager import Residency
+from loraserve.memory.residency.pager import Residency
 
 
 def overdue_error(request: Request, state: Residency, deadline_s: float) -> LoraserveError:

@@ -22,7 +22,7 @@ from loraserve.engine.request import Request
 from loraserve.engine.sampler import Sampler, has_penalties
 from loraserve.engine.step_rows import StepRows
 from loraserve.errors import InvariantViolation
-from loraserve.memory.gpu_device import GpuDevice
+from loraserve.memory.devices.gpu_device import GpuDevice
 from loraserve.model.decoder import Decoder
 from loraserve.model.inputs import GpuInputs, KVTensors
 from loraserve.types import SamplingParams

@@ -18,9 +18,9 @@ from loraserve.adapters.ir import AdapterIR
 from loraserve.engine.pace import Pace, Rest
 from loraserve.engine.parity import probe_sequences
 from loraserve.limits import MIB
-from loraserve.memory.base_weights import beside_steps
-from loraserve.memory.load import read_blobs
-from loraserve.memory.lowering import with_saved_base
+from loraserve.memory.loading.base_weights import beside_steps
+from loraserve.memory.loading.load import read_blobs
+from loraserve.memory.loading.lowering import with_saved_base
 from loraserve.model.plain import Evaluation, PlainBase, Stopped, Subject, evaluate
 from loraserve.priority import BACKGROUND, stand_back
 from loraserve.types import AdapterRef, BaseSpec

@@ -37,7 +37,7 @@ from loraserve.engine.timeouts import TIMEOUT, timeout_error
 from loraserve.errors import InvariantViolation, LoraserveError
 from loraserve.limits import LIMITS
 from loraserve.memory.kv_cache import KVCache
-from loraserve.memory.pager import Residency
+from loraserve.memory.residency.pager import Residency
 from loraserve.memory.timings import Timings
 from loraserve.types import AdapterRef, Digest, FinishReason, RequestId, TokenOutput
 

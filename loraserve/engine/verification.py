@@ -41,7 +41,7 @@ from loraserve.errors import (
     error_from_code,
 )
 from loraserve.limits import LIMITS
-from loraserve.memory.base_weights import beside_steps
+from loraserve.memory.loading.base_weights import beside_steps
 from loraserve.model.plain import Evaluation, PlainBase
 from loraserve.priority import BACKGROUND, stand_back
 from loraserve.types import AdapterRef, Certificate, FinishReason, RequestId, TokenOutput

@@ -16,7 +16,7 @@ from typing import NewType
 
 from loraserve.errors import InvariantViolation
 from loraserve.memory.arena import Lease, Tenure
-from loraserve.memory.pace import Pace
+from loraserve.memory.cost_estimate import Pace
 from loraserve.memory.popularity import NEVER, Uses
 from loraserve.types import Digest, TenantId
 

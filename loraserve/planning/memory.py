@@ -10,7 +10,7 @@ import numpy as np
 from loraserve.config import EngineConfig
 from loraserve.errors import ConfigError
 from loraserve.limits import GIB, MIB
-from loraserve.memory.division import Division, divide_on_cpu, divide_on_gpu
+from loraserve.memory.plan import Division, divide_on_cpu, divide_on_gpu
 from loraserve.planning.base import BasePlan
 from loraserve_kernels.sizes import MAX_RANK, RANK_TILE, RECORD, UNIT_BYTES, row_num_bytes
 

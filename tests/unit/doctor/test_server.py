@@ -7,7 +7,7 @@ import json
 import threading
 
 from loraserve.doctor.server import check_budget, check_counters, check_probes, is_there
-from loraserve.memory.division import Division
+from loraserve.memory.plan import Division
 from loraserve.planning.memory import Arena
 from loraserve.sdk.samples import parse_metrics
 

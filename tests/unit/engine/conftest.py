@@ -20,9 +20,9 @@ from loraserve.engine.scheduled import ScheduledRequest, StepResult
 from loraserve.engine.scheduler import Scheduler
 from loraserve.errors import AdapterCorrupt, LoraserveError
 from loraserve.limits import MIB
-from loraserve.memory.facts import AdapterFacts
 from loraserve.memory.kv_cache import KVCache, prefix_root
-from loraserve.memory.pager import Residency
+from loraserve.memory.loading.adapter_metadata import AdapterFacts
+from loraserve.memory.residency.pager import Residency
 from loraserve.types import AdapterRef, Digest, RequestId, SamplingParams, TenantId, TokenOutput
 
 ADAPTERS = {

@@ -21,7 +21,7 @@ from loraserve.engine.core import Engine
 from loraserve.engine.messages import AddRequest
 from loraserve.engine.request import Request
 from loraserve.engine.scheduled import StepResult
-from loraserve.memory.pager import Residency
+from loraserve.memory.residency.pager import Residency
 from loraserve.memory.timings import Stopwatch
 from loraserve.types import BaseSpec, Digest, RequestId, SamplingParams, TenantId, Tier, TokenLogprobs, TokenOutput
 

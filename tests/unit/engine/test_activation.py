@@ -11,7 +11,7 @@ from loraserve.engine.batch import build_batch
 from loraserve.engine.scheduled import StepResult
 from loraserve.errors import EngineError
 from loraserve.memory.kv_cache import Activation
-from loraserve.memory.pager import Residency
+from loraserve.memory.residency.pager import Residency
 from loraserve.types import Digest
 
 from .conftest import Harness, make_ref, make_request

@@ -16,7 +16,7 @@ from loraserve.engine.core import Engine
 from loraserve.engine.messages import AddRequest
 from loraserve.engine.wakeup import Wakeup
 from loraserve.engine.worker import Worker
-from loraserve.memory.pager import Residency
+from loraserve.memory.residency.pager import Residency
 from loraserve.types import FinishReason, RequestId, SamplingParams, TenantId, TokenOutput
 
 from .conftest import ADAPTERS, World

@@ -15,7 +15,7 @@ from loraserve.engine.preemption import MAX_FAIR_PREEMPTIONS
 from loraserve.engine.probe import Probe
 from loraserve.engine.request import Request, Status
 from loraserve.engine.scheduler import AHEAD_DIVISOR, CREDIT_STEPS, OWED_STEPS
-from loraserve.memory.pager import Residency
+from loraserve.memory.residency.pager import Residency
 from loraserve.types import FinishReason, TenantId
 
 from .conftest import Harness, make_ref, make_request

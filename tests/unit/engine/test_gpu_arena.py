@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from loraserve.engine.assembly import build_engine
 from loraserve.memory.arena import Tenure
-from loraserve.memory.gpu_device import GpuDevice, divide
+from loraserve.memory.devices.gpu_device import GpuDevice, divide
 from loraserve.types import TokenOutput
 
 from .conftest import World

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from loraserve.engine.assembly import build_engine
 from loraserve.engine.cuda_graphs import DecodeGraphs, bucket_sizes
 from loraserve.engine.runner import DeviceLost
-from loraserve.memory.pager import Residency
+from loraserve.memory.residency.pager import Residency
 from loraserve.types import TokenOutput
 
 from .conftest import ADAPTERS, World

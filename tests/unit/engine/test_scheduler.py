@@ -5,7 +5,7 @@ import pytest
 from loraserve.engine.probe import Probe
 from loraserve.engine.probe_rows import MIN_PROBE_ROWS, PROBE_PATIENCE
 from loraserve.engine.request import Status
-from loraserve.memory.pager import Residency
+from loraserve.memory.residency.pager import Residency
 from loraserve.types import FinishReason
 
 from .conftest import EOS, Harness, make_ref, make_request

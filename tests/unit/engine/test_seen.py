@@ -9,7 +9,7 @@ import pytest
 
 from loraserve.engine.probe import Probe
 from loraserve.memory.arena import Tenure
-from loraserve.memory.pager import Residency
+from loraserve.memory.residency.pager import Residency
 
 from .conftest import Harness, make_ref, make_request
 from .simulated import Simulation

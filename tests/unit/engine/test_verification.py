@@ -29,7 +29,7 @@ from loraserve.engine.messages import VerifyReply
 from loraserve.engine.probe_rows import MIN_PROBE_ROWS
 from loraserve.engine.verification import MAX_PROBING, MAX_TOGETHER, Verifications
 from loraserve.limits import LIMITS
-from loraserve.memory.device import CpuDevice
+from loraserve.memory.devices.device import CpuDevice
 from loraserve.memory.kv_cache import Activation
 from loraserve.model.plain import Evaluation, PlainBase, Subject
 from loraserve.types import AdapterRef, Certificate, Digest, TokenOutput

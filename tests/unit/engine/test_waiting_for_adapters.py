@@ -12,8 +12,8 @@ from loraserve.engine.line import Turns
 from loraserve.engine.look_ahead import LOOK_AHEAD
 from loraserve.errors import AdapterNotReady, error_from_code
 from loraserve.limits import LIMITS
-from loraserve.memory.pager import Residency
-from loraserve.memory.place_line import INTEREST_S
+from loraserve.memory.residency.load_queue import INTEREST_S
+from loraserve.memory.residency.pager import Residency
 from loraserve.types import FinishReason, TokenOutput
 
 from .conftest import Harness, make_ref, make_request

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import save
 
 from adapters_store import LocalStore
-from loraserve.memory.adapter_pool import AdapterPool
-from loraserve.memory.device import AdapterDevice, CpuDevice, HostAdapter
-from loraserve.memory.facts import AdapterFacts, Loaded
-from loraserve.memory.host_cache import HostCache
-from loraserve.memory.pager import Pager
-from loraserve.memory.precision import EXACT, Precision
+from loraserve.memory.devices.device import AdapterDevice, CpuDevice, HostAdapter
+from loraserve.memory.loading.adapter_metadata import AdapterFacts, Loaded
+from loraserve.memory.loading.precision import EXACT, Precision
+from loraserve.memory.residency.device_cache import AdapterPool
+from loraserve.memory.residency.host_cache import HostCache
+from loraserve.memory.residency.pager import Pager
 from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
 from loraserve_kernels.layout import LoraModule, PackedAdapter, pack_adapter
 from loraserve_kernels.paged_pool import PagedPool

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from loraserve.errors import InvariantViolation
-from loraserve.memory.adapter_pool import AdapterPool
-from loraserve.memory.device import CpuDevice, Footprint
+from loraserve.memory.devices.device import CpuDevice, Footprint
+from loraserve.memory.residency.device_cache import AdapterPool
 
 
 @pytest.fixture

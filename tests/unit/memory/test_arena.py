@@ -6,7 +6,7 @@ import pytest
 
 from loraserve.errors import InvariantViolation
 from loraserve.memory.arena import Arena, Lease, Tenure
-from loraserve.memory.pace import Pace
+from loraserve.memory.cost_estimate import Pace
 
 
 class Tenant:

@@ -19,12 +19,12 @@ from hypothesis.stateful import (
 )
 from simulated_gpu import read_module
 
-from loraserve.memory.adapter_pool import AdapterPool, Pin
 from loraserve.memory.arena import Arena, Tenure
-from loraserve.memory.copies import DirectCopies
-from loraserve.memory.device import CpuDevice
-from loraserve.memory.gpu_device import GpuDevice
+from loraserve.memory.devices.copies import DirectCopies
+from loraserve.memory.devices.device import CpuDevice
+from loraserve.memory.devices.gpu_device import GpuDevice
 from loraserve.memory.kv_cache import BlockId, KVCache, RentedBlocks, extend_key, prefix_root
+from loraserve.memory.residency.device_cache import AdapterPool, Pin
 from loraserve.types import Digest, TenantId
 from loraserve_kernels.paged_layout import FIRST_SLICE, FIRST_TILE
 from loraserve_kernels.paged_pool import PagedPool

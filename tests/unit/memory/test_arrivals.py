@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from loraserve.errors import InvariantViolation
-from loraserve.memory.adapter_pool import AdapterPool
-from loraserve.memory.arrivals import Arrivals
-from loraserve.memory.device import CpuDevice
+from loraserve.memory.devices.device import CpuDevice
+from loraserve.memory.residency.arrivals import Arrivals
+from loraserve.memory.residency.device_cache import AdapterPool
 from loraserve.types import Digest
 
 A, B = Digest("a"), Digest("b")

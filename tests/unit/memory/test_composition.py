@@ -12,9 +12,9 @@ from safetensors.torch import load, save
 from adapters_store import LocalStore
 from loraserve.adapters.composition import composition_digest
 from loraserve.errors import AdapterCorrupt, InvalidRequest
-from loraserve.memory.composition import Composer
-from loraserve.memory.load import load_adapter
-from loraserve.memory.lowering import Lowered
+from loraserve.memory.loading.composition import Composer
+from loraserve.memory.loading.load import load_adapter
+from loraserve.memory.loading.lowering import Lowered
 from loraserve.types import AdapterPart, AdapterRef
 from loraserve_kernels.layout import LoraModule, ReplacedNorm, ReplacedRows
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from loraserve.memory.copies import MAX_IDLE_PINNED_BYTES, CudaCopies, DirectCopies
+from loraserve.memory.devices.copies import MAX_IDLE_PINNED_BYTES, CudaCopies, DirectCopies
 
 
 class Recorder:

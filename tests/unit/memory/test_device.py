@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from loraserve.errors import AdapterUnavailable, ConfigError, InvariantViolation
-from loraserve.memory.copies import DirectCopies
-from loraserve.memory.device import CpuDevice, Footprint, cpu_adapter_dtype, refuse_out_of_range
-from loraserve.memory.gpu_device import GpuDevice
+from loraserve.memory.devices.copies import DirectCopies
+from loraserve.memory.devices.device import CpuDevice, Footprint, cpu_adapter_dtype, refuse_out_of_range
+from loraserve.memory.devices.gpu_device import GpuDevice
 from loraserve_kernels.layout import LoraModule
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from loraserve.memory.adapter_pool import AdapterPool
-from loraserve.memory.device import CpuDevice, Footprint
-from loraserve.memory.drain import Drain
+from loraserve.memory.devices.device import CpuDevice, Footprint
+from loraserve.memory.residency.device_cache import AdapterPool
+from loraserve.memory.residency.drain import Drain
 from loraserve.types import Digest
 
 NAMES = tuple(Digest(name) for name in "abc")

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from adapters_store import LocalStore
-from loraserve.memory.adapter_pool import Pin
-from loraserve.memory.favourites import LOOK_EVERY_S, MAX_REFS, Favourites
-from loraserve.memory.host_cache import HostCache
-from loraserve.memory.pager import Pager, Residency
 from loraserve.memory.popularity import MEMORY_S, Popularity
+from loraserve.memory.residency.device_cache import Pin
+from loraserve.memory.residency.host_cache import HostCache
+from loraserve.memory.residency.hot_set import LOOK_EVERY_S, MAX_REFS, Favourites
+from loraserve.memory.residency.pager import Pager, Residency
 from loraserve.types import AdapterRef, Digest, Tier
 
 MakePager = Callable[..., Pager]

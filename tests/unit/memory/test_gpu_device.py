@@ -11,10 +11,10 @@ import torch
 from simulated_gpu import SimulatedCopies, read_module
 
 from loraserve.errors import AdapterUnavailable, ConfigError
-from loraserve.memory.adapter_pool import AdapterPool
-from loraserve.memory.copies import DirectCopies
-from loraserve.memory.device import Footprint
-from loraserve.memory.gpu_device import GpuDevice, adapter_dtype, pool_size
+from loraserve.memory.devices.copies import DirectCopies
+from loraserve.memory.devices.device import Footprint
+from loraserve.memory.devices.gpu_device import GpuDevice, adapter_dtype, pool_size
+from loraserve.memory.residency.device_cache import AdapterPool
 from loraserve_kernels.errors import ShapeMismatch
 from loraserve_kernels.modules import LAYER_MODULES, LoraModule, ReplacedNorm, ReplacedRows
 from loraserve_kernels.paged_layout import RECORD

@@ -25,12 +25,12 @@ from simulated_gpu import SimulatedCopies, read_module
 from adapters_store import LocalStore
 from loraserve import faults
 from loraserve.errors import AdapterTooLarge, AdapterUnservable, InvariantViolation
-from loraserve.memory.adapter_pool import AdapterPool, Pin
-from loraserve.memory.copies import DirectCopies
-from loraserve.memory.gpu_device import GpuDevice
-from loraserve.memory.host_cache import HostCache
-from loraserve.memory.pager import Pager, Residency
-from loraserve.memory.place_line import INTEREST_S, PATIENCE_S
+from loraserve.memory.devices.copies import DirectCopies
+from loraserve.memory.devices.gpu_device import GpuDevice
+from loraserve.memory.residency.device_cache import AdapterPool, Pin
+from loraserve.memory.residency.host_cache import HostCache
+from loraserve.memory.residency.load_queue import INTEREST_S, PATIENCE_S
+from loraserve.memory.residency.pager import Pager, Residency
 from loraserve.types import AdapterRef, Digest, Tier
 from loraserve_kernels.paged_layout import FIRST_SLICE, FIRST_TILE
 from loraserve_kernels.paged_pool import PagedPool

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loraserve.memory.host_cache import HostCache
+from loraserve.memory.residency.host_cache import HostCache
 
 
 def test_the_least_recently_put_goes_first(make: Any) -> None:

@@ -11,8 +11,8 @@ import torch
 
 from adapters_store import LocalStore
 from loraserve.errors import AdapterTooLarge, InvariantViolation
-from loraserve.memory.device import CpuDevice
-from loraserve.memory.load import load_adapter
+from loraserve.memory.devices.device import CpuDevice
+from loraserve.memory.loading.load import load_adapter
 from loraserve.types import AdapterRef
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from loraserve.errors import AdapterCorrupt, AdapterUnavailable, LoraserveError
-from loraserve.memory.facts import Loaded
-from loraserve.memory.load_history import MAX_RETRY_S, RETRY_S, AdapterSize, Damage, LoadHistory
-from loraserve.memory.loaders import LoadResult
+from loraserve.memory.loading.adapter_metadata import Loaded
+from loraserve.memory.residency.load_history import MAX_RETRY_S, RETRY_S, AdapterSize, Damage, LoadHistory
+from loraserve.memory.residency.loaders import LoadResult
 from loraserve.types import Digest
 
 A = Digest("a")

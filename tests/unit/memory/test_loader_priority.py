@@ -12,7 +12,7 @@ import pytest
 
 from adapters_store import LocalStore
 from loraserve import faults
-from loraserve.memory.pager import Pager
+from loraserve.memory.residency.pager import Pager
 from loraserve.priority import LOADER
 
 MakePager = Callable[..., Pager]

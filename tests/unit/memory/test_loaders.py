@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from loraserve.errors import AdapterTooLarge, AdapterUnavailable
-from loraserve.memory.facts import Loaded
-from loraserve.memory.loaders import Loaders, LoadResult
+from loraserve.memory.loading.adapter_metadata import Loaded
+from loraserve.memory.residency.loaders import Loaders, LoadResult
 from loraserve.types import AdapterRef, TenantId
 
 MakeLoaders = Callable[..., Loaders]

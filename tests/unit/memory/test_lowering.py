@@ -12,8 +12,8 @@ from torch import Tensor
 
 from loraserve.adapters.ir import AdapterIR, ModuleIR, NormIR, TensorView
 from loraserve.errors import InvariantViolation
-from loraserve.memory.base_weights import dora_delta
-from loraserve.memory.lowering import lower
+from loraserve.memory.loading.base_weights import dora_delta
+from loraserve.memory.loading.lowering import lower
 from loraserve_kernels.layout import LoraModule
 
 OUT, IN = 32, 32

@@ -13,10 +13,10 @@ import torch
 from adapters_store import LocalStore
 from loraserve import faults
 from loraserve.errors import AdapterCorrupt, AdapterTooLarge, AdapterUnavailable, AdapterUnservable, InvariantViolation
-from loraserve.memory.load_history import MAX_RETRY_S, RETRY_S
-from loraserve.memory.pager import Pager, Residency
-from loraserve.memory.place_line import INTEREST_S, PATIENCE_S
-from loraserve.memory.precision import Precision
+from loraserve.memory.loading.precision import Precision
+from loraserve.memory.residency.load_history import MAX_RETRY_S, RETRY_S
+from loraserve.memory.residency.load_queue import INTEREST_S, PATIENCE_S
+from loraserve.memory.residency.pager import Pager, Residency
 from loraserve.types import Tier
 
 MakePager = Callable[..., Pager]
@@ -114,7 +114,7 @@ def test_what_is_known_of_an_adapter_stays_with_it_through_the_tiers(
     pager = make_pager(device_ranks=4)
     a, b = (make.publish(store, seed=seed) for seed in range(2))
     monkeypatch.setattr(
-        "loraserve.memory.pager.load_adapter",
+        "loraserve.memory.residency.pager.load_adapter",
         lambda store, ref, *_: make.loaded(4, invocation_token_ids=(7, 8) if ref == a else ()),
     )
     with pytest.raises(InvariantViolation, match="isn't resident"):

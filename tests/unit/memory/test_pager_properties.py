@@ -22,10 +22,10 @@ from hypothesis.stateful import (
 
 from adapters_store import LocalStore
 from loraserve import faults
-from loraserve.memory.adapter_pool import AdapterPool, Pin
-from loraserve.memory.device import CpuDevice
-from loraserve.memory.host_cache import HostCache
-from loraserve.memory.pager import Pager, Residency
+from loraserve.memory.devices.device import CpuDevice
+from loraserve.memory.residency.device_cache import AdapterPool, Pin
+from loraserve.memory.residency.host_cache import HostCache
+from loraserve.memory.residency.pager import Pager, Residency
 from loraserve.types import AdapterRef
 
 RANKS = (1, 2, 3, 4, 6, 12)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from loraserve.memory.place_line import INTEREST_S, PATIENCE_S, PlaceLine
+from loraserve.memory.residency.load_queue import INTEREST_S, PATIENCE_S, PlaceLine
 from loraserve.types import Digest, TenantId
 
 A, B, C = Digest("a"), Digest("b"), Digest("c")

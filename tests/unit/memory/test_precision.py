@@ -9,11 +9,11 @@ import torch
 
 from adapters_store import LocalStore
 from loraserve.errors import AdapterUnservable
-from loraserve.memory.copies import DirectCopies
-from loraserve.memory.device import CpuDevice
-from loraserve.memory.gpu_device import GpuDevice
-from loraserve.memory.load import load_adapter
-from loraserve.memory.precision import Precision, as_held, loss, truncate
+from loraserve.memory.devices.copies import DirectCopies
+from loraserve.memory.devices.device import CpuDevice
+from loraserve.memory.devices.gpu_device import GpuDevice
+from loraserve.memory.loading.load import load_adapter
+from loraserve.memory.loading.precision import Precision, as_held, loss, truncate
 from loraserve_kernels.layout import LoraModule, ReplacedRows
 
 
@@ -75,7 +75,7 @@ def test_the_error_of_a_wider_rank_than_the_matrix_is_its_own() -> None:
 def test_the_loss_is_that_of_the_whole_product(
     error: float | None, dtype: torch.dtype, scaling: float | torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loraserve.memory.precision._CHUNK_ELEMENTS", 100)
+    monkeypatch.setattr("loraserve.memory.loading.precision._CHUNK_ELEMENTS", 100)
     m = decaying(scaling=scaling)
     held = as_held(m if error is None else truncate(m, error), dtype)
     lost = loss(m, held, dtype)
@@ -92,7 +92,7 @@ def test_a_dtype_with_room_for_the_uploaded_one_loses_nothing() -> None:
 
 
 def test_replaced_rows_are_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loraserve.memory.precision._CHUNK_ELEMENTS", 100)
+    monkeypatch.setattr("loraserve.memory.loading.precision._CHUNK_ELEMENTS", 100)
     rows = ReplacedRows(torch.arange(7, dtype=torch.int32), torch.randn(7, 33))
     m = LoraModule(0, "lm_head", torch.empty(0, 33), torch.empty(40, 0), 1.0, rows=rows)
     expected = float((rows.weight.bfloat16().float() - rows.weight).norm() / rows.weight.norm())

@@ -10,7 +10,7 @@ import pytest
 
 from adapters_store import LocalStore
 from loraserve import faults
-from loraserve.memory.pager import Pager, Residency
+from loraserve.memory.residency.pager import Pager, Residency
 from loraserve.types import Tier
 
 MakePager = Callable[..., Pager]

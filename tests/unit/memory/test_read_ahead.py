@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from loraserve.errors import AdapterUnavailable
-from loraserve.memory.adapter_pool import AdapterPool
-from loraserve.memory.device import CpuDevice
-from loraserve.memory.facts import Loaded
-from loraserve.memory.favourites import LOOK_EVERY_S
-from loraserve.memory.host_cache import HostCache
-from loraserve.memory.load_history import LoadHistory
-from loraserve.memory.loaders import Loaders, LoadResult
-from loraserve.memory.place_line import PlaceLine
-from loraserve.memory.read_ahead import ReadAhead
+from loraserve.memory.devices.device import CpuDevice
+from loraserve.memory.loading.adapter_metadata import Loaded
+from loraserve.memory.residency.device_cache import AdapterPool
+from loraserve.memory.residency.host_cache import HostCache
+from loraserve.memory.residency.hot_set import LOOK_EVERY_S
+from loraserve.memory.residency.load_history import LoadHistory
+from loraserve.memory.residency.load_queue import PlaceLine
+from loraserve.memory.residency.loaders import Loaders, LoadResult
+from loraserve.memory.residency.prefetcher import ReadAhead
 from loraserve.types import AdapterRef, Digest, TenantId
 
 A, B, C = Digest("a"), Digest("b"), Digest("c")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from loraserve.memory.adapter_pool import AdapterPool
-from loraserve.memory.device import CpuDevice
-from loraserve.memory.host_cache import HostCache
-from loraserve.memory.place_line import PlaceLine
-from loraserve.memory.residency import residency_rows
+from loraserve.memory.devices.device import CpuDevice
+from loraserve.memory.residency.device_cache import AdapterPool
+from loraserve.memory.residency.host_cache import HostCache
+from loraserve.memory.residency.load_queue import PlaceLine
+from loraserve.memory.residency.snapshot import residency_rows
 from loraserve.types import Digest, Tier
 
 

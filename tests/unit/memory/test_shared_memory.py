@@ -12,14 +12,14 @@ import pytest
 
 from loraserve.errors import ConfigError
 from loraserve.limits import MIB
-from loraserve.memory.adapter_pool import AdapterPool
 from loraserve.memory.arena import Arena, Tenure
-from loraserve.memory.copies import DirectCopies
-from loraserve.memory.device import CpuDevice
-from loraserve.memory.division import divide_on_cpu, divide_on_gpu
-from loraserve.memory.gpu_device import GpuDevice
-from loraserve.memory.host_memory import HostMemory
+from loraserve.memory.devices.copies import DirectCopies
+from loraserve.memory.devices.device import CpuDevice
+from loraserve.memory.devices.gpu_device import GpuDevice
+from loraserve.memory.devices.host_memory import HostMemory
 from loraserve.memory.kv_cache import BlockId, KVCache, RentedBlocks, prefix_root
+from loraserve.memory.plan import divide_on_cpu, divide_on_gpu
+from loraserve.memory.residency.device_cache import AdapterPool
 from loraserve.types import Digest, TenantId
 
 ROOT = prefix_root(TenantId("t"), Digest("b"), "float32")

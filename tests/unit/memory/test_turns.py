@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from adapters_store import LocalStore
 from loraserve import faults
-from loraserve.memory.facts import Loaded
-from loraserve.memory.load import load_adapter
-from loraserve.memory.pager import Pager, Residency
-from loraserve.memory.place_line import PATIENCE_S
-from loraserve.memory.turns import Turns
+from loraserve.memory.loading.adapter_metadata import Loaded
+from loraserve.memory.loading.load import load_adapter
+from loraserve.memory.residency.load_queue import PATIENCE_S
+from loraserve.memory.residency.pager import Pager, Residency
+from loraserve.memory.residency.tenant_round_robin import Turns
 from loraserve.types import AdapterRef, TenantId
 
 MakePager = Callable[..., Pager]
@@ -159,7 +159,7 @@ def test_whom_the_line_is_closed_for_stays_its_first_though_anothers_turn_has_co
         assert ref != slow or gate.wait(10)
         return load_adapter(store, ref, *rest)
 
-    monkeypatch.setattr("loraserve.memory.pager.load_adapter", load)
+    monkeypatch.setattr("loraserve.memory.residency.pager.load_adapter", load)
     for ref in (small, slow, large):
         pager.request(ref)
     while small.digest not in pager._pool or large.digest not in pager._host:

@@ -9,10 +9,10 @@ import torch
 
 from adapters_store import LocalStore
 from loraserve.memory.arena import Arena, Tenure
-from loraserve.memory.pager import Pager, Residency
-from loraserve.memory.place_line import PATIENCE_S
-from loraserve.memory.precision import Precision
-from loraserve.memory.usage import memory_usage
+from loraserve.memory.loading.precision import Precision
+from loraserve.memory.residency.load_queue import PATIENCE_S
+from loraserve.memory.residency.memory_usage import memory_usage
+from loraserve.memory.residency.pager import Pager, Residency
 from loraserve.types import Tier
 
 MakePager = Callable[..., Pager]

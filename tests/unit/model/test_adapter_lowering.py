@@ -12,10 +12,10 @@ from torch import Tensor
 
 from loraserve.adapters.composition import composition_digest
 from loraserve.errors import AdapterUnservable
-from loraserve.memory.device import CpuDevice
-from loraserve.memory.facts import Loaded
-from loraserve.memory.load import load_adapter
-from loraserve.memory.precision import EXACT, Precision
+from loraserve.memory.devices.device import CpuDevice
+from loraserve.memory.loading.adapter_metadata import Loaded
+from loraserve.memory.loading.load import load_adapter
+from loraserve.memory.loading.precision import EXACT, Precision
 from loraserve.types import AdapterPart, AdapterRef
 from loraserve_kernels.layout import PackedAdapter
 

@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM
 
 from adapters_store import LocalStore
 from loraserve.engine.activation import find_activation
-from loraserve.memory.device import CpuDevice
-from loraserve.memory.facts import Loaded
-from loraserve.memory.load import load_adapter
+from loraserve.memory.devices.device import CpuDevice
+from loraserve.memory.loading.adapter_metadata import Loaded
+from loraserve.memory.loading.load import load_adapter
 from loraserve.model.decoder import Decoder
 from loraserve.types import Digest
 from loraserve_kernels.layout import PackedAdapter

@@ -11,8 +11,9 @@ import torch
 
 from loraserve.adapters import compiler
 from loraserve.adapters.tuners import compilation
-from loraserve.memory import device, lowering
+from loraserve.memory.devices import device
 from loraserve.memory.kv_cache import Activation
+from loraserve.memory.loading import lowering
 from loraserve_kernels.layout import LoraModule
 
 from . import conftest, test_parity

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from loraserve.config import EngineConfig
-from loraserve.memory.division import Division
+from loraserve.memory.plan import Division
 from loraserve.model.config import parse_config
 from loraserve.planning.base import BasePlan
 from loraserve.planning.memory import Arena

@@ -17,8 +17,8 @@ from safetensors.numpy import save_file
 
 from loraserve.adapters.ir import AdapterIR, ModuleIR, NormIR, TensorView
 from loraserve.errors import ConfigError
-from loraserve.memory.device import CpuDevice, cpu_adapter_dtype
-from loraserve.memory.lowering import lower
+from loraserve.memory.devices.device import CpuDevice, cpu_adapter_dtype
+from loraserve.memory.loading.lowering import lower
 from loraserve.planning.adapters import (
     Shape,
     find_adapters,

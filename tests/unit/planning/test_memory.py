@@ -10,8 +10,8 @@ import torch
 from loraserve.engine import assembly, gpu_budget
 from loraserve.errors import ConfigError
 from loraserve.limits import GIB, MIB
-from loraserve.memory import gpu_device
-from loraserve.memory.division import Division
+from loraserve.memory.devices import gpu_device
+from loraserve.memory.plan import Division
 from loraserve.planning import memory
 from loraserve.planning.base import AUTO_DTYPES
 from loraserve.planning.memory import Arena, plan_arena, plan_step

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from loraserve.memory.adapter_pool import AdapterPool
 from loraserve.memory.arena import Arena, Tenure
-from loraserve.memory.host_cache import HostCache
+from loraserve.memory.residency.device_cache import AdapterPool
+from loraserve.memory.residency.host_cache import HostCache
 
 
 def memory_usage(arena: Arena) -> dict[str, int]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from loraserve.memory.adapter_pool import AdapterPool
-from loraserve.memory.favourites import Favourites
-from loraserve.memory.host_cache import HostCache
-from loraserve.memory.load_history import LoadHistory
-from loraserve.memory.loaders import Loaders
-from loraserve.memory.place_line import PlaceLine
+from loraserve.memory.residency.device_cache import AdapterPool
+from loraserve.memory.residency.host_cache import HostCache
+from loraserve.memory.residency.hot_set import Favourites
+from loraserve.memory.residency.load_history import LoadHistory
+from loraserve.memory.residency.load_queue import PlaceLine
+from loraserve.memory.residency.loaders import Loaders
 from loraserve.types import AdapterRef, Digest
 
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from loraserve.errors import AdapterUnservable
-from loraserve.memory.base_weights import place_name
-from loraserve.memory.device import DTYPE_NAMES
+from loraserve.memory.devices.device import DTYPE_NAMES
+from loraserve.memory.loading.base_weights import place_name
 from loraserve_kernels.layout import LoraModule, ReplacedRows
 from loraserve_kernels.reference import quantize_rows
 

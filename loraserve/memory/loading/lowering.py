@@ -16,7 +16,7 @@ from torch import Tensor
 
 from loraserve.adapters.ir import OUTSIDE_LAYERS, AdapterIR, ModuleIR, TensorView
 from loraserve.errors import InvariantViolation
-from loraserve.memory.base_weights import BaseWeights, beside_steps, changed_rows, is_base_copy
+from loraserve.memory.loading.base_weights import BaseWeights, beside_steps, changed_rows, is_base_copy
 from loraserve.types import BaseSpec
 from loraserve_kernels.layout import LoraModule, ReplacedNorm, ReplacedRows
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from loraserve.errors import AdapterUnservable, ConfigError, InvariantViolation
 from loraserve.limits import MIB
 from loraserve.memory.arena import Arena, Lease, Tenure
-from loraserve.memory.copies import Copies, CudaCopies, DirectCopies
-from loraserve.memory.device import DTYPE_NAMES, Footprint, HostAdapter, Placed, refuse_out_of_range
-from loraserve.memory.division import Division, divide_on_gpu
+from loraserve.memory.devices.copies import Copies, CudaCopies, DirectCopies
+from loraserve.memory.devices.device import DTYPE_NAMES, Footprint, HostAdapter, Placed, refuse_out_of_range
+from loraserve.memory.plan import Division, divide_on_gpu
 from loraserve.types import BaseSpec
 from loraserve_kernels import threads
 from loraserve_kernels.errors import PoolFull, ShapeMismatch

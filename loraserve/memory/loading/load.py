@@ -22,12 +22,12 @@ from loraserve.errors import (
     BlobNotFound,
     StorageError,
 )
-from loraserve.memory.base_weights import BaseWeights, beside_steps, dora_delta
-from loraserve.memory.composition import Composer
-from loraserve.memory.device import DTYPE_NAMES, AdapterDevice, refuse_out_of_range
-from loraserve.memory.facts import AdapterFacts, Loaded
-from loraserve.memory.lowering import Lowered, lower, needed
-from loraserve.memory.precision import EXACT, Precision, as_held, loss, refuse_lossy, truncate
+from loraserve.memory.devices.device import DTYPE_NAMES, AdapterDevice, refuse_out_of_range
+from loraserve.memory.loading.adapter_metadata import AdapterFacts, Loaded
+from loraserve.memory.loading.base_weights import BaseWeights, beside_steps, dora_delta
+from loraserve.memory.loading.composition import Composer
+from loraserve.memory.loading.lowering import Lowered, lower, needed
+from loraserve.memory.loading.precision import EXACT, Precision, as_held, loss, refuse_lossy, truncate
 from loraserve.types import AdapterRef, BaseSpec
 from loraserve_kernels import threads
 from loraserve_kernels.errors import ShapeMismatch

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from cachetools import Cache
 
-from loraserve.memory.facts import Loaded
+from loraserve.memory.loading.adapter_metadata import Loaded
 from loraserve.types import Digest
 
 MAX_LOOKED_AT = 64

@@ -10,9 +10,9 @@ from itertools import islice
 
 from loraserve.errors import InvariantViolation
 from loraserve.memory.arena import Tenure
-from loraserve.memory.device import NOTHING, AdapterDevice, Footprint, Placed
-from loraserve.memory.facts import AdapterFacts, Loaded
-from loraserve.memory.pace import Pace
+from loraserve.memory.cost_estimate import Pace
+from loraserve.memory.devices.device import NOTHING, AdapterDevice, Footprint, Placed
+from loraserve.memory.loading.adapter_metadata import AdapterFacts, Loaded
 from loraserve.memory.popularity import NEVER, Popularity, Uses
 from loraserve.types import Digest
 from loraserve_kernels.layout import PackedAdapter

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from loraserve.memory.adapter_pool import AdapterPool
-from loraserve.memory.device import Footprint
+from loraserve.memory.devices.device import Footprint
+from loraserve.memory.residency.device_cache import AdapterPool
 from loraserve.types import Digest
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from loraserve.memory.adapter_pool import AdapterPool, Evicted
-from loraserve.memory.device import Footprint
-from loraserve.memory.facts import Loaded
+from loraserve.memory.devices.device import Footprint
+from loraserve.memory.loading.adapter_metadata import Loaded
+from loraserve.memory.residency.device_cache import AdapterPool, Evicted
 from loraserve.memory.timings import Timings
 from loraserve.types import Digest, Histogram
 

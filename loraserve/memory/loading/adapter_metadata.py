@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loraserve.memory.device import HostAdapter
+from loraserve.memory.devices.device import HostAdapter
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from loraserve.errors import InvalidRequest
 from loraserve.limits import LIMITS
-from loraserve.memory.base_weights import place_name
-from loraserve.memory.lowering import Lowered
+from loraserve.memory.loading.base_weights import place_name
+from loraserve.memory.loading.lowering import Lowered
 from loraserve.types import AdapterPart
 from loraserve_kernels.layout import MODULE_INDEX, LoraModule
 

@@ -12,21 +12,21 @@ from enum import StrEnum
 
 from adapters_store import BlobStore
 from loraserve.errors import AdapterCorrupt, InvariantViolation, LoraserveError
-from loraserve.memory.adapter_pool import AdapterPool, Evicted, Pin
-from loraserve.memory.arrivals import Arrivals
-from loraserve.memory.base_weights import BaseWeights
-from loraserve.memory.drain import Drain
-from loraserve.memory.facts import AdapterFacts, Loaded
-from loraserve.memory.host_cache import HostCache
-from loraserve.memory.load import load_adapter
-from loraserve.memory.load_history import Damage, LoadHistory
-from loraserve.memory.loaders import Loaders
-from loraserve.memory.place_line import PlaceLine, Wait
-from loraserve.memory.precision import EXACT, Precision
-from loraserve.memory.read_ahead import ReadAhead
-from loraserve.memory.residency import residency_rows
+from loraserve.memory.loading.adapter_metadata import AdapterFacts, Loaded
+from loraserve.memory.loading.base_weights import BaseWeights
+from loraserve.memory.loading.load import load_adapter
+from loraserve.memory.loading.precision import EXACT, Precision
+from loraserve.memory.residency.arrivals import Arrivals
+from loraserve.memory.residency.device_cache import AdapterPool, Evicted, Pin
+from loraserve.memory.residency.drain import Drain
+from loraserve.memory.residency.host_cache import HostCache
+from loraserve.memory.residency.load_history import Damage, LoadHistory
+from loraserve.memory.residency.load_queue import PlaceLine, Wait
+from loraserve.memory.residency.loaders import Loaders
+from loraserve.memory.residency.memory_usage import adapter_usage, memory_usage
+from loraserve.memory.residency.prefetcher import ReadAhead
+from loraserve.memory.residency.snapshot import residency_rows
 from loraserve.memory.timings import Stopwatch, timed
-from loraserve.memory.usage import adapter_usage, memory_usage
 from loraserve.types import AdapterRef, AdapterResidency, BaseSpec, Digest, Histogram, Tier
 from loraserve_kernels.layout import PackedAdapter
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from loraserve.memory.adapter_pool import AdapterPool
-from loraserve.memory.host_cache import HostCache
-from loraserve.memory.place_line import PlaceLine
+from loraserve.memory.residency.device_cache import AdapterPool
+from loraserve.memory.residency.host_cache import HostCache
+from loraserve.memory.residency.load_queue import PlaceLine
 from loraserve.types import AdapterResidency, Digest, Tier
 
 

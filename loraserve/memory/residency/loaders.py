@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from loraserve.errors import AdapterUnavailable, LoraserveError
-from loraserve.memory.facts import Loaded
+from loraserve.memory.loading.adapter_metadata import Loaded
 from loraserve.priority import LOADER, stand_back
 from loraserve.types import AdapterRef, Digest, TenantId
 

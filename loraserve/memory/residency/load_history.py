@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from cachetools import LRUCache
 
 from loraserve.errors import AdapterCorrupt, LoraserveError
-from loraserve.memory.device import AdapterDevice, Footprint
-from loraserve.memory.loaders import LoadResult
+from loraserve.memory.devices.device import AdapterDevice, Footprint
+from loraserve.memory.residency.loaders import LoadResult
 from loraserve.memory.timings import Timings
 from loraserve.types import Digest, Histogram
 

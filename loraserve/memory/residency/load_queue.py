@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from loraserve.memory.turns import Turns
+from loraserve.memory.residency.tenant_round_robin import Turns
 from loraserve.types import AdapterRef, Digest, TenantId
 
 INTEREST_S = 5.0

@@ -1,0 +1,1 @@
+"""Devices that hold resident adapters, and the copies to them."""

@@ -1,0 +1,1 @@
+"""One adapter's way from the store's bytes to what kernels read."""
