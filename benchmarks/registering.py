@@ -22,7 +22,7 @@ from benchmarks.pushing import progress
 from benchmarks.serving import TENANT
 from benchmarks.synthetic import Adapters
 from loraserve.db.session import Database
-from loraserve.model.loader import load_model
+from loraserve.model.checkpoint.loader import load_model
 from loraserve.registry.service import Registry
 from loraserve.tenancy.tenants import find_tenant
 from loraserve.types import BaseSpec

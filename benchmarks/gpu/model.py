@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.machine import Machine
-from loraserve.model.backend import DecoderLayer
-from loraserve.model.config import ModelConfig, parse_config
+from loraserve.model.backends.backend import DecoderLayer
+from loraserve.model.backends.gpu_backend import GpuBackend
+from loraserve.model.config.model_config import ModelConfig, parse_config
 from loraserve.model.decoder import Decoder
-from loraserve.model.gpu_backend import GpuBackend
 from loraserve.model.inputs import KVTensors
-from loraserve.model.layers import RMSNorm
-from loraserve.model.lora import LoraLinear
-from loraserve.model.mlp import GatedMlp
-from loraserve.model.rotary import RotaryEmbedding
+from loraserve.model.layers.lora_linear import LoraLinear
+from loraserve.model.layers.mlp import GatedMlp
+from loraserve.model.layers.norms import RMSNorm
+from loraserve.model.layers.rotary import RotaryEmbedding
 from loraserve.types import BaseSpec, Digest
 from loraserve_kernels.layout import LAYER_SITES, SITES
 from loraserve_kernels.quantized import QuantizedWeight, quantize

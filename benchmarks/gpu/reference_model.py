@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from loraserve.model.config import ModelConfig
+from loraserve.model.config.model_config import ModelConfig
 from loraserve_kernels.layout import LoraModule
 
 Adapter = Mapping[tuple[int, str], LoraModule]

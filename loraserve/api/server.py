@@ -24,7 +24,7 @@ from loraserve.db import migrate
 from loraserve.db.session import Database
 from loraserve.engine.client import EngineClient
 from loraserve.errors import ConfigError
-from loraserve.model.source import resolve_model_dir
+from loraserve.model.checkpoint.source import resolve_model_dir
 from loraserve.priority import SERVER, stand_back
 from loraserve.registry.base_names import BaseNames
 from loraserve.registry.publisher import MAX_INSPECTIONS

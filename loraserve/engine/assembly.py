@@ -31,8 +31,8 @@ from loraserve.memory.plan import Division, divide_on_cpu
 from loraserve.memory.residency.device_cache import AdapterPool
 from loraserve.memory.residency.host_cache import HostCache
 from loraserve.memory.residency.pager import Pager
+from loraserve.model.checkpoint.loader import load_model
 from loraserve.model.decoder import Decoder
-from loraserve.model.loader import load_model
 from loraserve.progress import Progress
 from loraserve.types import KernelChoice
 from loraserve_kernels.arithmetic import Arithmetic

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from loraserve.adapters.ir import AdapterIR
 from loraserve.errors import EngineError
-from loraserve.model.plain import Evaluation
+from loraserve.model.reference_model import Evaluation
 from loraserve.types import BaseSpec, Certificate
 
 SumsT = TypeVar("SumsT", "_TokenSums", "_RoundSums")

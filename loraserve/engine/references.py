@@ -21,7 +21,7 @@ from loraserve.limits import MIB
 from loraserve.memory.loading.base_weights import beside_steps
 from loraserve.memory.loading.load import read_blobs
 from loraserve.memory.loading.lowering import with_saved_base
-from loraserve.model.plain import Evaluation, PlainBase, Stopped, Subject, evaluate
+from loraserve.model.reference_model import Evaluation, PlainBase, Stopped, Subject, evaluate
 from loraserve.priority import BACKGROUND, stand_back
 from loraserve.types import AdapterRef, BaseSpec
 

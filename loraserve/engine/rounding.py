@@ -26,10 +26,10 @@ from loraserve.engine.core import Engine
 from loraserve.engine.probe import Probe
 from loraserve.errors import ConfigError, EngineError, InvariantViolation, LoraserveError
 from loraserve.limits import GIB, MIB
-from loraserve.model.blueprint import context_len
-from loraserve.model.config import read_config
-from loraserve.model.original import OriginalBase
-from loraserve.model.plain import PlainBase, Subject, evaluate
+from loraserve.model.checkpoint.blueprint import context_len
+from loraserve.model.checkpoint.original import OriginalBase
+from loraserve.model.config.model_config import read_config
+from loraserve.model.reference_model import PlainBase, Subject, evaluate
 from loraserve.text.passage import PASSAGE
 from loraserve.text.tokenizer import Tokenizer
 from loraserve.types import FinishReason, RequestId, Rounding, RoundingCost

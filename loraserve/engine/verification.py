@@ -42,7 +42,7 @@ from loraserve.errors import (
 )
 from loraserve.limits import LIMITS
 from loraserve.memory.loading.base_weights import beside_steps
-from loraserve.model.plain import Evaluation, PlainBase
+from loraserve.model.reference_model import Evaluation, PlainBase
 from loraserve.priority import BACKGROUND, stand_back
 from loraserve.types import AdapterRef, Certificate, FinishReason, RequestId, TokenOutput
 

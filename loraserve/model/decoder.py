@@ -9,13 +9,13 @@ from torch import Tensor
 
 from loraserve import faults
 from loraserve.errors import InvariantViolation
-from loraserve.model.backend import Backend, DecoderLayer, Norm, Step
-from loraserve.model.config import ModelConfig
-from loraserve.model.experts import MixtureOfExperts
+from loraserve.model.backends.backend import Backend, DecoderLayer, Norm, Step
+from loraserve.model.config.model_config import ModelConfig
 from loraserve.model.inputs import GpuInputs, KVTensors, ModelInputs
-from loraserve.model.layers import RMSNorm, cap_softly
-from loraserve.model.lora import LoraLinear
-from loraserve.model.quantize import Linear, float_rows
+from loraserve.model.layers.experts import MixtureOfExperts
+from loraserve.model.layers.linears import Linear, float_rows
+from loraserve.model.layers.lora_linear import LoraLinear
+from loraserve.model.layers.norms import RMSNorm, cap_softly
 from loraserve.progress import Progress
 from loraserve.types import BaseSpec
 from loraserve_kernels.gpu_plan import GpuLoraPlan

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from loraserve.config import EngineConfig
 from loraserve.errors import ConfigError, ModelError
-from loraserve.model.blueprint import (
+from loraserve.model.checkpoint.blueprint import (
     Blueprint,
     ModulePlan,
     SiteKind,
@@ -20,10 +20,10 @@ from loraserve.model.blueprint import (
     draw,
     rounds_activations,
 )
-from loraserve.model.checkpoint_headers import ITEM_SIZES, read_headers
-from loraserve.model.config import ModelConfig, read_config
-from loraserve.model.formats import group_size
-from loraserve.model.quantization_config import Layout
+from loraserve.model.checkpoint.headers import ITEM_SIZES, read_headers
+from loraserve.model.config.formats import group_size
+from loraserve.model.config.model_config import ModelConfig, read_config
+from loraserve.model.config.quantization_config import Layout
 from loraserve.types import BaseSpec, Digest
 from loraserve_kernels.formats import NF4_GROUP_SIZE
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from loraserve.model.rotary import rotate
+from loraserve.model.layers.rotary import rotate
 from loraserve_kernels import gpu_rows
 
 MAX_LEN = 50

@@ -11,7 +11,7 @@ from loraserve.adapters.ir import AdapterIR, ModuleIR, TensorView
 from loraserve.engine.parity import Answers, judge, probe_sequences
 from loraserve.engine.probe import NUM_DECODED
 from loraserve.errors import EngineError
-from loraserve.model.plain import Evaluation, invocation_start
+from loraserve.model.reference_model import Evaluation, invocation_start
 from loraserve.types import BaseSpec, Certificate
 
 

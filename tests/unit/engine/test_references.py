@@ -19,7 +19,7 @@ from loraserve.engine.assembly import build_engine
 from loraserve.engine.core import Engine
 from loraserve.engine.references import Reference, References
 from loraserve.errors import AdapterCorrupt
-from loraserve.model.plain import Evaluation, PlainBase, Stopped, Subject
+from loraserve.model.reference_model import Evaluation, PlainBase, Stopped, Subject
 from loraserve.types import Digest
 
 from .conftest import World

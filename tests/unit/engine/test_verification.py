@@ -31,7 +31,7 @@ from loraserve.engine.verification import MAX_PROBING, MAX_TOGETHER, Verificatio
 from loraserve.limits import LIMITS
 from loraserve.memory.devices.device import CpuDevice
 from loraserve.memory.kv_cache import Activation
-from loraserve.model.plain import Evaluation, PlainBase, Subject
+from loraserve.model.reference_model import Evaluation, PlainBase, Subject
 from loraserve.types import AdapterRef, Certificate, Digest, TokenOutput
 from loraserve_kernels.layout import LoraModule
 from loraserve_kernels.plan import make_plan

@@ -28,9 +28,9 @@ from transformers import (
     SmolLM3Config,
 )
 
+from loraserve.model.checkpoint.loader import load_model
 from loraserve.model.decoder import Decoder
 from loraserve.model.inputs import KVTensors, ModelInputs
-from loraserve.model.loader import load_model
 from loraserve_kernels.layout import LAYER_MODULES, LoraModule, PackedAdapter, pack_adapter
 from loraserve_kernels.plan import make_plan
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-import loraserve.model.quantize as quantize_module
+import loraserve.model.layers.linears as quantize_module
 from adapters_store import LocalStore
 from loraserve.adapters.compiler import compile_adapter
 from loraserve.adapters.format.peft_format import CONFIG_FILE, WEIGHTS_FILE, read_adapter
@@ -23,8 +23,8 @@ from loraserve.memory.devices.device import CpuDevice
 from loraserve.memory.loading.load import load_adapter
 from loraserve.memory.loading.lowering import with_saved_base
 from loraserve.model.decoder import Decoder
-from loraserve.model.plain import Subject, evaluate
-from loraserve.model.quantize import JoinedLinear, make_linear, quantize_weight
+from loraserve.model.layers.linears import JoinedLinear, make_linear, quantize_weight
+from loraserve.model.reference_model import Subject, evaluate
 from loraserve.types import AdapterRef, Digest, TenantId
 from loraserve_kernels.layout import MODULE_INDEX, PackedAdapter
 from loraserve_kernels.quantized import quantize
@@ -228,7 +228,7 @@ def test_a_base_hands_out_the_weights_that_it_computes_with(quantize: str, dtype
 def test_a_gpus_linear_hands_out_any_rows_of_what_it_multiplies(
     format: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu_backend = pytest.importorskip("loraserve.model.gpu_backend", reason="needs Triton")
+    gpu_backend = pytest.importorskip("loraserve.model.backends.gpu_backend", reason="needs Triton")
     matrix = torch.randn(37, 128, generator=torch.Generator().manual_seed(0))
     weight = matrix.half() if format is None else quantize(matrix, format, has_zeros=format == "int4").to("cpu")
     expected = weight.float() if isinstance(weight, Tensor) else weight.dequantize(torch.float32)

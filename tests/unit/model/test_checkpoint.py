@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from loraserve.errors import MissingTensor, ModelError
-from loraserve.model.checkpoint import DTYPES, open_checkpoint
+from loraserve.model.checkpoint.files import DTYPES, open_checkpoint
 
 
 def write_raw(path: Path, header: Any, body: bytes = b"") -> None:

@@ -9,8 +9,8 @@ import pytest
 from transformers import Qwen2Config
 
 from loraserve.errors import ModelError, UnknownArchitecture
-from loraserve.model.config import ModelConfig, parse_config, read_config
-from loraserve.model.ropes import RopeType
+from loraserve.model.config.model_config import ModelConfig, parse_config, read_config
+from loraserve.model.config.ropes import RopeType
 
 from .conftest import CONFIGS, SMALL, edit_json
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from loraserve.errors import ConfigError, ModelError
-from loraserve.model.config import parse_config
-from loraserve.model.experts import MixtureOfExperts
-from loraserve.model.quantize import make_linear
+from loraserve.model.config.model_config import parse_config
+from loraserve.model.layers.experts import MixtureOfExperts
+from loraserve.model.layers.linears import make_linear
 
 from .conftest import (
     PagedRun,
@@ -118,7 +118,7 @@ def test_the_number_of_experts_may_be_called_as_checkpoints_call_it() -> None:
 
 
 def test_a_gpu_is_refused_before_weights_are_read(saved: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loraserve.model.loader.make_backend", lambda *_: None)
+    monkeypatch.setattr("loraserve.model.checkpoint.loader.make_backend", lambda *_: None)
     with pytest.raises(ConfigError, match="experts, which aren't served on GPUs"):
         load(saved[1], device="cuda")
 
@@ -136,7 +136,7 @@ def test_an_expert_that_nobody_chose_is_not_computed() -> None:
         def rows(self, start: int, end: int) -> Any:
             return self.linear.rows(start, end)
 
-    from loraserve.model.experts import Expert
+    from loraserve.model.layers.experts import Expert
 
     scores = torch.tensor([[4.0, 0], [3.0, 1], [-5.0, -5]])
     experts = [Expert(Counting(torch.randn(2, 2)), Counting(torch.randn(2, 1))) for _ in range(3)]

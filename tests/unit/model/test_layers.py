@@ -7,9 +7,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from loraserve.model.config import parse_config
-from loraserve.model.layers import RMSNorm, cap_softly, geglu, swiglu
-from loraserve.model.rotary import RotaryEmbedding, rotate
+from loraserve.model.config.model_config import parse_config
+from loraserve.model.layers.norms import RMSNorm, cap_softly, geglu, swiglu
+from loraserve.model.layers.rotary import RotaryEmbedding, rotate
 
 from .conftest import SMALL
 from .test_equality import LINEAR, LLAMA3, YARN

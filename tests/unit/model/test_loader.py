@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loraserve.errors import ConfigError, MissingTensor, ModelError, ShapeMismatch, UnexpectedTensor
-from loraserve.model.quantize import quantize_weight
+from loraserve.model.layers.linears import quantize_weight
 from loraserve.progress import Progress
 from loraserve_kernels.choices import Chooser
 
@@ -224,8 +224,8 @@ _MEASURE = """
 import json, sys
 from pathlib import Path
 import torch
-from loraserve.model.loader import load_model
-from loraserve.model.site import return_free_memory
+from loraserve.model.checkpoint.loader import load_model
+from loraserve.model.checkpoint.site import return_free_memory
 from loraserve_kernels.choices import chooser
 
 torch.set_num_threads(1)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from loraserve.model.original import OriginalBase
-from loraserve.model.plain import Subject, evaluate
+from loraserve.model.checkpoint.original import OriginalBase
+from loraserve.model.reference_model import Subject, evaluate
 
 from .conftest import CONFIGS, build_model, random_tokens, reference_logits, save_model
 from .stored_quantized import WIDE, group, save_compressed, save_nf4
@@ -52,7 +52,7 @@ def test_a_quantized_checkpoint_is_what_its_codes_mean(tmp_path: Path, case: str
 
 
 def test_weights_are_read_a_block_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loraserve.model.original._BLOCK_WEIGHTS", 48 * 10)
+    monkeypatch.setattr("loraserve.model.checkpoint.original._BLOCK_WEIGHTS", 48 * 10)
     model = build_model()
     base = OriginalBase(save_model(model, tmp_path), torch.device("cpu"))
     blocks = list(base.weight_rows(1, "k_proj", "v_proj"))

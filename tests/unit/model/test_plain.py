@@ -16,7 +16,7 @@ from loraserve.adapters.compiler import compile_adapter
 from loraserve.adapters.format.peft_format import read_adapter
 from loraserve.adapters.ir import AdapterIR
 from loraserve.errors import InvariantViolation
-from loraserve.model.plain import Evaluation, PlainBase, Stopped, Subject, _Pass, evaluate, invocation_start
+from loraserve.model.reference_model import Evaluation, PlainBase, Stopped, Subject, _Pass, evaluate, invocation_start
 from loraserve.types import BaseSpec
 
 from .conftest import build_model, load, random_tokens, reference_logits, save_model

@@ -17,10 +17,10 @@ from loraserve.config import EngineConfig
 from loraserve.demo.pack import base_dir
 from loraserve.engine.rounding import measure
 from loraserve.errors import ConfigError, MissingTensor, ModelError, UnexpectedTensor
-from loraserve.model.checkpoint import open_checkpoint
-from loraserve.model.config import read_config
-from loraserve.model.prequantized import assemble
-from loraserve.model.stored_weights import find_stored_weight
+from loraserve.model.checkpoint.files import open_checkpoint
+from loraserve.model.checkpoint.prequantized import assemble
+from loraserve.model.checkpoint.stored_weights import find_stored_weight
+from loraserve.model.config.model_config import read_config
 from loraserve.planning.base import plan_base
 from loraserve_kernels.quantized import QuantizedWeight
 

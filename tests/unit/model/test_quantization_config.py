@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from loraserve.errors import ModelError
-from loraserve.model.quantization_config import Layout, QuantizationConfig, Scheme, parse_quantization
+from loraserve.model.config.quantization_config import Layout, QuantizationConfig, Scheme, parse_quantization
 
 INT4: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
 INT8: dict[str, Any] = {"num_bits": 8, "type": "int", "strategy": "channel"}

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from loraserve.errors import ModelError
-from loraserve.model.quantize import JoinedLinear, Linear, make_linear, quantize_weight
+from loraserve.model.layers.linears import JoinedLinear, Linear, make_linear, quantize_weight
 from loraserve_kernels.quantized import quantize
 
 FORMATS = {

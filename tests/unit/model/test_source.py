@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from loraserve.errors import ConfigError
-from loraserve.model.source import resolve_model_dir
+from loraserve.model.checkpoint.source import resolve_model_dir
 
 
 @pytest.fixture
@@ -78,5 +78,5 @@ def test_without_the_hub_library_the_extra_is_named(monkeypatch: pytest.MonkeyPa
 
 
 def test_source_loads_no_torch() -> None:
-    code = "import sys, loraserve.model.source; sys.exit('torch' in sys.modules)"
+    code = "import sys, loraserve.model.checkpoint.source; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

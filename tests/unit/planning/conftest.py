@@ -8,7 +8,7 @@ import pytest
 
 from loraserve.config import EngineConfig
 from loraserve.memory.plan import Division
-from loraserve.model.config import parse_config
+from loraserve.model.config.model_config import parse_config
 from loraserve.planning.base import BasePlan
 from loraserve.planning.memory import Arena
 from loraserve.types import BaseSpec, Digest

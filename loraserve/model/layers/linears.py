@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from loraserve.errors import ConfigError, ModelError
-from loraserve.model.formats import group_size
+from loraserve.model.config.formats import group_size
 from loraserve_kernels import instructions
 from loraserve_kernels.arithmetic import FLOATS, WEIGHT_ONLY, Arithmetic
 from loraserve_kernels.choices import chooser, weight_format

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loraserve.model.quantize import Linear
+from loraserve.model.layers.linears import Linear
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from loraserve.errors import ConfigError
-from loraserve.model.backend import DecoderLayer
-from loraserve.model.config import Activation, ModelConfig
+from loraserve.model.backends.backend import DecoderLayer
+from loraserve.model.config.model_config import Activation, ModelConfig
 from loraserve.model.inputs import GpuInputs, KVTensors
-from loraserve.model.quantize import row_blocks
-from loraserve.model.rotary import RotaryEmbedding
+from loraserve.model.layers.linears import row_blocks
+from loraserve.model.layers.rotary import RotaryEmbedding
 from loraserve_kernels import gpu_rows, instructions
 from loraserve_kernels.arithmetic import FLOATS, WEIGHT_ONLY, Arithmetic
 from loraserve_kernels.gpu_attention import paged_attention

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from loraserve.errors import ModelError
-from loraserve.model.checkpoint_headers import FLOATS, ITEM_SIZES, StoredTensor
-from loraserve.model.formats import kernels_group_size
-from loraserve.model.quantization_config import Layout, QuantizationConfig, Scheme
+from loraserve.model.checkpoint.headers import FLOATS, ITEM_SIZES, StoredTensor
+from loraserve.model.config.formats import kernels_group_size
+from loraserve.model.config.quantization_config import Layout, QuantizationConfig, Scheme
 from loraserve_kernels.formats import GROUP_SIZES, NF4_GROUP_SIZE
 
 NF4_STATE = "weight.quant_state.bitsandbytes__nf4"

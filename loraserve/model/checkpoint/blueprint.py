@@ -11,11 +11,11 @@ from enum import Enum
 from math import prod
 
 from loraserve.errors import ConfigError, InvariantViolation, MissingTensor, ModelError, ShapeMismatch, UnexpectedTensor
-from loraserve.model.architectures import Architecture, ExpertPaths
-from loraserve.model.checkpoint_headers import StoredTensor
-from loraserve.model.config import ExpertsConfig, ModelConfig
-from loraserve.model.formats import group_size
-from loraserve.model.stored_weights import Expected, StoredWeight, find_stored_weight
+from loraserve.model.checkpoint.headers import StoredTensor
+from loraserve.model.checkpoint.stored_weights import Expected, StoredWeight, find_stored_weight
+from loraserve.model.config.architectures import Architecture, ExpertPaths
+from loraserve.model.config.formats import group_size
+from loraserve.model.config.model_config import ExpertsConfig, ModelConfig
 from loraserve.types import BaseSpec, Digest
 from loraserve_kernels.sites import LAYER_SITES, SITES
 

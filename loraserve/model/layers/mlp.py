@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from loraserve.model.lora import LoraLinear
+from loraserve.model.layers.lora_linear import LoraLinear
 from loraserve_kernels.gpu_plan import GpuLoraPlan
 from loraserve_kernels.plan import LoraPlan
 

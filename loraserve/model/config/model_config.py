@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from loraserve.errors import ModelError
-from loraserve.model.architectures import Architecture, Window, find_architecture
-from loraserve.model.config_fields import Fields, shown
-from loraserve.model.quantization_config import QuantizationConfig, parse_quantization
-from loraserve.model.ropes import RopeConfig, RopeType, check_rotated, read_ropes, stretched_context
+from loraserve.model.config.architectures import Architecture, Window, find_architecture
+from loraserve.model.config.config_fields import Fields, shown
+from loraserve.model.config.quantization_config import QuantizationConfig, parse_quantization
+from loraserve.model.config.ropes import RopeConfig, RopeType, check_rotated, read_ropes, stretched_context
 
 _MAX_CONFIG_BYTES = 16 << 20
 

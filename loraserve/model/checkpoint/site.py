@@ -10,9 +10,9 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from loraserve.model.prequantized import assemble
-from loraserve.model.quantize import JoinedLinear, Linear, quantize_weight
-from loraserve.model.stored_weights import StoredWeight
+from loraserve.model.checkpoint.prequantized import assemble
+from loraserve.model.checkpoint.stored_weights import StoredWeight
+from loraserve.model.layers.linears import JoinedLinear, Linear, quantize_weight
 from loraserve_kernels.quantized import QuantizedWeight, concatenate
 
 MakeLinear = Callable[[Tensor | QuantizedWeight, Tensor | None], Linear]

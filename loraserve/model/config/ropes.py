@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from loraserve.errors import ModelError
-from loraserve.model.config_fields import Fields, shown, to_count, to_number, to_object
+from loraserve.model.config.config_fields import Fields, shown, to_count, to_number, to_object
 
 
 class RopeType(Enum):

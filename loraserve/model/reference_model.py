@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from loraserve.adapters.ir import AdapterIR, ModuleIR, NormIR, TensorView
-from loraserve.model.config import Activation, ModelConfig
-from loraserve.model.experts import MixtureOfExperts
-from loraserve.model.quantize import Linear
-from loraserve.model.rotary import rope_frequencies
+from loraserve.model.config.model_config import Activation, ModelConfig
+from loraserve.model.layers.experts import MixtureOfExperts
+from loraserve.model.layers.linears import Linear
+from loraserve.model.layers.rotary import rope_frequencies
 
 _BLOCK_WEIGHTS = 1 << 22
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from loraserve.errors import InvariantViolation
-from loraserve.model.blueprint import Blueprint, ModulePlan, SiteKind, SitePlan, draw
-from loraserve.model.checkpoint import Checkpoint, open_checkpoint
-from loraserve.model.config import Activation, read_config
-from loraserve.model.experts import Expert, MixtureOfExperts
-from loraserve.model.layers import geglu, swiglu
-from loraserve.model.prequantized import assemble
-from loraserve.model.quantize import row_blocks
+from loraserve.model.checkpoint.blueprint import Blueprint, ModulePlan, SiteKind, SitePlan, draw
+from loraserve.model.checkpoint.files import Checkpoint, open_checkpoint
+from loraserve.model.checkpoint.prequantized import assemble
+from loraserve.model.config.model_config import Activation, read_config
+from loraserve.model.layers.experts import Expert, MixtureOfExperts
+from loraserve.model.layers.linears import row_blocks
+from loraserve.model.layers.norms import geglu, swiglu
 from loraserve_kernels.arithmetic import FLOATS, Arithmetic
 from loraserve_kernels.layout import SITES
 

@@ -16,18 +16,26 @@ from torch import Tensor
 
 from loraserve import faults
 from loraserve.errors import InvariantViolation
-from loraserve.model.backend import Backend, DecoderLayer, Norm, make_backend
-from loraserve.model.blueprint import Blueprint, SiteKind, SitePlan, check_gpu, context_len, draw, rounds_activations
-from loraserve.model.checkpoint import Checkpoint, open_checkpoint
-from loraserve.model.config import read_config
+from loraserve.model.backends.backend import Backend, DecoderLayer, Norm, make_backend
+from loraserve.model.checkpoint.blueprint import (
+    Blueprint,
+    SiteKind,
+    SitePlan,
+    check_gpu,
+    context_len,
+    draw,
+    rounds_activations,
+)
+from loraserve.model.checkpoint.files import Checkpoint, open_checkpoint
+from loraserve.model.checkpoint.site import MakeLinear, Site, SiteModule, return_free_memory
+from loraserve.model.config.model_config import read_config
 from loraserve.model.decoder import Decoder
-from loraserve.model.experts import Expert, MixtureOfExperts
-from loraserve.model.layers import RMSNorm
-from loraserve.model.lora import LoraLinear
-from loraserve.model.mlp import GatedMlp, Mlp
-from loraserve.model.quantize import Linear, make_linear, quantize_weight
-from loraserve.model.rotary import RotaryEmbedding
-from loraserve.model.site import MakeLinear, Site, SiteModule, return_free_memory
+from loraserve.model.layers.experts import Expert, MixtureOfExperts
+from loraserve.model.layers.linears import Linear, make_linear, quantize_weight
+from loraserve.model.layers.lora_linear import LoraLinear
+from loraserve.model.layers.mlp import GatedMlp, Mlp
+from loraserve.model.layers.norms import RMSNorm
+from loraserve.model.layers.rotary import RotaryEmbedding
 from loraserve.progress import Progress
 from loraserve.types import Digest
 from loraserve_kernels.choices import chooser, lines

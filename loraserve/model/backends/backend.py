@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from loraserve.errors import ConfigError
-from loraserve.model.config import Activation, ModelConfig
+from loraserve.model.config.model_config import Activation, ModelConfig
 from loraserve.model.inputs import KVTensors, ModelInputs
-from loraserve.model.layers import ResidualNorm, RMSNorm, geglu, swiglu
-from loraserve.model.lora import LoraLinear
-from loraserve.model.mlp import GatedMlp, Mlp
-from loraserve.model.quantize import Linear, check_format, make_linear
-from loraserve.model.rotary import RotaryEmbedding, rotate
+from loraserve.model.layers.linears import Linear, check_format, make_linear
+from loraserve.model.layers.lora_linear import LoraLinear
+from loraserve.model.layers.mlp import GatedMlp, Mlp
+from loraserve.model.layers.norms import ResidualNorm, RMSNorm, geglu, swiglu
+from loraserve.model.layers.rotary import RotaryEmbedding, rotate
 from loraserve_kernels.attention import AttentionPlan, make_attention_plan, paged_attention, store_kv
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def make_backend(device: str, dtype: torch.dtype, quantize: str, *, rounds_activ
         return CpuBackend(dtype, quantize, rounds_activations=rounds_activations)
     if device == "cuda":
         # Triton is loaded for GPUs alone
-        from loraserve.model.gpu_backend import GpuBackend
+        from loraserve.model.backends.gpu_backend import GpuBackend
 
         # without a GPU only Triton's interpreter brings us here
         return GpuBackend(torch.device("cuda" if torch.cuda.is_available() else "cpu"), dtype, quantize)

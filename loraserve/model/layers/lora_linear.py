@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from loraserve.model.quantize import Linear
+from loraserve.model.layers.linears import Linear
 from loraserve_kernels.gpu_plan import GpuLoraPlan
 from loraserve_kernels.launch import apply_lora
 from loraserve_kernels.plan import LoraPlan

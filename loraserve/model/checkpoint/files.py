@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from loraserve.errors import ModelError
-from loraserve.model.checkpoint_headers import INDEX_FILE as INDEX_FILE
-from loraserve.model.checkpoint_headers import SINGLE_FILE as SINGLE_FILE
-from loraserve.model.checkpoint_headers import StoredTensor, read_headers
+from loraserve.model.checkpoint.headers import INDEX_FILE as INDEX_FILE
+from loraserve.model.checkpoint.headers import SINGLE_FILE as SINGLE_FILE
+from loraserve.model.checkpoint.headers import StoredTensor, read_headers
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F32": torch.float32,

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loraserve.model.ropes import RopeConfig, RopeType
+from loraserve.model.config.ropes import RopeConfig, RopeType
 
 
 class RotaryEmbedding:

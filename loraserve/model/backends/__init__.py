@@ -1,0 +1,1 @@
+"""Backends: how a device computes linears, norms and attention."""

@@ -1,0 +1,1 @@
+"""Checkpoints: headers, stored weights, and the loader that streams them into a resident decoder."""

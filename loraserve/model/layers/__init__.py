@@ -1,0 +1,1 @@
+"""Layers of the decoder: linears, norms, rotary positions, MLPs and experts."""
