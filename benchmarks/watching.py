@@ -40,7 +40,7 @@ def engine_process(server: Server) -> psutil.Process:
         SystemExit: the server has none.
     """
     for child in psutil.Process(server.pid).children(recursive=True):
-        if "loraserve.engine.worker" in child.cmdline():
+        if "loraserve.engine.worker.main" in child.cmdline():
             return child
     raise SystemExit("the server has no engine process")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.gpu.close import holds
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.parts import Case, Row
-from loraserve.engine.sampler import MIN_TEMPERATURE, draw, uniform
+from loraserve.engine.execution.sampler import MIN_TEMPERATURE, draw, uniform
 from loraserve.types import SamplingParams
 from loraserve_kernels.gpu_sampling import SamplingRows, sample, top_logprobs
 

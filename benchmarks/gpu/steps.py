@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.model import RandomBase, make_kv
-from loraserve.engine.cuda_graphs import DecodeGraphs
+from loraserve.engine.execution.cuda_graphs import DecodeGraphs
 from loraserve.model.inputs import GpuInputs
 from loraserve_kernels.gpu_attention_plan import GpuAttentionPlan
 from loraserve_kernels.gpu_plan import GpuLoraPlan

@@ -22,7 +22,7 @@ from loraserve.api.logs import configure_logging
 from loraserve.api.services import Services
 from loraserve.db import migrate
 from loraserve.db.session import Database
-from loraserve.engine.client import EngineClient
+from loraserve.engine_client.client import EngineClient
 from loraserve.errors import ConfigError
 from loraserve.model.checkpoint.source import resolve_model_dir
 from loraserve.priority import SERVER, stand_back

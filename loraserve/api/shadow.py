@@ -22,7 +22,7 @@ from loraserve.types import FinishReason, RequestId, TenantId
 
 if TYPE_CHECKING:
     from loraserve.api.counters import Metrics
-    from loraserve.engine.client import EngineClient, GenerateRequest
+    from loraserve.engine_client.client import EngineClient, GenerateRequest
     from loraserve.registry.service import Registry
 
 logger = logging.getLogger(__name__)

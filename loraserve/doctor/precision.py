@@ -21,7 +21,7 @@ BESIDE_BASE_BYTES = 2 * GIB
 MIN_AGREEMENT, MAX_DIVERGENCE = 0.9, 0.1
 """Bounds on what rounding may cost without a warning: a tenth of the likeliest tokens, or 0.1 nats."""
 
-_MODULE = "loraserve.engine.rounding"
+_MODULE = "loraserve.engine.worker.rounding"
 
 
 def room(base_bytes: int, device: str, available_bytes: int | None) -> Iterator[Check]:

@@ -12,7 +12,7 @@ from loraserve.memory.kv_cache import Activation, PrefixKey
 from loraserve.types import AdapterRef, FinishReason, RequestId, SamplingParams, TenantId, TokenLogprobs
 
 if TYPE_CHECKING:
-    from loraserve.engine.fairness import Share
+    from loraserve.engine.scheduling.fair_queue import Share
 
 
 class Pin(Protocol):

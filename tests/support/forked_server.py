@@ -138,9 +138,9 @@ def main() -> None:
         # before anything reads one
         object.__setattr__(LIMITS, name.removeprefix("limits."), float(given.pop(name)))
     from loraserve.api import server
-    from loraserve.engine.client import EngineClient
-    from loraserve.engine.messages import GenerateRequest
-    from loraserve.engine.output import Chunk
+    from loraserve.engine_client.client import EngineClient
+    from loraserve.engine_client.messages import GenerateRequest
+    from loraserve.engine_client.output import Chunk
     from loraserve.faults import arm
     from loraserve.settings import Settings
     from loraserve.types import AdapterRef, AdapterResidency, Certificate, FinishReason

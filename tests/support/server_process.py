@@ -126,7 +126,7 @@ class ServerProcess:
                 command = (entry / "cmdline").read_bytes()
             except (OSError, IndexError):
                 continue
-            if parent == self.process.pid and b"loraserve.engine.worker" in command:
+            if parent == self.process.pid and b"loraserve.engine.worker.main" in command:
                 return int(entry.name)
         return None
 

@@ -23,8 +23,8 @@ from loraserve.api.app import create_app
 from loraserve.api.scopes import declared_scopes
 from loraserve.api.services import Services
 from loraserve.db.session import Database
-from loraserve.engine.messages import GenerateRequest
-from loraserve.engine.output import Chunk
+from loraserve.engine_client.messages import GenerateRequest
+from loraserve.engine_client.output import Chunk
 from loraserve.registry.service import Registry
 from loraserve.settings import Settings
 from loraserve.tenancy.auth import Authenticator

@@ -14,7 +14,7 @@ from loraserve.api.openai.prompts import Prompt
 from loraserve.api.openai.sampling import Sampling, choose_seeds
 from loraserve.api.openai.schemas import InferenceBody, WeightedAdapter
 from loraserve.api.services import Services
-from loraserve.engine.messages import GenerateRequest
+from loraserve.engine_client.messages import GenerateRequest
 from loraserve.errors import InvalidRequest, PermissionDenied, QuotaExceeded
 from loraserve.limits import LIMITS
 from loraserve.registry.binding import Binding
@@ -22,7 +22,7 @@ from loraserve.registry.model_name import parse_terms, terms_of
 from loraserve.types import AdapterRef, RequestId
 
 if TYPE_CHECKING:
-    from loraserve.engine.client import Chunk
+    from loraserve.engine_client.client import Chunk
     from loraserve.tenancy.auth import Caller
 
 

@@ -26,7 +26,7 @@ from loraserve.errors import InvalidRequest
 from loraserve.tenancy.auth import Caller
 
 if TYPE_CHECKING:
-    from loraserve.engine.client import Chunk
+    from loraserve.engine_client.client import Chunk
 
 router = APIRouter()
 

@@ -19,7 +19,7 @@ from loraserve.api.openai.stream import EventStream, WholeAnswer
 from loraserve.api.openai.usage import Usage
 from loraserve.api.services import Services
 from loraserve.api.shadow import Copy
-from loraserve.engine.timeouts import TIMEOUT
+from loraserve.engine_client.timeouts import TIMEOUT
 from loraserve.errors import (
     AdapterNumerics,
     AdapterRejected,
@@ -34,7 +34,7 @@ from loraserve.registry.composition import label
 from loraserve.types import AdapterRef, FinishReason, RequestId, TenantId
 
 if TYPE_CHECKING:
-    from loraserve.engine.client import Chunk, GenerateRequest
+    from loraserve.engine_client.client import Chunk, GenerateRequest
 
 _QUEUE_SIZE = 16
 """Chunks between the engine's stream and a slow reader; beyond it the engine's client merges what comes."""

@@ -12,7 +12,7 @@ from loraserve.tenancy.usage import UsageEvent, plain, price_tag
 
 if TYPE_CHECKING:
     from loraserve.api.openai.admission import Answering
-    from loraserve.engine.client import Chunk
+    from loraserve.engine_client.client import Chunk
     from loraserve.tenancy.admission import Admitted
     from loraserve.tenancy.auth import Caller
     from loraserve.tenancy.prices import Price, PriceTable

@@ -21,8 +21,8 @@ from loraserve.api.app import create_app
 from loraserve.api.connection import connection_class
 from loraserve.api.services import Services
 from loraserve.db.session import Database
-from loraserve.engine.messages import GenerateRequest
-from loraserve.engine.output import Chunk, OutputProcessor
+from loraserve.engine_client.messages import GenerateRequest
+from loraserve.engine_client.output import Chunk, OutputProcessor
 from loraserve.errors import Overloaded
 from loraserve.limits import LIMITS, Limits
 from loraserve.registry.service import Registry

@@ -19,7 +19,7 @@ import pytest
 
 from loraserve.api.openai.prompts import Prompt
 from loraserve.api.openai.usage import Usage
-from loraserve.engine.output import Chunk
+from loraserve.engine_client.output import Chunk
 from loraserve.errors import AdapterNotReady, EngineCrashed
 from loraserve.tenancy.journal import Amounts
 from loraserve.tenancy.prices import Price, PriceTable

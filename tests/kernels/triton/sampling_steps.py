@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
-from loraserve.engine.sampler import draw, uniform
+from loraserve.engine.execution.sampler import draw, uniform
 from loraserve.types import SamplingParams
 from loraserve_kernels.gpu_sampling import SamplingRows, sample
 

@@ -7,7 +7,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from loraserve.engine.sampler import uniform
+from loraserve.engine.execution.sampler import uniform
 from loraserve.types import SamplingParams
 from loraserve_kernels import gpu_sampling, sampling_rows
 from loraserve_kernels.errors import InvalidPlan, ShapeMismatch

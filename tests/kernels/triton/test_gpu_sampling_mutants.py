@@ -9,7 +9,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from loraserve.engine.sampler import uniform
+from loraserve.engine.execution.sampler import uniform
 from loraserve.types import SamplingParams
 from loraserve_kernels import draw_kernels, gpu_sampling, sampling_kernels
 

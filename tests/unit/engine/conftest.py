@@ -17,7 +17,7 @@ from adapters_store import BlobStore, open_store
 from loraserve.config import EngineConfig
 from loraserve.engine.request import Request
 from loraserve.engine.scheduled import ScheduledRequest, StepResult
-from loraserve.engine.scheduler import Scheduler
+from loraserve.engine.scheduling.scheduler import Scheduler
 from loraserve.errors import AdapterCorrupt, LoraserveError
 from loraserve.limits import MIB
 from loraserve.memory.kv_cache import KVCache, prefix_root

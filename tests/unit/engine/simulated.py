@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 import msgspec
 
 from loraserve.config import EngineConfig
-from loraserve.engine.batch import Batch
-from loraserve.engine.core import Engine
-from loraserve.engine.messages import AddRequest
+from loraserve.engine.engine import Engine
+from loraserve.engine.execution.batch import Batch
 from loraserve.engine.request import Request
 from loraserve.engine.scheduled import StepResult
+from loraserve.engine_client.messages import AddRequest
 from loraserve.memory.residency.pager import Residency
 from loraserve.memory.timings import Stopwatch
 from loraserve.types import BaseSpec, Digest, RequestId, SamplingParams, TenantId, Tier, TokenLogprobs, TokenOutput

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from loraserve.engine.activation import find_activation, find_last
-from loraserve.engine.batch import build_batch
+from loraserve.engine.execution.batch import build_batch
 from loraserve.engine.scheduled import StepResult
 from loraserve.errors import EngineError
 from loraserve.memory.kv_cache import Activation

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from loraserve.engine.assembly import build_engine
-from loraserve.engine.core import Engine
-from loraserve.engine.messages import AddRequest
+from loraserve.engine.engine import Engine
+from loraserve.engine.worker.startup import build_engine
+from loraserve.engine_client.messages import AddRequest
 from loraserve.memory.arena import Tenure
 from loraserve.types import RequestId, SamplingParams, TenantId, TokenOutput
 

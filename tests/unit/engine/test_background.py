@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from loraserve.engine.client import EngineClient
-from loraserve.engine.messages import GenerateRequest, StepOutputs
+from loraserve.engine_client.client import EngineClient
+from loraserve.engine_client.messages import GenerateRequest, StepOutputs
 from loraserve.errors import Overloaded, RateLimited
 from loraserve.text.tokenizer import Tokenizer
 from loraserve.types import FinishReason, RequestId, SamplingParams, TenantId, TokenOutput

@@ -12,9 +12,9 @@ from contextlib import aclosing, asynccontextmanager
 import msgspec
 import pytest
 
-from loraserve.engine.client import EngineClient
-from loraserve.engine.messages import GenerateRequest
-from loraserve.engine.process import EngineProcess
+from loraserve.engine_client.client import EngineClient
+from loraserve.engine_client.messages import GenerateRequest
+from loraserve.engine_client.process import EngineProcess
 from loraserve.errors import AdapterCorrupt, ConfigError, EngineCrashed, EngineUnavailable, ModelError, Overloaded
 from loraserve.text.tokenizer import Tokenizer
 from loraserve.types import FinishReason, RequestId, SamplingParams, TenantId, Tier
@@ -158,7 +158,7 @@ async def test_an_engine_computes_with_the_kernels_of_the_one_before_it(world, m
         config = msgspec.structs.replace(config, kernels=widened) if next(starts) == 0 else config
         return EngineProcess(config, *arguments, **options)
 
-    monkeypatch.setattr("loraserve.engine.client.EngineProcess", process)
+    monkeypatch.setattr("loraserve.engine_client.client.EngineProcess", process)
     async with running(world, quantize="int8") as client:
         assert client.base.kernels == "widened"
         wanted = await collect(client, make(world, prompt(3)))
@@ -269,7 +269,7 @@ async def test_a_request_whose_text_cannot_begin_is_not_left_behind(world, monke
 
 
 async def test_a_long_replay_does_not_keep_the_server_from_being_ready(world, monkeypatch):
-    monkeypatch.setattr("loraserve.engine.client._REPLAY_ALONE_S", 0.3)
+    monkeypatch.setattr("loraserve.engine_client.client._REPLAY_ALONE_S", 0.3)
     async with running(world, max_num_seqs=1, max_num_batched_tokens=16) as client:
         tasks = [
             asyncio.create_task(collect(client, make(world, prompt(n), max_tokens=100, ignore_eos=True)))
@@ -295,7 +295,7 @@ async def test_an_engine_whose_server_died_while_it_loaded_ends(world, tmp_path)
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "loraserve.engine.worker",
+        "loraserve.engine.worker.main",
         f"ipc://{tmp_path}/inputs",
         f"ipc://{tmp_path}/outputs",
         str(dead.pid),

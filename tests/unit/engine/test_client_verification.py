@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from loraserve.engine import client as client_module
+from loraserve.engine_client import client as client_module
 from loraserve.errors import AdapterCorrupt, AdapterRejected, EngineDied, EngineUnavailable
 from loraserve.limits import LIMITS
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 import zmq
 
-from loraserve.engine.assembly import build_engine
-from loraserve.engine.core import Engine
-from loraserve.engine.messages import AddRequest
-from loraserve.engine.wakeup import Wakeup
-from loraserve.engine.worker import Worker
+from loraserve.engine.engine import Engine
+from loraserve.engine.worker.main import Worker
+from loraserve.engine.worker.startup import build_engine
+from loraserve.engine.worker.wakeup import Wakeup
+from loraserve.engine_client.messages import AddRequest
 from loraserve.memory.residency.pager import Residency
 from loraserve.types import FinishReason, RequestId, SamplingParams, TenantId, TokenOutput
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from loraserve.engine.fairness import OUTPUT_COST, PROMPT_COST
-from loraserve.engine.preemption import MAX_FAIR_PREEMPTIONS
 from loraserve.engine.probe import Probe
 from loraserve.engine.request import Request, Status
-from loraserve.engine.scheduler import AHEAD_DIVISOR, CREDIT_STEPS, OWED_STEPS
+from loraserve.engine.scheduling.fair_queue import OUTPUT_COST, PROMPT_COST
+from loraserve.engine.scheduling.preemption import MAX_FAIR_PREEMPTIONS
+from loraserve.engine.scheduling.scheduler import AHEAD_DIVISOR, CREDIT_STEPS, OWED_STEPS
 from loraserve.memory.residency.pager import Residency
 from loraserve.types import FinishReason, TenantId
 

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from adapters_store import open_store
 from loraserve.config import EngineConfig
-from loraserve.engine.assembly import build_engine
+from loraserve.engine.worker.startup import build_engine
 from loraserve.limits import MIB
 from loraserve.types import TokenOutput
 

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from loraserve.engine.assembly import build_engine
+from loraserve.engine.worker.startup import build_engine
 from loraserve.memory.arena import Tenure
 from loraserve.memory.devices.gpu_device import GpuDevice, divide
 from loraserve.types import TokenOutput

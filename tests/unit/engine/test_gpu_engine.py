@@ -9,9 +9,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from loraserve.engine.assembly import build_engine
-from loraserve.engine.cuda_graphs import DecodeGraphs, bucket_sizes
-from loraserve.engine.runner import DeviceLost
+from loraserve.engine.execution.cuda_graphs import DecodeGraphs, bucket_sizes
+from loraserve.engine.execution.runner import DeviceLost
+from loraserve.engine.worker.startup import build_engine
 from loraserve.memory.residency.pager import Residency
 from loraserve.types import TokenOutput
 

@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from loraserve.engine import rounding
-from loraserve.engine.rounding import measure
+from loraserve.engine.worker import rounding
+from loraserve.engine.worker.rounding import measure
 
 from .test_rounding import CONFIG
 

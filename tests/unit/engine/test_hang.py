@@ -13,9 +13,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from loraserve.engine.client import EngineClient
-from loraserve.engine.messages import GenerateRequest
-from loraserve.engine.process import EngineProcess
+from loraserve.engine_client.client import EngineClient
+from loraserve.engine_client.messages import GenerateRequest
+from loraserve.engine_client.process import EngineProcess
 from loraserve.errors import DeadlineExceeded, EngineDied, EngineError, EngineUnavailable
 from loraserve.faults import VARIABLE
 from loraserve.text.tokenizer import Tokenizer
@@ -125,7 +125,7 @@ async def test_a_step_that_hangs_is_reported_with_its_stack_and_the_request_goes
         r"it hangs in faults.py:\d+ in <lambda> < faults.py:\d+ in hit < decoder.py:\d+ in _finish", caplog.text
     )
     stacks = next(record.getMessage() for record in caplog.records if "Its Python stacks" in record.getMessage())
-    assert 'loraserve/engine/worker.py"' in stacks
+    assert 'loraserve/engine/worker/main.py"' in stacks
     assert "in _run_module_as_main" in stacks
 
 
@@ -162,7 +162,7 @@ async def test_a_load_that_hangs_is_reported_with_its_stack(
 async def test_a_load_that_is_slow_and_moves_is_no_hang_and_says_how_far_it_is(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "loraserve.engine.process")
+    caplog.set_level(logging.INFO, "loraserve.engine_client.process")
     seen: list[str | None] = []
 
     async def look(client: EngineClient) -> None:

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from loraserve.engine import live_request
-from loraserve.engine.live_request import LiveRequest
-from loraserve.engine.messages import GenerateRequest
+from loraserve.engine_client import live_request
+from loraserve.engine_client.live_request import LiveRequest
+from loraserve.engine_client.messages import GenerateRequest
 from loraserve.errors import DeadlineExceeded
 from loraserve.types import FinishReason, RequestId, SamplingParams, TenantId, TokenOutput
 

@@ -3,8 +3,8 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraserve.engine.messages import GenerateRequest
-from loraserve.engine.output import OutputProcessor, StopStrings
+from loraserve.engine_client.messages import GenerateRequest
+from loraserve.engine_client.output import OutputProcessor, StopStrings
 from loraserve.text.tokenizer import Tokenizer
 from loraserve.types import FinishReason, RequestId, SamplingParams, TenantId, TokenOutput
 

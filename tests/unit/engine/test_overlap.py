@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from loraserve.engine.batch import build_batch
-from loraserve.engine.runner import DeviceLost
+from loraserve.engine.execution.batch import build_batch
+from loraserve.engine.execution.runner import DeviceLost
 from loraserve.errors import InvariantViolation
 from loraserve.types import FinishReason
 

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from loraserve.engine.assembly import build_engine
-from loraserve.engine.core import Engine
-from loraserve.engine.messages import AddRequest
+from loraserve.engine.engine import Engine
+from loraserve.engine.worker.startup import build_engine
+from loraserve.engine_client.messages import AddRequest
 from loraserve.types import RequestId, SamplingParams, TenantId, TokenOutput
 
 from .conftest import ADAPTERS, World

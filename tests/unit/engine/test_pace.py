@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from loraserve.engine import pace as module
-from loraserve.engine.assembly import build_engine
 from loraserve.engine.pace import Pace
+from loraserve.engine.worker.startup import build_engine
 
 from .conftest import World
 from .test_engine import add, run

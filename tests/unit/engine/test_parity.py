@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from loraserve.adapters.ir import AdapterIR, ModuleIR, TensorView
-from loraserve.engine.parity import Answers, judge, probe_sequences
 from loraserve.engine.probe import NUM_DECODED
+from loraserve.engine.verification.comparison import Answers, judge, probe_sequences
 from loraserve.errors import EngineError
 from loraserve.model.reference_model import Evaluation, invocation_start
 from loraserve.types import BaseSpec, Certificate

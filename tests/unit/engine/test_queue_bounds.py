@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from loraserve.engine.messages import GenerateRequest
-from loraserve.engine.queue_bounds import MAX_OVERFILL, QueueBounds
+from loraserve.engine_client.admission import MAX_OVERFILL, QueueBounds
+from loraserve.engine_client.messages import GenerateRequest
 from loraserve.errors import Overloaded, RateLimited
 from loraserve.types import RequestId, SamplingParams, TenantId
 

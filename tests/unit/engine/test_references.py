@@ -14,10 +14,10 @@ import torch
 
 from adapters_store import open_store
 from loraserve.engine import pace
-from loraserve.engine import references as module
-from loraserve.engine.assembly import build_engine
-from loraserve.engine.core import Engine
-from loraserve.engine.references import Reference, References
+from loraserve.engine.engine import Engine
+from loraserve.engine.verification import reference_evaluator as module
+from loraserve.engine.verification.reference_evaluator import Reference, References
+from loraserve.engine.worker.startup import build_engine
 from loraserve.errors import AdapterCorrupt
 from loraserve.model.reference_model import Evaluation, PlainBase, Stopped, Subject
 from loraserve.types import Digest

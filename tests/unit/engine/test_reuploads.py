@@ -11,9 +11,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from adapters_store import open_store
-from loraserve.engine.assembly import build_engine
-from loraserve.engine.core import Engine
-from loraserve.engine.messages import AddRequest
+from loraserve.engine.engine import Engine
+from loraserve.engine.worker.startup import build_engine
+from loraserve.engine_client.messages import AddRequest
 from loraserve.memory import kv_cache
 from loraserve.memory.kv_cache import Activation
 from loraserve.types import AdapterRef, Digest, RequestId, SamplingParams, TenantId

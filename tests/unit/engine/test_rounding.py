@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from loraserve.config import EngineConfig
 from loraserve.demo.pack import base_dir
-from loraserve.engine import rounding
-from loraserve.engine.rounding import compare, measure
+from loraserve.engine.worker import rounding
+from loraserve.engine.worker.rounding import compare, measure
 from loraserve.errors import ConfigError
 from loraserve.text.passage import PASSAGE
 from loraserve.text.tokenizer import Tokenizer

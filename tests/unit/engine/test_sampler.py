@@ -3,7 +3,7 @@ from collections import Counter
 import pytest
 import torch
 
-from loraserve.engine.sampler import _apply_penalties, draw, uniform
+from loraserve.engine.execution.sampler import _apply_penalties, draw, uniform
 from loraserve.types import SamplingParams
 
 from .conftest import make_request

@@ -3,8 +3,8 @@ import random
 import pytest
 
 from loraserve.engine.probe import Probe
-from loraserve.engine.probe_rows import MIN_PROBE_ROWS, PROBE_PATIENCE
 from loraserve.engine.request import Status
+from loraserve.engine.scheduling.probe_budget import MIN_PROBE_ROWS, PROBE_PATIENCE
 from loraserve.memory.residency.pager import Residency
 from loraserve.types import FinishReason
 

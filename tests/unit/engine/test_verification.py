@@ -18,16 +18,16 @@ import transformers
 from safetensors.torch import load, save
 
 from adapters_store import open_store
-from loraserve.engine import references
-from loraserve.engine import runner as runner_module
-from loraserve.engine import scheduler as scheduler_module
 from loraserve.engine.activation import find_activation
-from loraserve.engine.assembly import build_engine
-from loraserve.engine.batch import Batch
-from loraserve.engine.core import Engine
-from loraserve.engine.messages import VerifyReply
-from loraserve.engine.probe_rows import MIN_PROBE_ROWS
-from loraserve.engine.verification import MAX_PROBING, MAX_TOGETHER, Verifications
+from loraserve.engine.engine import Engine
+from loraserve.engine.execution import runner as runner_module
+from loraserve.engine.execution.batch import Batch
+from loraserve.engine.scheduling import scheduler as scheduler_module
+from loraserve.engine.scheduling.probe_budget import MIN_PROBE_ROWS
+from loraserve.engine.verification import reference_evaluator as references
+from loraserve.engine.verification.verifier import MAX_PROBING, MAX_TOGETHER, Verifications
+from loraserve.engine.worker.startup import build_engine
+from loraserve.engine_client.messages import VerifyReply
 from loraserve.limits import LIMITS
 from loraserve.memory.devices.device import CpuDevice
 from loraserve.memory.kv_cache import Activation

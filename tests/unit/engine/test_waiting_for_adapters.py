@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 
-from loraserve.engine.away import MAX_AWAY_S, MAX_LOOKS
-from loraserve.engine.line import Turns
-from loraserve.engine.look_ahead import LOOK_AHEAD
+from loraserve.engine.scheduling.blocked import MAX_AWAY_S, MAX_LOOKS
+from loraserve.engine.scheduling.prefetch import LOOK_AHEAD
+from loraserve.engine.scheduling.queue import Turns
 from loraserve.errors import AdapterNotReady, error_from_code
 from loraserve.limits import LIMITS
 from loraserve.memory.residency.load_queue import INTEREST_S

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from loraserve.engine import messages as m
-from loraserve.engine import worker as worker_module
-from loraserve.engine.assembly import build_engine
-from loraserve.engine.wakeup import Wakeup
-from loraserve.engine.worker import Worker
+from loraserve.engine.worker import main as worker_module
+from loraserve.engine.worker.main import Worker
+from loraserve.engine.worker.startup import build_engine
+from loraserve.engine.worker.wakeup import Wakeup
+from loraserve.engine_client import messages as m
 from loraserve.types import EngineStats, FinishReason, RequestId, SamplingParams, TenantId
 
 from .conftest import World

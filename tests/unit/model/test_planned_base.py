@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from loraserve.config import EngineConfig
-from loraserve.engine.runner import kv_block_bytes
+from loraserve.engine.execution.runner import kv_block_bytes
 from loraserve.errors import ConfigError, MissingTensor, ModelError, UnknownArchitecture
 from loraserve.planning.base import BasePlan, plan_base
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from loraserve.config import EngineConfig
 from loraserve.demo.pack import base_dir
-from loraserve.engine.rounding import measure
+from loraserve.engine.worker.rounding import measure
 from loraserve.errors import ConfigError, MissingTensor, ModelError, UnexpectedTensor
 from loraserve.model.checkpoint.files import open_checkpoint
 from loraserve.model.checkpoint.prequantized import assemble

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from loraserve.engine import assembly, gpu_budget
+from loraserve.engine.execution import gpu_memory as gpu_budget
+from loraserve.engine.worker import startup as assembly
 from loraserve.errors import ConfigError
 from loraserve.limits import GIB, MIB
 from loraserve.memory.devices import gpu_device

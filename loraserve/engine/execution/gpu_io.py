@@ -1,0 +1,96 @@
+"""A step that was launched on a GPU: what is on its way to the host, and the results once it has arrived."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from loraserve.engine.execution.batch import Batch
+from loraserve.engine.execution.runner import DeviceLost
+from loraserve.engine.execution.sampler import Sampler
+from loraserve.engine.scheduled import ScheduledRequest, StepResult
+from loraserve.types import TokenLogprobs
+from loraserve_kernels.gpu_sampling import top_logprobs
+
+logger = logging.getLogger(__name__)
+
+
+class Top(NamedTuple):
+    """The likeliest tokens of a step's sampled rows: `chosen` [num_sampled], `values` and `ids` [num_sampled, k], in the host's memory."""
+
+    chosen: Tensor
+    values: Tensor
+    ids: Tensor
+
+
+def send_logprobs(entries: list[ScheduledRequest], logits: Tensor, tokens: Tensor) -> Top | None:
+    counts = [entry.request.params.logprobs for entry in entries if entry.request.params.logprobs is not None]
+    if not counts:
+        return None
+    chosen, values, ids = top_logprobs(logits, tokens, min(max(*counts, 1), logits.shape[1]))
+    return Top(*(to_host(part) for part in (chosen, values, ids)))
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy in the host's memory, there once what was launched so far is done: into pinned memory, or else the copy would wait."""
+    out = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return out.copy_(tensor, non_blocking=True)
+
+
+class HostResults:
+    """Pinned memory that a step's tokens arrive in."""
+
+    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self.tokens = torch.zeros(max_num_seqs, dtype=torch.int64, pin_memory=pinned)
+        self.finite = torch.zeros(max_num_seqs, dtype=torch.bool, pin_memory=pinned)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuStep:
+    """A launched step. Its host memory is the runner's, until the step after the next is launched."""
+
+    batch: Batch
+    sampled: list[int]
+    host: HostResults
+    top: Top | None
+    logits: dict[int, Tensor]
+    sampler: Sampler
+    event: torch.cuda.Event | None
+
+    def results(self) -> list[StepResult]:
+        """Wait for the device."""
+        if self.event is not None:
+            try:
+                self.event.synchronize()
+            except torch.AcceleratorError as error:
+                raise lost(error) from error
+        tokens: list[int] = self.host.tokens[: len(self.sampled)].tolist()
+        finite: list[bool] = self.host.finite[: len(self.sampled)].tolist()
+        results = [StepResult() for _ in self.batch.entries]
+        for place, i in enumerate(self.sampled):
+            entry = self.batch.entries[i]
+            if not finite[place]:
+                results[i] = StepResult(is_finite=False)
+            elif entry.request.params.max_tokens > 0:
+                results[i] = StepResult(tokens[place], self._logprobs(place, entry, tokens[place]))
+        for i, logits in self.logits.items():
+            results[i] = self.sampler.sample_entry(self.batch.entries[i], logits)
+        return results
+
+    def _logprobs(self, place: int, entry: ScheduledRequest, token_id: int) -> TokenLogprobs | None:
+        count = entry.request.params.logprobs
+        if self.top is None or count is None:
+            return None
+        ids, values = self.top.ids[place, :count].tolist(), self.top.values[place, :count].tolist()
+        return TokenLogprobs(token_id, float(self.top.chosen[place]), tuple(zip(ids, values, strict=True)))
+
+
+def lost(error: RuntimeError) -> DeviceLost:
+    """An error of the device stays with its process: every later call would fail with it."""
+    logger.error("the device failed: %s", str(error).splitlines()[0])
+    return DeviceLost(str(error))

@@ -1,0 +1,84 @@
+"""What a GPU's steps take of its memory, and what is left for KV blocks and adapters."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from loraserve.config import EngineConfig
+from loraserve.engine.execution.runner import allocate_kv
+from loraserve.errors import ConfigError
+from loraserve.limits import GIB, MIB
+from loraserve.model.decoder import Decoder
+from loraserve.model.inputs import GpuInputs
+from loraserve_kernels.gpu_attention_plan import GpuAttentionPlan
+
+MAX_WORK_ITEMS = 4096
+"""Of one site in one step: 64 rows of as many adapters of rank 341, or 512 of one of rank 512. A step that has more is refused by its plan, and the engine halves it."""
+
+PLANS_BYTES = MAX_WORK_ITEMS * 16 * 16 * 4 * (16 + 32 + 16) + 64 * MIB
+"""What the three LoRA plans and the other buffers of a runner take: an item has at most 16 parts of a tile's rows times 16 ranks."""
+
+
+def attention_plan(decoder: Decoder, config: EngineConfig) -> GpuAttentionPlan:
+    """Return the plan of attention for the largest step that the config allows."""
+    shape = decoder.config
+    return GpuAttentionPlan(
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        block_size=config.block_size,
+        max_num_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=decoder.spec.max_model_len,
+        device=decoder.backend.device,
+    )
+
+
+def free_bytes(decoder: Decoder, config: EngineConfig) -> int:
+    """Return what of the device's memory is left for KV blocks and adapters: its free memory after the largest step was computed once.
+
+    Raises:
+        ConfigError: nothing is.
+    """
+    device = decoder.backend.device
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    _compute_largest_step(decoder, config)
+    torch.cuda.synchronize(device)
+    step_bytes = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    # graphs keep a decode step's memory of their own
+    budget = int(total * config.memory_utilization) - (total - free) - 2 * step_bytes - PLANS_BYTES
+    if budget <= 0:
+        raise ConfigError(
+            f"The base leaves no memory: of the device's {total / GIB:.1f} GiB {free / GIB:.1f} are free, and a step takes {step_bytes / GIB:.1f}.",
+            hint="Quantize the base, lower --max-num-batched-tokens, or raise --memory-utilization.",
+        )
+    return budget
+
+
+@torch.inference_mode()
+def _compute_largest_step(decoder: Decoder, config: EngineConfig) -> None:
+    """Rows that stand for nobody, as many as a step may have; their logits for as many as may be sampled."""
+    device, plan = decoder.backend.device, attention_plan(decoder, config)
+    num_rows = max(config.max_num_batched_tokens, config.max_num_seqs)
+    lengths = [decoder.spec.max_model_len] * (num_rows // decoder.spec.max_model_len)
+    lengths += [num_rows - sum(lengths)] if num_rows > sum(lengths) else []
+    lengths = lengths[: config.max_num_seqs]
+    num_rows = sum(lengths)
+    width = -(-max(lengths) // config.block_size)
+    starts = np.cumsum([0, *lengths]).astype(np.int32)
+    plan.fill(starts, np.array(lengths, dtype=np.int32), np.zeros((len(lengths), width), dtype=np.int32))
+    inputs = GpuInputs(
+        token_ids=torch.zeros(num_rows, dtype=torch.int64, device=device),
+        positions=torch.zeros(num_rows, dtype=torch.int64, device=device),
+        slot_mapping=torch.full((num_rows,), -1, dtype=torch.int64, device=device),
+        attention=plan,
+        logits_rows=torch.arange(min(num_rows, config.max_num_seqs), device=device),
+        lora=None,
+        logits_lora=None,
+    )
+    decoder.forward(inputs, allocate_kv(decoder, 1, config.block_size))

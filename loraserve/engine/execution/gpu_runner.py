@@ -1,0 +1,237 @@
+"""Runs the model over batches on a GPU: decode steps as CUDA graphs, tokens sampled on the device, nothing in a step that waits for it.
+
+A step is launched while the one before still runs. What it reads of the host goes over in a few copies to fixed addresses, from pinned buffers that are used in turn;
+the tokens that aren't known yet are taken from where the step before leaves them. With ``TRITON_INTERPRET=1`` the same steps run on CPU tensors, for tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from loraserve.config import EngineConfig
+from loraserve.engine.execution.batch import Batch
+from loraserve.engine.execution.cuda_graphs import DecodeGraphs, bucket_sizes
+from loraserve.engine.execution.gpu_io import GpuStep, HostResults, Top, lost, send_logprobs, to_host
+from loraserve.engine.execution.gpu_memory import MAX_WORK_ITEMS, attention_plan
+from loraserve.engine.execution.sampler import Sampler, has_penalties
+from loraserve.engine.execution.step_rows import StepRows
+from loraserve.engine.request import Request
+from loraserve.errors import InvariantViolation
+from loraserve.memory.devices.gpu_device import GpuDevice
+from loraserve.model.decoder import Decoder
+from loraserve.model.inputs import GpuInputs, KVTensors
+from loraserve.types import SamplingParams
+from loraserve_kernels.gpu_plan import GpuLoraPlan
+from loraserve_kernels.gpu_sampling import SamplingRows, sample, top_logprobs
+
+_WARM_UP_ROWS = (1, 2, 15, 16, 17, 48, 63, 64, 65, 80, 1 << 20)
+"""On both sides of what kernels distinguish: one row, multiples of 16, few rows and many; and the largest step."""
+
+
+class Runner:
+    """The base model on a GPU, with its paged KV cache and the buffers that steps are described in.
+
+    Attributes:
+        num_blocks: KV blocks that slots may name.
+    """
+
+    def __init__(self, decoder: Decoder, config: EngineConfig, kv: KVTensors, adapters: GpuDevice) -> None:
+        """Allocate what steps need and capture the decode steps.
+
+        Args:
+            kv: the cache.
+            adapters: where adapters lie; told of every launch, so that it overwrites nothing that a step still reads.
+        """
+        self._decoder, self._adapters, self._kv = decoder, adapters, kv
+        self.num_blocks = kv.k[0].shape[0]
+        self._device = device = decoder.backend.device
+        self._sampler = Sampler(decoder.spec.eos_token_ids)
+        max_num_seqs, max_num_tokens = config.max_num_seqs, max(config.max_num_batched_tokens, config.max_num_seqs)
+        self._decode_rows = StepRows(max_num_seqs, device)
+        self._mixed_rows = StepRows(max_num_tokens, device)
+        self._attention = attention_plan(decoder, config)
+        pool, items = adapters.pool, MAX_WORK_ITEMS
+        self._decode_lora = GpuLoraPlan(pool, max_num_tokens=max_num_seqs, max_work_items=items, block_m=16)
+        self._mixed_lora = GpuLoraPlan(pool, max_num_tokens=max_num_tokens, max_work_items=items, block_m=32)
+        self._logits_lora = GpuLoraPlan(pool, max_num_tokens=max_num_tokens, max_work_items=items, block_m=16)
+        self._sampling = SamplingRows(max_num_seqs, device)
+        self._sampled = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self._finite = torch.zeros(max_num_seqs, dtype=torch.bool, device=device)
+        # a step's results are read while those of the next one are made
+        self._host_results = [HostResults(max_num_seqs, device) for _ in range(2)]
+        self._turn = 0
+        # of the step before: entry of its batch → place in `_sampled`
+        self._places: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
+        sizes = bucket_sizes(max_num_seqs) if config.cuda_graphs else []
+        self._graphs = DecodeGraphs(device, sizes, self._decode)
+        self._max_num_tokens = max_num_tokens
+        if device.type == "cuda":
+            self.warm_up(_WARM_UP_ROWS)
+        with torch.inference_mode():
+            self._graphs.capture(self._prepare_nobody)
+
+    @torch.inference_mode()
+    def warm_up(self, sizes: Sequence[int]) -> None:
+        """Compute steps of so many rows that stand for nobody, so that no request's step waits for a compiler.
+
+        Triton compiles a kernel anew for a number that is 1, or a multiple of 16, where others have shared one.
+        """
+        for num_rows in sorted({min(size, self._max_num_tokens, self._decoder.spec.max_model_len) for size in sizes}):
+            self._mixed_rows.clear(num_rows)
+            blocks = np.zeros((1, -(-num_rows // self._kv.block_size)), dtype=np.int32)
+            length = np.array([num_rows], dtype=np.int32)
+            self._attention.fill(np.array([0, num_rows], dtype=np.int32), length, blocks)
+            num_logits = min(num_rows, len(self._sampled))
+            for lora, logits_lora in ((self._mixed_lora, self._logits_lora), (None, None)):
+                self._mixed_lora.fill(np.zeros(num_rows, dtype=np.int32))
+                self._logits_lora.fill(np.zeros(num_logits, dtype=np.int32))
+                wanted = torch.arange(num_logits, device=self._device)
+                logits = self._decoder.forward(
+                    self._inputs(self._mixed_rows, num_rows, wanted, lora, logits_lora), self._kv
+                )
+            for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.9)):
+                self._sampling.fill([params] * num_logits, [0] * num_logits)
+                sample(logits, self._sampling, self._sampled[:num_logits], self._finite[:num_logits])
+            to_host(top_logprobs(logits, self._sampled[:num_logits], 1)[0])
+            if self._device.type == "cuda":
+                # pinned buffers take turns: nobody may fill one whose copy hasn't been made
+                torch.cuda.synchronize(self._device)
+
+    def launch(self, batch: Batch) -> GpuStep:
+        """Send the step's description and kernels to the device, and return without waiting for it."""
+        row_slots = np.zeros(len(batch.token_ids), dtype=np.int32)
+        for adapter, start, end in batch.adapters:
+            if not isinstance(adapter, int):
+                raise InvariantViolation(f"the adapter of rows {start}:{end} is not in this device's memory")
+            row_slots[start:end] = adapter
+        try:
+            with torch.inference_mode():
+                return self._launch(batch, row_slots)
+        except torch.AcceleratorError as error:
+            raise lost(error) from error
+        except RuntimeError as error:
+            if "Triton Error [CUDA]" in str(error):
+                raise lost(error) from error
+            raise
+        finally:
+            # also when a launch raised: what was launched before it may still read adapters
+            self._adapters.step_launched()
+
+    def _launch(self, batch: Batch, row_slots: npt.NDArray[np.int32]) -> GpuStep:
+        num_rows = len(row_slots)
+        sampled = [i for i, entry in enumerate(batch.entries) if entry.is_sampled]
+        bucket = self._graphs.bucket(num_rows) if num_rows == len(sampled) else None
+        if bucket is None:
+            logits = self._run_mixed(batch, row_slots, [batch.logits_ranges[i][1] - 1 for i in sampled])
+            rows = self._mixed_rows.sampled(logits, len(sampled))
+        else:
+            logits = self._run_decode(batch, row_slots, bucket)
+            rows = logits[:num_rows]
+        return self._sample(batch, sampled, logits, rows)
+
+    def needs_results_first(self, request: Request) -> bool:
+        """Whether the request's next token is chosen on the host."""
+        return needs_host(request)
+
+    def _run_decode(self, batch: Batch, row_slots: npt.NDArray[np.int32], bucket: int) -> Tensor:
+        num_rows = len(row_slots)
+        self._decode_rows.fill(batch, self._places, [], bucket)
+        padding = bucket - num_rows
+        self._attention.fill(
+            np.arange(bucket + 1, dtype=np.int32),
+            np.pad(np.array(batch.context_lens, dtype=np.int32), (0, padding)),
+            np.pad(batch.block_tables, ((0, padding), (0, 0))),
+        )
+        has_lora = self._decode_lora.fill(np.pad(row_slots, (0, padding)))
+        return self._graphs.replay(bucket, has_lora)
+
+    def _decode(self, num_rows: int, with_lora: bool) -> Tensor:
+        """Compute a decode step of so many rows from what the buffers hold."""
+        lora = self._decode_lora if with_lora else None
+        inputs = self._inputs(self._decode_rows, num_rows, None, lora, lora)
+        return self._decoder.forward(inputs, self._kv)
+
+    def _prepare_nobody(self, num_rows: int) -> None:
+        self._decode_rows.clear(num_rows)
+        self._attention.fill(
+            np.arange(num_rows + 1, dtype=np.int32),
+            np.zeros(num_rows, dtype=np.int32),
+            np.zeros((num_rows, 1), dtype=np.int32),
+        )
+        self._decode_lora.fill(np.zeros(num_rows, dtype=np.int32))
+
+    def _run_mixed(self, batch: Batch, row_slots: npt.NDArray[np.int32], sampled_rows: list[int]) -> Tensor:
+        num_rows, logits_rows = len(row_slots), batch.logits_rows
+        self._mixed_rows.fill(batch, self._places, sampled_rows, num_rows)
+        self._attention.fill(
+            np.array(batch.query_starts, dtype=np.int32),
+            np.array(batch.context_lens, dtype=np.int32),
+            batch.block_tables,
+        )
+        lora = self._mixed_lora if self._mixed_lora.fill(row_slots) else None
+        logits_lora = self._logits_lora if self._logits_lora.fill(row_slots[logits_rows]) else None
+        wanted = self._mixed_rows.logits_rows(len(logits_rows))
+        inputs = self._inputs(self._mixed_rows, num_rows, wanted, lora, logits_lora)
+        return self._decoder.forward(inputs, self._kv)
+
+    def _inputs(
+        self,
+        rows: StepRows,
+        num_rows: int,
+        logits_rows: Tensor | None,
+        lora: GpuLoraPlan | None,
+        logits_lora: GpuLoraPlan | None,
+    ) -> GpuInputs:
+        return GpuInputs(
+            token_ids=rows.token_ids(num_rows, self._sampled),
+            positions=rows.positions(num_rows),
+            slot_mapping=rows.slots(num_rows),
+            attention=self._attention,
+            logits_rows=logits_rows,
+            lora=lora,
+            logits_lora=logits_lora,
+        )
+
+    def _sample(self, batch: Batch, sampled: list[int], logits: Tensor, rows: Tensor) -> GpuStep:
+        """Choose the tokens of the entries that reach their last one on the device; what is chosen on the host has its logits sent there.
+
+        Args:
+            sampled: those entries.
+            logits: [num_logits, vocab_size] float32, or more: behind the last wanted row come those that stand for nobody.
+            rows: [num_sampled, vocab_size]: those that tokens are chosen from.
+        """
+        entries, count = [batch.entries[i] for i in sampled], len(sampled)
+        self._places = np.zeros(len(batch.entries), dtype=np.int64)
+        self._places[sampled] = np.arange(count)
+        host, self._turn = self._host_results[self._turn], 1 - self._turn
+        top: Top | None = None
+        if count:
+            tokens, finite = self._sampled[:count], self._finite[:count]
+            self._sampling.fill([e.request.params for e in entries], [e.end for e in entries])
+            sample(rows, self._sampling, tokens, finite)
+            host.tokens[:count].copy_(tokens, non_blocking=True)
+            host.finite[:count].copy_(finite, non_blocking=True)
+            top = send_logprobs(entries, rows, tokens)
+        on_host = {
+            i: to_host(logits[start:end])
+            for i, (start, end) in enumerate(batch.logits_ranges)
+            if end > start and (batch.entries[i].is_scored or needs_host(batch.entries[i].request))
+        }
+        event = None
+        if self._device.type == "cuda":
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        return GpuStep(batch, sampled, host, top, on_host, self._sampler, event)
+
+
+def needs_host(request: Request) -> bool:
+    """Whether the request's tokens are chosen on the host: by its history, or by its own list of tokens; or settled already."""
+    params = request.params
+    if request.probe is not None:
+        return True
+    return has_penalties(params) or bool(params.logit_bias) or request.num_output_tokens < params.min_tokens

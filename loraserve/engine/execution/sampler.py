@@ -1,0 +1,206 @@
+"""From logits to tokens, each row by its own request's parameters, independent of the rows beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+import torch
+from torch import Tensor
+
+from loraserve.engine.execution.batch import Batch
+from loraserve.engine.request import Request
+from loraserve.engine.scheduled import ScheduledRequest, StepResult
+from loraserve.types import SamplingParams, TokenLogprobs
+
+MIN_TEMPERATURE = 1e-5
+"""At or below this the likeliest token is taken."""
+
+_TOP_P_CANDIDATES = 1024
+"""Top-p sorts only so many tokens when they hold the mass that it asks for, which is nearly always."""
+
+_MASK64 = (1 << 64) - 1
+
+
+def uniform(seed: int, position: int) -> float:
+    """Return the number in [0, 1) that chooses the token at a position of a sequence.
+
+    It depends on nothing else, so that sampled text survives preemption, a crash and other company in the batch.
+
+    Source: SplitMix64 (Steele, Lea, Flood 2014), seeded by the seed and stepped to the position.
+    """
+    z = (seed * 0xD1342543DE82EF95 + position * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) & _MASK64
+    for _ in range(2):
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+        z ^= z >> 31
+    return (z >> 11) * 2.0**-53
+
+
+class Sampler:
+    """Chooses the next token of every request that a step brought to its end, and scores the prompts that want it."""
+
+    def __init__(self, eos_token_ids: Sequence[int]) -> None:
+        self._eos_token_ids = tuple(eos_token_ids)
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, batch: Batch) -> list[StepResult]:
+        """Return one result per entry of the batch, in its order.
+
+        Args:
+            logits: [num_logits, vocab_size] float32; ``batch.logits_ranges`` says whose rows are whose. Rows may be
+                overwritten.
+        """
+        if logits.shape[0] == 0:
+            return [StepResult() for _ in batch.entries]
+        # A sum is finite exactly when every term is (opposite infinities make NaN), and reads the logits once.
+        finite = torch.isfinite(logits.sum(dim=1)).tolist()
+        greedy = logits.argmax(dim=1).tolist()
+        results = []
+        for entry, (start, end) in zip(batch.entries, batch.logits_ranges, strict=True):
+            if start == end:
+                results.append(StepResult())
+            elif not all(finite[start:end]):
+                results.append(StepResult(is_finite=False))
+            else:
+                results.append(self._sample_entry(entry, logits[start:end], greedy[end - 1]))
+        return results
+
+    @torch.inference_mode()
+    def sample_entry(self, entry: ScheduledRequest, logits: Tensor) -> StepResult:
+        """Return one entry's result.
+
+        Args:
+            logits: [its part of the step's, vocab_size] float32; at least one row.
+        """
+        if not bool(torch.isfinite(logits.sum())):
+            return StepResult(is_finite=False)
+        return self._sample_entry(entry, logits, int(logits[-1].argmax()))
+
+    def _sample_entry(self, entry: ScheduledRequest, logits: Tensor, greedy: int) -> StepResult:
+        request = entry.request
+        if request.probe is not None:
+            token_id = request.probe.next_token(entry.end) if entry.is_sampled else None
+            return StepResult(token_id, logits=logits.clone())
+        prompt_logprobs = _score_prompt(entry, logits) if entry.is_scored else ()
+        if not entry.is_sampled or request.params.max_tokens == 0:
+            return StepResult(prompt_logprobs=prompt_logprobs)
+        row = logits[-1]
+        raw = torch.log_softmax(row, dim=0) if request.params.logprobs is not None else None
+        token_id = greedy if _is_plain_greedy(entry) else self._choose(entry, row)
+        logprobs = None
+        if raw is not None and request.params.logprobs is not None:
+            logprobs = _top_logprobs(raw, token_id, request.params.logprobs)
+        return StepResult(token_id, logprobs, prompt_logprobs)
+
+    def _choose(self, entry: ScheduledRequest, row: Tensor) -> int:
+        params = entry.request.params
+        row = row.clone()
+        if _is_too_early_to_end(entry):
+            self._forbid_endings(row, params)
+        _apply_penalties(row, entry.request)
+        if params.logit_bias:
+            ids = torch.tensor(list(params.logit_bias), dtype=torch.int64)
+            row[ids] += torch.tensor(list(params.logit_bias.values()), dtype=row.dtype)
+        if params.temperature <= MIN_TEMPERATURE:
+            return int(row.argmax())
+        return draw(row, params, uniform(params.seed, entry.end))
+
+    def _forbid_endings(self, row: Tensor, params: SamplingParams) -> None:
+        endings = {*params.stop_token_ids, *self._eos_token_ids}
+        row[torch.tensor(sorted(endings), dtype=torch.int64)] = -inf
+
+
+def draw(row: Tensor, params: SamplingParams, u: float) -> int:
+    """Return the token at which the distribution's running sum passes ``u``.
+
+    Args:
+        row: [vocab_size] float32 logits, penalties applied.
+        u: in [0, 1).
+
+    The distribution is softmax(row / temperature), cut to the `top_k` likeliest, then to the fewest that hold `top_p` of
+    what is left, then to those with at least `min_p` times the likeliest one's probability: the order of transformers' and vLLM's.
+    """
+    candidates, probabilities = _candidates(row / params.temperature, params.top_k, params.top_p)
+    keep = len(probabilities)
+    if params.top_p < 1.0:
+        # The token that crosses top_p stays.
+        mass_before = probabilities.cumsum(0) - probabilities
+        keep = max(1, int((mass_before < params.top_p * probabilities.sum()).sum()))
+    probabilities = probabilities[:keep]
+    if params.min_p > 0.0:
+        probabilities = torch.where(probabilities >= params.min_p * probabilities.max(), probabilities, 0.0)
+    cumulative = probabilities.cumsum(0)
+    index = int(torch.searchsorted(cumulative, u * float(cumulative[-1]), right=True))
+    index = min(index, int(probabilities.nonzero()[-1]))
+    return index if candidates is None else int(candidates[index])
+
+
+def _candidates(scaled: Tensor, top_k: int, top_p: float) -> tuple[Tensor | None, Tensor]:
+    """Token ids (None: all, in order of id) and their float64 probabilities, best first when top-k or top-p must cut."""
+    vocab_size = scaled.shape[0]
+    # float64: a running sum over a whole vocabulary must not lose the tail.
+    probabilities = torch.softmax(scaled.double(), dim=0)
+    if 0 < top_k < vocab_size:
+        values, ids = probabilities.topk(top_k)
+        return ids, values
+    if top_p >= 1.0:
+        return None, probabilities
+    count = min(_TOP_P_CANDIDATES, vocab_size)
+    values, ids = probabilities.topk(count)
+    if count < vocab_size and float(values.sum()) < top_p:
+        values, ids = probabilities.sort(descending=True, stable=True)
+    else:
+        # cut against the whole mass, not the candidates' own
+        rest = torch.zeros(1, dtype=values.dtype) + max(0.0, 1.0 - float(values.sum()))
+        values, ids = torch.cat([values, rest]), torch.cat([ids, ids[-1:]])
+    return ids, values
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    """Whether a token's choice depends on which tokens came before it."""
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+
+
+def _is_plain_greedy(entry: ScheduledRequest) -> bool:
+    params = entry.request.params
+    return (
+        params.temperature <= MIN_TEMPERATURE
+        and not _is_too_early_to_end(entry)
+        and not params.logit_bias
+        and not has_penalties(params)
+    )
+
+
+def _is_too_early_to_end(entry: ScheduledRequest) -> bool:
+    # by position, not by the tokens that are known: the one before may be in flight
+    return entry.end - entry.request.num_prompt_tokens < entry.request.params.min_tokens
+
+
+def _apply_penalties(row: Tensor, request: Request) -> None:
+    """Penalise in place: repetition over prompt and output, presence and frequency over the output alone."""
+    params = request.params
+    if params.repetition_penalty != 1.0:
+        seen: Tensor = torch.unique(torch.tensor(request.token_ids, dtype=torch.int64))
+        logits = row[seen]
+        row[seen] = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
+    if (params.presence_penalty or params.frequency_penalty) and request.num_output_tokens:
+        output = torch.tensor(request.token_ids[request.num_prompt_tokens :], dtype=torch.int64)
+        ids, counts = torch.unique(output, return_counts=True)
+        row[ids] -= params.frequency_penalty * counts + params.presence_penalty
+
+
+def _score_prompt(entry: ScheduledRequest, logits: Tensor) -> tuple[TokenLogprobs, ...]:
+    """Log probabilities of the prompt tokens that this step's rows predict; the row of the prompt's last token predicts none of them."""
+    request = entry.request
+    last = min(entry.end, request.num_prompt_tokens - 1)
+    targets = request.token_ids[entry.start + 1 : last + 1]
+    num_top = request.params.prompt_logprobs or 0
+    scores = torch.log_softmax(logits[: len(targets)], dim=1)
+    return tuple(_top_logprobs(row, token_id, num_top) for row, token_id in zip(scores, targets, strict=True))
+
+
+def _top_logprobs(logprobs: Tensor, token_id: int, count: int) -> TokenLogprobs:
+    values, ids = logprobs.topk(min(count, logprobs.shape[0]))
+    top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+    return TokenLogprobs(token_id=token_id, logprob=float(logprobs[token_id]), top=top)

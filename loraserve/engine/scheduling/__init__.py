@@ -1,0 +1,1 @@
+"""Scheduling: which requests take part in the next step, and what a step's results do to them."""

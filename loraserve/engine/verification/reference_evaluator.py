@@ -1,0 +1,230 @@
+"""What adapters' answers are compared with: adapters read from the store and evaluated in plain float32, several in one pass over the base's weights. On a thread beside the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from time import monotonic, thread_time
+from typing import TypeVar
+
+from torch import Tensor
+
+from adapters_store import BlobStore
+from loraserve.adapters.compiler import compile_adapter
+from loraserve.adapters.format.peft_format import read_adapter
+from loraserve.adapters.ir import AdapterIR
+from loraserve.engine.pace import Pace, Rest
+from loraserve.engine.verification.comparison import probe_sequences
+from loraserve.limits import MIB
+from loraserve.memory.loading.base_weights import beside_steps
+from loraserve.memory.loading.load import read_blobs
+from loraserve.memory.loading.lowering import with_saved_base
+from loraserve.model.reference_model import Evaluation, PlainBase, Stopped, Subject, evaluate
+from loraserve.priority import BACKGROUND, stand_back
+from loraserve.types import AdapterRef, BaseSpec
+
+ResultT = TypeVar("ResultT")
+
+Sequences = tuple[tuple[int, ...], ...]
+"""Token ids that an adapter is probed with."""
+
+MAX_HELD_BYTES = 256 * MIB
+"""Of adapters' files: of those to be evaluated together no more are read once they are over this."""
+
+MAX_PACED_S = 30.0
+"""So long those that are made together rest between their pieces, and no longer: of a large base on few processors their share of these would never do."""
+
+STARVED_AFTER_S = 5.0
+STARVED_SHARE = 0.05
+"""Of a core. A thread of niceness 19 gets a seventieth of one that steps never leave; one with idle time alone a 300th."""
+
+
+@dataclass(slots=True, eq=False)
+class Reference:
+    """One adapter's, or a composition's.
+
+    Attributes:
+        sequences: once it's read; or why it can't be: it doesn't fit this base (`AdapterRejected`), or its files can't be read (`AdapterCorrupt`,
+            `AdapterUnavailable`).
+        evaluation: later.
+        is_wanted: False: whoever evaluates may stop.
+    """
+
+    ref: AdapterRef
+    sequences: Future[Sequences] = field(default_factory=Future)
+    evaluation: Future[Evaluation] = field(default_factory=Future)
+    is_wanted: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    reference: Reference
+    subject: Subject
+    num_bytes: int
+    """Of the files, which the subject's terms are views of."""
+
+
+class References:
+    """Makes them, a few at a time. They are evaluated in time that nobody else wants, or, where there is next to none of that, on the caller's thread."""
+
+    def __init__(
+        self, base: PlainBase, spec: BaseSpec, store: BlobStore, when_read: Callable[[], None], pace: Pace
+    ) -> None:
+        """
+        Args:
+            when_read: called when the sequences of one are there.
+            pace: of what is done here.
+        """
+        self._base, self._spec, self._store, self._when_read, self._pace = base, spec, store, when_read, pace
+        # one of them for what takes a moment, and doesn't wait for an evaluation
+        self._idle, self._briefly_idle = (
+            ThreadPoolExecutor(1, thread_name_prefix=name, initializer=partial(stand_back, BACKGROUND, is_idle=True))
+            for name in ("evaluation", "verdict")
+        )
+        # the latter's
+        self._rest_briefly: Rest | None = None
+        self._paced_until_s = 0.0
+
+    def close(self) -> None:
+        """The threads are gone; `make` isn't called any more."""
+        for idle in (self._idle, self._briefly_idle):
+            idle.shutdown(wait=True, cancel_futures=True)
+
+    def in_idle_time(self, work: Callable[[], ResultT]) -> ResultT:
+        """Do what takes a moment in time that nobody else wants, or on this thread if there was none for a while: perhaps twice, so that it must be no matter how often."""
+        future = self._briefly_idle.submit(self._after_rest, work)
+        try:
+            return future.result(STARVED_AFTER_S)
+        except TimeoutError:
+            future.cancel()
+            return work()
+
+    def _after_rest(self, work: Callable[[], ResultT]) -> ResultT:
+        """Rests are for what was done before, so that nobody waits for one whose work is done."""
+        if self._rest_briefly is None:
+            self._rest_briefly = self._pace.on_thread()
+        self._rest_briefly()
+        return work()
+
+    def make(self, references: Sequence[Reference], known: Mapping[Sequences, tuple[Tensor, ...]]) -> None:
+        """Read these, and evaluate them in one pass or, of large ones, in a few. What goes wrong is told by its own reference alone.
+
+        Args:
+            known: the base's logits, of sequences that were evaluated before.
+        """
+        self._paced_until_s = monotonic() + MAX_PACED_S
+        try:
+            read: list[_Read] = []
+            rest = self._pace.on_thread()
+            for reference in references:
+                rest()
+                if reference.is_wanted and (one := self._read(reference, known)) is not None:
+                    read.append(one)
+                if sum(one.num_bytes for one in read) > MAX_HELD_BYTES:
+                    self._evaluate(read)
+                    read.clear()
+            rest()
+            self._evaluate(read)
+        except Exception as error:
+            # nobody may wait for what will never come
+            for future in (future for one in references for future in (one.sequences, one.evaluation)):
+                if not future.done():
+                    future.set_exception(error)
+
+    def _read(self, reference: Reference, known: Mapping[Sequences, tuple[Tensor, ...]]) -> _Read | None:
+        ref, num_bytes = reference.ref, 0
+        terms: list[tuple[AdapterIR, float]] = []
+        try:
+            for adapter, weight in [(part.adapter, part.weight) for part in ref.parts] or [(ref, 1.0)]:
+                config, weights = read_blobs(self._store, adapter)
+                num_bytes += len(weights)
+                read = read_adapter(config, weights)
+                ir = compile_adapter(read.config, read.tensors, self._spec)
+                if ir.saved_base:
+                    with beside_steps(self._base.device):
+                        ir = with_saved_base(ir, self._spec, self._base)
+                terms.append((ir, weight))
+            sequences = tuple(probe_sequences(self._spec, [ir for ir, _ in terms]))
+        except Exception as error:
+            reference.sequences.set_exception(error)
+            return None
+        reference.sequences.set_result(sequences)
+        self._when_read()
+        return _Read(reference, Subject(sequences, terms, known.get(sequences)), num_bytes)
+
+    def _evaluate(self, read: Sequence[_Read]) -> None:
+        if not read:
+            return
+        try:
+            found = None
+            # on a GPU a thread waits more than it works: that looks like being starved, and takes no processor from the steps
+            if self._base.device.type == "cpu":
+                found = self._idle.submit(self._run_unless_starved, read).result()
+            if found is None:
+                found = self._run(read)
+        except Exception as error:
+            if len(read) == 1:
+                read[0].reference.evaluation.set_exception(error)
+                return
+            # whose fault it is shows when each is alone
+            for one in read:
+                self._evaluate([one])
+        else:
+            for one, evaluation in zip(read, found, strict=True):
+                one.reference.evaluation.set_result(evaluation)
+
+    def _run_unless_starved(self, read: Sequence[_Read]) -> list[Evaluation] | None:
+        """None: this thread gets next to no time.
+
+        Raises:
+            Stopped: nobody wants it any more.
+        """
+        share, rest = _Share(), self._pace.on_thread()
+
+        def may_go_on() -> bool:
+            if monotonic() < self._paced_until_s:
+                share.leave_out(rest())
+            return not share.is_starved()
+
+        try:
+            return self._run(read, may_go_on)
+        except Stopped:
+            if share.was_starved:
+                return None
+            raise
+
+    def _run(self, read: Sequence[_Read], may_go_on: Callable[[], bool] = lambda: True) -> list[Evaluation]:
+        """
+        Raises:
+            Stopped: nobody wants it any more, or it may not go on.
+        """
+        with beside_steps(self._base.device):
+            return evaluate(
+                self._base,
+                [one.subject for one in read],
+                is_wanted=lambda: any(one.reference.is_wanted for one in read) and may_go_on(),
+            )
+
+
+class _Share:
+    """What a thread gets of a core, since this was made on it.
+
+    Attributes:
+        was_starved: whether it has ever been found so.
+    """
+
+    def __init__(self) -> None:
+        self.was_starved = False
+        self._began_s, self._worked_s = monotonic(), thread_time()
+
+    def leave_out(self, rested_s: float) -> None:
+        """It didn't want anything for so long."""
+        self._began_s += rested_s
+
+    def is_starved(self) -> bool:
+        """Whether it has next to nothing, for long enough to say so."""
+        elapsed_s, worked_s = monotonic() - self._began_s, thread_time() - self._worked_s
+        self.was_starved = elapsed_s > STARVED_AFTER_S and worked_s < STARVED_SHARE * elapsed_s
+        return self.was_starved

@@ -1,0 +1,278 @@
+"""The engine process: reads its EngineConfig from stdin, loads the base, then steps until it is told to stop.
+
+    python -m loraserve.engine.worker.main INPUT_ENDPOINT OUTPUT_ENDPOINT SERVER_PID < config.json
+
+The step's thread is the only thread here that touches the engine. It takes messages between steps, sends what a step
+made, and sends a heartbeat: one that comes late says that steps come late. What it is at, another thread says (`loraserve.engine.worker.pulse`):
+also while it loads the base, or is within a step. On SIGUSR1 the stacks of all threads are written, whatever they hang in.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import msgspec
+import zmq
+
+from loraserve import faults
+from loraserve.config import EngineConfig
+from loraserve.engine.worker.pulse import Pulses
+from loraserve.engine.worker.wakeup import Wakeup
+from loraserve.engine_client import messages as m
+from loraserve.errors import EngineError, InvariantViolation, LoraserveError
+from loraserve.progress import Progress
+from loraserve.types import AdapterRef
+
+# torch is loaded by `main`, once the process can say that it is being loaded
+if TYPE_CHECKING:
+    from loraserve.engine.engine import Engine
+
+logger = logging.getLogger("loraserve.engine")
+
+_PR_SET_PDEATHSIG = 1
+_IDLE_POLL_MS = 100
+_EXPECTING_POLL_MS = 20
+"""While something is expected that rings when it's there: for what time alone changes, such as whose turn it is."""
+_SOON_POLL_MS = 1
+"""While an adapter is copied to the device, whose end nobody tells; and once after a step, for what that gave back."""
+
+
+class Worker:
+    """Moves messages between the sockets and the engine."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        engine: Engine,
+        inputs: zmq.Socket[bytes],
+        outputs: zmq.Socket[bytes],
+        wakeup: Wakeup,
+        server_pid: int,
+        progress: Progress | None = None,
+    ) -> None:
+        self._config = config
+        self._progress = progress or Progress()
+        self._engine = engine
+        if engine.verifications is None:
+            raise InvariantViolation("an engine without verifications was given to the worker")
+        self._verifications = engine.verifications
+        self._inputs = inputs
+        self._outputs = outputs
+        self._wakeup = wakeup
+        self._poller = zmq.Poller()
+        self._poller.register(inputs, zmq.POLLIN)
+        self._poller.register(wakeup, zmq.POLLIN)
+        # told, not asked for: the server may die while the base is loaded
+        self._server_pid = server_pid
+        self._is_stopping = False
+        self._last_heartbeat_s = 0.0
+        self._warming: dict[int, AdapterRef] = {}
+        self._was_busy = False
+
+    def run(self) -> None:
+        """Step until told to stop, or until the server is gone."""
+        while not self._is_stopping:
+            self._receive()
+            self._progress.tick()
+            if self._engine.has_requests:
+                faults.hit("engine.before_step")
+                outputs = self._engine.step()
+                # before whoever waited is told: who asks again meets the quarantine, or soon will
+                self._tell_damages()
+                if outputs:
+                    self._send(m.StepOutputs(outputs=tuple(outputs)))
+                    faults.hit("engine.after_outputs")
+            else:
+                self._progress.begin("waiting for requests")
+                self._engine.pager.poll()
+            replies = self._verifications.poll()
+            self._tell_damages()
+            self._answer_warmed()
+            for reply in replies:
+                self._send(reply)
+            self._beat()
+
+    def _receive(self) -> None:
+        """Take every message that is there; when no step could do anything, wait a little for one."""
+        patience_ms = self._patience_ms()
+        # what the last step gave back is somebody's at the next look, for which nobody rings
+        ready = dict(self._poller.poll(min(patience_ms, _SOON_POLL_MS) if self._was_busy else patience_ms))
+        self._was_busy = patience_ms == 0
+        if self._wakeup.fileno() in ready:
+            self._wakeup.clear()
+        if self._inputs not in ready:
+            return
+        while True:
+            try:
+                raw = self._inputs.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._handle(m.decode_input(raw))
+
+    def _patience_ms(self) -> int:
+        """How long to wait for a message, or for a thread beside the steps to be done."""
+        engine = self._engine
+        if engine.has_requests and not engine.is_waiting_for_adapters_only:
+            return 0
+        if engine.pager.is_copying:
+            return _SOON_POLL_MS
+        is_expecting = engine.has_requests or self._warming or self._verifications.is_active
+        return _EXPECTING_POLL_MS if is_expecting else _IDLE_POLL_MS
+
+    def _handle(self, message: m.EngineInput) -> None:
+        match message:
+            case m.AddRequest():
+                self._engine.add(message)
+            case m.AbortRequest(request_id=request_id):
+                self._engine.abort(request_id)
+            case m.WarmAdapter(call_id=call_id, adapter=adapter):
+                self._warming[call_id] = adapter
+            case m.VerifyAdapter(call_id=call_id, adapter=adapter):
+                self._verifications.start(call_id, adapter)
+            case m.AbortVerification(call_id=call_id):
+                self._verifications.abort(call_id)
+            case m.PinAdapter(call_id=call_id, adapter=adapter, is_pinned=is_pinned):
+                self._engine.pager.set_operator_pin(adapter, is_pinned)
+                if is_pinned:
+                    self._warming[call_id] = adapter
+                else:
+                    self._send(m.CallReply(call_id=call_id))
+            case m.QueryResidency(call_id=call_id):
+                adapters = tuple(self._engine.pager.residency())
+                self._send(m.ResidencyReply(call_id=call_id, adapters=adapters))
+            case m.Shutdown():
+                self._is_stopping = True
+
+    def _tell_damages(self) -> None:
+        for damage in self._engine.pager.take_damages():
+            logger.error("blob %s of adapter %s is damaged or gone", damage.blob, damage.digest)
+            self._send(m.AdapterDamaged(digest=damage.digest, blob=damage.blob))
+
+    def _answer_warmed(self) -> None:
+        if not self._warming:
+            return
+        from loraserve.memory.residency.pager import Residency
+
+        for call_id, ref in list(self._warming.items()):
+            match self._engine.pager.request(ref):
+                case Residency.RESIDENT:
+                    reply = m.CallReply(call_id=call_id)
+                case Residency.FAILED:
+                    reply = _failed_reply(call_id, self._engine.pager.error(ref.digest))
+                case _:
+                    continue
+            del self._warming[call_id]
+            self._send(reply)
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if now - self._last_heartbeat_s < self._config.heartbeat_s:
+            return
+        self._last_heartbeat_s = now
+        self._send(m.Heartbeat(stats=self._engine.stats()))
+        if os.getppid() != self._server_pid:
+            logger.warning("the server is gone: stopping")
+            self._is_stopping = True
+
+    def _send(self, message: m.EngineOutput) -> None:
+        self._outputs.send(m.encode_output(message))
+
+
+def _failed_reply(call_id: int, error: LoraserveError | None) -> m.CallReply:
+    return m.CallReply(
+        call_id=call_id,
+        error_code=error.code if error is not None else LoraserveError.code,
+        error_message=str(error) if error is not None else "The adapter could not be loaded.",
+    )
+
+
+def main() -> int:
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=os.environ.get("LORASERVE_LOG_LEVEL", "INFO").upper(),
+        format="%(levelname)s %(name)s: %(message)s",
+    )
+    # Ctrl-C, and a supervisor's SIGTERM, go to the whole process group: the server drains first, and tells the engine when to stop.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    _end_with_the_server()
+    config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    progress = Progress()
+    _dump_stacks_on_signal(sys.argv[4] if len(sys.argv) > 4 else None)
+    context = zmq.Context()
+    inputs: zmq.Socket[bytes] = context.socket(zmq.PULL)
+    outputs: zmq.Socket[bytes] = context.socket(zmq.PUSH)
+    for socket in (inputs, outputs):
+        socket.setsockopt(zmq.SNDHWM if socket is outputs else zmq.RCVHWM, 0)
+    outputs.setsockopt(zmq.LINGER, 1000)
+    inputs.connect(sys.argv[1])
+    outputs.connect(sys.argv[2])
+    engine: Engine | None = None
+    wakeup = Wakeup()
+    server_pid = int(sys.argv[3])
+    pulses = Pulses(context, sys.argv[2], progress, config.heartbeat_s, server_pid)
+    pulses.start()
+    # the steps of a load are few and long; those of a running engine are thousands a second, and are sampled
+    progress.on_begin = pulses.send_now
+    try:
+        progress.begin("importing torch and the kernels")
+        from loraserve.engine.worker.startup import build_engine
+
+        engine, ready = build_engine(config, wakeup.ring, progress)
+        progress.on_begin = None
+        outputs.send(m.encode_output(ready))
+        Worker(config, engine, inputs, outputs, wakeup, server_pid, progress).run()
+    except LoraserveError as error:
+        outputs.send(m.encode_output(m.Fatal(code=error.code, message=error.message, hint=error.hint)))
+        return 1
+    except Exception as error:
+        if engine is not None:
+            raise
+        # the next try would end as this one did
+        logger.exception("the engine could not be made while it was %s", progress)
+        reason = f"The engine could not be made: {type(error).__name__} while it was {progress}: {error}"
+        outputs.send(
+            m.encode_output(m.Fatal(code=EngineError.code, message=reason, hint="Its traceback is in the log."))
+        )
+        return 1
+    finally:
+        pulses.stop()
+        if engine is not None:
+            if engine.verifications is not None:
+                engine.verifications.close()
+            engine.pager.close()
+        wakeup.close()
+        inputs.close()
+        outputs.close()
+        context.term()
+    return 0
+
+
+def _end_with_the_server() -> None:
+    """Have the system kill this process when the server is gone: one that is stopped or hangs by then can't end by itself.
+
+    Linux counts the server's thread that started it. A server that is gone already is noticed by the next heartbeat.
+    """
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _dump_stacks_on_signal(path: str | None) -> None:
+    """Append the Python stack of every thread to the file, or to stderr where there is none, on each SIGUSR1; also
+    while the process hangs in C."""
+    # open as long as the process lives: the handler writes to its descriptor
+    file = sys.stderr if path is None else open(path, "a")  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""Tells the server what the engine's working thread is at, on a thread of its own: also while a load or a step takes long."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import zmq
+
+from loraserve.engine_client import messages as m
+from loraserve.progress import Progress
+
+_ORPHAN_PATIENCE_S = 10.0
+"""An engine whose server is gone ends by itself between two steps. One that hangs gets there no more: after so long it is ended."""
+
+
+class Pulses:
+    """Sends a `Pulse` every `interval_s` from `start` to `stop`.
+
+    A server that hears none knows that the process stands still; one that hears pulses whose count of moves stays the same knows that the
+    working thread does. The server counts, not this thread: it knows for how long it listened.
+
+    Args:
+        context: the thread makes its own socket of it.
+        server_pid: the parent, as long as it lives.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        progress: Progress,
+        interval_s: float,
+        server_pid: int,
+    ) -> None:
+        self._context, self._endpoint, self._progress = context, endpoint, progress
+        self._interval_s, self._server_pid = interval_s, server_pid
+        self._is_over = False
+        self._wanted = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def send_now(self) -> None:
+        """Send a pulse before the interval is over."""
+        self._wanted.set()
+
+    def stop(self) -> None:
+        """Send no more, and give the socket back."""
+        self._is_over = True
+        self._wanted.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        with self._context.socket(zmq.PUSH) as socket:
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(self._endpoint)
+            num_moves, moved_s = -1, time.monotonic()
+            while True:
+                progress = self._progress
+                socket.send(
+                    m.encode_output(m.Pulse(num_moves=progress.num_moves, what=progress.what, doing=str(progress)))
+                )
+                now = time.monotonic()
+                if progress.num_moves != num_moves or os.getppid() == self._server_pid:
+                    num_moves, moved_s = progress.num_moves, now
+                elif now - moved_s > _ORPHAN_PATIENCE_S:
+                    # nothing can be told to the thread that hangs, and no server is left to kill the process
+                    os._exit(1)
+                self._wanted.wait(self._interval_s)
+                self._wanted.clear()
+                if self._is_over:
+                    return

@@ -1,0 +1,191 @@
+"""Cost of rounding a base: its answers on real text as it is served, against the same checkpoint computed in float32
+with nothing rounded.
+
+    python -m loraserve.engine.worker.rounding < config.json
+
+prints a `types.RoundingCost` as JSON. Three evaluations of the same positions tell weights from activations: the checkpoint's own weights in float32 (read as they are
+multiplied); the resident base's weights as it multiplies them, in float32; and the engine's own steps. In memory are the resident base, one sequence's KV, a block of weights,
+and three times the positions' logits.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from loraserve.config import EngineConfig
+from loraserve.engine.engine import Engine
+from loraserve.engine.probe import Probe
+from loraserve.engine.worker.startup import build_engine, resolve
+from loraserve.errors import ConfigError, EngineError, InvariantViolation, LoraserveError
+from loraserve.limits import GIB, MIB
+from loraserve.model.checkpoint.blueprint import context_len
+from loraserve.model.checkpoint.original import OriginalBase
+from loraserve.model.config.model_config import read_config
+from loraserve.model.reference_model import PlainBase, Subject, evaluate
+from loraserve.text.passage import PASSAGE
+from loraserve.text.tokenizer import Tokenizer
+from loraserve.types import FinishReason, RequestId, Rounding, RoundingCost
+
+NUM_POSITIONS = 256
+_MIN_POSITIONS = 16
+_BUDGET_BYTES = 2 * GIB
+"""Memory for one sequence of the positions' length: a megabyte a token is more than any base of 70B parameters takes.
+It is taken as it is written."""
+_ROWS_AT_A_TIME = 16
+
+
+def measure(config: EngineConfig, *, text: str = PASSAGE) -> RoundingCost:
+    """Return what rounding costs the base that this config would serve, over the first `NUM_POSITIONS` positions of a text.
+
+    Raises:
+        ConfigError, ModelError: the base can't be served so, or its tokenizer makes too little of the text.
+        EngineError: it doesn't answer.
+    """
+    started = time.monotonic()
+    model_dir = Path(config.model_dir)
+    max_model_len = context_len(read_config(model_dir), config.max_model_len)
+    windows = _windows(Tokenizer(model_dir).encode(text), max_model_len)
+    config = msgspec.structs.replace(
+        resolve(config),
+        max_model_len=min(max_model_len, NUM_POSITIONS + 1),
+        memory_budget_bytes=_BUDGET_BYTES,
+        host_cache_bytes=MIB,
+        enable_prefix_cache=False,
+        cuda_graphs=False,
+    )
+    inputs = [window[:-1] for window in windows]
+    targets = torch.tensor([token for window in windows for token in window[1:]])
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    # in Triton's interpreter a GPU's engine runs on the CPU
+    device = torch.device("cuda" if config.device == "cuda" and torch.cuda.is_available() else "cpu")
+    exact = _plain_logits(OriginalBase(model_dir, device), inputs)
+    with tempfile.TemporaryDirectory(prefix="loraserve-rounding-") as folder:
+        engine, _ = build_engine(msgspec.structs.replace(config, store_url=Path(folder).as_uri()))
+        try:
+            if engine.verifications is None:
+                raise InvariantViolation("an engine was built without its base")
+            served = _served_logits(engine, inputs)
+            rounded = _plain_logits(engine.verifications.base, inputs)
+        finally:
+            if engine.verifications is not None:
+                engine.verifications.close()
+            engine.pager.close()
+    base = engine.base
+    return RoundingCost(
+        base_id=base.id,
+        base_digest=base.digest,
+        dtype=base.dtype,
+        quantization=base.quantization,
+        arithmetic=base.arithmetic,
+        kernels=base.kernels,
+        instructions=base.instructions,
+        device=base.device,
+        num_positions=len(targets),
+        weights=compare(rounded, exact, targets),
+        activations=compare(served, rounded, targets),
+        total=compare(served, exact, targets),
+        loss=_loss(exact, targets),
+        served_loss=_loss(served, targets),
+        seconds=time.monotonic() - started,
+    )
+
+
+def compare(found: Tensor, expected: Tensor, targets: Tensor) -> Rounding:
+    """Return how far log probabilities are from the expected ones.
+
+    Args:
+        found, expected: logits [num_positions, vocab_size].
+        targets: [num_positions], the text's next token at each.
+    """
+    differences, divergences, num_agreed = [], [], 0
+    for start in range(0, len(targets), _ROWS_AT_A_TIME):
+        rows = slice(start, start + _ROWS_AT_A_TIME)
+        ours, theirs = (logits[rows].double().log_softmax(1) for logits in (found, expected))
+        column = targets[rows, None]
+        differences.append((ours.gather(1, column) - theirs.gather(1, column)).abs().flatten())
+        divergences.append((theirs.exp() * (theirs - ours)).sum(1))
+        num_agreed += int((ours.argmax(1) == theirs.argmax(1)).sum())
+    difference, divergence = torch.cat(differences), torch.cat(divergences)
+    return Rounding(
+        top1_agreement=num_agreed / len(targets),
+        mean_difference=float(difference.mean()),
+        max_difference=float(difference.max()),
+        mean_divergence=max(0.0, float(divergence.mean())),
+    )
+
+
+def _loss(logits: Tensor, targets: Tensor) -> float:
+    """Return the mean of -log p of the text's next token."""
+    total = 0.0
+    for start in range(0, len(targets), _ROWS_AT_A_TIME):
+        rows = slice(start, start + _ROWS_AT_A_TIME)
+        total -= float(logits[rows].double().log_softmax(1).gather(1, targets[rows, None]).sum())
+    return total / len(targets)
+
+
+def _windows(token_ids: Sequence[int], max_model_len: int) -> list[list[int]]:
+    """Cut a text into sequences that the model's context holds, each with one token more than it has positions."""
+    # a probe's request asks for one token behind its last
+    size = min(NUM_POSITIONS, max_model_len - 1)
+    windows: list[list[int]] = []
+    num_left = NUM_POSITIONS
+    for start in range(0, len(token_ids) - 1, max(size, 1)):
+        window = list(token_ids[start : start + min(size, num_left) + 1])
+        windows.append(window)
+        num_left -= len(window) - 1
+        if num_left <= 0:
+            break
+    if NUM_POSITIONS - num_left < _MIN_POSITIONS:
+        raise ConfigError(
+            f"The base's tokenizer makes {len(token_ids)} tokens of the text that rounding is measured on; {_MIN_POSITIONS + 1} are needed."
+        )
+    return windows
+
+
+def _plain_logits(base: PlainBase, inputs: Sequence[Sequence[int]]) -> Tensor:
+    """Return every position's logits, [num_positions, vocab_size], in the host's memory."""
+    # a subject without terms is the base; its answers by the base alone needn't be computed beside it
+    (found,) = evaluate(base, [Subject(inputs, (), known_base=())])
+    return torch.cat(found.adapted)
+
+
+def _served_logits(engine: Engine, inputs: Sequence[Sequence[int]]) -> Tensor:
+    """
+    Raises:
+        EngineError: a step failed.
+    """
+    probes = [Probe(RequestId(f"rounding-{number}"), tokens) for number, tokens in enumerate(inputs)]
+    for probe in probes:
+        engine.add_probe(probe, None)
+    while engine.has_requests:
+        for output in engine.step():
+            if output.finish_reason is FinishReason.ERROR:
+                raise EngineError(output.error_message or "The base doesn't answer.")
+    logits = [probe.logits() for probe in probes]
+    if any(rows is None for rows in logits):
+        raise InvariantViolation("A probe ended, and not all of its rows were computed.")
+    return torch.cat([rows for rows in logits if rows is not None])
+
+
+def main() -> int:
+    """Measure by the EngineConfig on stdin; print the cost, or what is wrong, as JSON."""
+    try:
+        found = measure(msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig))
+    except LoraserveError as error:
+        sys.stdout.buffer.write(msgspec.json.encode({"error": error.message, "hint": error.hint or ""}) + b"\n")
+        return 1
+    sys.stdout.buffer.write(msgspec.json.encode(found) + b"\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

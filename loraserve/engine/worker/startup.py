@@ -1,0 +1,240 @@
+"""From an EngineConfig to an engine that is ready to step: the device chosen, the base loaded, memory divided, kernels compiled."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from adapters_store import open_store
+from loraserve import faults
+from loraserve.config import EngineConfig
+from loraserve.engine.engine import Engine
+from loraserve.engine.execution.runner import Runner, StepRunner, kv_block_bytes, view_kv
+from loraserve.engine.pace import Pace
+from loraserve.engine.verification.verifier import Verifications
+from loraserve.engine_client import messages as m
+from loraserve.errors import ConfigError
+from loraserve.limits import GIB
+from loraserve.memory.arena import Arena, Tenure
+from loraserve.memory.devices.device import AdapterDevice, CpuDevice, cpu_adapter_dtype
+from loraserve.memory.devices.host_memory import HostMemory
+from loraserve.memory.kv_cache import KVCache, RentedBlocks
+from loraserve.memory.loading.lowering import FILE_DTYPES
+from loraserve.memory.loading.precision import Precision
+from loraserve.memory.plan import Division, divide_on_cpu
+from loraserve.memory.residency.device_cache import AdapterPool
+from loraserve.memory.residency.host_cache import HostCache
+from loraserve.memory.residency.pager import Pager
+from loraserve.model.checkpoint.loader import load_model
+from loraserve.model.decoder import Decoder
+from loraserve.progress import Progress
+from loraserve.types import KernelChoice
+from loraserve_kernels.arithmetic import Arithmetic
+from loraserve_kernels.choices import chooser
+from loraserve_kernels.launch import warm_up
+
+logger = logging.getLogger(__name__)
+
+CPU_BUDGET_BYTES = 8 * GIB
+"""For KV blocks and adapters on a CPU, where nothing else is said: its memory belongs to others too."""
+
+
+def build_engine(
+    config: EngineConfig, wake: Callable[[], None] = lambda: None, progress: Progress | None = None
+) -> tuple[Engine, m.Ready]:
+    """Load the base and set memory aside.
+
+    Args:
+        wake: called on threads beside the steps' when something is ready for these.
+        progress: told what is being done, here and in every step; None: nothing reads it.
+
+    Raises:
+        ModelError, ConfigError: what is wrong with the model's directory, the device or the memory budget.
+    """
+    progress = progress or Progress()
+    progress.begin("looking for devices")
+    faults.hit("engine.load")
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    config = resolve(config)
+    for one in config.kernels:
+        arithmetic = Arithmetic(one.arithmetic, one.kernel, one.instructions)
+        chooser().adopt(one.format, one.out_features, one.in_features, arithmetic)
+    decoder = load_model(
+        Path(config.model_dir),
+        model_id=config.model_id,
+        dtype=getattr(torch, config.dtype),
+        quantize=config.quantize,
+        activation_dtype=config.activation_dtype,
+        device=config.device,
+        max_model_len=config.max_model_len,
+        progress=progress,
+    )
+    runner: StepRunner
+    if config.device == "cpu":
+        runner, device, kv = _on_cpu(decoder, config, progress)
+    else:
+        runner, device, kv = _on_gpu(decoder, config, progress)
+    progress.begin("opening the adapters' store")
+    store = open_store(config.store_url)
+    pager = Pager(
+        store=store,
+        base=decoder.spec,
+        pool=AdapterPool(device),
+        host_cache=HostCache(config.host_cache_bytes),
+        num_threads=config.loader_threads,
+        weights=decoder,
+        precision=Precision(config.adapter_rank_error, config.max_adapter_loss),
+        wake=wake,
+    )
+    is_on_cpu = config.device == "cpu"
+    pace = Pace(torch.get_num_threads()) if is_on_cpu else None
+    engine = Engine(config, decoder.spec, runner, pager, overlap=not is_on_cpu, kv=kv, pace=pace, progress=progress)
+    engine.verifications = Verifications(engine, decoder, store, wake=wake)
+    ready = m.Ready(
+        base=decoder.spec,
+        num_kv_blocks=runner.num_blocks,
+        block_size=config.block_size,
+        adapter_budget_bytes=device.limits.num_bytes,
+        device=config.device,
+        kernels=tuple(
+            KernelChoice(format, out_features, in_features, one.name, one.kernel, one.instructions)
+            for format, out_features, in_features, one in chooser().taken()
+        ),
+    )
+    return engine, ready
+
+
+def resolve(config: EngineConfig) -> EngineConfig:
+    """Return the config with each ``auto`` replaced by what this machine has.
+
+    Raises:
+        ConfigError: a GPU is asked for and there's none that serves.
+    """
+    has_gpu = torch.cuda.is_available()
+    device = config.device
+    if device == "auto":
+        device = "cuda" if has_gpu and _has_triton() else "cpu"
+    if device == "cuda" and not has_gpu and not is_interpreted():
+        raise ConfigError("--device cuda: torch finds no CUDA device here.", hint="Use --device cpu.")
+    if device == "cuda" and not _has_triton():
+        raise ConfigError("--device cuda needs Triton, which isn't installed.", hint="pip install 'loraserve[gpu]'")
+    dtype = config.dtype
+    if dtype == "auto":
+        # CPUs without AMX or AVX512-BF16 emulate the half-width types
+        dtype = "float32" if device == "cpu" else "bfloat16"
+    budget = config.memory_budget_bytes
+    if budget == 0 and (device == "cpu" or not has_gpu):
+        budget = CPU_BUDGET_BYTES
+    return msgspec.structs.replace(config, device=device, dtype=dtype, memory_budget_bytes=budget)
+
+
+def is_interpreted() -> bool:
+    """Whether Triton's kernels run on the CPU, for tests: a GPU's engine then runs here, slowly."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _has_triton() -> bool:
+    try:
+        import triton  # noqa: F401 (asked for, not used)
+    except ImportError:
+        return False
+    return True
+
+
+def _on_cpu(decoder: Decoder, config: EngineConfig, progress: Progress) -> tuple[Runner, AdapterDevice, KVCache]:
+    division = divide_on_cpu(
+        config.memory_budget_bytes,
+        kv_block_bytes(decoder, config.block_size),
+        num_needed_blocks(decoder, config),
+        mmap.PAGESIZE,
+    )
+    memory = HostMemory(division.num_blocks * division.block_num_bytes)
+    runner = Runner(decoder, view_kv(decoder, memory.data, division.block_num_bytes, config.block_size))
+    arena = Arena(division.num_pages, division.page_num_bytes)
+    held = cpu_adapter_dtype(config.adapter_dtype)
+    dtypes = tuple(FILE_DTYPES.values()) if held is None else (held,)
+    progress.begin("compiling kernels for adapters' dtypes", len(dtypes))
+    for number, dtype in enumerate(dtypes):
+        warm_up(dtype)  # no step shall wait for a compiler
+        progress.advance(number + 1)
+
+    def give_back(blocks: Sequence[int]) -> None:
+        for first, count in runs(blocks):
+            memory.give_back(first * division.block_num_bytes, count * division.block_num_bytes)
+
+    device = CpuDevice(decoder.spec, division.max_adapter_bytes, held, arena.lease(Tenure.ADAPTERS))
+    return runner, device, _kv_cache(config, division, arena, give_back)
+
+
+def _kv_cache(
+    config: EngineConfig,
+    division: Division,
+    arena: Arena,
+    when_given_back: Callable[[Sequence[int]], None] | None = None,
+) -> KVCache:
+    rented = RentedBlocks(
+        arena.lease(Tenure.KV),
+        division.block_num_bytes,
+        division.blocks_per_page,
+        division.pages_per_block,
+        when_given_back,
+    )
+    return KVCache(
+        division.num_blocks, config.block_size, enable_prefix_cache=config.enable_prefix_cache, rented=rented
+    )
+
+
+def num_needed_blocks(decoder: Decoder, config: EngineConfig) -> int:
+    """KV blocks of one sequence of the model's full length."""
+    return -(-decoder.spec.max_model_len // config.block_size)
+
+
+def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Numbers that follow one another, each run as (first, how many)."""
+    found: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if found and sum(found[-1]) == number:
+            found[-1] = found[-1][0], found[-1][1] + 1
+        else:
+            found.append((number, 1))
+    return found
+
+
+def _on_gpu(decoder: Decoder, config: EngineConfig, progress: Progress) -> tuple[StepRunner, AdapterDevice, KVCache]:
+    # Triton is loaded for GPUs alone
+    from loraserve.engine.execution import gpu_memory as gpu_budget
+    from loraserve.engine.execution import gpu_runner
+    from loraserve.memory.devices.gpu_device import GpuDevice, adapter_dtype, divide
+
+    progress.begin("measuring the GPU's memory")
+    budget = config.memory_budget_bytes or gpu_budget.free_bytes(decoder, config)
+    device = decoder.backend.device
+    division = divide(
+        decoder.spec, budget, kv_block_bytes(decoder, config.block_size), num_needed_blocks(decoder, config)
+    )
+    data = torch.empty(
+        (division.num_pages + division.num_own_pages) * division.page_num_bytes, dtype=torch.uint8, device=device
+    )
+    dtype = adapter_dtype(config.adapter_dtype, decoder.kv_dtype)
+    arena = Arena(division.num_pages, division.page_num_bytes, has_places=True)
+    adapters = GpuDevice.in_arena(decoder.spec, data, arena.lease(Tenure.ADAPTERS), division, budget, dtype)
+    kv = view_kv(decoder, data, division.block_num_bytes, config.block_size)
+    logger.info(
+        "%s: %.1f GiB in pages of %d KV blocks of %d tokens, at most %d blocks or %.1f GiB of adapters in %s",
+        device,
+        data.nbytes / GIB,
+        division.blocks_per_page,
+        config.block_size,
+        division.num_blocks,
+        adapters.limits.num_bytes / GIB,
+        str(dtype).removeprefix("torch."),
+    )
+    progress.begin("warming up: compiling kernels and capturing graphs")
+    return gpu_runner.Runner(decoder, config, kv, adapters), adapters, _kv_cache(config, division, arena)

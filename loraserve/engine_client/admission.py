@@ -1,0 +1,90 @@
+"""How many requests may be alive, and whose: what is refused is refused before it costs the engine anything."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from loraserve.engine_client.messages import GenerateRequest
+from loraserve.errors import Overloaded, RateLimited
+from loraserve.types import TenantId
+
+MAX_OVERFILL = 2
+"""Tenants with less than their part of a full queue may come until so many times its bound are alive."""
+_SMOOTHING = 0.3
+_FIRST_PACE_S = 1.0
+_PACES_S = (0.05, 60.0)
+"""Nobody is told to come back sooner, or later."""
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """A tenant's requests that are alive.
+
+    Attributes:
+        num_waiting: those without a first token.
+        pace_s: between two first tokens while others wait, of late.
+    """
+
+    num_alive: int = 0
+    num_waiting: int = 0
+    last_began_s: float | None = None
+    pace_s: float = _FIRST_PACE_S
+
+
+class QueueBounds:
+    """Counts what is alive; remembers the tenants of those requests alone.
+
+    Args:
+        num_places: sequences that run at once: as long as no more are alive, nobody queues.
+        max_live: requests of all tenants.
+    """
+
+    def __init__(self, num_places: int, max_live: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.max_live = max_live
+        self.num_alive = 0
+        self._num_places = num_places
+        self._clock = clock
+        self._tenants: dict[TenantId, _Tenant] = {}
+
+    def enter(self, request: GenerateRequest) -> None:
+        """The request is alive.
+
+        Raises:
+            RateLimited: its tenant has as many waiting as it may.
+            Overloaded: too many are alive, and its tenant has its part of them.
+        """
+        tenant = self._tenants.get(request.tenant) or _Tenant()
+        if request.max_queued and self.num_alive >= self._num_places and tenant.num_waiting >= request.max_queued:
+            raise RateLimited(
+                f"{tenant.num_waiting} of the tenant's requests wait for their first token; at most {request.max_queued} may.",
+                retry_after_s=min(max(tenant.pace_s, _PACES_S[0]), _PACES_S[1]),
+            )
+        if self.num_alive >= self.max_live and not self._has_part_left(request.tenant, tenant):
+            raise Overloaded(f"{self.num_alive} requests are alive; no more are taken until some end.")
+        self._tenants[request.tenant] = tenant
+        tenant.num_alive += 1
+        tenant.num_waiting += 1
+        self.num_alive += 1
+
+    def note_began(self, tenant_id: TenantId) -> None:
+        """One of the tenant's has its first token."""
+        tenant, now = self._tenants[tenant_id], self._clock()
+        tenant.num_waiting -= 1
+        if tenant.num_waiting and tenant.last_began_s is not None:
+            tenant.pace_s += _SMOOTHING * (now - tenant.last_began_s - tenant.pace_s)
+        tenant.last_began_s = now
+
+    def leave(self, tenant_id: TenantId, *, has_begun: bool) -> None:
+        """One of the tenant's is over."""
+        tenant = self._tenants[tenant_id]
+        tenant.num_alive -= 1
+        tenant.num_waiting -= not has_begun
+        self.num_alive -= 1
+        if not tenant.num_alive:
+            del self._tenants[tenant_id]
+
+    def _has_part_left(self, tenant_id: TenantId, tenant: _Tenant) -> bool:
+        num_tenants = len(self._tenants) + (tenant_id not in self._tenants)
+        return tenant.num_alive < self.max_live // num_tenants and self.num_alive < MAX_OVERFILL * self.max_live

@@ -1,0 +1,141 @@
+"""From a request's tokens to its client's text: detokenizes as tokens come and ends the text at a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from loraserve.engine_client.messages import GenerateRequest
+from loraserve.text.tokenizer import Tokenizer
+from loraserve.types import FinishReason, Struct, TokenLogprobs, TokenOutput
+
+
+class Chunk(Struct, frozen=True):
+    """A piece of an answer. Its text is final: what a later stop string could still take back is held.
+
+    Attributes:
+        prompt_logprobs: with the first chunk, when asked for.
+        stop_reason: the stop string or stop token id that ended the text; None for EOS and length.
+        queue_s, adapter_s, prefill_s: with the first chunk.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    num_cached_tokens: int
+    queue_s: float
+    adapter_s: float
+    prefill_s: float
+
+
+class StopStrings:
+    """Finds the first stop string in a text that grows, holding back no more than could be one's beginning."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = tuple(stop)
+        self._held = ""
+
+    def push(self, delta: str) -> tuple[str, str | None]:
+        """Return (text that is certain, the stop string that it ends before); with a stop string, nothing may follow."""
+        text = self._held + delta
+        found = [(at, s) for s in self._stop if (at := text.find(s)) >= 0]
+        if found:
+            at, stop = min(found)
+            self._held = ""
+            return text[:at], stop
+        hold = self._num_open(text)
+        self._held = text[len(text) - hold :]
+        return text[: len(text) - hold], None
+
+    def pass_by(self, delta: str) -> str:
+        """Let text through unsearched (before `min_tokens`)."""
+        text, self._held = self._held + delta, ""
+        return text
+
+    def finish(self) -> str:
+        """Return what was held back."""
+        text, self._held = self._held, ""
+        return text
+
+    def _num_open(self, text: str) -> int:
+        """Length of the longest end of ``text`` that some stop string begins with."""
+        return max(
+            (n for s in self._stop for n in range(min(len(s) - 1, len(text)), 0, -1) if text.endswith(s[:n])), default=0
+        )
+
+
+class OutputProcessor:
+    """Turns one request's TokenOutputs into Chunks."""
+
+    def __init__(self, request: GenerateRequest, tokenizer: Tokenizer) -> None:
+        self._request = request
+        self._detokenizer = tokenizer.decode_stream(request.skip_special_tokens, request.prompt_token_ids)
+        self._stop = StopStrings(request.stop)
+        self._num_tokens = 0
+
+    def push(self, output: TokenOutput) -> Chunk:
+        """Return what this output adds. A chunk with a finish reason is the last, though the engine may not know yet."""
+        text, num_taken, stop = self._take(output)
+        if stop is None and output.finish_reason is not None:
+            # bytes that waited for their character are text now, in which a stop string may end
+            tail, stop = self._search(self._detokenizer.finish())
+            text += tail if stop is not None else tail + self._stop.finish()
+        finish_reason, stop_reason = output.finish_reason, output.stop_reason
+        if stop is not None:
+            finish_reason, stop_reason = FinishReason.STOP, stop
+            if self._request.include_stop_str_in_output:
+                text += stop
+        return Chunk(
+            text=text,
+            token_ids=output.token_ids[:num_taken],
+            logprobs=None if output.logprobs is None else output.logprobs[:num_taken],
+            prompt_logprobs=output.prompt_logprobs,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            num_cached_tokens=output.num_cached_tokens,
+            queue_s=output.queue_s,
+            adapter_s=output.adapter_s,
+            prefill_s=output.prefill_s,
+        )
+
+    def _take(self, output: TokenOutput) -> tuple[str, int, str | None]:
+        """Consume tokens up to a stop string: (text, how many tokens were consumed, the stop string found)."""
+        # The token that ends a text by being EOS or a stop token isn't part of the text.
+        ends_by_token = output.finish_reason is FinishReason.STOP and not self._request.include_stop_str_in_output
+        num_shown = len(output.token_ids) - (1 if ends_by_token else 0)
+        pieces = []
+        for i, token_id in enumerate(output.token_ids[:num_shown]):
+            self._num_tokens += 1
+            piece, stop = self._search(self._detokenizer.push((token_id,)))
+            pieces.append(piece)
+            if stop is not None:
+                return "".join(pieces), i + 1, stop
+        return "".join(pieces), len(output.token_ids), None
+
+    def _search(self, delta: str) -> tuple[str, str | None]:
+        if self._num_tokens < self._request.params.min_tokens:
+            return self._stop.pass_by(delta), None
+        return self._stop.push(delta)
+
+
+def merge(outputs: Sequence[TokenOutput]) -> TokenOutput:
+    """Join outputs of one request that came while its reader was busy into one."""
+    if len(outputs) == 1:
+        return outputs[0]
+    first, last = outputs[0], outputs[-1]
+    return TokenOutput(
+        request_id=first.request_id,
+        token_ids=tuple(t for output in outputs for t in output.token_ids),
+        logprobs=None if first.logprobs is None else tuple(p for output in outputs for p in output.logprobs or ()),
+        prompt_logprobs=first.prompt_logprobs,
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        error_code=last.error_code,
+        error_message=last.error_message,
+        num_cached_tokens=first.num_cached_tokens,
+        queue_s=first.queue_s,
+        adapter_s=first.adapter_s,
+        prefill_s=first.prefill_s,
+    )

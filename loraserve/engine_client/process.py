@@ -1,0 +1,277 @@
+"""One incarnation of the engine process: its sockets, its start, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from loraserve.config import EngineConfig
+from loraserve.engine_client import messages as m
+from loraserve.engine_client.stacks import dump_stacks, innermost, state_of
+from loraserve.engine_client.vitals import Vitals
+from loraserve.errors import EngineDied, LoraserveError, error_from_code
+
+logger = logging.getLogger(__name__)
+
+
+_ENVIRONMENT = {
+    # waiting threads that spin take the cores that the server and the loaders need
+    "OMP_WAIT_POLICY": "PASSIVE",
+    # the base's weights lie in huge pages: a step of 32 sequences takes a twentieth less (110M parameters in float32)
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
+"""Of the engine's process, where the server's own says nothing else."""
+
+_MAX_TICK_S = 0.25
+_TICKS_PER_TIMEOUT = 8
+_TELL_EVERY_S = 5.0
+"""A load that takes long says how far it is that often, beside each time it begins something else."""
+
+_HINT = (
+    "If it hangs in a kernel again, try another --quantize or --dtype; if the machine is only slow, raise"
+    " --engine-hang-timeout."
+)
+
+
+class EngineProcess:
+    """Starts ``python -m loraserve.engine.worker.main``, carries messages to and from it, and notices when it hangs.
+
+    A process hangs that made no progress for so long: its working thread reached none of its marks (`loraserve.progress`), or the whole of it said nothing.
+    A load or a step that goes on, however slowly, is none.
+
+    Args:
+        on_message: called on the event loop with everything the engine sends after Ready, but pulses.
+        hang_timeout_s: without progress, once the base is loaded.
+        load_timeout_s: the same before.
+
+    Attributes:
+        vitals: since when it said nothing, made no progress, and what it is at.
+        was_stopped: whether it hangs since something outside stopped it; known once `hung` has returned.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_message: Callable[[m.EngineOutput], None],
+        *,
+        hang_timeout_s: float,
+        load_timeout_s: float,
+    ) -> None:
+        self.ready: m.Ready | None = None
+        self.was_stopped = False
+        self._hang_timeout_s, self._load_timeout_s = hang_timeout_s, load_timeout_s
+        self._tick_s = min(_MAX_TICK_S, hang_timeout_s / _TICKS_PER_TIMEOUT)
+        self.vitals = Vitals(max_tick_s=2 * self._tick_s)
+        self._config = config
+        self._on_message = on_message
+        self._dir = tempfile.mkdtemp(prefix="loraserve-engine-")  # 0700: only we can reach the sockets
+        self._context = zmq.asyncio.Context()
+        # Plain, not asyncio: sending never waits (no high-water mark), so it may be called from anywhere on the loop.
+        self._inputs: zmq.Socket[bytes] = zmq.Socket(self._context, zmq.PUSH)
+        self._outputs = self._context.socket(zmq.PULL)
+        self._inputs.setsockopt(zmq.SNDHWM, 0)
+        self._inputs.setsockopt(zmq.LINGER, 0)
+        self._outputs.setsockopt(zmq.RCVHWM, 0)
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[m.Ready] = asyncio.get_running_loop().create_future()
+        self._hung: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    async def start(self) -> m.Ready:
+        """Start the process and return once the base is loaded.
+
+        Raises:
+            LoraserveError: what the engine said was wrong (ModelError, ConfigError, …).
+            EngineDied: it ended without saying why, or hangs.
+        """
+        endpoints = [f"ipc://{self._dir}/{name}" for name in ("inputs", "outputs")]
+        self._inputs.bind(endpoints[0])
+        self._outputs.bind(endpoints[1])
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",  # the current folder isn't where the engine's modules are
+            "-m",
+            "loraserve.engine.worker.main",
+            *endpoints,
+            str(os.getpid()),
+            str(self._stacks_path),
+            stdin=asyncio.subprocess.PIPE,
+            env={**_ENVIRONMENT, **os.environ},
+        )
+        stdin = self._process.stdin
+        if stdin is not None:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                stdin.write(msgspec.json.encode(self._config))
+                await stdin.drain()
+            stdin.close()
+        self._reader = asyncio.create_task(self._read(), name="engine-reader")
+        self._watcher = asyncio.create_task(self._watch(), name="engine-watcher")
+        exited = asyncio.create_task(self._process.wait())
+        try:
+            pending: set[asyncio.Future[Any]] = {self._ready, exited, self._hung}
+            await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            if not self._ready.done() and exited.done():
+                # Its last words may still be in the socket.
+                await asyncio.wait({self._ready}, timeout=0.5)
+            if self._ready.done():
+                return self._ready.result()
+            if exited.done():
+                raise EngineDied(
+                    f"it {self.describe_end(exited.result())}; it last said that it was {self.vitals.doing}"
+                )
+            raise EngineDied(f"it {self._hung.result()}")
+        finally:
+            exited.cancel()
+
+    async def wait(self) -> int:
+        """Return the exit code once the process has ended."""
+        if self._process is None:
+            return 0
+        return await self._process.wait()
+
+    async def hung(self) -> str:
+        """Return what is known of it once the process hangs, as in "the engine …"; the log has its stack then."""
+        return await asyncio.shield(self._hung)
+
+    def describe_end(self, code: int) -> str:
+        """Return how the process ended, as in "the engine …"."""
+        if code >= 0:
+            return f"ended with code {code}"
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+        # the kernel's own killer leaves no other trace here
+        why = " (by the system for want of memory, if by nobody else: see its log)" if -code == signal.SIGKILL else ""
+        return f"was killed by {name}{why}"
+
+    def send(self, message: m.EngineInput) -> None:
+        """Send, without waiting. To a dead engine it's a no-op: whoever waits for an answer learns of the death elsewhere."""
+        with contextlib.suppress(zmq.ZMQError):
+            self._inputs.send(m.encode_input(message), zmq.NOBLOCK)
+
+    def kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
+    async def close(self, grace_s: float = 5.0) -> None:
+        """Ask it to stop, kill it when it doesn't within the grace, and free sockets and files."""
+        if self._process is not None and self._process.returncode is None:
+            self.send(m.Shutdown())
+            try:
+                await asyncio.wait_for(self._process.wait(), grace_s)
+            except TimeoutError:
+                self.kill()
+                await self._process.wait()
+        for task in (self._watcher, self._reader):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+        self._hung.cancel()
+        if self._ready.done() and not self._ready.cancelled():
+            self._ready.exception()  # seen, whoever waits or not
+        self._inputs.close(0)
+        self._outputs.close(0)
+        self._context.term()
+        shutil.rmtree(self._dir, ignore_errors=True)
+
+    @property
+    def _stacks_path(self) -> Path:
+        return Path(self._dir) / "stacks"
+
+    async def _watch(self) -> None:
+        """Count the seconds without progress, say how far a load is, and find out what a process that hangs hangs in."""
+        try:
+            told, told_s = "", time.monotonic()
+            while True:
+                await asyncio.sleep(self._tick_s)
+                vitals = self.vitals
+                vitals.tick()
+                if not self._ready.done():
+                    now = time.monotonic()
+                    if vitals.what != told or (now - told_s > _TELL_EVERY_S and vitals.quiet_s < _TELL_EVERY_S):
+                        told, told_s = vitals.what, now
+                        logger.info("the engine is %s", vitals.doing)
+                timeout_s = self._hang_timeout_s if self._ready.done() else self._load_timeout_s
+                if vitals.quiet_s > timeout_s:
+                    self._tell_hung(await self._examine(timeout_s))
+                    return
+        except Exception:
+            logger.exception("the engine's watcher broke")
+            self._tell_hung("can't be watched any more")
+
+    def _tell_hung(self, reason: str) -> None:
+        if not self._hung.done():
+            self._hung.set_result(reason)
+
+    async def _examine(self, timeout_s: float) -> str:
+        """Return what is known of a process that made no progress for so long; its stack goes into the log."""
+        doing, pid = self.vitals.doing, self.pid or 0
+        state = state_of(pid)
+        if state in ("T", "t"):
+            self.was_stopped = True
+            by = "SIGSTOP" if state == "T" else "a debugger"
+            return f"was stopped by {by} for {timeout_s:g} s while it was {doing}; a stopped process can't say where it stands"
+        where = "its Python stack can't be had: it " + (
+            "waits for a disk or a device (state D)"
+            if state == "D"
+            else "answers no signal"
+            if self.vitals.has_spoken
+            else "never said anything"
+        )
+        if self.vitals.has_spoken:
+            stacks = await dump_stacks(pid, self._stacks_path)
+            if stacks:
+                logger.error("the engine hangs while it is %s. %s Its Python stacks:\n%s", doing, _HINT, stacks)
+                where = f"it hangs in {innermost(stacks)} (its whole stack is in the log)"
+        return f"made no progress for {timeout_s:g} s while it was {doing}; {where}"
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                message = m.decode_output(await self._outputs.recv())
+                if not isinstance(message, m.Pulse):
+                    self.vitals.note_message()
+                self._take(message)
+        except Exception:
+            # nobody would hear this engine any more: the next one starts from what is known
+            logger.exception("a message of the engine process makes no sense; it is killed")
+            self.kill()
+
+    def _take(self, message: m.EngineOutput) -> None:
+        match message:
+            case m.Pulse(num_moves=num_moves, what=what, doing=doing):
+                self.vitals.note_pulse(num_moves, what, doing)
+            case m.Ready():
+                self.ready = message
+                if not self._ready.done():
+                    self._ready.set_result(message)
+            case m.Fatal(code=code, message=text, hint=hint):
+                error: LoraserveError = error_from_code(code, text)
+                error.hint = hint
+                if self._ready.done():
+                    logger.error("the engine process can't go on: %s", error)
+                else:
+                    self._ready.set_exception(error)
+            case _:
+                self._on_message(message)
