@@ -23,7 +23,7 @@ from benchmarks.serving import TENANT
 from benchmarks.synthetic import Adapters
 from loraserve.db.session import Database
 from loraserve.model.checkpoint.loader import load_model
-from loraserve.registry.service import Registry
+from loraserve.registry.registry import Registry
 from loraserve.tenancy.tenants import find_tenant
 from loraserve.types import BaseSpec
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TypeVar
 
 from loraserve.memory.popularity import MAX_NAMES, NEVER, Uses
+from loraserve.registry.catalog.last_used import UsedVersion, VersionKey, version_key
 from loraserve.registry.composition import versions_of
-from loraserve.registry.last_used import UsedVersion, VersionKey, version_key
 from loraserve.types import AdapterRef, TenantId
 
 Key = TypeVar("Key", bound=Hashable)

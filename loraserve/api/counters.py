@@ -14,9 +14,9 @@ from loraserve.api.adapter_load import AdapterLoad
 from loraserve.api.memory_metrics import memory_metrics
 from loraserve.api.shadow import OUTCOMES as SHADOW_OUTCOMES
 from loraserve.api.tenancy_metrics import share_metrics, tenancy_metrics
-from loraserve.registry.certificates import REJECTED, VERDICTS
+from loraserve.registry.health.certificates import REJECTED, VERDICTS
+from loraserve.registry.health.parity import FAILED, PASSED
 from loraserve.registry.operations import ENDED
-from loraserve.registry.parity import FAILED, PASSED
 
 if TYPE_CHECKING:
     from loraserve.api.services import Services

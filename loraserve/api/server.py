@@ -26,10 +26,10 @@ from loraserve.engine_client.client import EngineClient
 from loraserve.errors import ConfigError
 from loraserve.model.checkpoint.source import resolve_model_dir
 from loraserve.priority import SERVER, stand_back
-from loraserve.registry.base_names import BaseNames
-from loraserve.registry.publisher import MAX_INSPECTIONS
-from loraserve.registry.service import Registry
-from loraserve.registry.store_claim import StoreClaim
+from loraserve.registry.health.base_names import BaseNames
+from loraserve.registry.publishing.publisher import MAX_INSPECTIONS
+from loraserve.registry.registry import Registry
+from loraserve.registry.storage_gc.store_claim import StoreClaim
 from loraserve.rests import Rests
 from loraserve.settings import Settings
 from loraserve.tenancy.admission import Admissions

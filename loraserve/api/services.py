@@ -20,7 +20,7 @@ from loraserve.tenancy.shares import Rooms
 if TYPE_CHECKING:
     from adapters_store.base import BlobStore
     from loraserve.engine_client.client import EngineClient
-    from loraserve.registry.service import Registry
+    from loraserve.registry.registry import Registry
     from loraserve.settings import Settings
     from loraserve.tenancy.auth import Authenticator
     from loraserve.tenancy.usage import UsageMeter

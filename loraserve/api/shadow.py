@@ -17,13 +17,13 @@ import msgspec
 from loraserve.errors import AdapterNumerics, EngineUnavailable, LoraserveError, Overloaded
 from loraserve.limits import LIMITS, Limits
 from loraserve.registry.binding import Shadow
-from loraserve.registry.shadow_hours import Tally
+from loraserve.registry.catalog.shadow_hours import Tally
 from loraserve.types import FinishReason, RequestId, TenantId
 
 if TYPE_CHECKING:
     from loraserve.api.counters import Metrics
     from loraserve.engine_client.client import EngineClient, GenerateRequest
-    from loraserve.registry.service import Registry
+    from loraserve.registry.registry import Registry
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from loraserve.cli.options import FormatOption, reporting
 from loraserve.cli.output import Format, Output
 
 if TYPE_CHECKING:
-    from loraserve.registry.store_claim import Adoption
+    from loraserve.registry.storage_gc.store_claim import Adoption
     from loraserve.settings import Settings
 
 app = typer.Typer(help="The registry's tables, and its store.", no_args_is_help=True)
@@ -108,7 +108,7 @@ async def _adopt(settings: Settings, *, is_dry_run: bool) -> Adoption:
     from adapters_store import open_store
     from loraserve.db import migrate
     from loraserve.db.session import Database
-    from loraserve.registry.store_claim import StoreClaim
+    from loraserve.registry.storage_gc.store_claim import StoreClaim
 
     await migrate.check(settings.resolved_database_url)
     database = Database(settings.resolved_database_url)

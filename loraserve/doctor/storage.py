@@ -102,7 +102,7 @@ def check_store(store_url: str, database_url: str) -> Iterator[Check]:
     """Check that the store is the registry's, by its marker. Makes nothing and claims nothing."""
     from adapters_store import open_store
     from loraserve.db.session import Database
-    from loraserve.registry.store_claim import StoreClaim
+    from loraserve.registry.storage_gc.store_claim import StoreClaim
 
     for url in (store_url, database_url):
         path = _path_of(url)

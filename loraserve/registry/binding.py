@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from loraserve.errors import AdapterUnavailable
-from loraserve.registry.parity import quarantined
+from loraserve.registry.health.parity import quarantined
 from loraserve.registry.records import QUARANTINED
 from loraserve.registry.served_base import another_base
 from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId

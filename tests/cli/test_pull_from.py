@@ -10,7 +10,7 @@ import pytest
 
 from loraserve import Client
 from loraserve.errors import PermissionDenied
-from loraserve.registry.sources import check_allowed, parse_source
+from loraserve.registry.publishing.sources import check_allowed, parse_source
 from loraserve.settings import Settings
 
 Run = Callable[..., Any]

@@ -23,7 +23,7 @@ from adapters_store import open_store
 from loraserve import faults
 from loraserve.db.session import Database
 from loraserve.registry.records import Aim
-from loraserve.registry.service import Registry
+from loraserve.registry.registry import Registry
 from loraserve.tenancy.auth import Authenticator
 from loraserve.types import BaseSpec
 

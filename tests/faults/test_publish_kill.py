@@ -14,7 +14,7 @@ import msgspec
 from adapters_store import LocalStore
 from loraserve.db.session import Database
 from loraserve.registry.records import VersionRecord
-from loraserve.registry.service import Registry
+from loraserve.registry.registry import Registry
 from loraserve.tenancy.auth import Authenticator
 from loraserve.types import BaseSpec, TenantId
 

@@ -25,7 +25,7 @@ from loraserve.api.services import Services
 from loraserve.db.session import Database
 from loraserve.engine_client.messages import GenerateRequest
 from loraserve.engine_client.output import Chunk
-from loraserve.registry.service import Registry
+from loraserve.registry.registry import Registry
 from loraserve.settings import Settings
 from loraserve.tenancy.auth import Authenticator
 from loraserve.tenancy.usage import UsageMeter

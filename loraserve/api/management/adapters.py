@@ -17,7 +17,7 @@ from loraserve.api.management.resources import AdapterResource, PageResource, Re
 from loraserve.api.management.uploads import is_json, pace_of, publish_stored
 from loraserve.api.services import Services, services_of
 from loraserve.errors import InvalidRequest
-from loraserve.registry.parity import quarantined
+from loraserve.registry.health.parity import quarantined
 from loraserve.registry.records import QUARANTINED, Published, VersionRecord
 from loraserve.tenancy.auth import Caller
 from loraserve.tenancy.idempotency import Once, StoredResponse

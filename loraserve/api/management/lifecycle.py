@@ -10,7 +10,7 @@ from loraserve.api.management.answers import answer, answer_once, content_etag, 
 from loraserve.api.management.bodies import AdapterEdit, VersionEdit, read_body
 from loraserve.api.management.resources import AdapterResource, Resource, VersionResource
 from loraserve.api.services import services_of
-from loraserve.registry.notes import Edit
+from loraserve.registry.catalog.metadata import Edit
 from loraserve.registry.records import AdapterRecord, VersionRecord
 from loraserve.tenancy.auth import Caller
 from loraserve.tenancy.idempotency import Once, StoredResponse

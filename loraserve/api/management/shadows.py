@@ -15,7 +15,7 @@ from loraserve.api.services import services_of
 from loraserve.tenancy.auth import Caller
 
 if TYPE_CHECKING:
-    from loraserve.registry.shadow_hours import ShadowHourRecord
+    from loraserve.registry.catalog.shadow_hours import ShadowHourRecord
 
 router = APIRouter(prefix="/adapters/{name}/aliases/{alias}")
 

@@ -20,9 +20,9 @@ from loraserve.api.management.resources import Resource
 from loraserve.api.services import services_of
 from loraserve.errors import InvalidRequest, PayloadTooLarge
 from loraserve.limits import LIMITS
-from loraserve.registry.places import Pace
 from loraserve.registry.records import Published
-from loraserve.registry.resumable import BytesLost, UploadRecord
+from loraserve.registry.uploads.concurrency_limiter import Pace
+from loraserve.registry.uploads.resumable import BytesLost, UploadRecord
 from loraserve.tenancy.auth import Caller
 from loraserve.tenancy.idempotency import Once, StoredResponse
 from loraserve.types import Digest

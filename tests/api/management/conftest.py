@@ -16,7 +16,7 @@ from adapters_store import LocalStore
 from loraserve.api.app import create_app
 from loraserve.api.services import Services
 from loraserve.db.session import Database
-from loraserve.registry.service import Registry
+from loraserve.registry.registry import Registry
 from loraserve.settings import Settings
 from loraserve.tenancy.auth import Authenticator
 from loraserve.tenancy.usage import UsageMeter

@@ -21,9 +21,10 @@ from loraserve.db.models import OperationRow
 from loraserve.db.session import utc_now
 from loraserve.errors import Overloaded, StorageError, StorageFull
 from loraserve.limits import LIMITS
-from loraserve.registry import operations, pulls, sources
+from loraserve.registry import operations
 from loraserve.registry.operations import Operations, Progress
-from loraserve.registry.pulls import Pulls
+from loraserve.registry.publishing import pulls, sources
+from loraserve.registry.publishing.pulls import Pulls
 
 Upload = tuple[bytes, bytes]
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

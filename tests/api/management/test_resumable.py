@@ -146,7 +146,7 @@ async def test_a_large_piece_is_durable_chunk_by_chunk(
     data = bytes(range(256)) * (5 * KIB * 4)
     upload = (await announce(acme, data)).json()
     seen: list[int] = []
-    monkeypatch.setattr("loraserve.registry.resumable._CHUNK_BYTES", 2 << 20)
+    monkeypatch.setattr("loraserve.registry.uploads.resumable._CHUNK_BYTES", 2 << 20)
     resumable = services.registry.uploads.resumable
     commit = resumable._commit_chunk
 

@@ -9,8 +9,8 @@ import httpx2
 import pytest
 
 from loraserve.registry.binding import Shadow
+from loraserve.registry.catalog.shadow_hours import Tally
 from loraserve.registry.repository import AdapterRepository
-from loraserve.registry.shadow_hours import Tally
 
 PATH = "/adapters/sql/aliases/live/shadow"
 

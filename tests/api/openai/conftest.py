@@ -25,7 +25,7 @@ from loraserve.engine_client.messages import GenerateRequest
 from loraserve.engine_client.output import Chunk, OutputProcessor
 from loraserve.errors import Overloaded
 from loraserve.limits import LIMITS, Limits
-from loraserve.registry.service import Registry
+from loraserve.registry.registry import Registry
 from loraserve.settings import Settings
 from loraserve.tenancy.auth import Authenticator, Caller
 from loraserve.tenancy.usage import UsageMeter

@@ -17,7 +17,7 @@ from stalled import head, stalled, statuses
 from loraserve.api import connection
 from loraserve.api.services import Services
 from loraserve.limits import KIB, LIMITS, Limits
-from loraserve.registry import places
+from loraserve.registry.uploads import concurrency_limiter as places
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

@@ -10,8 +10,8 @@ import pytest
 from adapters_store import LocalStore
 from loraserve.db.session import Database
 from loraserve.registry.records import Published
-from loraserve.registry.service import Registry
-from loraserve.registry.store_claim import StoreClaim
+from loraserve.registry.registry import Registry
+from loraserve.registry.storage_gc.store_claim import StoreClaim
 from loraserve.tenancy.auth import Authenticator
 from loraserve.types import AdapterRef, BaseSpec, Certificate, TenantId
 

@@ -11,8 +11,8 @@ from loraserve.db.session import Database, utc_now
 from loraserve.errors import AdapterQuarantined, Conflict, InvalidRequest, ModelNotFound, VersionNotFound
 from loraserve.registry.model_name import parse_terms
 from loraserve.registry.records import Aim, ShadowPart, SplitPart
+from loraserve.registry.registry import Registry
 from loraserve.registry.repository import AdapterRepository
-from loraserve.registry.service import Registry
 from loraserve.types import TenantId
 
 SQL = parse_terms("sql", "base")

@@ -12,9 +12,9 @@ import pytest
 from adapters_store import LocalStore
 from loraserve.db.session import Database
 from loraserve.errors import AdapterBaseMismatch
-from loraserve.registry.base_names import BaseNames
+from loraserve.registry.health.base_names import BaseNames
 from loraserve.registry.records import VersionRecord
-from loraserve.registry.service import Registry
+from loraserve.registry.registry import Registry
 from loraserve.types import BaseSpec, Digest, TenantId
 
 DIGEST = "b" * 64

@@ -14,8 +14,8 @@ from bucket import BucketService, bucket_service
 
 from adapters_store import BlobStore, open_store
 from loraserve.db.session import Database, utc_now
-from loraserve.registry.gc import Collector
-from loraserve.registry.service import Registry
+from loraserve.registry.registry import Registry
+from loraserve.registry.storage_gc.collector import Collector
 from loraserve.types import BaseSpec, TenantId
 
 

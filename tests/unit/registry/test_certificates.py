@@ -28,10 +28,10 @@ from loraserve.errors import (
     VersionNotFound,
 )
 from loraserve.limits import LIMITS, Limits
-from loraserve.registry import certificates, inspection
+from loraserve.registry.health import certificates, inspection
 from loraserve.registry.model_name import parse_model
 from loraserve.registry.records import Aim, VersionRecord
-from loraserve.registry.service import Registry
+from loraserve.registry.registry import Registry
 from loraserve.types import Certificate, TenantId
 
 SQL = parse_model("sql", "base")

@@ -10,7 +10,7 @@ from loraserve.adapters.composition import composition_digest
 from loraserve.errors import AdapterQuarantined, InvalidRequest, LoraserveError, ModelNotFound
 from loraserve.registry.composition import label, versions_of
 from loraserve.registry.model_name import parse_terms
-from loraserve.registry.service import Registry
+from loraserve.registry.registry import Registry
 from loraserve.types import AdapterRef, TenantId
 
 

@@ -13,7 +13,7 @@ from adapters_store import LocalStore
 from loraserve.errors import AdapterCorrupt, AdapterQuarantined, DatabaseUnavailable, EngineUnavailable
 from loraserve.registry.model_name import parse_model
 from loraserve.registry.records import VersionRecord
-from loraserve.registry.service import Registry
+from loraserve.registry.registry import Registry
 from loraserve.types import Digest, TenantId
 
 SQL = parse_model("sql", "base")

@@ -21,11 +21,13 @@ from loraserve.db.models import AdapterVersion, DoomedBlob
 from loraserve.db.session import Database, utc_now
 from loraserve.errors import Overloaded, StorageError
 from loraserve.limits import LIMITS, Limits
-from loraserve.registry import deletion_marks, gc, references
-from loraserve.registry.gc import Collector
-from loraserve.registry.references import doom, keep, referenced
-from loraserve.registry.service import Registry
-from loraserve.registry.store_claim import StoreClaim
+from loraserve.registry import blob_references as references
+from loraserve.registry.blob_references import doom, keep, referenced
+from loraserve.registry.registry import Registry
+from loraserve.registry.storage_gc import collector as gc
+from loraserve.registry.storage_gc import deletion_locks as deletion_marks
+from loraserve.registry.storage_gc.collector import Collector
+from loraserve.registry.storage_gc.store_claim import StoreClaim
 from loraserve.tenancy.auth import Authenticator
 from loraserve.types import BaseSpec, Digest, TenantId
 

@@ -25,11 +25,11 @@ from loraserve.errors import (
     Overloaded,
 )
 from loraserve.limits import LIMITS, Limits
-from loraserve.registry import late_certificates
-from loraserve.registry.late_certificates import MAX_RETRY_S, RETRY_S
+from loraserve.registry.health import certificate_backfill as late_certificates
+from loraserve.registry.health.certificate_backfill import MAX_RETRY_S, RETRY_S
+from loraserve.registry.health.parity import DIED_ONCE, DIED_TWICE, MAX_SETUPS
 from loraserve.registry.model_name import parse_model
-from loraserve.registry.parity import DIED_ONCE, DIED_TWICE, MAX_SETUPS
-from loraserve.registry.service import Registry
+from loraserve.registry.registry import Registry
 from loraserve.tenancy.auth import Authenticator
 from loraserve.types import BaseSpec, Certificate, TenantId
 

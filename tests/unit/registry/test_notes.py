@@ -9,11 +9,11 @@ import pytest
 from loraserve.db.session import Database
 from loraserve.errors import AliasNotFound, Conflict, InvalidRequest, VersionNotFound
 from loraserve.limits import LIMITS
+from loraserve.registry.catalog.metadata import Edit
 from loraserve.registry.model_name import parse_terms
-from loraserve.registry.notes import Edit
 from loraserve.registry.records import Aim
+from loraserve.registry.registry import Registry
 from loraserve.registry.repository import AdapterRepository
-from loraserve.registry.service import Registry
 from loraserve.types import TenantId
 
 SQL = parse_terms("sql", "base")

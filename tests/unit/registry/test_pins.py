@@ -20,10 +20,10 @@ from loraserve.errors import (
     EngineUnavailable,
 )
 from loraserve.limits import LIMITS, Limits
-from loraserve.registry import pins as pins_module
-from loraserve.registry.pins import MAX_RETRY_S, RETRY_S
+from loraserve.registry.catalog import pins as pins_module
+from loraserve.registry.catalog.pins import MAX_RETRY_S, RETRY_S
+from loraserve.registry.registry import Registry
 from loraserve.registry.repository import AdapterRepository
-from loraserve.registry.service import Registry
 from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from adapters_store import LocalStore
 from loraserve.errors import UploadDigestMismatch
-from loraserve.registry import resumable
-from loraserve.registry.service import Registry
+from loraserve.registry.registry import Registry
+from loraserve.registry.uploads import resumable
 from loraserve.types import TenantId
 
 DATA = bytes(range(200))

@@ -23,10 +23,10 @@ from loraserve.errors import (
     EngineUnavailable,
     LoraserveError,
 )
+from loraserve.registry.catalog.metadata import Edit
 from loraserve.registry.model_name import ParsedModel, Term, parse_model
-from loraserve.registry.notes import Edit
 from loraserve.registry.records import Aim, ShadowPart, SplitPart, VersionRecord
-from loraserve.registry.service import Registry
+from loraserve.registry.registry import Registry
 from loraserve.types import BaseSpec, Certificate, Digest, TenantId
 
 Make = Callable[..., Certificate]

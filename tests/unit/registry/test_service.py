@@ -21,7 +21,7 @@ from loraserve.errors import (
 )
 from loraserve.registry.model_name import parse_model
 from loraserve.registry.records import Aim, Precondition
-from loraserve.registry.service import Registry
+from loraserve.registry.registry import Registry
 from loraserve.types import BaseSpec, TenantId
 
 SQL = parse_model("sql", "base")

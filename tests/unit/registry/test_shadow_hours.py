@@ -14,9 +14,9 @@ from loraserve.db.session import Database
 from loraserve.errors import AdapterNotFound, AliasNotFound, DatabaseUnavailable, InvalidRequest
 from loraserve.limits import LIMITS
 from loraserve.registry.binding import Shadow
+from loraserve.registry.catalog.shadow_hours import MAX_PENDING, ShadowHours, Tally, _Key
+from loraserve.registry.registry import Registry
 from loraserve.registry.repository import AdapterRepository
-from loraserve.registry.service import Registry
-from loraserve.registry.shadow_hours import MAX_PENDING, ShadowHours, Tally, _Key
 from loraserve.types import AdapterRef, TenantId
 
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)

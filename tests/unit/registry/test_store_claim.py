@@ -19,10 +19,10 @@ from adapters_store.base import MARKER
 from loraserve.db.models import AuditRow, DoomedBlob, RegistryIdentity, StoreStamp
 from loraserve.db.session import Database, utc_now
 from loraserve.errors import ConfigError, StorageError, StoreMismatch
-from loraserve.registry.gc import Collector
-from loraserve.registry.references import doom
-from loraserve.registry.service import Registry
-from loraserve.registry.store_claim import Marker, StoreClaim
+from loraserve.registry.blob_references import doom
+from loraserve.registry.registry import Registry
+from loraserve.registry.storage_gc.collector import Collector
+from loraserve.registry.storage_gc.store_claim import Marker, StoreClaim
 from loraserve.types import BaseSpec, Digest, TenantId
 
 
@@ -328,7 +328,7 @@ async def test_a_store_that_became_anothers_takes_no_upload_and_none_of_its_blob
 async def test_a_running_server_finds_out_by_itself_that_its_store_is_anothers_and_that_it_is_its_own_again(
     database: Database, other: Database, store: BlobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loraserve.registry.store_claim._LOOK_S", 0.01)
+    monkeypatch.setattr("loraserve.registry.storage_gc.store_claim._LOOK_S", 0.01)
 
     async def until(is_refused: bool) -> None:
         async with asyncio.timeout(30):
@@ -381,7 +381,7 @@ async def test_looking_whether_a_store_would_be_refused_writes_nothing(
 async def test_stamps_are_bounded_and_the_markers_is_kept(
     database: Database, store: BlobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loraserve.registry.store_claim._KEPT_STAMPS", 3)
+    monkeypatch.setattr("loraserve.registry.storage_gc.store_claim._KEPT_STAMPS", 3)
     claim = StoreClaim(database, store)
     for _ in range(6):
         await claim.renew()

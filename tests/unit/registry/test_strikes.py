@@ -11,7 +11,7 @@ from loraserve.db.session import Database
 from loraserve.errors import AdapterQuarantined, DatabaseUnavailable
 from loraserve.registry.model_name import parse_model
 from loraserve.registry.records import VersionRecord
-from loraserve.registry.service import Registry
+from loraserve.registry.registry import Registry
 from loraserve.types import AdapterPart, TenantId
 
 SQL = parse_model("sql", "base")

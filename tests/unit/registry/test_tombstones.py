@@ -20,10 +20,10 @@ from loraserve.errors import (
     QuotaExceeded,
     VersionNotFound,
 )
+from loraserve.registry.catalog.metadata import Edit
 from loraserve.registry.model_name import parse_model
-from loraserve.registry.notes import Edit
 from loraserve.registry.records import Aim, ShadowPart, SplitPart
-from loraserve.registry.service import Registry
+from loraserve.registry.registry import Registry
 from loraserve.types import BaseSpec, TenantId
 
 SQL = parse_model("sql", "base")

@@ -28,7 +28,7 @@ from loraserve.errors import (
 from loraserve.limits import LIMITS
 from loraserve.registry.model_name import parse_model
 from loraserve.registry.records import Aim, Published
-from loraserve.registry.service import Registry
+from loraserve.registry.registry import Registry
 from loraserve.tenancy.auth import Authenticator
 from loraserve.tenancy.tenants import TenantLimits
 from loraserve.types import TenantId

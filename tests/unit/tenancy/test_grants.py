@@ -11,9 +11,9 @@ from loraserve.db.models import Adapter, AuditRow, Grant, Tenant
 from loraserve.db.session import Database, utc_now
 from loraserve.errors import AdapterNotFound, GrantNotFound, InvalidRequest, TenantNotFound
 from loraserve.limits import LIMITS
+from loraserve.registry.catalog.grants import Grants
 from loraserve.registry.repository import AdapterRepository
 from loraserve.tenancy.auth import Authenticator
-from loraserve.tenancy.grants import Grants
 from loraserve.types import TenantId
 
 pytestmark = pytest.mark.postgres
@@ -211,7 +211,7 @@ async def test_an_adapter_that_is_pushed_anew_after_its_delete_has_no_grants(wor
 
 
 async def test_grants_have_their_bound(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loraserve.tenancy.grants.LIMITS", LIMITS.__class__(max_grants_per_adapter=1))
+    monkeypatch.setattr("loraserve.registry.catalog.grants.LIMITS", LIMITS.__class__(max_grants_per_adapter=1))
     await world.grants.create(world.acme, "sql", "globex", actor="test")
     with pytest.raises(InvalidRequest, match="1 grants"):
         await world.grants.create(world.acme, "sql", "initech", actor="test")
@@ -235,7 +235,7 @@ async def test_grants_are_audited_as_the_owners(world: World) -> None:
 async def test_one_owner_cant_fill_another_tenants_list_of_models(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loraserve.tenancy.grants.LIMITS", LIMITS.__class__(max_grants_per_tenant=1))
+    monkeypatch.setattr("loraserve.registry.catalog.grants.LIMITS", LIMITS.__class__(max_grants_per_tenant=1))
     await world.push(world.acme, "law")
     await world.push(world.globex, "own")
     await world.grants.create(world.acme, "sql", "globex", actor="test")

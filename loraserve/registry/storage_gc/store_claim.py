@@ -26,7 +26,7 @@ from loraserve.db import audit
 from loraserve.db.models import RegistryIdentity, StoreStamp
 from loraserve.db.session import Clock, Database, utc_now
 from loraserve.errors import LoraserveError, StorageError, StoreMismatch
-from loraserve.registry.references import listed, published
+from loraserve.registry.blob_references import listed, published
 from loraserve.types import Digest
 
 logger = logging.getLogger(__name__)

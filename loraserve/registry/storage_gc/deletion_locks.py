@@ -1,4 +1,4 @@
-"""Marks on what a collector is deleting: whoever wants such a blob waits for its end (`loraserve.registry.references.keep`).
+"""Marks on what a collector is deleting: whoever wants such a blob waits for its end (`loraserve.registry.blob_references.keep`).
 
 A mark is durable: the lock of a row would end with its connection, while the thread that deletes goes on. It ends with its deletions.
 One that its collector left, since it was killed or couldn't reach the database, ends when it was seen for `LIMITS.gc_mark_s`: by then
@@ -22,7 +22,7 @@ from loraserve.db.models import DoomedBlob
 from loraserve.db.session import Database
 from loraserve.errors import LoraserveError
 from loraserve.limits import LIMITS
-from loraserve.registry.references import referenced
+from loraserve.registry.blob_references import referenced
 from loraserve.types import Digest
 
 logger = logging.getLogger(__name__)

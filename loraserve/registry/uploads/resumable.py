@@ -34,10 +34,10 @@ from loraserve.errors import (
     UploadOffsetMismatch,
 )
 from loraserve.limits import KIB, LIMITS, MIB
-from loraserve.registry.places import Pace, Places
+from loraserve.registry.blob_references import doom, keep, keep_stored
 from loraserve.registry.quota import check_room
-from loraserve.registry.references import doom, keep, keep_stored
 from loraserve.registry.repository import AdapterRepository
+from loraserve.registry.uploads.concurrency_limiter import Pace, Places
 from loraserve.rests import Rest, Rests
 from loraserve.types import Digest, TenantId
 

@@ -16,23 +16,26 @@ from loraserve.db.paging import Page, check_limit, decode_cursor, decode_number_
 from loraserve.db.session import Clock, Database, utc_now
 from loraserve.errors import AdapterOfAnotherBase, AdapterQuarantined, AdapterUnavailable, Conflict
 from loraserve.limits import LIMITS
-from loraserve.registry.aliases import Aliases
 from loraserve.registry.audit import AuditEntry, list_audit
-from loraserve.registry.base_names import BaseNames
 from loraserve.registry.binding import BASE, Binding, Route, Target
-from loraserve.registry.certificates import Certificates, Certify
+from loraserve.registry.catalog.aliases import Aliases
+from loraserve.registry.catalog.grants import Grants
+from loraserve.registry.catalog.last_used import LastUsed
+from loraserve.registry.catalog.metadata import Notes
+from loraserve.registry.catalog.pins import PinningEngine, Pins
+from loraserve.registry.catalog.restore import Tombstones
+from loraserve.registry.catalog.shadow_hours import ShadowHours
 from loraserve.registry.changes import record_change
 from loraserve.registry.composition import compose
-from loraserve.registry.damage import Damages
-from loraserve.registry.gc import Collector
-from loraserve.registry.last_used import LastUsed
-from loraserve.registry.late_certificates import LateCertificates
+from loraserve.registry.health.base_names import BaseNames
+from loraserve.registry.health.certificate_backfill import LateCertificates
+from loraserve.registry.health.certificates import Certificates, Certify
+from loraserve.registry.health.corruption import Damages
+from loraserve.registry.health.numeric_failures import Strikes
 from loraserve.registry.model_name import ParsedModel, Term, model_not_found
-from loraserve.registry.notes import Notes
 from loraserve.registry.operations import Operations
-from loraserve.registry.pins import PinningEngine, Pins
-from loraserve.registry.publisher import Publisher
-from loraserve.registry.pulls import Pulls
+from loraserve.registry.publishing.publisher import Publisher
+from loraserve.registry.publishing.pulls import Pulls
 from loraserve.registry.records import (
     AdapterRecord,
     ServableAdapter,
@@ -40,15 +43,12 @@ from loraserve.registry.records import (
 )
 from loraserve.registry.repository import AdapterRepository
 from loraserve.registry.residency import OwnedVersion, list_owned
-from loraserve.registry.routes import RouteRepository
+from loraserve.registry.routing import RouteRepository
 from loraserve.registry.served_base import ServedBase
-from loraserve.registry.shadow_hours import ShadowHours
-from loraserve.registry.store_claim import ClaimedStore, StoreClaim
-from loraserve.registry.strikes import Strikes
-from loraserve.registry.tombstones import Tombstones
-from loraserve.registry.uploads import Uploads
+from loraserve.registry.storage_gc.collector import Collector
+from loraserve.registry.storage_gc.store_claim import ClaimedStore, StoreClaim
+from loraserve.registry.uploads.transfers import Uploads
 from loraserve.rests import Rests
-from loraserve.tenancy.grants import Grants
 from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
 
 T = TypeVar("T")

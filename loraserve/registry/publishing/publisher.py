@@ -15,17 +15,17 @@ from loraserve.db.idempotency import Once
 from loraserve.db.models import AdapterVersion
 from loraserve.db.session import Clock, Database
 from loraserve.errors import Overloaded
-from loraserve.registry.base_names import BaseNames
-from loraserve.registry.certificates import Certificates
+from loraserve.registry.blob_references import keep, keep_stored
 from loraserve.registry.changes import point_alias
-from loraserve.registry.damage import is_damaged
-from loraserve.registry.inspection import Inspected, inspect_upload
+from loraserve.registry.health.base_names import BaseNames
+from loraserve.registry.health.certificates import Certificates
+from loraserve.registry.health.corruption import is_damaged
+from loraserve.registry.health.inspection import Inspected, inspect_upload
+from loraserve.registry.health.parity import SKIPPED, Parity
 from loraserve.registry.model_name import LIVE, check_adapter_name
-from loraserve.registry.parity import SKIPPED, Parity
-from loraserve.registry.push import Push, Stored, Weights, add_version, checks_of, mend_version
+from loraserve.registry.publishing.push import Push, Stored, Weights, add_version, checks_of, mend_version
 from loraserve.registry.quota import check_quota
 from loraserve.registry.records import CHECKED, QUARANTINED, Published, VersionRecord
-from loraserve.registry.references import keep, keep_stored
 from loraserve.registry.repository import AdapterRepository
 from loraserve.registry.served_base import another_base
 from loraserve.rests import Rest, Rests

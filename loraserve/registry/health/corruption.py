@@ -11,7 +11,7 @@ from loraserve.db.models import AdapterVersion
 from loraserve.db.session import Clock, Database
 from loraserve.errors import LoraserveError, NotFound
 from loraserve.registry.changes import record_change
-from loraserve.registry.parity import FAILED, PARITY, SKIPPED, STORED, Parity
+from loraserve.registry.health.parity import FAILED, PARITY, SKIPPED, STORED, Parity
 from loraserve.registry.records import QUARANTINED, READY
 from loraserve.registry.repository import AdapterRepository
 from loraserve.registry.residency import holders_of_blob

@@ -11,9 +11,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraserve.db.models import Adapter, AdapterVersion
 from loraserve.registry.changes import record_change
-from loraserve.registry.damage import mend
-from loraserve.registry.inspection import Inspected
-from loraserve.registry.parity import Parity
+from loraserve.registry.health.corruption import mend
+from loraserve.registry.health.inspection import Inspected
+from loraserve.registry.health.parity import Parity
 from loraserve.registry.records import READY
 from loraserve.registry.repository import AdapterRepository
 from loraserve.types import BaseSpec, Digest, TenantId

@@ -4,7 +4,7 @@ The order that keeps both safe: who is about to refer to a blob takes it off the
 that they are there, then refers to it in a transaction. The collector deletes nothing that hasn't been on the list for
 `LIMITS.gc_grace_s`, and looks for references again in the transaction in which it marks what it deletes next: what was taken off the
 list is safe for longer than any publish takes. What is marked can't be taken off the list until its deletion has come to its end
-(`loraserve.registry.deletion_marks`).
+(`loraserve.registry.storage_gc.deletion_locks`).
 """
 
 from __future__ import annotations

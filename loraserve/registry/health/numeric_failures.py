@@ -10,7 +10,7 @@ from typing import Any
 from loraserve.db.session import Clock, Database
 from loraserve.errors import LoraserveError, NotFound
 from loraserve.registry.changes import record_change
-from loraserve.registry.parity import FAILED, NUMERICS, WARNED
+from loraserve.registry.health.parity import FAILED, NUMERICS, WARNED
 from loraserve.registry.records import QUARANTINED
 from loraserve.registry.repository import AdapterRepository
 from loraserve.registry.served_base import ServedBase

@@ -11,10 +11,10 @@ from loraserve.db.idempotency import Once
 from loraserve.db.models import Adapter, AdapterVersion
 from loraserve.db.session import Clock, Database
 from loraserve.errors import AlreadyExists, Conflict
+from loraserve.registry.blob_references import keep
 from loraserve.registry.changes import record_change
 from loraserve.registry.quota import check_quota
 from loraserve.registry.records import AdapterRecord, VersionRecord
-from loraserve.registry.references import keep
 from loraserve.registry.repository import AdapterRepository
 from loraserve.types import Digest, TenantId
 

@@ -11,7 +11,7 @@ from loraserve.adapters.digest import adapter_digest
 from loraserve.adapters.format.peft_format import Buffer, read_adapter
 from loraserve.adapters.ir import AdapterIR
 from loraserve.adapters.validation import check_finite
-from loraserve.registry.base_names import BaseNames
+from loraserve.registry.health.base_names import BaseNames
 from loraserve.registry.served_base import BASE
 from loraserve.types import BaseSpec, Digest
 

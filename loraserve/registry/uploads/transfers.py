@@ -8,8 +8,8 @@ from contextlib import AbstractAsyncContextManager
 from adapters_store.base import BlobStore, StagedBlob
 from loraserve.db.session import Clock, Database
 from loraserve.limits import LIMITS
-from loraserve.registry.places import Pace, Places
-from loraserve.registry.resumable import ResumableUploads
+from loraserve.registry.uploads.concurrency_limiter import Pace, Places
+from loraserve.registry.uploads.resumable import ResumableUploads
 from loraserve.rests import Rests
 from loraserve.tenancy.shares import Shares
 from loraserve.types import TenantId

@@ -16,13 +16,13 @@ from datetime import timedelta
 from sqlalchemy import Text, cast, not_, or_, select
 from ulid import ULID
 
+from loraserve.db.leases import give_up_lease, hold_lease
 from loraserve.db.models import Adapter, AdapterVersion, Tenant
 from loraserve.db.session import Clock, Database
 from loraserve.errors import EngineDied, EngineError, EngineUnavailable, LoraserveError, NotFound, Overloaded
 from loraserve.limits import LIMITS
-from loraserve.registry.certificates import Certificates, verdict_of
-from loraserve.registry.leases import give_up_lease, hold_lease
-from loraserve.registry.parity import PARITY, SKIPPED, is_due, setup_of
+from loraserve.registry.health.certificates import Certificates, verdict_of
+from loraserve.registry.health.parity import PARITY, SKIPPED, is_due, setup_of
 from loraserve.registry.records import QUARANTINED, READY
 from loraserve.types import BaseSpec, TenantId
 

@@ -21,7 +21,7 @@ from loraserve.db.session import Clock, Database
 from loraserve.errors import Conflict, LoraserveError
 from loraserve.limits import LIMITS
 from loraserve.registry.changes import record_change
-from loraserve.registry.parity import quarantined
+from loraserve.registry.health.parity import quarantined
 from loraserve.registry.records import QUARANTINED
 from loraserve.registry.repository import AdapterRepository
 from loraserve.registry.served_base import ServedBase

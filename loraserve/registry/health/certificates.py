@@ -25,10 +25,10 @@ from loraserve.errors import (
     RateLimited,
 )
 from loraserve.limits import LIMITS
-from loraserve.registry.base_names import BaseNames
 from loraserve.registry.changes import record_change
-from loraserve.registry.inspection import base_check
-from loraserve.registry.parity import (
+from loraserve.registry.health.base_names import BaseNames
+from loraserve.registry.health.inspection import base_check
+from loraserve.registry.health.parity import (
     DIED_ONCE,
     FAILED,
     NUMERICS,

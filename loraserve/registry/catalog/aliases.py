@@ -14,8 +14,8 @@ from loraserve.db.session import Clock, Database
 from loraserve.errors import Conflict, InvalidRequest, PreconditionFailed, VersionNotFound
 from loraserve.limits import LIMITS
 from loraserve.registry.changes import move_alias, record_change
+from loraserve.registry.health.parity import quarantined
 from loraserve.registry.model_name import check_alias_name
-from loraserve.registry.parity import quarantined
 from loraserve.registry.records import NO_CONDITION, QUARANTINED, Aim, AliasRecord, Precondition, ShadowPart
 from loraserve.registry.repository import AdapterRepository, shadow_of
 from loraserve.registry.served_base import ServedBase

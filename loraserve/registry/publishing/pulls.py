@@ -14,9 +14,9 @@ from loraserve.errors import AdapterFormatError, SourceTooSlow
 from loraserve.limits import LIMITS
 from loraserve.priority import SERVER, stand_back
 from loraserve.registry.operations import OperationRecord, Operations, Progress, Result
-from loraserve.registry.publisher import Publisher
-from loraserve.registry.sources import Source, check_allowed, parse_source
-from loraserve.registry.uploads import Uploads
+from loraserve.registry.publishing.publisher import Publisher
+from loraserve.registry.publishing.sources import Source, check_allowed, parse_source
+from loraserve.registry.uploads.transfers import Uploads
 from loraserve.types import TenantId
 
 KIND = "pull"

@@ -1,10 +1,10 @@
 """The collector: bytes that nothing refers to any more are deleted, while everything goes on.
 
-In three steps, each safe beside publishing (`loraserve.registry.references`) and beside another server that does the same: a blob without
+In three steps, each safe beside publishing (`loraserve.registry.blob_references`) and beside another server that does the same: a blob without
 a reference gets on the list; it stays there for `LIMITS.gc_grace_s`; then it is marked, in a transaction that looks for references
 again, and deleted. Rows of deleted versions stay: what goes are their bytes, after the retention.
 
-Nothing is listed or deleted in a store that isn't known to be this registry's (`loraserve.registry.store_claim`).
+Nothing is listed or deleted in a store that isn't known to be this registry's (`loraserve.registry.storage_gc.store_claim`).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ulid import ULID
 
 from adapters_store.base import BlobStore
 from loraserve import faults
+from loraserve.db.leases import hold_lease
 from loraserve.db.models import DoomedBlob, Upload
 from loraserve.db.session import Clock, Database, utc_now
 from loraserve.errors import BlobNotFound, LoraserveError, StorageError
 from loraserve.limits import LIMITS
-from loraserve.registry.deletion_marks import DeletionMarks, Mark
-from loraserve.registry.leases import hold_lease
-from loraserve.registry.references import doom, referenced
-from loraserve.registry.resumable import remove_upload
-from loraserve.registry.store_claim import StoreClaim
+from loraserve.registry.blob_references import doom, referenced
+from loraserve.registry.storage_gc.deletion_locks import DeletionMarks, Mark
+from loraserve.registry.storage_gc.store_claim import StoreClaim
+from loraserve.registry.uploads.resumable import remove_upload
 from loraserve.types import Digest
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""Publishing: from uploaded or pulled bytes to a version that resolves."""
