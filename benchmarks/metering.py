@@ -32,7 +32,7 @@ from benchmarks.serving import Server, make_base, say, serve
 from benchmarks.synthetic import Adapters
 from loraserve import Client
 from loraserve.db.session import Database
-from loraserve.tenancy.usage import UsageEvent, UsageMeter
+from loraserve.tenancy.billing.meter import UsageEvent, UsageMeter
 from loraserve.types import TenantId
 
 NUM_TENANTS, BREAKING = 4, 3

@@ -24,7 +24,7 @@ from benchmarks.synthetic import Adapters
 from loraserve.db.session import Database
 from loraserve.model.checkpoint.loader import load_model
 from loraserve.registry.registry import Registry
-from loraserve.tenancy.tenants import find_tenant
+from loraserve.tenancy.identity.tenants import find_tenant
 from loraserve.types import BaseSpec
 
 NUM_WORKERS = 4

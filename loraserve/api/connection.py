@@ -23,7 +23,7 @@ from loraserve.api.errors import error_response
 from loraserve.api.services import Services
 from loraserve.errors import HeadersTooLarge, InvalidRequest, LoraserveError, Overloaded, RateLimited
 from loraserve.limits import KIB, LIMITS, MIB, Limits
-from loraserve.tenancy.shares import Holder, address_holder
+from loraserve.tenancy.limits.shares import Holder, address_holder
 
 _WRITE_BUFFER_BYTES = 64 * KIB
 _DRAINED_BYTES = _WRITE_BUFFER_BYTES - _WRITE_BUFFER_BYTES // 4

@@ -30,7 +30,7 @@ from loraserve.errors import (
     RequestTimeout,
 )
 from loraserve.limits import LIMITS, MIB, Limits
-from loraserve.tenancy.shares import Claim, Rooms, address_holder
+from loraserve.tenancy.limits.shares import Claim, Rooms, address_holder
 
 access_log = structlog.stdlib.get_logger("loraserve.access")
 logger = logging.getLogger(__name__)

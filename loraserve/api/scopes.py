@@ -11,9 +11,9 @@ from fastapi.routing import iter_route_contexts
 
 from loraserve.api.services import services_of
 from loraserve.errors import AuthenticationError, ConfigError, InvalidRequest, PermissionDenied
-from loraserve.tenancy.auth import Caller
-from loraserve.tenancy.keys import METRICS_SCOPE
-from loraserve.tenancy.shares import OPERATOR, Claim, tenant_holder
+from loraserve.tenancy.identity.auth import Caller
+from loraserve.tenancy.identity.keys import METRICS_SCOPE
+from loraserve.tenancy.limits.shares import OPERATOR, Claim, tenant_holder
 
 INFERENCE = "inference"
 ADAPTERS_READ = "adapters:read"

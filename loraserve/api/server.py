@@ -32,10 +32,10 @@ from loraserve.registry.registry import Registry
 from loraserve.registry.storage_gc.store_claim import StoreClaim
 from loraserve.rests import Rests
 from loraserve.settings import Settings
-from loraserve.tenancy.admission import Admissions
-from loraserve.tenancy.auth import Authenticator
-from loraserve.tenancy.servers import Servers
-from loraserve.tenancy.usage import FOLDER, UsageMeter
+from loraserve.tenancy.billing.meter import FOLDER, UsageMeter
+from loraserve.tenancy.identity.auth import Authenticator
+from loraserve.tenancy.limits.admission import Admissions
+from loraserve.tenancy.limits.servers import Servers
 from loraserve.text.chat_template import ChatTemplate
 from loraserve.text.tokenizer import Tokenizer
 

@@ -14,16 +14,16 @@ from loraserve.api.shadow import Shadows
 from loraserve.api.text_threads import TextThreads
 from loraserve.errors import Overloaded
 from loraserve.limits import LIMITS, Limits
-from loraserve.tenancy.admission import Admissions
-from loraserve.tenancy.shares import Rooms
+from loraserve.tenancy.limits.admission import Admissions
+from loraserve.tenancy.limits.shares import Rooms
 
 if TYPE_CHECKING:
     from adapters_store.base import BlobStore
     from loraserve.engine_client.client import EngineClient
     from loraserve.registry.registry import Registry
     from loraserve.settings import Settings
-    from loraserve.tenancy.auth import Authenticator
-    from loraserve.tenancy.usage import UsageMeter
+    from loraserve.tenancy.billing.meter import UsageMeter
+    from loraserve.tenancy.identity.auth import Authenticator
     from loraserve.text.chat_template import ChatTemplate
     from loraserve.text.tokenizer import Tokenizer
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 if TYPE_CHECKING:
-    from loraserve.tenancy.admission import Admissions
-    from loraserve.tenancy.shares import Shares
+    from loraserve.tenancy.limits.admission import Admissions
+    from loraserve.tenancy.limits.shares import Shares
 
 
 def share_metrics(rooms: Iterable[Shares]) -> Iterator[Metric]:

@@ -1,0 +1,1 @@
+"""Tenants: identity, limits and billing."""

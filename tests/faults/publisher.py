@@ -24,7 +24,7 @@ from loraserve import faults
 from loraserve.db.session import Database
 from loraserve.registry.records import Aim
 from loraserve.registry.registry import Registry
-from loraserve.tenancy.auth import Authenticator
+from loraserve.tenancy.identity.auth import Authenticator
 from loraserve.types import BaseSpec
 
 PER_ROUND = 10

@@ -15,7 +15,7 @@ from adapters_store import LocalStore
 from loraserve.db.session import Database
 from loraserve.registry.records import VersionRecord
 from loraserve.registry.registry import Registry
-from loraserve.tenancy.auth import Authenticator
+from loraserve.tenancy.identity.auth import Authenticator
 from loraserve.types import BaseSpec, TenantId
 
 POINTS = [

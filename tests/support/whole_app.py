@@ -27,8 +27,8 @@ from loraserve.engine_client.messages import GenerateRequest
 from loraserve.engine_client.output import Chunk
 from loraserve.registry.registry import Registry
 from loraserve.settings import Settings
-from loraserve.tenancy.auth import Authenticator
-from loraserve.tenancy.usage import UsageMeter
+from loraserve.tenancy.billing.meter import UsageMeter
+from loraserve.tenancy.identity.auth import Authenticator
 from loraserve.text.chat_template import ChatTemplate
 from loraserve.text.tokenizer import Tokenizer
 from loraserve.types import (

@@ -19,8 +19,8 @@ from loraserve.api.services import Services, services_of
 from loraserve.errors import InvalidRequest
 from loraserve.registry.health.parity import quarantined
 from loraserve.registry.records import QUARANTINED, Published, VersionRecord
-from loraserve.tenancy.auth import Caller
 from loraserve.tenancy.idempotency import Once, StoredResponse
+from loraserve.tenancy.identity.auth import Caller
 
 router = APIRouter(prefix="/adapters")
 

@@ -12,8 +12,8 @@ from loraserve.api.management.resources import AliasResource, PageResource, page
 from loraserve.api.services import services_of
 from loraserve.errors import InvalidRequest
 from loraserve.registry.records import Aim, AliasRecord, ShadowPart, SplitPart
-from loraserve.tenancy.auth import Caller
 from loraserve.tenancy.idempotency import Once, StoredResponse
+from loraserve.tenancy.identity.auth import Caller
 
 router = APIRouter(prefix="/adapters/{name}/aliases")
 

@@ -14,8 +14,8 @@ from starlette.responses import Response
 from loraserve.api.management.resources import Resource
 from loraserve.errors import InvalidRequest, PreconditionFailed
 from loraserve.registry.records import Precondition
-from loraserve.tenancy.auth import Caller
 from loraserve.tenancy.idempotency import Once, Replay, StoredResponse
+from loraserve.tenancy.identity.auth import Caller
 
 T = TypeVar("T")
 ROOT = "/api/v1"

@@ -13,7 +13,7 @@ from loraserve.api import scopes
 from loraserve.api.management.answers import header_list, names_etag
 from loraserve.api.services import services_of
 from loraserve.errors import AdapterCorrupt, BlobCorrupt, BlobNotFound, NotFound
-from loraserve.tenancy.auth import Caller
+from loraserve.tenancy.identity.auth import Caller
 
 router = APIRouter(prefix="/adapters")
 

@@ -12,7 +12,7 @@ from loraserve.api.management.answers import ROOT, answer, content_etag, encode
 from loraserve.api.management.resources import PageResource, Resource, page_of
 from loraserve.api.services import services_of
 from loraserve.registry.catalog.grants import GrantRecord
-from loraserve.tenancy.auth import Caller
+from loraserve.tenancy.identity.auth import Caller
 
 router = APIRouter(prefix="/adapters/{name}/grants")
 

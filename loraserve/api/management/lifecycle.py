@@ -12,8 +12,8 @@ from loraserve.api.management.resources import AdapterResource, Resource, Versio
 from loraserve.api.services import services_of
 from loraserve.registry.catalog.metadata import Edit
 from loraserve.registry.records import AdapterRecord, VersionRecord
-from loraserve.tenancy.auth import Caller
 from loraserve.tenancy.idempotency import Once, StoredResponse
+from loraserve.tenancy.identity.auth import Caller
 
 router = APIRouter(prefix="/adapters/{name}")
 

@@ -15,8 +15,8 @@ from loraserve.api.management.bodies import Body, read_body
 from loraserve.api.management.resources import PageResource, Resource, page_of
 from loraserve.api.services import services_of
 from loraserve.registry.operations import OperationRecord
-from loraserve.tenancy.auth import Caller
 from loraserve.tenancy.idempotency import Once, StoredResponse
+from loraserve.tenancy.identity.auth import Caller
 from loraserve.types import TenantId
 
 router = APIRouter()

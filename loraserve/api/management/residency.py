@@ -11,7 +11,7 @@ from loraserve.api import scopes
 from loraserve.api.management.answers import answer
 from loraserve.api.management.resources import MemoryResource, ResidencyPageResource, ResidencyResource
 from loraserve.api.services import services_of
-from loraserve.tenancy.auth import Caller
+from loraserve.tenancy.identity.auth import Caller
 from loraserve.types import AdapterResidency, Tier
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from loraserve.types import Digest, EngineStats, Tier
 if TYPE_CHECKING:
     from loraserve.registry.audit import AuditEntry
     from loraserve.registry.records import AdapterRecord, AliasRecord, SplitPart, VersionRecord
-    from loraserve.tenancy.keys import KeyRecord
-    from loraserve.tenancy.tenants import TenantRecord
+    from loraserve.tenancy.identity.keys import KeyRecord
+    from loraserve.tenancy.identity.tenants import TenantRecord
 
 R = TypeVar("R", bound="Resource")
 T = TypeVar("T")

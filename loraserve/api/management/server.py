@@ -10,7 +10,7 @@ from loraserve.api import scopes
 from loraserve.api.management.answers import answer
 from loraserve.api.management.resources import AuditResource, PageResource, Resource, page_of
 from loraserve.api.services import services_of
-from loraserve.tenancy.auth import Caller
+from loraserve.tenancy.identity.auth import Caller
 
 router = APIRouter()
 

@@ -12,7 +12,7 @@ from loraserve.api import scopes
 from loraserve.api.management.answers import answer
 from loraserve.api.management.resources import PageResource, Resource, page_of
 from loraserve.api.services import services_of
-from loraserve.tenancy.auth import Caller
+from loraserve.tenancy.identity.auth import Caller
 
 if TYPE_CHECKING:
     from loraserve.registry.catalog.shadow_hours import ShadowHourRecord

@@ -20,11 +20,11 @@ from loraserve.api.management.bodies import Body, KeyCreate, read_body
 from loraserve.api.management.resources import KeyResource, PageResource, TenantResource, page_of
 from loraserve.api.services import services_of
 from loraserve.errors import Conflict
-from loraserve.tenancy.auth import Caller
 from loraserve.tenancy.idempotency import Once, StoredResponse
-from loraserve.tenancy.keys import TENANT_SCOPES, NewKey
-from loraserve.tenancy.policy import LIMIT_NAMES, NO_POLICY
-from loraserve.tenancy.tenants import TenantChange, TenantRecord
+from loraserve.tenancy.identity.auth import Caller
+from loraserve.tenancy.identity.keys import TENANT_SCOPES, NewKey
+from loraserve.tenancy.identity.policy import LIMIT_NAMES, NO_POLICY
+from loraserve.tenancy.identity.tenants import TenantChange, TenantRecord
 
 router = APIRouter(prefix="/tenants")
 

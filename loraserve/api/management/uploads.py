@@ -23,8 +23,8 @@ from loraserve.limits import LIMITS
 from loraserve.registry.records import Published
 from loraserve.registry.uploads.concurrency_limiter import Pace
 from loraserve.registry.uploads.resumable import BytesLost, UploadRecord
-from loraserve.tenancy.auth import Caller
 from loraserve.tenancy.idempotency import Once, StoredResponse
+from loraserve.tenancy.identity.auth import Caller
 from loraserve.types import Digest
 
 router = APIRouter(prefix="/uploads")

@@ -16,10 +16,10 @@ from loraserve.api.management.answers import answer, content_etag, header_list
 from loraserve.api.management.resources import Resource
 from loraserve.api.services import Services, services_of
 from loraserve.errors import InvalidRequest, NotFound
-from loraserve.tenancy.auth import Caller
-from loraserve.tenancy.tenants import tenant_not_found
-from loraserve.tenancy.usage import plain
-from loraserve.tenancy.usage_report import UsageQuery, UsageReports, UsageSum
+from loraserve.tenancy.billing.meter import plain
+from loraserve.tenancy.billing.usage_report import UsageQuery, UsageReports, UsageSum
+from loraserve.tenancy.identity.auth import Caller
+from loraserve.tenancy.identity.tenants import tenant_not_found
 from loraserve.types import TenantId
 
 router = APIRouter()

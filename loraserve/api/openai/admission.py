@@ -23,7 +23,7 @@ from loraserve.types import AdapterRef, RequestId
 
 if TYPE_CHECKING:
     from loraserve.engine_client.client import Chunk
-    from loraserve.tenancy.auth import Caller
+    from loraserve.tenancy.identity.auth import Caller
 
 
 @dataclass(frozen=True, slots=True)

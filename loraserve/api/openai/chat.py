@@ -23,7 +23,7 @@ from loraserve.api.openai.stream import event
 from loraserve.api.openai.usage import Usage
 from loraserve.api.services import services_of
 from loraserve.errors import InvalidRequest
-from loraserve.tenancy.auth import Caller
+from loraserve.tenancy.identity.auth import Caller
 
 if TYPE_CHECKING:
     from loraserve.engine_client.client import Chunk

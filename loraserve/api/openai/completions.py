@@ -22,7 +22,7 @@ from loraserve.api.openai.stream import event
 from loraserve.api.openai.usage import Usage
 from loraserve.api.services import Services, services_of
 from loraserve.errors import InvalidRequest, UnsupportedParameter
-from loraserve.tenancy.auth import Caller
+from loraserve.tenancy.identity.auth import Caller
 from loraserve.types import FinishReason
 
 if TYPE_CHECKING:

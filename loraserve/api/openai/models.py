@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Request
 from loraserve.api import scopes
 from loraserve.api.services import Services, services_of
 from loraserve.registry.model_name import parse_model
-from loraserve.tenancy.auth import Caller
+from loraserve.tenancy.identity.auth import Caller
 
 router = APIRouter()
 

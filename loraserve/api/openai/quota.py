@@ -10,8 +10,8 @@ from loraserve.api import scopes
 from loraserve.api.openai.prompts import Prompt
 from loraserve.api.services import services_of
 from loraserve.limits import LIMITS
-from loraserve.tenancy.admission import Admitted
-from loraserve.tenancy.auth import Caller
+from loraserve.tenancy.identity.auth import Caller
+from loraserve.tenancy.limits.admission import Admitted
 
 
 async def admitted_caller(request: Request, caller: Caller = Depends(scopes.require(scopes.INFERENCE))) -> Caller:

@@ -18,7 +18,7 @@ from loraserve.api.openai.sampling import check_token_ids
 from loraserve.api.openai.schemas import DetokenizeBody, TokenizeBody
 from loraserve.api.services import services_of
 from loraserve.errors import InvalidRequest
-from loraserve.tenancy.auth import Caller
+from loraserve.tenancy.identity.auth import Caller
 
 router = APIRouter()
 

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loraserve.registry.composition import label
+from loraserve.tenancy.billing.meter import UsageEvent, plain, price_tag
 from loraserve.tenancy.prices import highest
-from loraserve.tenancy.usage import UsageEvent, plain, price_tag
 
 if TYPE_CHECKING:
     from loraserve.api.openai.admission import Answering
     from loraserve.engine_client.client import Chunk
-    from loraserve.tenancy.admission import Admitted
-    from loraserve.tenancy.auth import Caller
+    from loraserve.tenancy.identity.auth import Caller
+    from loraserve.tenancy.limits.admission import Admitted
     from loraserve.tenancy.prices import Price, PriceTable
     from loraserve.types import AdapterRef, TenantId
 

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from loraserve.api import scopes
 from loraserve.api.management.answers import content_etag, header_list, names_etag
 from loraserve.api.openapi.document import describe
-from loraserve.tenancy.auth import Caller
+from loraserve.tenancy.identity.auth import Caller
 
 router = APIRouter(prefix="/api/v1")
 

@@ -18,7 +18,7 @@ from loraserve.db.session import Clock, Database, utc_now
 from loraserve.errors import GrantNotFound, InvalidRequest
 from loraserve.limits import LIMITS
 from loraserve.registry.repository import AdapterRepository
-from loraserve.tenancy.tenants import find_or_await_tenant, forget_awaited_tenant
+from loraserve.tenancy.identity.tenants import find_or_await_tenant, forget_awaited_tenant
 from loraserve.types import TenantId
 
 

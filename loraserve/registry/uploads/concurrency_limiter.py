@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Protocol
 
 from loraserve.limits import LIMITS
-from loraserve.tenancy.shares import Shares, tenant_holder
+from loraserve.tenancy.limits.shares import Shares, tenant_holder
 from loraserve.types import TenantId
 
 _RETRY_S = 5.0

@@ -11,7 +11,7 @@ from loraserve.limits import LIMITS
 from loraserve.registry.uploads.concurrency_limiter import Pace, Places
 from loraserve.registry.uploads.resumable import ResumableUploads
 from loraserve.rests import Rests
-from loraserve.tenancy.shares import Shares
+from loraserve.tenancy.limits.shares import Shares
 from loraserve.types import TenantId
 
 

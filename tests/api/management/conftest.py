@@ -18,8 +18,8 @@ from loraserve.api.services import Services
 from loraserve.db.session import Database
 from loraserve.registry.registry import Registry
 from loraserve.settings import Settings
-from loraserve.tenancy.auth import Authenticator
-from loraserve.tenancy.usage import UsageMeter
+from loraserve.tenancy.billing.meter import UsageMeter
+from loraserve.tenancy.identity.auth import Authenticator
 from loraserve.types import AdapterRef, AdapterResidency, BaseSpec, Certificate, Digest, EngineStats, Tier
 
 ADMIN_KEY = "an admin key of enough characters"

@@ -12,7 +12,7 @@ import httpx2
 import pytest
 
 from loraserve.api.services import Services
-from loraserve.tenancy.usage import UsageEvent
+from loraserve.tenancy.billing.meter import UsageEvent
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC).timestamp()
 HOUR_S = 3600

@@ -27,8 +27,8 @@ from loraserve.errors import Overloaded
 from loraserve.limits import LIMITS, Limits
 from loraserve.registry.registry import Registry
 from loraserve.settings import Settings
-from loraserve.tenancy.auth import Authenticator, Caller
-from loraserve.tenancy.usage import UsageMeter
+from loraserve.tenancy.billing.meter import UsageMeter
+from loraserve.tenancy.identity.auth import Authenticator, Caller
 from loraserve.text.chat_template import ChatTemplate
 from loraserve.text.tokenizer import Tokenizer
 from loraserve.types import BaseSpec, EngineStats, FinishReason, TokenLogprobs, TokenOutput

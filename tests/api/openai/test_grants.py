@@ -10,7 +10,7 @@ import pytest
 
 from loraserve.api.services import Services
 from loraserve.errors import AdapterTooLarge
-from loraserve.tenancy.tenants import TenantChange
+from loraserve.tenancy.identity.tenants import TenantChange
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from loraserve.api.openai.usage import Usage
 from loraserve.api.services import Services
 from loraserve.errors import AdapterNumerics, DeadlineExceeded, Overloaded
 from loraserve.limits import LIMITS
-from loraserve.tenancy.policy import TenantLimits, TenantPolicy
-from loraserve.tenancy.tenants import TenantChange
+from loraserve.tenancy.identity.policy import TenantLimits, TenantPolicy
+from loraserve.tenancy.identity.tenants import TenantChange
 
 Limit = Callable[..., Awaitable[None]]
 PROMPT = {"model": "sql", "prompt": "0123456789", "max_tokens": 20}

@@ -21,10 +21,10 @@ from loraserve.api.openai.prompts import Prompt
 from loraserve.api.openai.usage import Usage
 from loraserve.engine_client.output import Chunk
 from loraserve.errors import AdapterNotReady, EngineCrashed
-from loraserve.tenancy.journal import Amounts
+from loraserve.tenancy.billing.journal import Amounts
+from loraserve.tenancy.billing.meter import UsageEvent
+from loraserve.tenancy.billing.usage_report import UsageQuery, UsageReports, UsageSum
 from loraserve.tenancy.prices import Price, PriceTable
-from loraserve.tenancy.usage import UsageEvent
-from loraserve.tenancy.usage_report import UsageQuery, UsageReports, UsageSum
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

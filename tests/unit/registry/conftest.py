@@ -12,7 +12,7 @@ from loraserve.db.session import Database
 from loraserve.registry.records import Published
 from loraserve.registry.registry import Registry
 from loraserve.registry.storage_gc.store_claim import StoreClaim
-from loraserve.tenancy.auth import Authenticator
+from loraserve.tenancy.identity.auth import Authenticator
 from loraserve.types import AdapterRef, BaseSpec, Certificate, TenantId
 
 Publish = Callable[..., Awaitable[Published]]

@@ -28,7 +28,7 @@ from loraserve.registry.storage_gc import collector as gc
 from loraserve.registry.storage_gc import deletion_locks as deletion_marks
 from loraserve.registry.storage_gc.collector import Collector
 from loraserve.registry.storage_gc.store_claim import StoreClaim
-from loraserve.tenancy.auth import Authenticator
+from loraserve.tenancy.identity.auth import Authenticator
 from loraserve.types import BaseSpec, Digest, TenantId
 
 GRACE_S, RETENTION_S = 100.0, 1000.0

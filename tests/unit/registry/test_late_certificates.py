@@ -30,7 +30,7 @@ from loraserve.registry.health.certificate_backfill import MAX_RETRY_S, RETRY_S
 from loraserve.registry.health.parity import DIED_ONCE, DIED_TWICE, MAX_SETUPS
 from loraserve.registry.model_name import parse_model
 from loraserve.registry.registry import Registry
-from loraserve.tenancy.auth import Authenticator
+from loraserve.tenancy.identity.auth import Authenticator
 from loraserve.types import BaseSpec, Certificate, TenantId
 
 Make = Callable[..., Certificate]

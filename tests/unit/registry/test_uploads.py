@@ -29,8 +29,8 @@ from loraserve.limits import LIMITS
 from loraserve.registry.model_name import parse_model
 from loraserve.registry.records import Aim, Published
 from loraserve.registry.registry import Registry
-from loraserve.tenancy.auth import Authenticator
-from loraserve.tenancy.tenants import TenantLimits
+from loraserve.tenancy.identity.auth import Authenticator
+from loraserve.tenancy.identity.tenants import TenantLimits
 from loraserve.types import TenantId
 
 SQL = parse_model("sql", "base")

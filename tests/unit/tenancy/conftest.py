@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from loraserve.db.session import Database
-from loraserve.tenancy.auth import Authenticator
+from loraserve.tenancy.identity.auth import Authenticator
 
 ADMIN_KEY = "an admin key of enough characters"
 

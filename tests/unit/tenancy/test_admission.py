@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from loraserve.errors import QuotaExceeded, RateLimited
-from loraserve.tenancy.admission import Admissions, format_duration
-from loraserve.tenancy.auth import Caller
-from loraserve.tenancy.policy import TenantLimits, TenantPolicy
+from loraserve.tenancy.identity.auth import Caller
+from loraserve.tenancy.identity.policy import TenantLimits, TenantPolicy
+from loraserve.tenancy.limits.admission import Admissions, format_duration
 from loraserve.types import TenantId
 
 

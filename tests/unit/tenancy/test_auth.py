@@ -18,10 +18,10 @@ from loraserve.errors import (
     TenantNotFound,
 )
 from loraserve.limits import LIMITS
-from loraserve.tenancy.auth import Authenticator
-from loraserve.tenancy.keys import make_secret
-from loraserve.tenancy.policy import NO_POLICY, TenantLimits
-from loraserve.tenancy.tenants import TenantChange
+from loraserve.tenancy.identity.auth import Authenticator
+from loraserve.tenancy.identity.keys import make_secret
+from loraserve.tenancy.identity.policy import NO_POLICY, TenantLimits
+from loraserve.tenancy.identity.tenants import TenantChange
 
 ADMIN_KEY = "an admin key of enough characters"
 

@@ -13,7 +13,7 @@ from loraserve.errors import AdapterNotFound, GrantNotFound, InvalidRequest, Ten
 from loraserve.limits import LIMITS
 from loraserve.registry.catalog.grants import Grants
 from loraserve.registry.repository import AdapterRepository
-from loraserve.tenancy.auth import Authenticator
+from loraserve.tenancy.identity.auth import Authenticator
 from loraserve.types import TenantId
 
 pytestmark = pytest.mark.postgres

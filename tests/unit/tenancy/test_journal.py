@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from loraserve import faults
-from loraserve.tenancy.journal import Amounts, Entry, Journal, UsageKey, left_behind
+from loraserve.tenancy.billing.journal import Amounts, Entry, Journal, UsageKey, left_behind
 
 ACME = UsageKey("acme", 500_000, "", "sql", 3, "")
 GLOBEX = UsageKey("globex", 500_000, "acme", 'a "name" with\nlines', 1, "EUR 0.5 0.05 1.5")

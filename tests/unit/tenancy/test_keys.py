@@ -9,9 +9,9 @@ from loraserve.db.models import ApiKey
 from loraserve.db.session import Database
 from loraserve.errors import InvalidRequest, KeyNotFound, QuotaExceeded
 from loraserve.limits import LIMITS
-from loraserve.tenancy import keys
-from loraserve.tenancy.auth import Authenticator
-from loraserve.tenancy.keys import hash_secret, is_well_formed, make_secret
+from loraserve.tenancy.identity import keys
+from loraserve.tenancy.identity.auth import Authenticator
+from loraserve.tenancy.identity.keys import hash_secret, is_well_formed, make_secret
 
 
 def test_a_secret_holds_256_bits_and_a_checksum() -> None:

@@ -12,7 +12,7 @@ from loraserve.db.models import ServerRow
 from loraserve.db.session import Database
 from loraserve.errors import DatabaseUnavailable
 from loraserve.limits import LIMITS
-from loraserve.tenancy.servers import Servers
+from loraserve.tenancy.limits.servers import Servers
 
 
 class Clock:
@@ -86,7 +86,7 @@ async def test_one_that_closes_leaves_at_once(database: Database, clock: Clock) 
 async def test_while_the_database_is_away_the_last_count_stands_and_one_warning_says_so(
     database: Database, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("loraserve.tenancy.servers.LIMITS", LIMITS.__class__(server_beat_s=0.001))
+    monkeypatch.setattr("loraserve.tenancy.limits.servers.LIMITS", LIMITS.__class__(server_beat_s=0.001))
     here, other = Servers(database, monotonic=clock), Servers(database, monotonic=clock)
     for _ in range(2):
         await other.beat()

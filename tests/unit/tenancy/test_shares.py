@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from loraserve.errors import Overloaded, RateLimited
 from loraserve.limits import Limits
-from loraserve.tenancy.shares import Claim, Holder, Rooms, Shares, address_holder
+from loraserve.tenancy.limits.shares import Claim, Holder, Rooms, Shares, address_holder
 
 ACME, GLOBEX = Holder("tenant:acme"), Holder("tenant:globex")
 HERE = Holder("address:here")

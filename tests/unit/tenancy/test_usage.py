@@ -17,10 +17,10 @@ from loraserve.db.models import UsageHour, UsageJournal
 from loraserve.db.session import Database
 from loraserve.errors import DatabaseUnavailable
 from loraserve.limits import Limits
-from loraserve.tenancy import usage
-from loraserve.tenancy.auth import Authenticator
-from loraserve.tenancy.journal import Amounts
-from loraserve.tenancy.usage import UsageEvent, UsageMeter
+from loraserve.tenancy.billing import meter as usage
+from loraserve.tenancy.billing.journal import Amounts
+from loraserve.tenancy.billing.meter import UsageEvent, UsageMeter
+from loraserve.tenancy.identity.auth import Authenticator
 from loraserve.types import TenantId
 
 NOON = 1_800_014_400.0

@@ -20,7 +20,7 @@ from loraserve.db.paging import Page, check_limit, decode_cursor, make_page
 from loraserve.db.session import Clock, Database, utc_now
 from loraserve.errors import AlreadyExists, Conflict, InvalidRequest, QuotaExceeded, TenantNotFound
 from loraserve.limits import LIMITS, NAME_PATTERN
-from loraserve.tenancy.policy import NO_POLICY, TenantLimits, TenantPolicy, policy_of_row, read_weight
+from loraserve.tenancy.identity.policy import NO_POLICY, TenantLimits, TenantPolicy, policy_of_row, read_weight
 from loraserve.tenancy.prices import read_prices
 from loraserve.types import TenantId
 

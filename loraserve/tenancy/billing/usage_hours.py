@@ -11,7 +11,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraserve.db.models import Tenant, UsageHour, UsageJournal
-from loraserve.tenancy.journal import Amounts, UsageKey
+from loraserve.tenancy.billing.journal import Amounts, UsageKey
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _AMOUNTS = ("num_requests", "prompt_tokens", "cached_tokens", "completion_tokens", "undelivered_tokens")

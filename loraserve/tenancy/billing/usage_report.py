@@ -19,9 +19,9 @@ from loraserve.db.models import NAME_LENGTH, Tenant, UsageHour
 from loraserve.db.paging import Page, check_limit
 from loraserve.errors import InvalidRequest
 from loraserve.limits import LIMITS
-from loraserve.tenancy.journal import Amounts
-from loraserve.tenancy.tenants import tenant_not_found
-from loraserve.tenancy.usage import UsageMeter, read_price_tag
+from loraserve.tenancy.billing.journal import Amounts
+from loraserve.tenancy.billing.meter import UsageMeter, read_price_tag
+from loraserve.tenancy.identity.tenants import tenant_not_found
 from loraserve.types import TenantId
 
 GROUPS = ("tenant", "adapter", "version", "hour", "day")

@@ -22,9 +22,9 @@ from loraserve.db.names import is_name
 from loraserve.db.session import Clock, Database, utc_now
 from loraserve.errors import AuthenticationError, ConfigError, DatabaseUnavailable, TenantNotFound
 from loraserve.limits import LIMITS
-from loraserve.tenancy.keys import ADMIN_SCOPES, Keys, hash_secret, insert_key, is_usable, is_well_formed
-from loraserve.tenancy.policy import NO_POLICY, TenantPolicy, policy_of_row
-from loraserve.tenancy.tenants import (
+from loraserve.tenancy.identity.keys import ADMIN_SCOPES, Keys, hash_secret, insert_key, is_usable, is_well_formed
+from loraserve.tenancy.identity.policy import NO_POLICY, TenantPolicy, policy_of_row
+from loraserve.tenancy.identity.tenants import (
     DEFAULT_TENANT,
     Tenants,
     find_tenant,

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from loraserve.errors import QuotaExceeded, RateLimited
-from loraserve.tenancy.auth import Caller
-from loraserve.tenancy.policy import TenantLimits
-from loraserve.tenancy.rate import MINUTE_S, Bucket
+from loraserve.tenancy.identity.auth import Caller
+from loraserve.tenancy.identity.policy import TenantLimits
+from loraserve.tenancy.limits.rate import MINUTE_S, Bucket
 from loraserve.types import TenantId
 
 REASONS = ("requests", "tokens", "concurrency")

@@ -14,9 +14,9 @@ from pathlib import Path
 from loraserve.db.session import Clock, Database, utc_now
 from loraserve.errors import LoraserveError
 from loraserve.limits import LIMITS
-from loraserve.tenancy.journal import Amounts, Journal, LeftBehind, Totals, UsageKey, add_to, left_behind
+from loraserve.tenancy.billing.journal import Amounts, Journal, LeftBehind, Totals, UsageKey, add_to, left_behind
+from loraserve.tenancy.billing.usage_hours import count, counted_sequence, forget_journal
 from loraserve.tenancy.prices import Price
-from loraserve.tenancy.usage_hours import count, counted_sequence, forget_journal
 from loraserve.types import TenantId
 
 logger = logging.getLogger(__name__)

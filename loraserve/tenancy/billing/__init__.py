@@ -1,0 +1,1 @@
+"""Billing: usage is counted to the token, kept through a kill, and summed by the hour."""

@@ -1,0 +1,1 @@
+"""Identity: tenants, their keys, and the caller behind a bearer secret."""
