@@ -1,0 +1,1 @@
+"""The HTTP server: OpenAI's routes, the management API, and what carries them."""

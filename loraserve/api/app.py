@@ -8,11 +8,12 @@ from fastapi import FastAPI
 from fastapi.routing import iter_route_contexts
 
 from loraserve import __version__
-from loraserve.api import errors, health, management, metrics, openai, openapi, scopes
-from loraserve.api.counters import EngineCollector
-from loraserve.api.guard import Guard
+from loraserve.api import errors, health, management, openai, openapi, scopes
+from loraserve.api.http.guard import Guard
+from loraserve.api.metrics import route as metrics
+from loraserve.api.metrics.billing import UsageCollector
+from loraserve.api.metrics.counters import EngineCollector
 from loraserve.api.services import Services
-from loraserve.api.usage_metrics import UsageCollector
 
 
 def create_app(services: Services) -> FastAPI:

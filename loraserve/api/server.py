@@ -17,7 +17,7 @@ import uvloop
 
 from adapters_store import open_store
 from loraserve.api.app import create_app
-from loraserve.api.connection import connection_class, raise_file_limit
+from loraserve.api.http.connection import connection_class, raise_file_limit
 from loraserve.api.logs import configure_logging
 from loraserve.api.services import Services
 from loraserve.db import migrate

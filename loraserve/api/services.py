@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import HTTPConnection
 
-from loraserve.api.counters import Metrics
-from loraserve.api.shadow import Shadows
-from loraserve.api.text_threads import TextThreads
+from loraserve.api.http.text_threads import TextThreads
+from loraserve.api.inference.shadow import Shadows
+from loraserve.api.metrics.counters import Metrics
 from loraserve.errors import Overloaded
 from loraserve.limits import LIMITS, Limits
 from loraserve.tenancy.limits.admission import Admissions

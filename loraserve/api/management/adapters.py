@@ -11,9 +11,15 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from loraserve.api import scopes
-from loraserve.api.management.answers import ROOT, answer, answer_once, content_etag, created, encode
-from loraserve.api.management.multipart import multipart_boundary, read_upload
-from loraserve.api.management.resources import AdapterResource, PageResource, Resource, VersionResource, page_of
+from loraserve.api.management.payloads.answers import ROOT, answer, answer_once, content_etag, created, encode
+from loraserve.api.management.payloads.multipart import multipart_boundary, read_upload
+from loraserve.api.management.payloads.resources import (
+    AdapterResource,
+    PageResource,
+    Resource,
+    VersionResource,
+    page_of,
+)
 from loraserve.api.management.uploads import is_json, pace_of, publish_stored
 from loraserve.api.services import Services, services_of
 from loraserve.errors import InvalidRequest

@@ -6,9 +6,9 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from loraserve.api import scopes
-from loraserve.api.management.answers import answer, answer_once, encode, read_precondition, revision_etag
-from loraserve.api.management.bodies import AliasChange, read_body
-from loraserve.api.management.resources import AliasResource, PageResource, page_of
+from loraserve.api.management.payloads.answers import answer, answer_once, encode, read_precondition, revision_etag
+from loraserve.api.management.payloads.bodies import AliasChange, read_body
+from loraserve.api.management.payloads.resources import AliasResource, PageResource, page_of
 from loraserve.api.services import services_of
 from loraserve.errors import InvalidRequest
 from loraserve.registry.records import Aim, AliasRecord, ShadowPart, SplitPart

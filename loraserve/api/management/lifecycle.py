@@ -6,9 +6,9 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from loraserve.api import scopes
-from loraserve.api.management.answers import answer, answer_once, content_etag, encode
-from loraserve.api.management.bodies import AdapterEdit, VersionEdit, read_body
-from loraserve.api.management.resources import AdapterResource, Resource, VersionResource
+from loraserve.api.management.payloads.answers import answer, answer_once, content_etag, encode
+from loraserve.api.management.payloads.bodies import AdapterEdit, VersionEdit, read_body
+from loraserve.api.management.payloads.resources import AdapterResource, Resource, VersionResource
 from loraserve.api.services import services_of
 from loraserve.registry.catalog.metadata import Edit
 from loraserve.registry.records import AdapterRecord, VersionRecord

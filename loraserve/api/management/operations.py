@@ -10,9 +10,9 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from loraserve.api import scopes
-from loraserve.api.management.answers import ROOT, answer, answer_once, content_etag, created, encode
-from loraserve.api.management.bodies import Body, read_body
-from loraserve.api.management.resources import PageResource, Resource, page_of
+from loraserve.api.management.payloads.answers import ROOT, answer, answer_once, content_etag, created, encode
+from loraserve.api.management.payloads.bodies import Body, read_body
+from loraserve.api.management.payloads.resources import PageResource, Resource, page_of
 from loraserve.api.services import services_of
 from loraserve.registry.operations import OperationRecord
 from loraserve.tenancy.idempotency import Once, StoredResponse

@@ -7,8 +7,8 @@ from pydantic import ConfigDict
 from starlette.responses import Response
 
 from loraserve.api import scopes
-from loraserve.api.management.answers import answer
-from loraserve.api.management.resources import AuditResource, PageResource, Resource, page_of
+from loraserve.api.management.payloads.answers import answer
+from loraserve.api.management.payloads.resources import AuditResource, PageResource, Resource, page_of
 from loraserve.api.services import services_of
 from loraserve.tenancy.identity.auth import Caller
 

@@ -9,8 +9,8 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from loraserve.api import scopes
-from loraserve.api.management.answers import answer
-from loraserve.api.management.resources import PageResource, Resource, page_of
+from loraserve.api.management.payloads.answers import answer
+from loraserve.api.management.payloads.resources import PageResource, Resource, page_of
 from loraserve.api.services import services_of
 from loraserve.tenancy.identity.auth import Caller
 

@@ -7,7 +7,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from loraserve.api import scopes
-from loraserve.api.management.answers import (
+from loraserve.api.management.payloads.answers import (
     ROOT,
     answer,
     answer_once,
@@ -16,8 +16,8 @@ from loraserve.api.management.answers import (
     created,
     encode,
 )
-from loraserve.api.management.bodies import Body, KeyCreate, read_body
-from loraserve.api.management.resources import KeyResource, PageResource, TenantResource, page_of
+from loraserve.api.management.payloads.bodies import Body, KeyCreate, read_body
+from loraserve.api.management.payloads.resources import KeyResource, PageResource, TenantResource, page_of
 from loraserve.api.services import services_of
 from loraserve.errors import Conflict
 from loraserve.tenancy.idempotency import Once, StoredResponse

@@ -13,10 +13,10 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from loraserve.api import scopes
-from loraserve.api.json_body import parse_json
-from loraserve.api.management.answers import ROOT, answer, answer_once, content_etag, created, encode
-from loraserve.api.management.bodies import Body, read_body
-from loraserve.api.management.resources import Resource
+from loraserve.api.http.json_body import parse_json
+from loraserve.api.management.payloads.answers import ROOT, answer, answer_once, content_etag, created, encode
+from loraserve.api.management.payloads.bodies import Body, read_body
+from loraserve.api.management.payloads.resources import Resource
 from loraserve.api.services import services_of
 from loraserve.errors import InvalidRequest, PayloadTooLarge
 from loraserve.limits import LIMITS

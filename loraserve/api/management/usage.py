@@ -12,8 +12,8 @@ from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
 from loraserve.api import scopes
-from loraserve.api.management.answers import answer, content_etag, header_list
-from loraserve.api.management.resources import Resource
+from loraserve.api.management.payloads.answers import answer, content_etag, header_list
+from loraserve.api.management.payloads.resources import Resource
 from loraserve.api.services import Services, services_of
 from loraserve.errors import InvalidRequest, NotFound
 from loraserve.tenancy.billing.meter import plain

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from loraserve.api.json_body import json_object
-from loraserve.api.openai.admission import Answering, check_num_choices, check_priority, resolve_model
-from loraserve.api.openai.fields import parse_body
-from loraserve.api.openai.generation import Generation, answer
-from loraserve.api.openai.logprobs import CompletionLogprobs, join_logprobs
-from loraserve.api.openai.prompts import Reading
-from loraserve.api.openai.quota import admitted_caller, reserve
-from loraserve.api.openai.sampling import choose_max_tokens, read_sampling
-from loraserve.api.openai.schemas import CompletionBody
-from loraserve.api.openai.stream import event
-from loraserve.api.openai.usage import Usage
+from loraserve.api.http.json_body import json_object
+from loraserve.api.http.sse import event
+from loraserve.api.inference.context import Answering, check_num_choices, check_priority, resolve_model
+from loraserve.api.inference.fields import parse_body
+from loraserve.api.inference.generation import Generation, answer
+from loraserve.api.inference.logprobs import CompletionLogprobs, join_logprobs
+from loraserve.api.inference.metering import Usage
+from loraserve.api.inference.prompts import Reading
+from loraserve.api.inference.quota import admitted_caller, reserve
+from loraserve.api.inference.sampling import choose_max_tokens, read_sampling
+from loraserve.api.inference.schemas import CompletionBody
 from loraserve.api.services import Services, services_of
 from loraserve.errors import InvalidRequest, UnsupportedParameter
 from loraserve.tenancy.identity.auth import Caller

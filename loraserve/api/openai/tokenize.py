@@ -9,13 +9,13 @@ import orjson
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from loraserve.api.json_body import json_object
-from loraserve.api.openai.admission import resolve_model
-from loraserve.api.openai.fields import parse_body
-from loraserve.api.openai.prompts import Reading
-from loraserve.api.openai.quota import admitted_caller
-from loraserve.api.openai.sampling import check_token_ids
-from loraserve.api.openai.schemas import DetokenizeBody, TokenizeBody
+from loraserve.api.http.json_body import json_object
+from loraserve.api.inference.context import resolve_model
+from loraserve.api.inference.fields import parse_body
+from loraserve.api.inference.prompts import Reading
+from loraserve.api.inference.quota import admitted_caller
+from loraserve.api.inference.sampling import check_token_ids
+from loraserve.api.inference.schemas import DetokenizeBody, TokenizeBody
 from loraserve.api.services import services_of
 from loraserve.errors import InvalidRequest
 from loraserve.tenancy.identity.auth import Caller

@@ -7,11 +7,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from loraserve.api.management.bodies import AdapterEdit, AliasChange, KeyCreate, VersionEdit
+from loraserve.api.inference.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from loraserve.api.management.operations import PullCreate
+from loraserve.api.management.payloads.bodies import AdapterEdit, AliasChange, KeyCreate, VersionEdit
 from loraserve.api.management.tenants import TenantCreate, TenantPatch
 from loraserve.api.management.uploads import UploadCreate
-from loraserve.api.openai.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from loraserve.api.openapi.answers import ChatCompletion, Completion, Health, Model, ModelList, Text, Tokens
 
 Schema = Mapping[str, Any]

@@ -10,7 +10,7 @@ import httpx2
 import pytest
 
 from adapters_store import LocalStore
-from loraserve.api.guard import _AnswerBroken
+from loraserve.api.http.guard import _AnswerBroken
 from loraserve.api.services import Services
 from loraserve.limits import LIMITS
 

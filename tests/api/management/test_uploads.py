@@ -14,7 +14,7 @@ from fastapi import FastAPI
 
 from adapters_store import LocalStore
 from loraserve import faults, rests
-from loraserve.api.management import multipart
+from loraserve.api.management.payloads import multipart
 from loraserve.api.services import Services
 from loraserve.limits import LIMITS
 

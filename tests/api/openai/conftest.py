@@ -18,7 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from adapters_store import LocalStore
 from loraserve.api.app import create_app
-from loraserve.api.connection import connection_class
+from loraserve.api.http.connection import connection_class
 from loraserve.api.services import Services
 from loraserve.db.session import Database
 from loraserve.engine_client.messages import GenerateRequest

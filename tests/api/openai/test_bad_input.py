@@ -8,7 +8,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from loraserve.api.openai.schemas import ChatBody, CompletionBody, InferenceBody
+from loraserve.api.inference.schemas import ChatBody, CompletionBody, InferenceBody
 
 MARK = "SECRETMARKER"
 MESSAGE = {"role": "user", "content": "hi"}

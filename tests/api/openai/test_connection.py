@@ -14,9 +14,9 @@ import attack
 import pytest
 from attack import KIB, MIB
 
-from loraserve.api import connection
-from loraserve.api.h11_connection import BoundedH11Connection
-from loraserve.api.httptools_connection import BoundedConnection
+from loraserve.api.http import connection
+from loraserve.api.http.h11_connection import BoundedH11Connection
+from loraserve.api.http.httptools_connection import BoundedConnection
 from loraserve.limits import LIMITS, Limits
 
 LIVE = attack.head("/livez", "GET")
@@ -83,7 +83,7 @@ async def test_trailers_over_their_bound_are_refused_in_words(url: str, acme: An
 @pytest.fixture
 def seen_headers(services: Any, monkeypatch: pytest.MonkeyPatch) -> list[dict[bytes, bytes]]:
     """Every request's headers as the application has them once its answer begins."""
-    from loraserve.api.guard import _Exchange
+    from loraserve.api.http.guard import _Exchange
 
     seen: list[dict[bytes, bytes]] = []
     send = _Exchange.send

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 
-from loraserve.api import connection
+from loraserve.api.http import connection
 from loraserve.limits import Limits
 
 

@@ -9,7 +9,7 @@ import httpx2
 import msgspec
 import pytest
 
-from loraserve.api.openai.fallback import Answerer
+from loraserve.api.inference.target import Answerer
 from loraserve.errors import AdapterCorrupt, AdapterNotReady, AdapterNumerics, AdapterUnavailable, Overloaded
 from loraserve.registry.binding import Binding, Fallback
 from loraserve.registry.model_name import parse_model

@@ -14,7 +14,7 @@ import httpx2
 import pytest
 from attack import KIB, MIB
 
-from loraserve.api import text_threads
+from loraserve.api.http import text_threads
 
 LONG = "The quick brown fox jumps over the lazy dog. " * 23_300  # nearly a mebibyte
 MESSAGES = [{"role": "user", "content": LONG}]

@@ -12,8 +12,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from loraserve.api.openai.prompts import Prompt
-from loraserve.api.openai.usage import Usage
+from loraserve.api.inference.metering import Usage
+from loraserve.api.inference.prompts import Prompt
 from loraserve.api.services import Services
 from loraserve.errors import AdapterNumerics, DeadlineExceeded, Overloaded
 from loraserve.limits import LIMITS
@@ -161,7 +161,7 @@ async def test_more_choices_than_the_tenant_may_have_waiting_never_pass(
 async def test_an_unbounded_chat_reserves_a_part_alone(
     client: httpx2.AsyncClient, limit: Limit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loraserve.api.openai.quota.LIMITS", LIMITS.__class__(unasked_tokens_reserved=20))
+    monkeypatch.setattr("loraserve.api.inference.quota.LIMITS", LIMITS.__class__(unasked_tokens_reserved=20))
     await limit(tokens_per_minute=120)
     messages = [{"role": "user", "content": "hi"}]
     response = await client.post("/v1/chat/completions", json={"model": "sql", "messages": messages})

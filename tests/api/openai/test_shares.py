@@ -14,7 +14,7 @@ import httpx2
 import pytest
 from stalled import head, stalled, statuses
 
-from loraserve.api import connection
+from loraserve.api.http import connection
 from loraserve.api.services import Services
 from loraserve.limits import KIB, LIMITS, Limits
 from loraserve.registry.uploads import concurrency_limiter as places

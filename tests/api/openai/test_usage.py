@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 
-from loraserve.api.openai.prompts import Prompt
-from loraserve.api.openai.usage import Usage
+from loraserve.api.inference.metering import Usage
+from loraserve.api.inference.prompts import Prompt
 from loraserve.engine_client.output import Chunk
 from loraserve.errors import AdapterNotReady, EngineCrashed
 from loraserve.tenancy.billing.journal import Amounts

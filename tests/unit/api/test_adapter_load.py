@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loraserve.api.adapter_load import AdapterLoad
+from loraserve.api.metrics.adapter_load import AdapterLoad
 from loraserve.types import AdapterPart, AdapterRef, Digest, TenantId
 
 ACME, GLOBEX = TenantId("1"), TenantId("2")

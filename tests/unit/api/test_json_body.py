@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraserve.api.json_body import count_containers, parse_json
+from loraserve.api.http.json_body import count_containers, parse_json
 from loraserve.errors import InvalidRequest
 from loraserve.limits import LIMITS
 

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from loraserve.api import text_threads
-from loraserve.api.text_threads import ON_LOOP_BYTES, TextThreads
+from loraserve.api.http import text_threads
+from loraserve.api.http.text_threads import ON_LOOP_BYTES, TextThreads
 from loraserve.demo.pack import base_dir
 from loraserve.text.tokenizer import Tokenizer
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from loraserve.api.openai.sampling import check_token_ids, choose_max_tokens
+from loraserve.api.inference.sampling import check_token_ids, choose_max_tokens
 from loraserve.api.services import Services
 from loraserve.errors import ContextLengthExceeded, InvalidRequest, PayloadTooLarge, UnsupportedParameter
 from loraserve.limits import LIMITS

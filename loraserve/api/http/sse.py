@@ -13,8 +13,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from loraserve.api.connection import can_send
 from loraserve.api.errors import openai_envelope, unforeseen
+from loraserve.api.http.connection import can_send
 from loraserve.errors import LoraserveError
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loraserve.api.openai.schemas import InferenceBody
+from loraserve.api.inference.schemas import InferenceBody
 from loraserve.errors import ContextLengthExceeded, InvalidRequest
 from loraserve.limits import LIMITS
 from loraserve.types import BaseSpec, SamplingParams

@@ -11,7 +11,7 @@ from loraserve.tenancy.billing.meter import UsageEvent, plain, price_tag
 from loraserve.tenancy.prices import highest
 
 if TYPE_CHECKING:
-    from loraserve.api.openai.admission import Answering
+    from loraserve.api.inference.context import Answering
     from loraserve.engine_client.client import Chunk
     from loraserve.tenancy.identity.auth import Caller
     from loraserve.tenancy.limits.admission import Admitted

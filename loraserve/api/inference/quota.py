@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fastapi import Depends, Request
 
 from loraserve.api import scopes
-from loraserve.api.openai.prompts import Prompt
+from loraserve.api.inference.prompts import Prompt
 from loraserve.api.services import services_of
 from loraserve.limits import LIMITS
 from loraserve.tenancy.identity.auth import Caller

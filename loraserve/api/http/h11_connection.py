@@ -5,7 +5,7 @@ from __future__ import annotations
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from loraserve.api.connection import HEAD_SLACK, Bounded, Refusal
+from loraserve.api.http.connection import HEAD_SLACK, Bounded, Refusal
 from loraserve.errors import InvalidRequest, MethodNotAllowed
 from loraserve.limits import LIMITS
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from ulid import ULID
 
-from loraserve.api.openai.fallback import Answerer
-from loraserve.api.openai.fields import ignored_header
-from loraserve.api.openai.prompts import Prompt
-from loraserve.api.openai.sampling import Sampling, choose_seeds
-from loraserve.api.openai.schemas import InferenceBody, WeightedAdapter
+from loraserve.api.inference.fields import ignored_header
+from loraserve.api.inference.prompts import Prompt
+from loraserve.api.inference.sampling import Sampling, choose_seeds
+from loraserve.api.inference.schemas import InferenceBody, WeightedAdapter
+from loraserve.api.inference.target import Answerer
 from loraserve.api.services import Services
 from loraserve.engine_client.messages import GenerateRequest
 from loraserve.errors import InvalidRequest, PermissionDenied, QuotaExceeded

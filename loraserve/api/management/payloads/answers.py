@@ -11,7 +11,7 @@ import orjson
 from fastapi import Request
 from starlette.responses import Response
 
-from loraserve.api.management.resources import Resource
+from loraserve.api.management.payloads.resources import Resource
 from loraserve.errors import InvalidRequest, PreconditionFailed
 from loraserve.registry.records import Precondition
 from loraserve.tenancy.idempotency import Once, Replay, StoredResponse

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from loraserve.api.connection import Bounded, Part
+from loraserve.api.http.connection import Bounded, Part
 from loraserve.errors import MethodNotAllowed
 
 

@@ -18,8 +18,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ulid import ULID
 
-from loraserve.api.counters import Metrics
 from loraserve.api.errors import MANAGEMENT_PREFIX, error_response, unforeseen
+from loraserve.api.metrics.counters import Metrics
 from loraserve.errors import (
     HeadersTooLarge,
     InvalidRequest,

@@ -14,11 +14,11 @@ import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from loraserve.api.openai.fallback import Answerer
-from loraserve.api.openai.stream import EventStream, WholeAnswer
-from loraserve.api.openai.usage import Usage
+from loraserve.api.http.sse import EventStream, WholeAnswer
+from loraserve.api.inference.metering import Usage
+from loraserve.api.inference.shadow import Copy
+from loraserve.api.inference.target import Answerer
 from loraserve.api.services import Services
-from loraserve.api.shadow import Copy
 from loraserve.engine_client.timeouts import TIMEOUT
 from loraserve.errors import (
     AdapterNumerics,

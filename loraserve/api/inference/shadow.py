@@ -21,7 +21,7 @@ from loraserve.registry.catalog.shadow_hours import Tally
 from loraserve.types import FinishReason, RequestId, TenantId
 
 if TYPE_CHECKING:
-    from loraserve.api.counters import Metrics
+    from loraserve.api.metrics.counters import Metrics
     from loraserve.engine_client.client import EngineClient, GenerateRequest
     from loraserve.registry.registry import Registry
 

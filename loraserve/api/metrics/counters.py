@@ -10,10 +10,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from loraserve.api.adapter_load import AdapterLoad
-from loraserve.api.memory_metrics import memory_metrics
-from loraserve.api.shadow import OUTCOMES as SHADOW_OUTCOMES
-from loraserve.api.tenancy_metrics import share_metrics, tenancy_metrics
+from loraserve.api.inference.shadow import OUTCOMES as SHADOW_OUTCOMES
+from loraserve.api.metrics.adapter_load import AdapterLoad
+from loraserve.api.metrics.memory import memory_metrics
+from loraserve.api.metrics.tenancy import share_metrics, tenancy_metrics
 from loraserve.registry.health.certificates import REJECTED, VERDICTS
 from loraserve.registry.health.parity import FAILED, PASSED
 from loraserve.registry.operations import ENDED

@@ -7,7 +7,7 @@ from typing import TypeVar
 from fastapi import Request
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
-from loraserve.api.json_body import json_object
+from loraserve.api.http.json_body import json_object
 from loraserve.errors import InvalidRequest
 from loraserve.limits import LIMITS
 

@@ -60,10 +60,10 @@ def connection_class() -> type[Bounded]:
     It is httptools' (llhttp), and h11's (pure Python) where that isn't installed.
     """
     if importlib.util.find_spec("httptools") is not None:
-        from loraserve.api.httptools_connection import BoundedConnection
+        from loraserve.api.http.httptools_connection import BoundedConnection
 
         return BoundedConnection
-    from loraserve.api.h11_connection import BoundedH11Connection
+    from loraserve.api.http.h11_connection import BoundedH11Connection
 
     return BoundedH11Connection
 

@@ -1,0 +1,1 @@
+"""Bodies that management routes take, and the resources that they answer with."""

@@ -1,0 +1,1 @@
+"""Prometheus metrics, collected at each scrape."""
