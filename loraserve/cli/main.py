@@ -6,27 +6,12 @@ from typing import Annotated
 
 import typer
 
-from loraserve.cli import (
-    adapter,
-    adapter_alias,
-    adapter_memory,
-    audit,
-    bench,
-    db,
-    demo,
-    doctor,
-    grant,
-    key,
-    operation,
-    plan,
-    ps,
-    run,
-    serve,
-    tenant,
-    usage,
-)
+from loraserve.cli import audit, bench, operation, ps, run, usage
+from loraserve.cli.adapters import adapter, adapter_alias, adapter_memory
+from loraserve.cli.local import db, demo, doctor, plan, serve
 from loraserve.cli.options import FormatOption, choose_format
 from loraserve.cli.output import Output
+from loraserve.cli.tenants import grant, key, tenant
 
 app = typer.Typer(
     name="loraserve",

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from loraserve import Client
-from loraserve.cli.doctor import _secrets
+from loraserve.cli.local.doctor import _secrets
 from loraserve.cli.main import app
 from loraserve.demo.pack import base_dir
 from loraserve.doctor import installation, kernels

@@ -31,10 +31,10 @@ HEAVY = (
         "loraserve.errors",
         "loraserve.sdk",
         "loraserve.cli.main",
-        "loraserve.cli.serve",
-        "loraserve.cli.db",
-        "loraserve.cli.plan",
-        "loraserve.cli.doctor",
+        "loraserve.cli.local.serve",
+        "loraserve.cli.local.db",
+        "loraserve.cli.local.plan",
+        "loraserve.cli.local.doctor",
     ],
 )
 def test_import_loads_nothing_heavy(module: str) -> None:

@@ -12,9 +12,7 @@ from urllib.parse import unquote, unquote_plus, urlsplit
 import typer
 
 from loraserve import errors
-from loraserve.cli.options import FormatOption, UrlOption, reporting
-from loraserve.cli.output import Format, Output
-from loraserve.cli.serve_flags import (
+from loraserve.cli.local.serve_flags import (
     SERVE,
     ActivationDtypeFlag,
     AdapterDtypeFlag,
@@ -26,6 +24,8 @@ from loraserve.cli.serve_flags import (
     QuantizeFlag,
     Text,
 )
+from loraserve.cli.options import FormatOption, UrlOption, reporting
+from loraserve.cli.output import Format, Output
 
 if TYPE_CHECKING:
     from loraserve.doctor.checks import Check

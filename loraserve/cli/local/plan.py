@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loraserve.cli.options import FormatOption, reporting
-from loraserve.cli.output import Format, Output, size
-from loraserve.cli.serve_flags import (
+from loraserve.cli.local.serve_flags import (
     SERVE,
     ActivationDtypeFlag,
     AdapterDtypeFlag,
@@ -21,6 +19,8 @@ from loraserve.cli.serve_flags import (
     QuantizeFlag,
     Text,
 )
+from loraserve.cli.options import FormatOption, reporting
+from loraserve.cli.output import Format, Output, size
 
 if TYPE_CHECKING:
     from loraserve.planning.plan import Plan

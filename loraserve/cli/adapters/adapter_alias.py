@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from loraserve.cli.adapter import NameArgument
-from loraserve.cli.alias_view import ALIAS_COLUMNS, ALIAS_DETAILS
+from loraserve.cli.adapters.adapter import NameArgument
+from loraserve.cli.adapters.alias_view import ALIAS_COLUMNS, ALIAS_DETAILS
 from loraserve.cli.arguments import version_numbers
 from loraserve.cli.options import ActForOption, FormatOption, UrlOption, connected
 from loraserve.cli.output import Column

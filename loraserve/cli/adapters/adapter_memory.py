@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loraserve.cli.adapter import TargetArgument
+from loraserve.cli.adapters.adapter import TargetArgument
+from loraserve.cli.adapters.version_view import check_served, show_version
 from loraserve.cli.arguments import split_version
 from loraserve.cli.options import ActForOption, FormatOption, UrlOption, connected
 from loraserve.cli.output import Column
-from loraserve.cli.version_view import check_served, show_version
 
 if TYPE_CHECKING:
     from loraserve.sdk import Client

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loraserve import errors
-from loraserve.cli.alias_view import ALIAS_COLUMNS, aliases_in_words
+from loraserve.cli.adapters.alias_view import ALIAS_COLUMNS, aliases_in_words
+from loraserve.cli.adapters.version_view import VERSION_COLUMNS, check_served, show_version
 from loraserve.cli.arguments import key_values, split_version
 from loraserve.cli.operation import show_operation, wait_for
 from loraserve.cli.options import ActForOption, FormatOption, UrlOption, connected
 from loraserve.cli.output import Column, Format
-from loraserve.cli.version_view import VERSION_COLUMNS, check_served, show_version
 
 if TYPE_CHECKING:
     from loraserve.sdk import Progress

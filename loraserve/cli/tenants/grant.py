@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from loraserve.cli.adapter import NameArgument
+from loraserve.cli.adapters.adapter import NameArgument
 from loraserve.cli.options import ActForOption, FormatOption, UrlOption, connected
 from loraserve.cli.output import Column
 

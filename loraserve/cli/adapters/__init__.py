@@ -1,0 +1,1 @@
+"""Commands on adapters, their versions and their aliases."""

@@ -1,0 +1,1 @@
+"""Commands that work on this machine instead of calling a server: serve, plan, doctor, db and demo."""

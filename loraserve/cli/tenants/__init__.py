@@ -1,0 +1,1 @@
+"""Commands on tenants, their keys and their grants."""
