@@ -15,8 +15,8 @@ from loraserve.cli.output import Column, Format, Output, size
 
 if TYPE_CHECKING:
     from loraserve.sdk import Client
-    from loraserve.sdk.residency import AdapterResidency, Memory
-    from loraserve.sdk.server import Base
+    from loraserve.sdk.resources.residency import AdapterResidency, Memory
+    from loraserve.sdk.resources.server import Base
 
 COLUMNS = (
     Column("ADAPTER", "model"),
@@ -78,7 +78,7 @@ def _hotness(row: AdapterResidency) -> tuple[int, float]:
 
 def _stats(client: Client) -> dict[str, float] | None:
     """The engine's counters; None for a key that may not see them."""
-    from loraserve.sdk.samples import parse_metrics
+    from loraserve.sdk.types.samples import parse_metrics
 
     try:
         return parse_metrics(client.metrics())

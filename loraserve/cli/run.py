@@ -15,8 +15,8 @@ from loraserve.cli.output import Format, Output
 if TYPE_CHECKING:
     from loraserve.sdk import Client
     from loraserve.sdk.answers import Answer
-    from loraserve.sdk.fields import SamplingFields
-    from loraserve.sdk.types import ChatCompletion, Completion
+    from loraserve.sdk.types.fields import SamplingFields
+    from loraserve.sdk.types.inference import ChatCompletion, Completion
 
     Messages = list[dict[str, str]]
     Own = dict[str, float] | None

@@ -17,7 +17,7 @@ from loraserve.planning.memory import Arena
 
 if TYPE_CHECKING:
     from loraserve.sdk import Client
-    from loraserve.sdk.residency import AdapterResidency
+    from loraserve.sdk.resources.residency import AdapterResidency
 
 TIMEOUT_S = 10.0
 MAX_COMPARED = 5
@@ -113,7 +113,7 @@ def _check(client: Client, api_key: str, expected: Expected | None) -> Iterator[
     yield from _check_base(client, expected)
     yield from _check_limits(client)
     try:
-        from loraserve.sdk.samples import parse_metrics
+        from loraserve.sdk.types.samples import parse_metrics
 
         samples = parse_metrics(client.metrics())
     except LoraserveError as error:

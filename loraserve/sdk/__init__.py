@@ -11,6 +11,6 @@ from __future__ import annotations
 
 from loraserve.sdk.client import AsyncClient, Client
 from loraserve.sdk.file_piece import Progress
-from loraserve.sdk.streaming import AsyncStream, Stream
+from loraserve.sdk.transport.streaming import AsyncStream, Stream
 
 __all__ = ["AsyncClient", "AsyncStream", "Client", "Progress", "Stream"]

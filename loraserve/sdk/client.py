@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 
 from loraserve import errors
-from loraserve.sdk.adapters import Adapters
-from loraserve.sdk.async_adapters import AsyncAdapters
 from loraserve.sdk.call import Call, read_into
-from loraserve.sdk.chat import AsyncChat, Chat
-from loraserve.sdk.completions import AsyncCompletions, Completions
 from loraserve.sdk.config import DEFAULT_TIMEOUT_S, ClientConfig
-from loraserve.sdk.grants import AsyncGrants, Grants
-from loraserve.sdk.keys import AsyncKeys, Keys
-from loraserve.sdk.models import AsyncModels, Models
-from loraserve.sdk.operations import AsyncOperations, Operations
-from loraserve.sdk.paging import all_rows, all_rows_async
-from loraserve.sdk.residency import AdapterResidency, Memory, ResidencyPage
-from loraserve.sdk.server import AuditEntry, Base, Limits
-from loraserve.sdk.tenants import AsyncTenants, Tenants
-from loraserve.sdk.transport import AsyncTransport, Transport
-from loraserve.sdk.usage import AsyncUsage, Usage
+from loraserve.sdk.resources.adapters import Adapters
+from loraserve.sdk.resources.async_adapters import AsyncAdapters
+from loraserve.sdk.resources.chat import AsyncChat, Chat
+from loraserve.sdk.resources.completions import AsyncCompletions, Completions
+from loraserve.sdk.resources.grants import AsyncGrants, Grants
+from loraserve.sdk.resources.keys import AsyncKeys, Keys
+from loraserve.sdk.resources.models import AsyncModels, Models
+from loraserve.sdk.resources.operations import AsyncOperations, Operations
+from loraserve.sdk.resources.residency import AdapterResidency, Memory, ResidencyPage
+from loraserve.sdk.resources.server import AuditEntry, Base, Limits
+from loraserve.sdk.resources.tenants import AsyncTenants, Tenants
+from loraserve.sdk.resources.usage import AsyncUsage, Usage
+from loraserve.sdk.transport.paging import all_rows, all_rows_async
+from loraserve.sdk.transport.transport import AsyncTransport, Transport
 
 if TYPE_CHECKING:
     import openai

@@ -8,7 +8,7 @@ from benchmarks.make_model import SIZES
 from benchmarks.synthetic import Adapters, bytes_per_rank
 from loraserve.adapters.digest import adapter_digest
 from loraserve.adapters.format.peft_format import read_adapter
-from loraserve.sdk.peft_directory import find_files
+from loraserve.sdk.files.peft_directory import find_files
 
 TINY = SIZES["tiny"]
 

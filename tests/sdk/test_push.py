@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from loraserve import AsyncClient, Client, errors
-from loraserve.sdk import Progress, uploads
+from loraserve.sdk import Progress
+from loraserve.sdk.files import uploads
 
 SIZE = 1024 * 1024
 """Of the weights."""

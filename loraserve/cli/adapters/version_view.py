@@ -10,7 +10,7 @@ import typer
 from loraserve.cli.output import Column, Output, size
 
 if TYPE_CHECKING:
-    from loraserve.sdk.resources import Certificate, Version
+    from loraserve.sdk.types.management import Certificate, Version
 
 VERSION_COLUMNS = (
     Column("VERSION", "version"),

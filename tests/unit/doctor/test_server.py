@@ -9,7 +9,7 @@ import threading
 from loraserve.doctor.server import check_budget, check_counters, check_probes, is_there
 from loraserve.memory.plan import Division
 from loraserve.planning.memory import Arena
-from loraserve.sdk.samples import parse_metrics
+from loraserve.sdk.types.samples import parse_metrics
 
 TEXT = """\
 # HELP loraserve_kv_blocks KV blocks by state.

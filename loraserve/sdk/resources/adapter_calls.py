@@ -7,14 +7,14 @@ from pathlib import Path
 
 from loraserve import errors
 from loraserve.sdk.call import Call, encode, idempotency_key, read_into, read_nothing, segment
-from loraserve.sdk.download import download
 from loraserve.sdk.file_piece import Progress
-from loraserve.sdk.operations import Operation
-from loraserve.sdk.peft_directory import find_files, read_config
-from loraserve.sdk.resources import Action, Adapter, Alias, Version
+from loraserve.sdk.files.download import download
+from loraserve.sdk.files.peft_directory import find_files, read_config
+from loraserve.sdk.files.uploads import send_file
+from loraserve.sdk.resources.operations import Operation
 from loraserve.sdk.retry import RetryPolicy
-from loraserve.sdk.steps import Pause, Steps, Work
-from loraserve.sdk.uploads import send_file
+from loraserve.sdk.transport.steps import Pause, Steps, Work
+from loraserve.sdk.types.management import Action, Adapter, Alias, Version
 
 OnProgress = Callable[[Progress], object]
 ROOT = "/api/v1/adapters"

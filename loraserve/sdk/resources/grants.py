@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Iterator
 from datetime import datetime
 
 from loraserve.sdk.call import Call, Result, read_into, read_nothing, segment
-from loraserve.sdk.paging import all_rows, all_rows_async
-from loraserve.sdk.transport import AsyncTransport, Transport
+from loraserve.sdk.transport.paging import all_rows, all_rows_async
+from loraserve.sdk.transport.transport import AsyncTransport, Transport
 
 
 class Grant(Result):

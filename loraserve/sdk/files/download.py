@@ -13,9 +13,9 @@ from loraserve import errors
 from loraserve.sdk.answers import Answer
 from loraserve.sdk.call import Call, read_nothing
 from loraserve.sdk.file_piece import Progress
-from loraserve.sdk.peft_directory import CONFIG_FILE, WEIGHTS_FILE
+from loraserve.sdk.files.peft_directory import CONFIG_FILE, WEIGHTS_FILE
 from loraserve.sdk.retry import RetryPolicy
-from loraserve.sdk.steps import Fetch, Pause, Steps, Work
+from loraserve.sdk.transport.steps import Fetch, Pause, Steps, Work
 
 _DIGEST = re.compile(r'(?:W/)?"([0-9a-f]{64})"')
 _BROKEN = (errors.ConnectionFailed, errors.ClientTimeout, errors.Overloaded)

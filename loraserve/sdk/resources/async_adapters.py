@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
-from loraserve.sdk import adapter_calls as calls
-from loraserve.sdk.adapter_calls import LIVE, ROOT, OnProgress
-from loraserve.sdk.operations import Operation
-from loraserve.sdk.paging import all_rows_async
-from loraserve.sdk.resources import Action, Adapter, Alias, ShadowHour, Version
-from loraserve.sdk.steps import run_async
-from loraserve.sdk.transport import AsyncTransport
+from loraserve.sdk.resources import adapter_calls as calls
+from loraserve.sdk.resources.adapter_calls import LIVE, ROOT, OnProgress
+from loraserve.sdk.resources.operations import Operation
+from loraserve.sdk.transport.paging import all_rows_async
+from loraserve.sdk.transport.steps import run_async
+from loraserve.sdk.transport.transport import AsyncTransport
+from loraserve.sdk.types.management import Action, Adapter, Alias, ShadowHour, Version
 
 
 class AsyncAdapters:

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Unpack, overload
 
 from loraserve.sdk.call import Call, encode, read_into
-from loraserve.sdk.fields import ChatFields, Message, merge
-from loraserve.sdk.streaming import AsyncStream, Stream
-from loraserve.sdk.transport import AsyncTransport, Transport
-from loraserve.sdk.types import ChatCompletion, ChatCompletionChunk
+from loraserve.sdk.transport.streaming import AsyncStream, Stream
+from loraserve.sdk.transport.transport import AsyncTransport, Transport
+from loraserve.sdk.types.fields import ChatFields, Message, merge
+from loraserve.sdk.types.inference import ChatCompletion, ChatCompletionChunk
 
 ExtraBody = Mapping[str, Any] | None
 

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import TypeVar
 
 from loraserve.sdk.call import Call, Result, read_into
-from loraserve.sdk.resources import Page
-from loraserve.sdk.transport import AsyncTransport, Transport
+from loraserve.sdk.transport.transport import AsyncTransport, Transport
+from loraserve.sdk.types.management import Page
 
 R = TypeVar("R", bound=Result)
 PAGE_SIZE = 100

@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import Field
 
 from loraserve.sdk.call import Call, Result, encode, idempotency_key, read_into, read_nothing, segment
-from loraserve.sdk.paging import all_rows, all_rows_async
-from loraserve.sdk.transport import AsyncTransport, Transport
+from loraserve.sdk.transport.paging import all_rows, all_rows_async
+from loraserve.sdk.transport.transport import AsyncTransport, Transport
 
 ROOT = "/api/v1/tenants"
 Limits = Mapping[str, int | float | None]

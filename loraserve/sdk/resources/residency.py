@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from loraserve.sdk.call import Result
-from loraserve.sdk.resources import Page
+from loraserve.sdk.types.management import Page
 
 
 class AdapterResidency(Result):

@@ -16,7 +16,7 @@ import httpx2
 from loraserve import errors
 from loraserve.sdk.answers import Answer
 from loraserve.sdk.call import Call
-from loraserve.sdk.transport import AsyncTransport, Transport, error_from_failure
+from loraserve.sdk.transport.transport import AsyncTransport, Transport, error_from_failure
 
 T = TypeVar("T")
 

@@ -7,8 +7,8 @@ from datetime import UTC, date, datetime
 from decimal import Decimal
 
 from loraserve.sdk.call import Call, Result
-from loraserve.sdk.paging import all_rows, all_rows_async
-from loraserve.sdk.transport import AsyncTransport, Transport
+from loraserve.sdk.transport.paging import all_rows, all_rows_async
+from loraserve.sdk.transport.transport import AsyncTransport, Transport
 
 ROOT = "/api/v1/usage"
 GROUPS = ("tenant", "adapter", "version", "hour", "day")

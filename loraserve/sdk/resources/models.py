@@ -5,8 +5,8 @@ from __future__ import annotations
 import builtins
 
 from loraserve.sdk.call import Call, read_into, segment
-from loraserve.sdk.transport import AsyncTransport, Transport
-from loraserve.sdk.types import Model, ModelList
+from loraserve.sdk.transport.transport import AsyncTransport, Transport
+from loraserve.sdk.types.inference import Model, ModelList
 
 
 def _list() -> Call[ModelList]:

@@ -12,9 +12,9 @@ from pydantic import Field
 from loraserve import errors
 from loraserve.sdk.call import Call, Result, read_into, segment
 from loraserve.sdk.file_piece import Progress
-from loraserve.sdk.paging import all_rows, all_rows_async
-from loraserve.sdk.steps import Pause, Steps, run, run_async
-from loraserve.sdk.transport import AsyncTransport, Transport
+from loraserve.sdk.transport.paging import all_rows, all_rows_async
+from loraserve.sdk.transport.steps import Pause, Steps, run, run_async
+from loraserve.sdk.transport.transport import AsyncTransport, Transport
 
 ROOT = "/api/v1/operations"
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0

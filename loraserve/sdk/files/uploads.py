@@ -12,7 +12,7 @@ from loraserve import errors
 from loraserve.sdk.call import Call, Result, encode, idempotency_key, read_into, segment
 from loraserve.sdk.file_piece import FilePiece, Progress
 from loraserve.sdk.retry import RetryPolicy
-from loraserve.sdk.steps import Pause, Steps, Work
+from loraserve.sdk.transport.steps import Pause, Steps, Work
 
 ROOT = "/api/v1/uploads"
 PIECE_BYTES = 16 * 1024 * 1024

@@ -12,7 +12,7 @@ import httpx2
 from loraserve import errors
 from loraserve.sdk.answers import Answer, error_from_body
 from loraserve.sdk.call import Result, parse
-from loraserve.sdk.transport import error_from_failure
+from loraserve.sdk.transport.transport import error_from_failure
 
 C = TypeVar("C", bound=Result)
 DONE = "[DONE]"

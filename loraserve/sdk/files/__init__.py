@@ -1,0 +1,1 @@
+"""Files of an adapter on their way to and from the server."""

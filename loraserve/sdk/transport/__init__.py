@@ -1,0 +1,1 @@
+"""HTTP calls with retries, blocking and asynchronous; streaming and paging."""

@@ -1,0 +1,1 @@
+"""Types that the client takes and returns."""
