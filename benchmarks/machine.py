@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from loraserve_kernels import gemm
+from loraserve_kernels.cpu.linear import gemm
 
 INSTRUCTION_SETS = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
 

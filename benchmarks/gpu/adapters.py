@@ -11,11 +11,11 @@ from torch import Tensor
 
 from benchmarks.gpu.limits import SiteShape
 from benchmarks.gpu.machine import Machine
-from loraserve_kernels.gpu_plan import GpuLoraPlan
-from loraserve_kernels.modules import LAYER_MODULES, MODULE_INDEX, MODULES, SITES, LoraModule, ReplacedRows
-from loraserve_kernels.paged_layout import A_UNITS, B_UNITS, RANK_TILE, REPLACED_SITES, UNIT_BYTES, AdapterPages
-from loraserve_kernels.paged_packing import make_pages
-from loraserve_kernels.paged_pool import PagedPool
+from loraserve_kernels.common.modules import LAYER_MODULES, MODULE_INDEX, MODULES, SITES, LoraModule, ReplacedRows
+from loraserve_kernels.gpu.lora.plan import GpuLoraPlan
+from loraserve_kernels.gpu.paged.layout import A_UNITS, B_UNITS, RANK_TILE, REPLACED_SITES, UNIT_BYTES, AdapterPages
+from loraserve_kernels.gpu.paged.packing import make_pages
+from loraserve_kernels.gpu.paged.pool import PagedPool
 
 Shapes = Mapping[str, tuple[int, int]]
 Ranks = int | Mapping[str, int]

@@ -11,7 +11,7 @@ from benchmarks.gpu.check_attention import LLAMA, Attending, Heads, make_attendi
 from benchmarks.gpu.limits import attention_work, share
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.parts import Case, Row
-from loraserve_kernels.gpu_attention import paged_attention, varlen_attention, varlen_obstacle
+from loraserve_kernels.gpu.attention.paged import paged_attention, varlen_attention, varlen_obstacle
 
 
 def cases(machine: Machine) -> Iterator[Case]:

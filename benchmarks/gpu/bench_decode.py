@@ -17,10 +17,10 @@ from benchmarks.gpu.parts import Case, Row
 from benchmarks.gpu.shapes import llama, module_shapes
 from benchmarks.gpu.steps import BLOCK_SIZE, Steps
 from loraserve.types import SamplingParams
-from loraserve_kernels.gpu_sampling import SamplingRows, sample
-from loraserve_kernels.layout import LAYER_MODULES, LoraModule
-from loraserve_kernels.paged_packing import make_pages
-from loraserve_kernels.paged_pool import PagedPool
+from loraserve_kernels.cpu.lora.layout import LAYER_MODULES, LoraModule
+from loraserve_kernels.gpu.paged.packing import make_pages
+from loraserve_kernels.gpu.paged.pool import PagedPool
+from loraserve_kernels.gpu.sampling.sampling import SamplingRows, sample
 
 FORMATS = ("none", "int4", "int8")
 ROWS = (64, 32, 1, 256)

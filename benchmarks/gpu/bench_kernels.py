@@ -16,7 +16,7 @@ from benchmarks.gpu.limits import SiteShape, lora_work, share
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.parts import Case, Row
 from benchmarks.gpu.shapes import site_shapes
-from loraserve_kernels.launch import apply_lora
+from loraserve_kernels.ops import apply_lora
 
 MIXES = ((1, 1), (8, 8), (32, 1), (32, 32), (64, 64), (256, 32), (256, 256))
 RANKS = (16, 64, 8, 128)

@@ -15,9 +15,9 @@ from benchmarks.gpu.limits import SiteShape, linear_work, share
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.parts import Case, Row
 from benchmarks.gpu.shapes import module_shapes, site_shapes
-from loraserve_kernels.gpu_gemm import MAX_DECODE_ROWS, weight_only_linear, weight_only_linear_lora
-from loraserve_kernels.launch import apply_lora
-from loraserve_kernels.quantized import QuantizedWeight
+from loraserve_kernels.common.quantized import QuantizedWeight
+from loraserve_kernels.gpu.gemm.gemm import MAX_DECODE_ROWS, weight_only_linear, weight_only_linear_lora
+from loraserve_kernels.ops import apply_lora
 
 ROWS = (64, 1, 32, 512, 2048)
 RANK = 16

@@ -19,7 +19,7 @@ from benchmarks.gpu.shapes import llama, module_shapes
 from loraserve.memory.devices.device import HostAdapter, Placed
 from loraserve.memory.devices.gpu_device import GpuDevice
 from loraserve.types import BaseSpec, Digest
-from loraserve_kernels.layout import LAYER_MODULES
+from loraserve_kernels.cpu.lora.layout import LAYER_MODULES
 
 NUM_RESIDENT, NUM_SPARE = 8, 4
 ROWS = 32

@@ -12,8 +12,8 @@ from torch import Tensor
 from benchmarks.gpu.close import against_float64, dtype_name, holds, same_bits
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.parts import Case, Row
-from loraserve_kernels.gpu_attention import paged_attention, varlen_attention, varlen_obstacle
-from loraserve_kernels.gpu_attention_plan import GpuAttentionPlan
+from loraserve_kernels.gpu.attention.paged import paged_attention, varlen_attention, varlen_obstacle
+from loraserve_kernels.gpu.attention.plan import GpuAttentionPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ from benchmarks.gpu.close import against_float64, dtype_name, same_bits
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.parts import Case, Row
 from benchmarks.gpu.shapes import module_shapes
-from loraserve_kernels.gpu_gemm import MAX_DECODE_ROWS, weight_only_linear, weight_only_linear_lora
-from loraserve_kernels.gpu_plan import GpuLoraPlan
-from loraserve_kernels.layout import SITES
-from loraserve_kernels.quantized import QuantizedWeight, quantize
+from loraserve_kernels.common.quantized import QuantizedWeight, quantize
+from loraserve_kernels.cpu.lora.layout import SITES
+from loraserve_kernels.gpu.gemm.gemm import MAX_DECODE_ROWS, weight_only_linear, weight_only_linear_lora
+from loraserve_kernels.gpu.lora.plan import GpuLoraPlan
 
 Weight = Tensor | QuantizedWeight
 FORMATS = ("plain", "int8", "int4", "int4 with zeros", "int4, groups of 32", "nf4", "fp8")

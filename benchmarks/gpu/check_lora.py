@@ -15,9 +15,9 @@ from benchmarks.gpu.close import against_float64, dtype_name, same_bits
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.parts import Case, Row
 from benchmarks.gpu.shapes import module_shapes
-from loraserve_kernels.gpu_plan import GpuLoraPlan
-from loraserve_kernels.launch import apply_embedding_lora, apply_lora
-from loraserve_kernels.modules import LAYER_SITES, SITES
+from loraserve_kernels.common.modules import LAYER_SITES, SITES
+from loraserve_kernels.gpu.lora.plan import GpuLoraPlan
+from loraserve_kernels.ops import apply_embedding_lora, apply_lora
 
 RANKS: tuple[Ranks, ...] = (
     8,

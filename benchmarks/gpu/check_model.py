@@ -20,7 +20,7 @@ from benchmarks.gpu.parts import Case, Row
 from benchmarks.gpu.reference_model import ReferenceModel
 from benchmarks.gpu.shapes import TINY_LLAMA
 from benchmarks.gpu.steps import Steps
-from loraserve_kernels.layout import LAYER_MODULES
+from loraserve_kernels.cpu.lora.layout import LAYER_MODULES
 
 LLAMA: dict[str, Any] = {
     **TINY_LLAMA,

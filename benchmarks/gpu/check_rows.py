@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from benchmarks.gpu.close import against_float64, dtype_name, same_bits
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.parts import Case, Row
-from loraserve_kernels import gpu_rows
+from loraserve_kernels.gpu.rows import rows as gpu_rows
 
 EPS = 1e-5
 BLOCK_SIZE = 16

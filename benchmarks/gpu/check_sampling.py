@@ -14,7 +14,7 @@ from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.parts import Case, Row
 from loraserve.engine.execution.sampler import MIN_TEMPERATURE, draw, uniform
 from loraserve.types import SamplingParams
-from loraserve_kernels.gpu_sampling import SamplingRows, sample, top_logprobs
+from loraserve_kernels.gpu.sampling.sampling import SamplingRows, sample, top_logprobs
 
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},

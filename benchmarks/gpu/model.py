@@ -20,8 +20,8 @@ from loraserve.model.layers.mlp import GatedMlp
 from loraserve.model.layers.norms import RMSNorm
 from loraserve.model.layers.rotary import RotaryEmbedding
 from loraserve.types import BaseSpec, Digest
-from loraserve_kernels.layout import LAYER_SITES, SITES
-from loraserve_kernels.quantized import QuantizedWeight, quantize
+from loraserve_kernels.common.quantized import QuantizedWeight, quantize
+from loraserve_kernels.cpu.lora.layout import LAYER_SITES, SITES
 
 HEAD_FORMATS = {"int4": "int8", "nf4": "int8"}
 """As the loader has it: the head's error goes straight into the logits."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loraserve_kernels.layout import LAYER_MODULES, LoraModule
+from loraserve_kernels.cpu.lora.layout import LAYER_MODULES, LoraModule
 
 BASE = "__base__"
 """PEFT's name for rows without an adapter."""

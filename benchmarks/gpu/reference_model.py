@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from loraserve.model.config.model_config import ModelConfig
-from loraserve_kernels.layout import LoraModule
+from loraserve_kernels.cpu.lora.layout import LoraModule
 
 Adapter = Mapping[tuple[int, str], LoraModule]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.gpu.limits import SiteShape
-from loraserve_kernels.layout import LAYER_SITES, SITES
+from loraserve_kernels.cpu.lora.layout import LAYER_SITES, SITES
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -13,9 +13,9 @@ from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.model import RandomBase, make_kv
 from loraserve.engine.execution.cuda_graphs import DecodeGraphs
 from loraserve.model.inputs import GpuInputs
-from loraserve_kernels.gpu_attention_plan import GpuAttentionPlan
-from loraserve_kernels.gpu_plan import GpuLoraPlan
-from loraserve_kernels.paged_pool import PagedPool
+from loraserve_kernels.gpu.attention.plan import GpuAttentionPlan
+from loraserve_kernels.gpu.lora.plan import GpuLoraPlan
+from loraserve_kernels.gpu.paged.pool import PagedPool
 
 BLOCK_SIZE = 16
 MAX_WORK_ITEMS = 4096

@@ -17,9 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loraserve_kernels import attention, cpu, gemm, launch
-from loraserve_kernels.layout import LAYER_SITES, SITES, LoraModule, PackedAdapter, pack_adapter
-from loraserve_kernels.plan import make_plan
+from loraserve_kernels import ops as launch
+from loraserve_kernels.common.plan import make_plan
+from loraserve_kernels.cpu.attention import paged as attention
+from loraserve_kernels.cpu.linear import gemm
+from loraserve_kernels.cpu.lora import apply as cpu
+from loraserve_kernels.cpu.lora.layout import LAYER_SITES, SITES, LoraModule, PackedAdapter, pack_adapter
 
 RANKS = (8, 16, 32, 64)
 # (adapters, rows of each)

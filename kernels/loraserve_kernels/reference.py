@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from loraserve_kernels.modules import MODULE_INDEX, SITES
+from loraserve_kernels.common.modules import MODULE_INDEX, SITES
 
 if TYPE_CHECKING:
-    from loraserve_kernels.packed import PackedAdapter
-    from loraserve_kernels.plan import LoraPlan
+    from loraserve_kernels.common.packed import PackedAdapter
+    from loraserve_kernels.common.plan import LoraPlan
 
 
 def apply_lora(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: int, bias: Tensor | None = None) -> None:

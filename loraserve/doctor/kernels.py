@@ -15,13 +15,13 @@ from loraserve.doctor.checks import Check, ok, warn
 TIMEOUT_S = 300.0
 """All formats take about 15 s on two cores; the first time ten more, while kernels are compiled."""
 
-_MODULE = "loraserve_kernels.kernel_table"
+_MODULE = "loraserve_kernels.cpu.linear.kernel_table"
 _HEADS = {"int4": ("int8",), "nf4": ("int8",)}
 """Formats of the head, by the format of the layers beside it."""
 
 
 def tried(formats: Sequence[str] = (), *, is_quick: bool = False) -> dict[str, Any]:
-    """Return the table that `loraserve_kernels.kernel_table` prints.
+    """Return the table that `loraserve_kernels.cpu.linear.kernel_table` prints.
 
     Args:
         formats: of its table; empty: all.

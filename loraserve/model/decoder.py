@@ -18,10 +18,10 @@ from loraserve.model.layers.lora_linear import LoraLinear
 from loraserve.model.layers.norms import RMSNorm, cap_softly
 from loraserve.progress import Progress
 from loraserve.types import BaseSpec
-from loraserve_kernels.gpu_plan import GpuLoraPlan
-from loraserve_kernels.launch import apply_embedding_lora
-from loraserve_kernels.layout import SITES
-from loraserve_kernels.plan import LoraPlan
+from loraserve_kernels.common.plan import LoraPlan
+from loraserve_kernels.cpu.lora.layout import SITES
+from loraserve_kernels.gpu.lora.plan import GpuLoraPlan
+from loraserve_kernels.ops import apply_embedding_lora
 
 
 class Decoder:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from loraserve.errors import InvariantViolation
-from loraserve_kernels.gpu_plan import GpuLoraPlan
-from loraserve_kernels.plan import LoraPlan, make_plan
+from loraserve_kernels.common.plan import LoraPlan, make_plan
+from loraserve_kernels.gpu.lora.plan import GpuLoraPlan
 
 if TYPE_CHECKING:
-    from loraserve_kernels.gpu_attention_plan import GpuAttentionPlan
+    from loraserve_kernels.gpu.attention.plan import GpuAttentionPlan
 
 
 @dataclass(frozen=True, slots=True)

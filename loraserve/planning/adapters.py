@@ -17,9 +17,9 @@ from loraserve.errors import AdapterRejected, ConfigError
 from loraserve.planning.base import BasePlan
 from loraserve.planning.memory import Arena
 from loraserve.types import BaseSpec
+from loraserve_kernels.common.sites import LAYER_MODULES
+from loraserve_kernels.common.sizes import MAX_RANK, ItemSized, ModuleSize, lay_out, num_pages_of, num_tiles_of
 from loraserve_kernels.errors import ShapeMismatch
-from loraserve_kernels.sites import LAYER_MODULES
-from loraserve_kernels.sizes import MAX_RANK, ItemSized, ModuleSize, lay_out, num_pages_of, num_tiles_of
 
 _ITEMS: dict[str, ItemSized] = {
     "fp32": np.dtype(np.float32),

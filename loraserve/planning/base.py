@@ -25,7 +25,7 @@ from loraserve.model.config.formats import group_size
 from loraserve.model.config.model_config import ModelConfig, read_config
 from loraserve.model.config.quantization_config import Layout
 from loraserve.types import BaseSpec, Digest
-from loraserve_kernels.formats import NF4_GROUP_SIZE
+from loraserve_kernels.common.formats import NF4_GROUP_SIZE
 
 AUTO_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 """What ``--dtype auto`` is."""

@@ -12,7 +12,7 @@ from loraserve.errors import ConfigError
 from loraserve.limits import GIB, MIB
 from loraserve.memory.plan import Division, divide_on_cpu, divide_on_gpu
 from loraserve.planning.base import BasePlan
-from loraserve_kernels.sizes import MAX_RANK, RANK_TILE, RECORD, UNIT_BYTES, row_num_bytes
+from loraserve_kernels.common.sizes import MAX_RANK, RANK_TILE, RECORD, UNIT_BYTES, row_num_bytes
 
 CPU_BUDGET_BYTES = 8 * GIB
 """As `engine.assembly` has it."""

@@ -10,8 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from loraserve_kernels.attention import AttentionPlan, make_attention_plan
-from loraserve_kernels.layout import LAYER_MODULES, MODULES, LoraModule, PackedAdapter, ReplacedRows, pack_adapter
+from loraserve_kernels.cpu.attention.paged import AttentionPlan, make_attention_plan
+from loraserve_kernels.cpu.lora.layout import (
+    LAYER_MODULES,
+    MODULES,
+    LoraModule,
+    PackedAdapter,
+    ReplacedRows,
+    pack_adapter,
+)
 
 NUM_LAYERS = 2
 # odd widths: neither vectors nor blocks fit them

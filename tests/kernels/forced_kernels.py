@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loraserve_kernels import choices, cpu_packed, gemm, instructions
-from loraserve_kernels.quantized import QuantizedWeight
+from loraserve_kernels.common.quantized import QuantizedWeight
+from loraserve_kernels.cpu import instructions
+from loraserve_kernels.cpu.linear import choices, gemm
+from loraserve_kernels.cpu.linear import packed_linear as cpu_packed
 
 CHANNELS, WIDTH = 80, 768
 TIMED = (1024, 768)

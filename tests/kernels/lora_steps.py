@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from loraserve_kernels import cpu, launch, reference
-from loraserve_kernels.layout import LAYER_SITES, SITES, PackedAdapter
-from loraserve_kernels.plan import LoraPlan, make_plan
+from loraserve_kernels import ops as launch
+from loraserve_kernels import reference
+from loraserve_kernels.common.plan import LoraPlan, make_plan
+from loraserve_kernels.cpu.lora import apply as cpu
+from loraserve_kernels.cpu.lora.layout import LAYER_SITES, SITES, PackedAdapter
 
 from .conftest import SHAPES
 

@@ -5,9 +5,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from loraserve_kernels import attention, reference
-from loraserve_kernels.attention import make_attention_plan, paged_attention, store_kv
-from loraserve_kernels.cpu import HAS_NUMBA
+from loraserve_kernels import reference
+from loraserve_kernels.cpu.attention import paged as attention
+from loraserve_kernels.cpu.attention.paged import make_attention_plan, paged_attention, store_kv
+from loraserve_kernels.cpu.lora.apply import HAS_NUMBA
 from loraserve_kernels.errors import InvalidPlan, ShapeMismatch
 
 from .conftest import Paged, make_paged

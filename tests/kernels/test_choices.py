@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from loraserve_kernels import choices, gemm, instructions
-from loraserve_kernels.choices import Candidate, Chooser
-from loraserve_kernels.quantized import QuantizedWeight
+from loraserve_kernels.common.quantized import QuantizedWeight
+from loraserve_kernels.cpu import instructions
+from loraserve_kernels.cpu.linear import choices, gemm
+from loraserve_kernels.cpu.linear.choices import Candidate, Chooser
 
 SCRIPT = Path(__file__).with_name("forced_kernels.py")
 LADDER = ("AVX2", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16", "AVX512_CORE_AMX")

@@ -3,10 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loraserve_kernels import cpu_decoded, cpu_packed
-from loraserve_kernels.cpu_packed import pack_quantized, packed_linear, widen
+from loraserve_kernels.common.quantized import QuantizedWeight, quantize
+from loraserve_kernels.cpu.linear import decoded as cpu_decoded
+from loraserve_kernels.cpu.linear import packed_linear as cpu_packed
+from loraserve_kernels.cpu.linear.packed_linear import pack_quantized, packed_linear, widen
 from loraserve_kernels.errors import ShapeMismatch
-from loraserve_kernels.quantized import QuantizedWeight, quantize
 
 KINDS = {
     "int4": ("int4", False),

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from loraserve_kernels import choices, gemm, reference
-from loraserve_kernels.errors import ShapeMismatch
-from loraserve_kernels.gemm import (
+from loraserve_kernels import reference
+from loraserve_kernels.cpu.linear import choices, gemm
+from loraserve_kernels.cpu.linear.gemm import (
     blocks_in_place,
     float_linear,
     int8_linear,
@@ -15,6 +15,7 @@ from loraserve_kernels.gemm import (
     quantize_int8,
     quantize_rows,
 )
+from loraserve_kernels.errors import ShapeMismatch
 
 SHAPES = [(61, 40), (128, 64), (96, 333)]
 

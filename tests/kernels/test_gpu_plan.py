@@ -9,11 +9,12 @@ import pytest
 import torch
 from paged_pools import EVEN, MIXED_RANKS, ODD, Fleet, random_modules
 
-from loraserve_kernels import gpu_plan, launch
+from loraserve_kernels import ops as launch
+from loraserve_kernels.common.modules import SITES
 from loraserve_kernels.errors import InvalidPlan, ShapeMismatch
-from loraserve_kernels.gpu_plan import HEADER, NO_WORK, REPLACED_AT, SITE_INDEX, GpuLoraPlan, split_k
-from loraserve_kernels.modules import SITES
-from loraserve_kernels.paged_layout import REPLACED_GROUP, REPLACED_WORK
+from loraserve_kernels.gpu.lora import plan as gpu_plan
+from loraserve_kernels.gpu.lora.plan import HEADER, NO_WORK, REPLACED_AT, SITE_INDEX, GpuLoraPlan, split_k
+from loraserve_kernels.gpu.paged.layout import REPLACED_GROUP, REPLACED_WORK
 
 STORED = [torch.float16, torch.int8, torch.float16, torch.int8, torch.float16]
 
@@ -228,5 +229,5 @@ def test_the_wrong_plan_for_a_device_is_refused_without_loading_triton(fleet: Fl
     x, y = torch.zeros(1, 72, dtype=torch.float16), torch.zeros(1, 200, dtype=torch.float16)
     with pytest.raises(ShapeMismatch, match="GPUs take a GpuLoraPlan"):
         launch.apply_lora(x, y, plan, "o", 0)
-    script = "import sys, loraserve_kernels.launch; sys.exit('triton' in sys.modules)"
+    script = "import sys, loraserve_kernels.ops; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0

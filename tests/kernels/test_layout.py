@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from loraserve_kernels.errors import ShapeMismatch
-from loraserve_kernels.layout import (
+from loraserve_kernels.cpu.lora.layout import (
     ALIGN_ELEMENTS,
     DTYPES,
     LAYER_MODULES,
@@ -20,6 +19,7 @@ from loraserve_kernels.layout import (
     pack_adapter,
     packed_num_bytes,
 )
+from loraserve_kernels.errors import ShapeMismatch
 
 from .conftest import NUM_LAYERS, SHAPES, make_adapter, make_modules
 

@@ -1,10 +1,11 @@
 import pytest
 import torch
 
-from loraserve_kernels import cpu, launch
+from loraserve_kernels import ops as launch
+from loraserve_kernels.common.plan import make_plan
+from loraserve_kernels.cpu.lora import apply as cpu
+from loraserve_kernels.cpu.lora.layout import DTYPES, LAYER_SITES, MODULES, SITES
 from loraserve_kernels.errors import ShapeMismatch
-from loraserve_kernels.layout import DTYPES, LAYER_SITES, MODULES, SITES
-from loraserve_kernels.plan import make_plan
 
 from .conftest import SHAPES, make_adapter
 from .lora_steps import PATHS, Apply, assert_equals_reference, launched, make_io, make_step

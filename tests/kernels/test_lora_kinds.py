@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from loraserve_kernels import cpu, launch
-from loraserve_kernels.layout import (
+from loraserve_kernels import ops as launch
+from loraserve_kernels.cpu.lora import apply as cpu
+from loraserve_kernels.cpu.lora.layout import (
     DTYPES,
     LAYER_SITES,
     MODULES,
@@ -195,7 +196,7 @@ def test_adapters_without_rows_have_no_tiles() -> None:
 
 @needs_numba
 def test_each_thread_of_a_launch_has_a_tile_of_its_own() -> None:
-    from loraserve_kernels import cpu_lora
+    from loraserve_kernels.cpu.lora import kernel as cpu_lora
 
     x, y = make_io(3, "o")
     plan, before = make_step([make_adapter(0, rows=SOME_ROWS)], [3]), torch.get_num_threads()

@@ -15,10 +15,10 @@ from paged_pools import (
     read_row,
 )
 
-from loraserve_kernels import paged_rows
+from loraserve_kernels.common.modules import LAYER_MODULES, SITES, LoraModule, ReplacedRows
 from loraserve_kernels.errors import PoolFull, ShapeMismatch
-from loraserve_kernels.modules import LAYER_MODULES, SITES, LoraModule, ReplacedRows
-from loraserve_kernels.paged_layout import (
+from loraserve_kernels.gpu.paged import rows as paged_rows
+from loraserve_kernels.gpu.paged.layout import (
     A_UNITS,
     B_UNITS,
     DELTA_UNIT,
@@ -37,9 +37,9 @@ from loraserve_kernels.paged_layout import (
     STORED_DTYPES,
     tiles_of_sites,
 )
-from loraserve_kernels.paged_packing import make_pages
-from loraserve_kernels.paged_pool import PagedPool
-from loraserve_kernels.paged_sizes import ModuleSize, num_pages_of, num_tiles_of, size_of
+from loraserve_kernels.gpu.paged.packing import make_pages
+from loraserve_kernels.gpu.paged.pool import PagedPool
+from loraserve_kernels.gpu.paged.sizes import ModuleSize, num_pages_of, num_tiles_of, size_of
 
 
 def slice_of(pool: PagedPool, slot: int, module: str) -> dict[str, int]:

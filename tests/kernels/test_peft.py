@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from loraserve_kernels import reference
-from loraserve_kernels.layout import LoraModule, pack_adapter
-from loraserve_kernels.plan import LoraPlan, make_plan
+from loraserve_kernels.common.plan import LoraPlan, make_plan
+from loraserve_kernels.cpu.lora.layout import LoraModule, pack_adapter
 
 peft = pytest.importorskip("peft")
 

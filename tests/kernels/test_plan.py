@@ -1,9 +1,9 @@
 import pytest
 import torch
 
+from loraserve_kernels.common.plan import make_plan
+from loraserve_kernels.cpu.lora.layout import ReplacedNorm, pack_adapter
 from loraserve_kernels.errors import InvalidPlan
-from loraserve_kernels.layout import ReplacedNorm, pack_adapter
-from loraserve_kernels.plan import make_plan
 
 from .conftest import NUM_LAYERS, SHAPES, make_adapter
 

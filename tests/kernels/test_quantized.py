@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from loraserve_kernels.common.quantized import FORMATS, NF4_CODE, QuantizedWeight, concatenate, quantize, zero_words
 from loraserve_kernels.errors import InvalidWeight, ShapeMismatch
-from loraserve_kernels.quantized import FORMATS, NF4_CODE, QuantizedWeight, concatenate, quantize, zero_words
 
 CONFIGS = [
     ("int8", None, False),

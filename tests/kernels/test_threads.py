@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loraserve_kernels import threads
+from loraserve_kernels.cpu import threads
 
 
 def test_work_beside_the_step_runs_on_its_own_thread_alone_and_leaves_the_setting_as_it_was() -> None:

@@ -8,12 +8,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from loraserve_kernels.layout import PackedAdapter, pack_adapter
-from loraserve_kernels.modules import LAYER_MODULES, MODULES, LoraModule, ReplacedRows
-from loraserve_kernels.paged_layout import HAS_DELTA, HAS_SHIFT, MULTIPLIERS, UNIT_BYTES, AdapterPages, row_num_bytes
-from loraserve_kernels.paged_packing import make_pages
-from loraserve_kernels.paged_pool import PagedPool
-from loraserve_kernels.plan import LoraPlan, make_plan
+from loraserve_kernels.common.modules import LAYER_MODULES, MODULES, LoraModule, ReplacedRows
+from loraserve_kernels.common.plan import LoraPlan, make_plan
+from loraserve_kernels.cpu.lora.layout import PackedAdapter, pack_adapter
+from loraserve_kernels.gpu.paged.layout import (
+    HAS_DELTA,
+    HAS_SHIFT,
+    MULTIPLIERS,
+    UNIT_BYTES,
+    AdapterPages,
+    row_num_bytes,
+)
+from loraserve_kernels.gpu.paged.packing import make_pages
+from loraserve_kernels.gpu.paged.pool import PagedPool
 
 Ranks = int | Mapping[str, int]
 Shapes = dict[str, tuple[int, int]]

@@ -10,8 +10,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from loraserve_kernels.paged_layout import A_UNITS, B_UNITS, MULTIPLIERS, RANK_TILE, UNIT_BYTES
-from loraserve_kernels.paged_pool import PagedPool
+from loraserve_kernels.gpu.paged.layout import A_UNITS, B_UNITS, MULTIPLIERS, RANK_TILE, UNIT_BYTES
+from loraserve_kernels.gpu.paged.pool import PagedPool
 
 T = TypeVar("T")
 

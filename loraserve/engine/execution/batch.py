@@ -13,7 +13,7 @@ import numpy.typing as npt
 from loraserve.engine.scheduled import ScheduledRequest
 from loraserve.errors import InvariantViolation
 from loraserve.types import Digest
-from loraserve_kernels.layout import PackedAdapter
+from loraserve_kernels.cpu.lora.layout import PackedAdapter
 
 Resident = PackedAdapter | int
 """An adapter as kernels know it: its weights on a CPU, its slot in the pool on a GPU."""

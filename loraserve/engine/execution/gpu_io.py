@@ -14,7 +14,7 @@ from loraserve.engine.execution.runner import DeviceLost
 from loraserve.engine.execution.sampler import Sampler
 from loraserve.engine.scheduled import ScheduledRequest, StepResult
 from loraserve.types import TokenLogprobs
-from loraserve_kernels.gpu_sampling import top_logprobs
+from loraserve_kernels.gpu.sampling.sampling import top_logprobs
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from loraserve.errors import ConfigError
 from loraserve.limits import GIB, MIB
 from loraserve.model.decoder import Decoder
 from loraserve.model.inputs import GpuInputs
-from loraserve_kernels.gpu_attention_plan import GpuAttentionPlan
+from loraserve_kernels.gpu.attention.plan import GpuAttentionPlan
 
 MAX_WORK_ITEMS = 4096
 """Of one site in one step: 64 rows of as many adapters of rank 341, or 512 of one of rank 512. A step that has more is refused by its plan, and the engine halves it."""

@@ -26,8 +26,8 @@ from loraserve.memory.devices.gpu_device import GpuDevice
 from loraserve.model.decoder import Decoder
 from loraserve.model.inputs import GpuInputs, KVTensors
 from loraserve.types import SamplingParams
-from loraserve_kernels.gpu_plan import GpuLoraPlan
-from loraserve_kernels.gpu_sampling import SamplingRows, sample, top_logprobs
+from loraserve_kernels.gpu.lora.plan import GpuLoraPlan
+from loraserve_kernels.gpu.sampling.sampling import SamplingRows, sample, top_logprobs
 
 _WARM_UP_ROWS = (1, 2, 15, 16, 17, 48, 63, 64, 65, 80, 1 << 20)
 """On both sides of what kernels distinguish: one row, multiples of 16, few rows and many; and the largest step."""

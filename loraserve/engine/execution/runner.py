@@ -17,8 +17,8 @@ from loraserve.engine.scheduled import StepResult
 from loraserve.errors import InvariantViolation
 from loraserve.model.decoder import Decoder
 from loraserve.model.inputs import KVTensors, ModelInputs
-from loraserve_kernels.layout import PackedAdapter
-from loraserve_kernels.plan import make_plan
+from loraserve_kernels.common.plan import make_plan
+from loraserve_kernels.cpu.lora.layout import PackedAdapter
 
 
 class DeviceLost(BaseException):

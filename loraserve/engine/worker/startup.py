@@ -35,9 +35,9 @@ from loraserve.model.checkpoint.loader import load_model
 from loraserve.model.decoder import Decoder
 from loraserve.progress import Progress
 from loraserve.types import KernelChoice
-from loraserve_kernels.arithmetic import Arithmetic
-from loraserve_kernels.choices import chooser
-from loraserve_kernels.launch import warm_up
+from loraserve_kernels.common.arithmetic import Arithmetic
+from loraserve_kernels.cpu.linear.choices import chooser
+from loraserve_kernels.ops import warm_up
 
 logger = logging.getLogger(__name__)
 

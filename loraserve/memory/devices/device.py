@@ -11,7 +11,7 @@ import torch
 from loraserve.errors import AdapterUnservable, ConfigError, InvariantViolation
 from loraserve.memory.arena import Arena, Lease, Tenure
 from loraserve.types import BaseSpec
-from loraserve_kernels.layout import LoraModule, PackedAdapter, ReplacedNorm, pack_adapter, packed_num_bytes
+from loraserve_kernels.cpu.lora.layout import LoraModule, PackedAdapter, ReplacedNorm, pack_adapter, packed_num_bytes
 
 DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.float32: "fp32",

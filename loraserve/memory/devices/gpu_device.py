@@ -16,10 +16,10 @@ from loraserve.memory.devices.copies import Copies, CudaCopies, DirectCopies
 from loraserve.memory.devices.device import DTYPE_NAMES, Footprint, HostAdapter, Placed, refuse_out_of_range
 from loraserve.memory.plan import Division, divide_on_gpu
 from loraserve.types import BaseSpec
-from loraserve_kernels import threads
+from loraserve_kernels.common.modules import LAYER_MODULES, LoraModule, ReplacedNorm
+from loraserve_kernels.cpu import threads
 from loraserve_kernels.errors import PoolFull, ShapeMismatch
-from loraserve_kernels.modules import LAYER_MODULES, LoraModule, ReplacedNorm
-from loraserve_kernels.paged_layout import (
+from loraserve_kernels.gpu.paged.layout import (
     MAX_RANK,
     MULTIPLIERS,
     RANK_TILE,
@@ -29,9 +29,9 @@ from loraserve_kernels.paged_layout import (
     row_num_bytes,
     tiles_of_sites,
 )
-from loraserve_kernels.paged_packing import make_pages
-from loraserve_kernels.paged_pool import PagedPool
-from loraserve_kernels.paged_sizes import num_pages_of, num_tiles_of, size_of
+from loraserve_kernels.gpu.paged.packing import make_pages
+from loraserve_kernels.gpu.paged.pool import PagedPool
+from loraserve_kernels.gpu.paged.sizes import num_pages_of, num_tiles_of, size_of
 
 PAGE_BYTES = 2 * MIB
 """At most, unless a row of the base's widest linear takes more."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from loraserve.errors import AdapterUnservable
-from loraserve_kernels import threads
-from loraserve_kernels.layout import LAYER_MODULES, LoraModule
+from loraserve_kernels.cpu import threads
+from loraserve_kernels.cpu.lora.layout import LAYER_MODULES, LoraModule
 
 
 class BaseWeights(Protocol):

@@ -18,7 +18,7 @@ from loraserve.limits import LIMITS
 from loraserve.memory.loading.base_weights import place_name
 from loraserve.memory.loading.lowering import Lowered
 from loraserve.types import AdapterPart
-from loraserve_kernels.layout import MODULE_INDEX, LoraModule
+from loraserve_kernels.cpu.lora.layout import MODULE_INDEX, LoraModule
 
 Place = tuple[int, str]
 

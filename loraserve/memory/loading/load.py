@@ -29,9 +29,9 @@ from loraserve.memory.loading.composition import Composer
 from loraserve.memory.loading.lowering import Lowered, lower, needed
 from loraserve.memory.loading.precision import EXACT, Precision, as_held, loss, refuse_lossy, truncate
 from loraserve.types import AdapterRef, BaseSpec
-from loraserve_kernels import threads
+from loraserve_kernels.cpu import threads
+from loraserve_kernels.cpu.lora.layout import LoraModule
 from loraserve_kernels.errors import ShapeMismatch
-from loraserve_kernels.layout import LoraModule
 
 
 def load_adapter(

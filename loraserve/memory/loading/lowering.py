@@ -18,7 +18,7 @@ from loraserve.adapters.ir import OUTSIDE_LAYERS, AdapterIR, ModuleIR, TensorVie
 from loraserve.errors import InvariantViolation
 from loraserve.memory.loading.base_weights import BaseWeights, beside_steps, changed_rows, is_base_copy
 from loraserve.types import BaseSpec
-from loraserve_kernels.layout import LoraModule, ReplacedNorm, ReplacedRows
+from loraserve_kernels.cpu.lora.layout import LoraModule, ReplacedNorm, ReplacedRows
 
 FILE_DTYPES: dict[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """What an adapter is stored in → torch's dtype."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from loraserve.errors import AdapterUnservable
 from loraserve.memory.devices.device import DTYPE_NAMES
 from loraserve.memory.loading.base_weights import place_name
-from loraserve_kernels.layout import LoraModule, ReplacedRows
+from loraserve_kernels.cpu.lora.layout import LoraModule, ReplacedRows
 from loraserve_kernels.reference import quantize_rows
 
 _INT8_MAX = 127

@@ -15,7 +15,7 @@ from loraserve.memory.devices.device import NOTHING, AdapterDevice, Footprint, P
 from loraserve.memory.loading.adapter_metadata import AdapterFacts, Loaded
 from loraserve.memory.popularity import NEVER, Popularity, Uses
 from loraserve.types import Digest
-from loraserve_kernels.layout import PackedAdapter
+from loraserve_kernels.cpu.lora.layout import PackedAdapter
 
 NUM_OFFERED = 8
 """Of the idle adapters, the least recently used ones among which the least valuable is looked for."""

@@ -28,7 +28,7 @@ from loraserve.memory.residency.prefetcher import ReadAhead
 from loraserve.memory.residency.snapshot import residency_rows
 from loraserve.memory.timings import Stopwatch, timed
 from loraserve.types import AdapterRef, AdapterResidency, BaseSpec, Digest, Histogram, Tier
-from loraserve_kernels.layout import PackedAdapter
+from loraserve_kernels.cpu.lora.layout import PackedAdapter
 
 
 class Residency(StrEnum):

@@ -18,10 +18,10 @@ from loraserve.model.layers.lora_linear import LoraLinear
 from loraserve.model.layers.mlp import GatedMlp, Mlp
 from loraserve.model.layers.norms import ResidualNorm, RMSNorm, geglu, swiglu
 from loraserve.model.layers.rotary import RotaryEmbedding, rotate
-from loraserve_kernels.attention import AttentionPlan, make_attention_plan, paged_attention, store_kv
+from loraserve_kernels.cpu.attention.paged import AttentionPlan, make_attention_plan, paged_attention, store_kv
 
 if TYPE_CHECKING:
-    from loraserve_kernels.quantized import QuantizedWeight
+    from loraserve_kernels.common.quantized import QuantizedWeight
 
 
 class Norm(Protocol):

@@ -16,11 +16,12 @@ from loraserve.model.config.model_config import Activation, ModelConfig
 from loraserve.model.inputs import GpuInputs, KVTensors
 from loraserve.model.layers.linears import row_blocks
 from loraserve.model.layers.rotary import RotaryEmbedding
-from loraserve_kernels import gpu_rows, instructions
-from loraserve_kernels.arithmetic import FLOATS, WEIGHT_ONLY, Arithmetic
-from loraserve_kernels.gpu_attention import paged_attention
-from loraserve_kernels.gpu_gemm import weight_only_linear
-from loraserve_kernels.quantized import QuantizedWeight, quantize
+from loraserve_kernels.common.arithmetic import FLOATS, WEIGHT_ONLY, Arithmetic
+from loraserve_kernels.common.quantized import QuantizedWeight, quantize
+from loraserve_kernels.cpu import instructions
+from loraserve_kernels.gpu.attention.paged import paged_attention
+from loraserve_kernels.gpu.gemm.gemm import weight_only_linear
+from loraserve_kernels.gpu.rows import rows as gpu_rows
 
 GPU_DTYPES = (torch.bfloat16, torch.float16)
 GPU_FORMATS = ("none", "int8", "int4", "nf4", "fp8")

@@ -17,7 +17,7 @@ from loraserve.model.config.architectures import Architecture, ExpertPaths
 from loraserve.model.config.formats import group_size
 from loraserve.model.config.model_config import ExpertsConfig, ModelConfig
 from loraserve.types import BaseSpec, Digest
-from loraserve_kernels.sites import LAYER_SITES, SITES
+from loraserve_kernels.common.sites import LAYER_SITES, SITES
 
 _IGNORED_ENDING = ".rotary_emb.inv_freq"
 """A buffer that old Llama checkpoints carry; the config says the same."""

@@ -38,9 +38,9 @@ from loraserve.model.layers.norms import RMSNorm
 from loraserve.model.layers.rotary import RotaryEmbedding
 from loraserve.progress import Progress
 from loraserve.types import Digest
-from loraserve_kernels.choices import chooser, lines
-from loraserve_kernels.quantized import QuantizedWeight
-from loraserve_kernels.vector_math import choose_functions
+from loraserve_kernels.common.quantized import QuantizedWeight
+from loraserve_kernels.cpu.linear.choices import chooser, lines
+from loraserve_kernels.cpu.vector_math import choose_functions
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from loraserve.model.config.model_config import Activation, read_config
 from loraserve.model.layers.experts import Expert, MixtureOfExperts
 from loraserve.model.layers.linears import row_blocks
 from loraserve.model.layers.norms import geglu, swiglu
-from loraserve_kernels.arithmetic import FLOATS, Arithmetic
-from loraserve_kernels.layout import SITES
+from loraserve_kernels.common.arithmetic import FLOATS, Arithmetic
+from loraserve_kernels.cpu.lora.layout import SITES
 
 _BLOCK_WEIGHTS = 1 << 22
 """Read at a time: 16 MiB in float32. A weight that is stored quantized is in memory whole, in its few bits."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from loraserve.errors import ModelError, ShapeMismatch
 from loraserve.model.checkpoint.stored_weights import NF4_STATE, StoredWeight
 from loraserve.model.config.quantization_config import Layout
-from loraserve_kernels.quantized import NF4_CODE, NF4_GROUP_SIZE, QuantizedWeight
+from loraserve_kernels.common.quantized import NF4_CODE, NF4_GROUP_SIZE, QuantizedWeight
 
 _MAX_STATE_BYTES = 1 << 16
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from loraserve.model.checkpoint.prequantized import assemble
 from loraserve.model.checkpoint.stored_weights import StoredWeight
 from loraserve.model.layers.linears import JoinedLinear, Linear, quantize_weight
-from loraserve_kernels.quantized import QuantizedWeight, concatenate
+from loraserve_kernels.common.quantized import QuantizedWeight, concatenate
 
 MakeLinear = Callable[[Tensor | QuantizedWeight, Tensor | None], Linear]
 

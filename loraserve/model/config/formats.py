@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from loraserve.errors import ModelError
-from loraserve_kernels.formats import GROUP_SIZES, NF4_GROUP_SIZE
+from loraserve_kernels.common.formats import GROUP_SIZES, NF4_GROUP_SIZE
 
 
 def group_size(format: str, in_features: int) -> int:

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from loraserve.errors import ConfigError, ModelError
 from loraserve.model.config.formats import group_size
-from loraserve_kernels import instructions
-from loraserve_kernels.arithmetic import FLOATS, WEIGHT_ONLY, Arithmetic
-from loraserve_kernels.choices import chooser, weight_format
-from loraserve_kernels.cpu_packed import PackedWeight, pack_quantized, packed_linear
-from loraserve_kernels.errors import InvalidWeight
-from loraserve_kernels.gemm import (
+from loraserve_kernels.common.arithmetic import FLOATS, WEIGHT_ONLY, Arithmetic
+from loraserve_kernels.common.quantized import FORMATS, QuantizedWeight, quantize
+from loraserve_kernels.cpu import instructions
+from loraserve_kernels.cpu.linear.choices import chooser, weight_format
+from loraserve_kernels.cpu.linear.gemm import (
     LEVELS,
     HalfWeight,
     Int8Weight,
@@ -33,7 +32,8 @@ from loraserve_kernels.gemm import (
     pack_int8,
     unpack_int8,
 )
-from loraserve_kernels.quantized import FORMATS, QuantizedWeight, quantize
+from loraserve_kernels.cpu.linear.packed_linear import PackedWeight, pack_quantized, packed_linear
+from loraserve_kernels.errors import InvalidWeight
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from loraserve.model.layers.linears import Linear
-from loraserve_kernels.gpu_plan import GpuLoraPlan
-from loraserve_kernels.launch import apply_lora
-from loraserve_kernels.plan import LoraPlan
+from loraserve_kernels.common.plan import LoraPlan
+from loraserve_kernels.gpu.lora.plan import GpuLoraPlan
+from loraserve_kernels.ops import apply_lora
 
 
 @dataclass(frozen=True, slots=True)

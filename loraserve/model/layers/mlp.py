@@ -9,8 +9,8 @@ from typing import Protocol
 from torch import Tensor
 
 from loraserve.model.layers.lora_linear import LoraLinear
-from loraserve_kernels.gpu_plan import GpuLoraPlan
-from loraserve_kernels.plan import LoraPlan
+from loraserve_kernels.common.plan import LoraPlan
+from loraserve_kernels.gpu.lora.plan import GpuLoraPlan
 
 
 class Mlp(Protocol):

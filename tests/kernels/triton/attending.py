@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loraserve_kernels import gpu_attention, reference
-from loraserve_kernels.gpu_attention_plan import GpuAttentionPlan
+from loraserve_kernels import reference
+from loraserve_kernels.gpu.attention import paged as gpu_attention
+from loraserve_kernels.gpu.attention.plan import GpuAttentionPlan
 
 SCALE = 0.3
 

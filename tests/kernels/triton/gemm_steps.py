@@ -12,10 +12,12 @@ import torch
 from paged_pools import Fleet
 from torch import Tensor
 
-from loraserve_kernels import gpu_gemm, gpu_lora, reference
-from loraserve_kernels.gpu_plan import GpuLoraPlan
-from loraserve_kernels.layout import SITES
-from loraserve_kernels.quantized import QuantizedWeight, quantize
+from loraserve_kernels import reference
+from loraserve_kernels.common.quantized import QuantizedWeight, quantize
+from loraserve_kernels.cpu.lora.layout import SITES
+from loraserve_kernels.gpu.gemm import gemm as gpu_gemm
+from loraserve_kernels.gpu.lora import apply as gpu_lora
+from loraserve_kernels.gpu.lora.plan import GpuLoraPlan
 
 LAYER = 1
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from loraserve.model.layers.rotary import rotate
-from loraserve_kernels import gpu_rows
+from loraserve_kernels.gpu.rows import rows as gpu_rows
 
 MAX_LEN = 50
 BLOCK_SIZE = 16

@@ -16,7 +16,7 @@ from triton.runtime import interpreter
 
 from loraserve.engine.execution.sampler import draw, uniform
 from loraserve.types import SamplingParams
-from loraserve_kernels.gpu_sampling import SamplingRows, sample
+from loraserve_kernels.gpu.sampling.sampling import SamplingRows, sample
 
 NEAR = 1e-6
 KINDS: dict[str, dict[str, Any]] = {

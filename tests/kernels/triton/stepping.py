@@ -10,9 +10,10 @@ import torch
 from paged_pools import Fleet
 from torch import Tensor
 
-from loraserve_kernels import gpu_lora, reference
-from loraserve_kernels.gpu_plan import GpuLoraPlan
-from loraserve_kernels.layout import LAYER_SITES, SITES
+from loraserve_kernels import reference
+from loraserve_kernels.cpu.lora.layout import LAYER_SITES, SITES
+from loraserve_kernels.gpu.lora import apply as gpu_lora
+from loraserve_kernels.gpu.lora.plan import GpuLoraPlan
 
 
 @dataclass

@@ -16,8 +16,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from loraserve_kernels import gpu_device, gpu_lora
-from loraserve_kernels.gpu_plan import HEADER, REPLACED_AT, ROWS_OF_A_TILE
+from loraserve_kernels.gpu import device as gpu_device
+from loraserve_kernels.gpu.lora import apply as gpu_lora
+from loraserve_kernels.gpu.lora.plan import HEADER, REPLACED_AT, ROWS_OF_A_TILE
 
 ALIGNED = 16
 

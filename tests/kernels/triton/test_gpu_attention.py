@@ -6,9 +6,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from loraserve_kernels import gpu_attention
 from loraserve_kernels.errors import ShapeMismatch
-from loraserve_kernels.gpu_attention_plan import CHUNK_BLOCK_M, MIN_SPLIT
+from loraserve_kernels.gpu.attention import paged as gpu_attention
+from loraserve_kernels.gpu.attention.plan import CHUNK_BLOCK_M, MIN_SPLIT
 
 from .attending import SCALE, Attending, make_attending
 
@@ -148,8 +148,8 @@ def test_a_launch_serves_a_later_fill_with_as_many_decode_rows() -> None:
 
 
 def test_long_contexts_are_cut_into_no_more_than_the_most_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loraserve_kernels.gpu_attention_plan.MIN_SPLIT", 32)
-    monkeypatch.setattr("loraserve_kernels.gpu_attention_plan.max_splits", lambda num_kv_heads: 4)
+    monkeypatch.setattr("loraserve_kernels.gpu.attention.plan.MIN_SPLIT", 32)
+    monkeypatch.setattr("loraserve_kernels.gpu.attention.plan.max_splits", lambda num_kv_heads: 4)
     step = make_attending([1, 1, 1], [500, 90, 130])
     # some of the last row's splits get no tile of keys, since there are three tiles for four
     assert step.plan.buffer[0] == 4 + 3 + 4

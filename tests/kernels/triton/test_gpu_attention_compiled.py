@@ -15,9 +15,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from loraserve_kernels import gpu_attention, gpu_device
-from loraserve_kernels import gpu_attention_plan as plan
-from loraserve_kernels.attend import attend_kernel, combine_kernel
+from loraserve_kernels.gpu import device as gpu_device
+from loraserve_kernels.gpu.attention import paged as gpu_attention
+from loraserve_kernels.gpu.attention import plan
+from loraserve_kernels.gpu.attention.kernel import attend_kernel, combine_kernel
 
 ATTEND = {
     "q_ptr": "*{x}",

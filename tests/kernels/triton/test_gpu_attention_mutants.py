@@ -11,8 +11,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from loraserve_kernels import attend, gpu_attention
-from loraserve_kernels.gpu_attention_plan import (
+from loraserve_kernels.gpu.attention import kernel as attend
+from loraserve_kernels.gpu.attention import paged as gpu_attention
+from loraserve_kernels.gpu.attention.plan import (
     ITEM,
     ITEMS_AT,
     MIN_SPLIT,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from loraserve_kernels.errors import InvalidPlan
-from loraserve_kernels.gpu_attention_plan import (
+from loraserve_kernels.gpu.attention.plan import (
     HEADER,
     ITEM,
     ITEMS_AT,

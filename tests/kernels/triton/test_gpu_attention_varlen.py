@@ -10,9 +10,9 @@ from torch.nn.attention import varlen
 
 pytest.importorskip("triton")
 
-from loraserve_kernels import gpu_attention
 from loraserve_kernels.errors import ShapeMismatch
-from loraserve_kernels.gpu_attention import varlen_attention, varlen_obstacle
+from loraserve_kernels.gpu.attention import paged as gpu_attention
+from loraserve_kernels.gpu.attention.paged import varlen_attention, varlen_obstacle
 
 from .attending import SCALE, Attending, make_attending
 

@@ -6,10 +6,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from loraserve_kernels import gpu_gemm
+from loraserve_kernels.common.quantized import QuantizedWeight, quantize
 from loraserve_kernels.errors import ShapeMismatch
-from loraserve_kernels.gpu_gemm import split_k, weight_only_linear
-from loraserve_kernels.quantized import QuantizedWeight, quantize
+from loraserve_kernels.gpu.gemm import gemm as gpu_gemm
+from loraserve_kernels.gpu.gemm.gemm import split_k, weight_only_linear
 
 pytestmark = pytest.mark.interpreted
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from loraserve_kernels import gpu_unpack
-from loraserve_kernels.quantized import NF4_CODE
+from loraserve_kernels.common.quantized import NF4_CODE
+from loraserve_kernels.gpu.gemm import unpack as gpu_unpack
 
 Words = npt.NDArray[np.uint32]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

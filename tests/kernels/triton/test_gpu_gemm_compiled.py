@@ -18,9 +18,9 @@ from paged_pools import EVEN, empty_pool
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from loraserve_kernels import gpu_gemm
-from loraserve_kernels.gpu_plan import GpuLoraPlan
-from loraserve_kernels.quantized import QuantizedWeight, quantize
+from loraserve_kernels.common.quantized import QuantizedWeight, quantize
+from loraserve_kernels.gpu.gemm import gemm as gpu_gemm
+from loraserve_kernels.gpu.lora.plan import GpuLoraPlan
 
 KINDS = ["plain", "int8", "fp8", "nf4", "int4", "int4-32", "int4-zeros", "int8-128"]
 TYPES = {

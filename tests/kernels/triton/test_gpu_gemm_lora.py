@@ -6,10 +6,10 @@ pytest.importorskip("triton")
 
 from paged_pools import EVEN, ODD, Fleet, Ranks, random_modules
 
-from loraserve_kernels import gpu_gemm
 from loraserve_kernels.errors import ShapeMismatch
-from loraserve_kernels.gpu_gemm import weight_only_linear, weight_only_linear_lora
-from loraserve_kernels.gpu_lora import apply_lora
+from loraserve_kernels.gpu.gemm import gemm as gpu_gemm
+from loraserve_kernels.gpu.gemm.gemm import weight_only_linear, weight_only_linear_lora
+from loraserve_kernels.gpu.lora.apply import apply_lora
 
 from .gemm_steps import LoraStep, make_lora_step
 

@@ -14,9 +14,10 @@ pytest.importorskip("triton")
 
 from paged_pools import EVEN, Fleet
 
-from loraserve_kernels import decode_gemm, decode_lora_gemm, gpu_gemm, prefill_gemm
-from loraserve_kernels.gpu_gemm import weight_only_linear
-from loraserve_kernels.quantized import quantize
+from loraserve_kernels.common.quantized import quantize
+from loraserve_kernels.gpu.gemm import decode_gemm, decode_lora_gemm, prefill_gemm
+from loraserve_kernels.gpu.gemm import gemm as gpu_gemm
+from loraserve_kernels.gpu.gemm.gemm import weight_only_linear
 
 from .gemm_steps import make_lora_step
 

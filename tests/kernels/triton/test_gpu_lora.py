@@ -6,9 +6,9 @@ pytest.importorskip("triton")
 
 from paged_pools import EVEN, MIXED_RANKS, ODD, Fleet, random_modules
 
-from loraserve_kernels import gpu_lora
+from loraserve_kernels.cpu.lora.layout import SITES
 from loraserve_kernels.errors import ShapeMismatch
-from loraserve_kernels.layout import SITES
+from loraserve_kernels.gpu.lora import apply as gpu_lora
 
 from .stepping import make_step
 

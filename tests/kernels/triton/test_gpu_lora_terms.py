@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from paged_pools import EVEN, ODD, Fleet, random_modules
 
-from loraserve_kernels.modules import SITES, LoraModule, ReplacedRows
+from loraserve_kernels.common.modules import SITES, LoraModule, ReplacedRows
 
 from .stepping import make_step
 

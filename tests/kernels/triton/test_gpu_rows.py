@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from loraserve_kernels import gpu_rows
 from loraserve_kernels.errors import ShapeMismatch
+from loraserve_kernels.gpu.rows import rows as gpu_rows
 
 from .row_steps import (
     EPS,

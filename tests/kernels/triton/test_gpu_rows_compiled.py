@@ -12,7 +12,8 @@ pytest.importorskip("triton")
 
 import triton
 
-from loraserve_kernels import gpu_rows, rows_kernels
+from loraserve_kernels.gpu.rows import kernels as rows_kernels
+from loraserve_kernels.gpu.rows import rows as gpu_rows
 
 from .ahead_of_time import Machine, compile_for
 

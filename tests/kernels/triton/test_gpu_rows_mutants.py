@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from loraserve_kernels import gpu_rows
+from loraserve_kernels.gpu.rows import rows as gpu_rows
 
 from .mutation import mutant_of
 from .row_steps import add_rms_norm_is_right, gate_is_right, make_attention, norm_in_place_is_right

@@ -9,10 +9,11 @@ import triton.language as tl
 
 from loraserve.engine.execution.sampler import uniform
 from loraserve.types import SamplingParams
-from loraserve_kernels import gpu_sampling, sampling_rows
 from loraserve_kernels.errors import InvalidPlan, ShapeMismatch
-from loraserve_kernels.gpu_sampling import SamplingRows, sample, top_logprobs
-from loraserve_kernels.sampling_math import BY_ID, BY_LOGIT, BY_SEARCH, GREEDY, random_bits, share_of
+from loraserve_kernels.gpu.sampling import sampling as gpu_sampling
+from loraserve_kernels.gpu.sampling import sampling_rows
+from loraserve_kernels.gpu.sampling.probabilities import BY_ID, BY_LOGIT, BY_SEARCH, GREEDY, random_bits, share_of
+from loraserve_kernels.gpu.sampling.sampling import SamplingRows, sample, top_logprobs
 
 from .sampling_steps import (
     KINDS,

@@ -12,7 +12,10 @@ pytest.importorskip("triton")
 
 import triton
 
-from loraserve_kernels import draw_kernels, gpu_sampling, sampling_kernels, sampling_rows
+from loraserve_kernels.gpu.sampling import draw as draw_kernels
+from loraserve_kernels.gpu.sampling import kernels as sampling_kernels
+from loraserve_kernels.gpu.sampling import sampling as gpu_sampling
+from loraserve_kernels.gpu.sampling import sampling_rows
 
 from .ahead_of_time import Machine, compile_for
 

@@ -11,7 +11,9 @@ pytest.importorskip("triton")
 
 from loraserve.engine.execution.sampler import uniform
 from loraserve.types import SamplingParams
-from loraserve_kernels import draw_kernels, gpu_sampling, sampling_kernels
+from loraserve_kernels.gpu.sampling import draw as draw_kernels
+from loraserve_kernels.gpu.sampling import kernels as sampling_kernels
+from loraserve_kernels.gpu.sampling import sampling as gpu_sampling
 
 from .mutation import mutant_of
 from .sampling_steps import by_rule, make_params, poisoned_logits, run
@@ -134,7 +136,7 @@ def test_wrong_arithmetic_is_caught(old: str, new: str, monkeypatch: pytest.Monk
     assert math.count(old) == 1
     (tmp_path / "wrong_math.py").write_text(math.replace(old, new))
     monkeypatch.syspath_prepend(tmp_path)
-    source = "from loraserve_kernels.sampling_math import"
+    source = "from loraserve_kernels.gpu.sampling.probabilities import"
     mutants = {name: mutant_of(kernel, source, "from wrong_math import", tmp_path) for name, kernel in KERNELS.items()}
     for name, kernel in mutants.items():
         monkeypatch.setattr(gpu_sampling, f"{name}_kernel", kernel)

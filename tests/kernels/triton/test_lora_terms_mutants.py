@@ -12,10 +12,11 @@ pytest.importorskip("triton")
 
 from paged_pools import EVEN, ODD, Fleet, random_modules
 
-from loraserve_kernels import gpu_lora, paged_packing
-from loraserve_kernels.gpu_plan import REPLACED_AT, SITE_INDEX
-from loraserve_kernels.modules import ReplacedRows
-from loraserve_kernels.paged_layout import NUM_REPLACED, REPLACED_TILE, REPLACED_WORK
+from loraserve_kernels.common.modules import ReplacedRows
+from loraserve_kernels.gpu.lora import apply as gpu_lora
+from loraserve_kernels.gpu.lora.plan import REPLACED_AT, SITE_INDEX
+from loraserve_kernels.gpu.paged import packing as paged_packing
+from loraserve_kernels.gpu.paged.layout import NUM_REPLACED, REPLACED_TILE, REPLACED_WORK
 
 from .mutation import mutant_of
 from .stepping import Step, make_step

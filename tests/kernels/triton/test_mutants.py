@@ -11,9 +11,9 @@ pytest.importorskip("triton")
 
 from paged_pools import ODD, Fleet, Ranks
 
-from loraserve_kernels import gpu_lora
-from loraserve_kernels.gpu_plan import HEADER
-from loraserve_kernels.paged_layout import DELTA_UNIT, HAS_DELTA
+from loraserve_kernels.gpu.lora import apply as gpu_lora
+from loraserve_kernels.gpu.lora.plan import HEADER
+from loraserve_kernels.gpu.paged.layout import DELTA_UNIT, HAS_DELTA
 
 from .mutation import mutant_of
 from .stepping import Step, make_step

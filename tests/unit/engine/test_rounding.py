@@ -17,7 +17,7 @@ from loraserve.engine.worker.rounding import compare, measure
 from loraserve.errors import ConfigError
 from loraserve.text.passage import PASSAGE
 from loraserve.text.tokenizer import Tokenizer
-from loraserve_kernels.quantized import quantize
+from loraserve_kernels.common.quantized import quantize
 
 CONFIG = EngineConfig(model_dir=str(base_dir()), model_id="demo", store_url="")
 

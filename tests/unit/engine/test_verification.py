@@ -33,8 +33,8 @@ from loraserve.memory.devices.device import CpuDevice
 from loraserve.memory.kv_cache import Activation
 from loraserve.model.reference_model import Evaluation, PlainBase, Subject
 from loraserve.types import AdapterRef, Certificate, Digest, TokenOutput
-from loraserve_kernels.layout import LoraModule
-from loraserve_kernels.plan import make_plan
+from loraserve_kernels.common.plan import make_plan
+from loraserve_kernels.cpu.lora.layout import LoraModule
 
 from .conftest import ADAPTERS, World, store_adapter
 from .test_engine import add, run

@@ -20,8 +20,8 @@ from loraserve.memory.residency.device_cache import AdapterPool
 from loraserve.memory.residency.host_cache import HostCache
 from loraserve.memory.residency.pager import Pager
 from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
-from loraserve_kernels.layout import LoraModule, PackedAdapter, pack_adapter
-from loraserve_kernels.paged_pool import PagedPool
+from loraserve_kernels.cpu.lora.layout import LoraModule, PackedAdapter, pack_adapter
+from loraserve_kernels.gpu.paged.pool import PagedPool
 
 MODULES = {"q_proj": (32, 32), "v_proj": (16, 32), "down_proj": (32, 48)}
 BASE = BaseSpec(

@@ -26,8 +26,8 @@ from loraserve.memory.devices.gpu_device import GpuDevice
 from loraserve.memory.kv_cache import BlockId, KVCache, RentedBlocks, extend_key, prefix_root
 from loraserve.memory.residency.device_cache import AdapterPool, Pin
 from loraserve.types import Digest, TenantId
-from loraserve_kernels.paged_layout import FIRST_SLICE, FIRST_TILE
-from loraserve_kernels.paged_pool import PagedPool
+from loraserve_kernels.gpu.paged.layout import FIRST_SLICE, FIRST_TILE
+from loraserve_kernels.gpu.paged.pool import PagedPool
 
 ROOT = prefix_root(TenantId("t"), Digest("b"), "float32")
 RANKS = (1, 2, 4, 7, 3)

@@ -16,7 +16,7 @@ from loraserve.memory.loading.composition import Composer
 from loraserve.memory.loading.load import load_adapter
 from loraserve.memory.loading.lowering import Lowered
 from loraserve.types import AdapterPart, AdapterRef
-from loraserve_kernels.layout import LoraModule, ReplacedNorm, ReplacedRows
+from loraserve_kernels.cpu.lora.layout import LoraModule, ReplacedNorm, ReplacedRows
 
 
 def composition(*parts: tuple[AdapterRef, float]) -> AdapterRef:

@@ -11,7 +11,7 @@ from loraserve.errors import AdapterUnavailable, ConfigError, InvariantViolation
 from loraserve.memory.devices.copies import DirectCopies
 from loraserve.memory.devices.device import CpuDevice, Footprint, cpu_adapter_dtype, refuse_out_of_range
 from loraserve.memory.devices.gpu_device import GpuDevice
-from loraserve_kernels.layout import LoraModule
+from loraserve_kernels.cpu.lora.layout import LoraModule
 
 
 @pytest.mark.parametrize("over", [Footprint(11, 5, 1), Footprint(10, 6, 1), Footprint(10, 5, 2)], ids=str)

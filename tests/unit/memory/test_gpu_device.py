@@ -15,11 +15,11 @@ from loraserve.memory.devices.copies import DirectCopies
 from loraserve.memory.devices.device import Footprint
 from loraserve.memory.devices.gpu_device import GpuDevice, adapter_dtype, pool_size
 from loraserve.memory.residency.device_cache import AdapterPool
+from loraserve_kernels.common.modules import LAYER_MODULES, LoraModule, ReplacedNorm, ReplacedRows
 from loraserve_kernels.errors import ShapeMismatch
-from loraserve_kernels.modules import LAYER_MODULES, LoraModule, ReplacedNorm, ReplacedRows
-from loraserve_kernels.paged_layout import RECORD
-from loraserve_kernels.paged_pool import PagedPool
-from loraserve_kernels.paged_sizes import ModuleSize, num_pages_of, num_tiles_of
+from loraserve_kernels.gpu.paged.layout import RECORD
+from loraserve_kernels.gpu.paged.pool import PagedPool
+from loraserve_kernels.gpu.paged.sizes import ModuleSize, num_pages_of, num_tiles_of
 
 LLAMA_8B = {
     "q_proj": (4096, 4096),

@@ -32,8 +32,8 @@ from loraserve.memory.residency.host_cache import HostCache
 from loraserve.memory.residency.load_queue import INTEREST_S, PATIENCE_S
 from loraserve.memory.residency.pager import Pager, Residency
 from loraserve.types import AdapterRef, Digest, Tier
-from loraserve_kernels.paged_layout import FIRST_SLICE, FIRST_TILE
-from loraserve_kernels.paged_pool import PagedPool
+from loraserve_kernels.gpu.paged.layout import FIRST_SLICE, FIRST_TILE
+from loraserve_kernels.gpu.paged.pool import PagedPool
 
 MakePager = Callable[..., Pager]
 

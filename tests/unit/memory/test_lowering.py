@@ -14,7 +14,7 @@ from loraserve.adapters.ir import AdapterIR, ModuleIR, NormIR, TensorView
 from loraserve.errors import InvariantViolation
 from loraserve.memory.loading.base_weights import dora_delta
 from loraserve.memory.loading.lowering import lower
-from loraserve_kernels.layout import LoraModule
+from loraserve_kernels.cpu.lora.layout import LoraModule
 
 OUT, IN = 32, 32
 

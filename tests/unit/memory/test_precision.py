@@ -14,7 +14,7 @@ from loraserve.memory.devices.device import CpuDevice
 from loraserve.memory.devices.gpu_device import GpuDevice
 from loraserve.memory.loading.load import load_adapter
 from loraserve.memory.loading.precision import Precision, as_held, loss, truncate
-from loraserve_kernels.layout import LoraModule, ReplacedRows
+from loraserve_kernels.cpu.lora.layout import LoraModule, ReplacedRows
 
 
 def product(m: LoraModule) -> torch.Tensor:

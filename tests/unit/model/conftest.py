@@ -31,8 +31,8 @@ from transformers import (
 from loraserve.model.checkpoint.loader import load_model
 from loraserve.model.decoder import Decoder
 from loraserve.model.inputs import KVTensors, ModelInputs
-from loraserve_kernels.layout import LAYER_MODULES, LoraModule, PackedAdapter, pack_adapter
-from loraserve_kernels.plan import make_plan
+from loraserve_kernels.common.plan import make_plan
+from loraserve_kernels.cpu.lora.layout import LAYER_MODULES, LoraModule, PackedAdapter, pack_adapter
 
 CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "llama": LlamaConfig,

@@ -26,8 +26,8 @@ from loraserve.model.decoder import Decoder
 from loraserve.model.layers.linears import JoinedLinear, make_linear, quantize_weight
 from loraserve.model.reference_model import Subject, evaluate
 from loraserve.types import AdapterRef, Digest, TenantId
-from loraserve_kernels.layout import MODULE_INDEX, PackedAdapter
-from loraserve_kernels.quantized import quantize
+from loraserve_kernels.common.quantized import quantize
+from loraserve_kernels.cpu.lora.layout import MODULE_INDEX, PackedAdapter
 
 from .conftest import PagedRun, build_model, load, random_tokens, reference_logits, save_model
 

@@ -17,7 +17,7 @@ from loraserve.memory.loading.adapter_metadata import Loaded
 from loraserve.memory.loading.load import load_adapter
 from loraserve.memory.loading.precision import EXACT, Precision
 from loraserve.types import AdapterPart, AdapterRef
-from loraserve_kernels.layout import PackedAdapter
+from loraserve_kernels.cpu.lora.layout import PackedAdapter
 
 from .conftest import random_tokens, reference_logits
 from .test_adapter_kinds import LINEARS, Serving, open_model, publish, run_together

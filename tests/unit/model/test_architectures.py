@@ -13,7 +13,7 @@ import torch
 from loraserve.adapters.compiler import compile_adapter
 from loraserve.adapters.format.peft_format import CONFIG_FILE, WEIGHTS_FILE, read_adapter
 from loraserve.model.decoder import Decoder
-from loraserve_kernels.layout import LAYER_MODULES, PackedAdapter
+from loraserve_kernels.cpu.lora.layout import LAYER_MODULES, PackedAdapter
 
 from .conftest import PagedRun, build_model, load, random_adapter, random_tokens, reference_logits, save_model
 from .test_equality import CASES

@@ -11,8 +11,8 @@ import torch
 from loraserve.errors import InvariantViolation
 from loraserve.model.decoder import Decoder
 from loraserve.model.inputs import select_rows
-from loraserve_kernels.layout import LAYER_MODULES, PackedAdapter
-from loraserve_kernels.plan import make_plan
+from loraserve_kernels.common.plan import make_plan
+from loraserve_kernels.cpu.lora.layout import LAYER_MODULES, PackedAdapter
 
 from .conftest import PagedRun, build_model, load, random_adapter, random_tokens, reference_logits, save_model
 

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from loraserve.model.decoder import Decoder
 from loraserve.model.inputs import GpuInputs, KVTensors
-from loraserve_kernels.gpu_attention_plan import GpuAttentionPlan
+from loraserve_kernels.gpu.attention.plan import GpuAttentionPlan
 
 from .conftest import BLOCK_SIZE, build_model, load, random_tokens, reference_logits, save_model
 from .test_equality import CASES

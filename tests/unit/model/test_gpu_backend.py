@@ -19,8 +19,8 @@ pytest.importorskip("triton")
 
 from loraserve.model.decoder import Decoder
 from loraserve.model.inputs import GpuInputs, KVTensors
-from loraserve_kernels.gpu_attention_plan import GpuAttentionPlan
-from loraserve_kernels.quantized import quantize
+from loraserve_kernels.common.quantized import quantize
+from loraserve_kernels.gpu.attention.plan import GpuAttentionPlan
 
 from .conftest import BLOCK_SIZE, PagedRun, build_model, load, random_tokens, save_model
 from .stored_quantized import WIDE, group, save_compressed, save_nf4

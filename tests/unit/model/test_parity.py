@@ -26,7 +26,7 @@ from loraserve.memory.loading.adapter_metadata import Loaded
 from loraserve.memory.loading.load import load_adapter
 from loraserve.model.decoder import Decoder
 from loraserve.types import Digest
-from loraserve_kernels.layout import PackedAdapter
+from loraserve_kernels.cpu.lora.layout import PackedAdapter
 
 from .conftest import PagedRun, build_model, load, save_model
 from .test_adapter_kinds import publish

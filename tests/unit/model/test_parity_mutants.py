@@ -14,7 +14,7 @@ from loraserve.adapters.tuners import compilation
 from loraserve.memory.devices import device
 from loraserve.memory.kv_cache import Activation
 from loraserve.memory.loading import lowering
-from loraserve_kernels.layout import LoraModule
+from loraserve_kernels.cpu.lora.layout import LoraModule
 
 from . import conftest, test_parity
 from .test_parity import TOLERANCE, Drawn, differences, own_error

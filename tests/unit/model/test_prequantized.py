@@ -22,7 +22,7 @@ from loraserve.model.checkpoint.prequantized import assemble
 from loraserve.model.checkpoint.stored_weights import find_stored_weight
 from loraserve.model.config.model_config import read_config
 from loraserve.planning.base import plan_base
-from loraserve_kernels.quantized import QuantizedWeight
+from loraserve_kernels.common.quantized import QuantizedWeight
 
 from .conftest import PagedRun, build_model, edit_json, load, random_tokens, reference_logits, save_model
 from .stored_quantized import WIDE, group, save_compressed, save_nf4

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from loraserve.errors import ModelError
 from loraserve.model.layers.linears import JoinedLinear, Linear, make_linear, quantize_weight
-from loraserve_kernels.quantized import quantize
+from loraserve_kernels.common.quantized import quantize
 
 FORMATS = {
     "float32": ("none", torch.float32, 1e-6),

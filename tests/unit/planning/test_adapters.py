@@ -29,9 +29,9 @@ from loraserve.planning.adapters import (
     shape_of,
 )
 from loraserve.types import BaseSpec
-from loraserve_kernels.layout import ReplacedNorm
-from loraserve_kernels.modules import LoraModule, size_of
-from loraserve_kernels.paged_packing import make_pages
+from loraserve_kernels.common.modules import LoraModule, size_of
+from loraserve_kernels.cpu.lora.layout import ReplacedNorm
+from loraserve_kernels.gpu.paged.packing import make_pages
 
 TORCH = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8}
 

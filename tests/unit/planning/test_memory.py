@@ -16,7 +16,7 @@ from loraserve.memory.plan import Division
 from loraserve.planning import memory
 from loraserve.planning.base import AUTO_DTYPES
 from loraserve.planning.memory import Arena, plan_arena, plan_step
-from loraserve_kernels.paged_pool import PagedPool
+from loraserve_kernels.gpu.paged.pool import PagedPool
 
 
 def test_what_the_engine_assumes_is_assumed_here(make: Any) -> None:

@@ -1,0 +1,1 @@
+"""Values that both devices' kernels share: sites, modules, formats, sizes and plans."""

@@ -1,0 +1,148 @@
+"""What an adapter may change of a base: the linears, their sites, the norms. The same for every device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from loraserve_kernels.common.sites import LAYER_MODULES as LAYER_MODULES
+from loraserve_kernels.common.sites import LAYER_SITES as LAYER_SITES
+from loraserve_kernels.common.sites import MODULE_INDEX as MODULE_INDEX
+from loraserve_kernels.common.sites import MODULES as MODULES
+from loraserve_kernels.common.sites import SITES as SITES
+from loraserve_kernels.common.sites import check_place as check_place
+from loraserve_kernels.common.sizes import ModuleSize
+from loraserve_kernels.errors import ShapeMismatch
+
+DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
+"""What a CPU may hold adapters in."""
+
+NORMS: tuple[str, ...] = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm", "norm")
+"""Norms that an attention's, an MLP's and the head's inputs pass, and those that an attention's and an MLP's outputs
+pass before they are added."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplacedRows:
+    """Rows of a linear's weight, or of the embedding's table, that an adapter has in the place of the base's.
+
+    Attributes:
+        ids: [n] int32, ascending: which rows: output features of a linear, tokens of the embedding.
+        weight: [n, in_features]; of the embedding [n, hidden_size].
+    """
+
+    ids: Tensor
+    weight: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ReplacedNorm:
+    """A norm's weight in the place of the base's.
+
+    Attributes:
+        layer: 0 for ``norm``.
+        norm: one of `NORMS`.
+        weight: [hidden_size], what normed rows are multiplied with.
+    """
+
+    layer: int
+    norm: str
+    weight: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LoraModule:
+    """What an adapter changes of one linear: ``(1 + delta) · (W' x + B diag(scaling) A x) + bias + shift``, W' being W but for the rows in `rows`.
+
+    Attributes:
+        layer: which decoder layer; 0 for ``lm_head`` and ``embed_tokens``.
+        module: the linear's short name, one of `MODULES`.
+        lora_a: [r, in_features]; in_features of ``embed_tokens`` is the size of the vocabulary. r may be 0.
+        lora_b: [out_features, r].
+        scaling: alpha / r, or alpha / sqrt(r); or [r] float32, a number of each rank.
+        delta: [out_features], DoRA's ``m / ‖W + scaling · B A‖ − 1`` (norms of the rows, W as the base computes with it), or None. Where it's given, the
+            linear's output without its bias is multiplied by ``1 + delta``, update included.
+        shift: [out_features], added to all of that, or None. Not for ``embed_tokens``.
+        rows: the rows of W' that aren't W's, or None.
+    """
+
+    layer: int
+    module: str
+    lora_a: Tensor
+    lora_b: Tensor
+    scaling: float | Tensor
+    delta: Tensor | None = None
+    shift: Tensor | None = None
+    rows: ReplacedRows | None = None
+
+
+def check_shapes(m: LoraModule, shape: tuple[int, int]) -> None:
+    """Reads no tensor. Raises: ShapeMismatch: one of the module's tensors doesn't fit a linear of `shape`, (out_features, in_features)."""
+    out_features, in_features = shape
+    rank = m.lora_a.shape[0]
+    if tuple(m.lora_a.shape) != (rank, in_features) or tuple(m.lora_b.shape) != (out_features, rank):
+        raise ShapeMismatch(
+            f"layer {m.layer} {m.module}: lora_a {tuple(m.lora_a.shape)} and lora_b {tuple(m.lora_b.shape)}; "
+            f"this base takes (r, {in_features}) and ({out_features}, r)"
+        )
+    if isinstance(m.scaling, Tensor) and tuple(m.scaling.shape) != (rank,):
+        raise ShapeMismatch(
+            f"layer {m.layer} {m.module}: scaling {tuple(m.scaling.shape)}; rank {rank} takes ({rank},)"
+        )
+    for name, row in (("delta", m.delta), ("shift", m.shift)):
+        if row is not None and tuple(row.shape) != (out_features,):
+            raise ShapeMismatch(
+                f"layer {m.layer} {m.module}: {name} {tuple(row.shape)}; this base takes ({out_features},)"
+            )
+    if m.module == "embed_tokens" and m.shift is not None:
+        raise ShapeMismatch("the embedding has a shift; an embedding has no bias: give rows")
+    if m.rows is not None:
+        _check_row_shapes(m, m.rows, shape)
+
+
+def _check_row_shapes(m: LoraModule, rows: ReplacedRows, shape: tuple[int, int]) -> None:
+    most, width = reversed(shape) if m.module == "embed_tokens" else shape
+    ids, weight = tuple(rows.ids.shape), tuple(rows.weight.shape)
+    if len(ids) != 1 or not 0 < ids[0] <= most or weight != (ids[0], width) or rows.ids.dtype != torch.int32:
+        raise ShapeMismatch(
+            f"layer {m.layer} {m.module}: {rows.ids.dtype} ids {ids} of rows {weight}; this base takes int32 (n,) and "
+            f"(n, {width}), n from 1 to {most}"
+        )
+
+
+def check_row_ids(m: LoraModule, shape: tuple[int, int]) -> None:
+    """Raises: ShapeMismatch: the ids of the module's replaced rows, whose shapes are right, aren't ascending, or one isn't a row of the base's weight."""
+    if m.rows is None:
+        return
+    ids, num_rows = m.rows.ids, shape[1] if m.module == "embed_tokens" else shape[0]
+    if int(ids[0]) < 0 or int(ids[-1]) >= num_rows or not bool((ids[1:] > ids[:-1]).all()):
+        raise ShapeMismatch(
+            f"layer {m.layer} {m.module}: ids of rows from {int(ids[0])} to {int(ids[-1])}; they must ascend, and this base "
+            f"has rows 0 to {num_rows - 1}"
+        )
+
+
+def size_of(m: LoraModule) -> ModuleSize:
+    """Reads no number of it."""
+    num_rows = 0 if m.rows is None else int(m.rows.ids.shape[0])
+    return ModuleSize(m.layer, m.module, int(m.lora_a.shape[0]), m.delta is not None, m.shift is not None, num_rows)
+
+
+def check_norms(norms: Iterable[ReplacedNorm], num_layers: int, module_shapes: Mapping[str, tuple[int, int]]) -> None:
+    """Reads no tensor. Raises: ShapeMismatch: a norm that the base doesn't have, of another size, or given twice."""
+    seen: set[tuple[int, str]] = set()
+    for n in norms:
+        if n.norm not in NORMS or not 0 <= n.layer < num_layers or (n.norm == "norm" and n.layer):
+            raise ShapeMismatch(
+                f"layer {n.layer} has a norm {n.norm}; this base has layers 0 to {num_layers - 1} and the norms "
+                f"{', '.join(NORMS)}, the last in layer 0"
+            )
+        widths = {module_shapes[m][1] for m in (*SITES["qkv"], *SITES["gate_up"], "lm_head") if m in module_shapes}
+        if len(n.weight.shape) != 1 or not widths.issuperset(n.weight.shape) or (n.layer, n.norm) in seen:
+            raise ShapeMismatch(
+                f"layer {n.layer} {n.norm}: weight {tuple(n.weight.shape)}, or it is given twice; this base takes {widths} numbers"
+            )
+        seen.add((n.layer, n.norm))

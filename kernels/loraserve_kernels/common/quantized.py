@@ -1,0 +1,293 @@
+"""Weights of a linear in 8 or 4 bits, as the GPU's weight-only GEMM reads them; `dequantize` says what they mean. Plain tensors: no Triton here.
+
+    int8   whole numbers from -127 to 127 (-128 is read too), one scale for each output channel, or for each group of 32, 64 or 128 inputs; groups may have zeros
+    int4   whole numbers from -8 to 7, one scale for each group of 32, 64 or 128 inputs; with zeros, codes from 0 to 15 less the group's zero
+    nf4    sixteen quantiles of the normal distribution, as QLoRA trains on them, one scale for each block of 64 inputs
+    fp8    float8_e4m3fn, one scale for each output channel
+
+Errors are bounded by the largest magnitude of a group: a half step, amax / 254 for int8, amax / 15 for int4 (with zeros half of the range / 255 or / 15), 0.152 amax for
+nf4 (half of its widest gap), and for fp8 a sixteenth of the weight itself or amax / 458752, whichever is more. Scales are float32 and rounding is to the nearest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from loraserve_kernels.common.formats import FORMATS as FORMATS
+from loraserve_kernels.common.formats import GROUP_SIZES as GROUP_SIZES
+from loraserve_kernels.common.formats import NF4_GROUP_SIZE as NF4_GROUP_SIZE
+from loraserve_kernels.errors import InvalidWeight, ShapeMismatch
+
+# the table that bitsandbytes prints, float32 numbers exactly
+NF4_CODE: tuple[float, ...] = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+
+_LARGEST_FP8 = 448.0
+# a group of zeros must not divide by zero
+_SMALLEST_SCALE = 1e-12
+# the code that means 0 where no zeros are given, and the largest code with zeros
+_MIDDLE = {"int8": 128, "int4": 8}
+_TOP = {"int8": 255, "int4": 15}
+_CODES_DTYPE = {"int8": torch.int8, "int4": torch.uint8, "nf4": torch.uint8, "fp8": torch.float8_e4m3fn}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedWeight:
+    """A linear's weight [out_features, in_features] in one of `FORMATS`.
+
+    Attributes:
+        format: one of `FORMATS`.
+        codes: int8 and fp8: [out_features, in_features] int8 or float8_e4m3fn. int4 and nf4: [out_features, in_features / 2] uint8, input 2j in the low
+            nibble of byte j; int4's value is its code less 8, or less the group's zero. int8's is its code, or with zeros its code and 128 less the zero. Contiguous.
+        scales: [out_features, in_features / group_size] float32, in any order of memory; `to` brings them into the one that kernels read fastest.
+        zeros: the same shape in uint8, the codes that mean 0: int4's as they are, int8's with 128 added. None where that is 8, or 128, everywhere; groups alone have them.
+        group_size: inputs that share a scale: in_features for fp8, in_features or one of `GROUP_SIZES` for int8, one of `GROUP_SIZES` for int4, `NF4_GROUP_SIZE`.
+        in_features, out_features: of the linear.
+
+    Raises:
+        InvalidWeight: a format or group size that the kernels don't have.
+        ShapeMismatch: tensors whose shapes, dtypes or devices don't agree with it.
+    """
+
+    format: str
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    group_size: int
+    in_features: int
+    out_features: int
+
+    def __post_init__(self) -> None:
+        _check_format(self.format, self.group_size, self.in_features, self.zeros is not None)
+        width = self.in_features // 2 if self.is_packed else self.in_features
+        grid = (self.out_features, self.in_features // self.group_size)
+        _check("codes", self.codes, (self.out_features, width), _CODES_DTYPE[self.format])
+        _check("scales", self.scales, grid, torch.float32)
+        if self.zeros is not None:
+            _check("zeros", self.zeros, grid, torch.uint8)
+        if not self.codes.is_contiguous():
+            raise ShapeMismatch(
+                f"codes of strides {self.codes.stride()}; they must be contiguous: pass codes.contiguous()"
+            )
+        if any(part is not None and part.device != self.codes.device for part in (self.scales, self.zeros)):
+            raise ShapeMismatch(f"codes on {self.codes.device}, scales or zeros elsewhere; they must be together")
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a byte holds two codes."""
+        return self.format in ("int4", "nf4")
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether an output channel has scales for groups of its inputs, and not one alone."""
+        return self.is_packed or self.zeros is not None or self.group_size < self.in_features
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of codes, scales and zeros."""
+        parts = (self.codes, self.scales) if self.zeros is None else (self.codes, self.scales, self.zeros)
+        return sum(part.numel() * part.element_size() for part in parts)
+
+    def to(self, device: torch.device | str) -> QuantizedWeight:
+        """The same weight on a device, with scales and zeros in the order that kernels read fastest: neighbours in memory are output channels."""
+        zeros = None if self.zeros is None else _by_channel(self.zeros.to(device))
+        return QuantizedWeight(
+            self.format,
+            self.codes.to(device),
+            _by_channel(self.scales.to(device)),
+            zeros,
+            self.group_size,
+            self.in_features,
+            self.out_features,
+        )
+
+    def rows(self, start: int, end: int) -> QuantizedWeight:
+        """Return the weight of these output channels, in the same memory."""
+        return QuantizedWeight(
+            self.format,
+            self.codes[start:end],
+            self.scales[start:end],
+            None if self.zeros is None else self.zeros[start:end],
+            self.group_size,
+            self.in_features,
+            end - start,
+        )
+
+    def values(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """What the codes mean before they are scaled, [out_features, in_features]. Whole numbers save for nf4 and fp8; exact in float32."""
+        if not self.is_packed:
+            values = self.codes.to(dtype)
+            return values if self.zeros is None else values + (128 - self._spread_zeros(dtype))
+        codes = torch.stack((self.codes & 15, self.codes >> 4), dim=-1).view(self.out_features, self.in_features)
+        if self.format == "nf4":
+            return torch.tensor(NF4_CODE, dtype=dtype, device=codes.device)[codes.int()]
+        if self.zeros is None:
+            return codes.to(dtype) - 8
+        return codes.to(dtype) - self._spread_zeros(dtype)
+
+    def _spread_zeros(self, dtype: torch.dtype) -> Tensor:
+        """Each weight's zero."""
+        if self.zeros is None:
+            raise InvalidWeight("this weight has no zeros")
+        return self.zeros.to(dtype).repeat_interleave(self.group_size, dim=1)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The weight [out_features, in_features]: ``value · scale``, computed in float32 (or float64 if that is asked for) and rounded once to `dtype`."""
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        values = self.values(wide).view(self.out_features, -1, self.group_size)
+        return (values * self.scales.to(wide)[:, :, None]).view(self.out_features, self.in_features).to(dtype)
+
+
+def quantize(weight: Tensor, format: str, group_size: int | None = None, *, has_zeros: bool = False) -> QuantizedWeight:
+    """Round a float weight to 8 or 4 bits, each group by its own largest magnitude; nothing of the float weight is kept.
+
+    Args:
+        weight: [out_features, in_features], any float dtype, on any device; the result is there too.
+        format: one of `FORMATS`.
+        group_size: for int4, one of `GROUP_SIZES` (None: the largest); for int8, one of them or in_features (None: that); the others' is fixed, so None or that number.
+        has_zeros: groups of int8 and int4 alone: codes span each group's range instead of its largest magnitude both ways.
+
+    Raises:
+        InvalidWeight: an unknown format or group size, in_features that no number of groups fills, or numbers that aren't finite.
+        ShapeMismatch: the weight isn't a float matrix.
+    """
+    if weight.dim() != 2 or not weight.dtype.is_floating_point:
+        raise ShapeMismatch(f"the weight is {tuple(weight.shape)} {weight.dtype}; it must be a matrix of floats")
+    out_features, in_features = weight.shape
+    if group_size is None:
+        group_size = {"int4": GROUP_SIZES[-1], "nf4": NF4_GROUP_SIZE}.get(format, in_features)
+    _check_format(format, group_size, in_features, has_zeros)
+    groups = weight.detach().float().view(out_features, -1, group_size)
+    amax = groups.abs().amax(2, keepdim=True)
+    if not bool(torch.isfinite(amax).all()):
+        rows = torch.nonzero(~torch.isfinite(amax).view(out_features, -1).all(1)).flatten()
+        raise InvalidWeight(
+            f"{len(rows)} of {out_features} output channels hold numbers that aren't finite, the first is {int(rows[0])}"
+        )
+    zeros = None
+    if has_zeros:
+        low, high = groups.amin(2, keepdim=True).clamp_max_(0), groups.amax(2, keepdim=True).clamp_min_(0)
+        scales = ((high - low) / _TOP[format]).clamp_min_(_SMALLEST_SCALE)
+        zero = (-low / scales).round_()
+        zeros = zero.to(torch.uint8).view(out_features, -1)
+        codes = (groups / scales).round_().add_(zero).clamp_(0, _TOP[format]).to(torch.uint8)
+        if format == "int8":
+            codes = (codes ^ 0x80).view(torch.int8)
+    elif format == "int8":
+        scales = (amax / 127).clamp_min_(_SMALLEST_SCALE)
+        codes = (groups / scales).round_().clamp_(-127, 127).to(torch.int8)
+    elif format == "fp8":
+        scales = (amax / _LARGEST_FP8).clamp_min_(_SMALLEST_SCALE)
+        # beyond the largest number the conversion makes NaN
+        codes = (groups / scales).clamp_(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn)
+    elif format == "nf4":
+        scales = amax.clamp_min(_SMALLEST_SCALE)
+        table = torch.tensor(NF4_CODE, device=weight.device)
+        codes = torch.bucketize(groups / scales, (table[1:] + table[:-1]) / 2, out_int32=True).to(torch.uint8)
+    else:
+        # 7.5 and not 7: what lies beyond 7 is at most a half step away
+        scales = (amax / 7.5).clamp_min_(_SMALLEST_SCALE)
+        codes = (groups / scales).round_().clamp_(-8, 7).add_(8).to(torch.uint8)
+    codes = codes.view(out_features, in_features)
+    if format in ("int4", "nf4"):
+        codes = codes[:, 0::2] | codes[:, 1::2] << 4
+    scales = _by_channel(scales.view(out_features, -1))
+    zeros = None if zeros is None else _by_channel(zeros)
+    return QuantizedWeight(format, codes, scales, zeros, group_size, in_features, out_features)
+
+
+def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """One weight whose output channels are those of the parts, in order: for linears that share their input.
+
+    Parts with zeros and without may be mixed; nothing is rounded again.
+
+    Raises:
+        ShapeMismatch: no parts, or parts of several formats, group sizes, in_features or devices.
+    """
+    kinds = {(part.format, part.group_size, part.in_features, part.device) for part in parts}
+    if len(kinds) != 1:
+        found = "; ".join(f"{f}, groups of {g}, {k} inputs, on {d}" for f, g, k, d in sorted(kinds, key=str)) or "none"
+        raise ShapeMismatch(f"weights to concatenate must be of one kind; these are: {found}")
+    ((format, group_size, in_features, _),) = kinds
+    # not every device can join float8 tensors
+    codes = torch.cat([part.codes.view(torch.uint8) for part in parts]).view(_CODES_DTYPE[format])
+    zeros = None
+    if any(part.zeros is not None for part in parts):
+        middle = _MIDDLE[format]
+        every = [
+            torch.full_like(part.scales, middle, dtype=torch.uint8) if part.zeros is None else part.zeros
+            for part in parts
+        ]
+        zeros = _by_channel(torch.cat(every))
+    scales = _by_channel(torch.cat([part.scales for part in parts]))
+    out_features = sum(part.out_features for part in parts)
+    return QuantizedWeight(format, codes, scales, zeros, group_size, in_features, out_features)
+
+
+def _by_channel(grid: Tensor) -> Tensor:
+    """The same [channels, groups] with neighbouring channels side by side in memory, as tiles of channels read them.
+
+    Bytes go on to a multiple of four channels for each group, so that they can be read in words.
+    """
+    if grid.element_size() > 1:
+        return grid.t().contiguous().t()
+    padded = grid.new_zeros(grid.shape[1], -(-grid.shape[0] // 4) * 4)
+    padded[:, : grid.shape[0]] = grid.t()
+    return padded[:, : grid.shape[0]].t()
+
+
+def zero_words(zeros: Tensor) -> Tensor:
+    """Zeros as kernels read them: [groups, channels / 4] int32. The same memory when `QuantizedWeight.to` or `quantize` made them."""
+    channels, groups = zeros.shape
+    width = -(-channels // 4) * 4
+    if zeros.stride() != (1, width) or zeros.storage_offset() % 4:
+        zeros = _by_channel(zeros)
+    return zeros.as_strided((groups, width), (width, 1)).view(torch.int32)
+
+
+def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tensor.shape != shape or tensor.dtype != dtype:
+        raise ShapeMismatch(f"{name} are {tuple(tensor.shape)} {tensor.dtype}; they must be {shape} {dtype}")
+
+
+def _check_format(format: str, group_size: int, in_features: int, has_zeros: bool) -> None:
+    if format not in FORMATS:
+        raise InvalidWeight(f"weights in {format}; the kernels have {', '.join(FORMATS)}")
+    if has_zeros and format not in _MIDDLE:
+        raise InvalidWeight(f"{format} with zeros; only int8 and int4 have them")
+    sizes: tuple[int, ...] = {"int4": GROUP_SIZES, "nf4": (NF4_GROUP_SIZE,)}.get(format, (in_features,))
+    if format == "int8":
+        sizes = GROUP_SIZES if has_zeros else (*GROUP_SIZES, in_features)
+    if group_size not in sizes:
+        zeros = " and zeros" if has_zeros else ""
+        raise InvalidWeight(
+            f"{format} with groups of {group_size}{zeros}; the kernels have {', '.join(map(str, sizes))}"
+        )
+    if in_features < 1 or in_features % group_size:
+        raise InvalidWeight(
+            f"{in_features} inputs can't be cut into groups of {group_size}; keep this weight in 16 bits"
+        )

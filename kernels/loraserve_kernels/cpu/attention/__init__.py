@@ -1,0 +1,1 @@
+"""Paged attention on the CPU."""

@@ -1,0 +1,330 @@
+"""Paged attention for mixed rows in one launch, compiled by numba: keys and values are read where they lie, block by block, nothing is gathered.
+
+A task is up to eight rows of one sequence and the query heads of one key head, so that a block read from memory serves them all. Scores first (each block of keys
+against each row), then their softmax, then the weighted sum of the values.
+
+A row's result is the same bits whatever shares its batch and however its prompt was cut into chunks: every key's score is a sum in one order, the softmax runs over
+the row's own positions in vectors that start at a block's start, and values are added in ascending order of position.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numba
+import numpy as np
+from numba import types
+
+from loraserve_kernels.cpu.simd import (
+    F32,
+    LANES,
+    STAMP,
+    absolute,
+    add,
+    choose_below,
+    divide,
+    dot_rows,
+    exp,
+    fetch_add,
+    fma,
+    load,
+    load_int,
+    load_int32,
+    load_one,
+    max_lanes,
+    prefetch,
+    splat,
+    store,
+    store_one,
+    sum_lanes,
+)
+
+# The argument block, in int64 words. The counters (tasks claimed, threads entered) are on cache lines of their own.
+CLAIMED, ENTERED, Q, Q_ROW, Q_HEAD, OUT, OUT_ROW, OUT_HEAD, K, K_BLOCK, K_HEAD = (
+    0,
+    8,
+    16,
+    17,
+    18,
+    19,
+    20,
+    21,
+    22,
+    23,
+    24,
+)
+V, V_BLOCK, V_HEAD, BLOCK_TABLES, MAX_BLOCKS, SEQUENCES, NUM_SEQUENCES = 25, 26, 27, 28, 29, 30, 31
+NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE, WINDOW, SCRATCH, SCRATCH_ROW, SCALE, SOFT_CAP, NUM_WORDS = (
+    32,
+    33,
+    34,
+    35,
+    36,
+    37,
+    38,
+    39,
+    40,
+    41,
+)
+
+# The argument block of `_store`; both counters are written.
+S_CLAIMED, S_OUTSIDE, S_K, S_K_ROW, S_K_HEAD, S_V, S_V_ROW, S_V_HEAD, S_SLOTS, S_NUM_ROWS = (
+    0,
+    8,
+    16,
+    17,
+    18,
+    19,
+    20,
+    21,
+    22,
+    23,
+)
+S_K_CACHE, S_K_BLOCK, S_K_CACHE_HEAD, S_V_CACHE, S_V_BLOCK, S_V_CACHE_HEAD = 24, 25, 26, 27, 28, 29
+S_NUM_BLOCKS, S_NUM_HEADS, S_BLOCK_SIZE, S_HEAD_DIM, S_NUM_WORDS = 30, 31, 32, 33, 34
+
+# A sequence's row of the sequence table, in int64 words.
+ROW_START, NUM_ROWS, CONTEXT_LEN, SEQUENCE_WORDS = 0, 1, 2, 3
+
+ROW_TILE = 8
+STORE_ROWS = 16
+WORD = 8
+F32_BYTES = 4
+LINE = 16
+"""float32 of a cache line."""
+
+
+@numba.njit(inline="never")
+def _scores(q, q_row, q_head, num_rows, group, width, k, k_next, size, first, start, position, scores, scores_row):  # type: ignore[no-untyped-def]
+    """Write the products of each row and head with one block's keys, unscaled; `first` is the block's first position, `start` that of the scores."""
+    for row in range(num_rows):
+        # a later row sees what an earlier one sees
+        if first <= position + row:
+            for head in range(group):
+                x = q + (row * q_row + head * q_head) * F32_BYTES
+                out = (row * group + head) * scores_row + first - start
+                for key in range(0, size, LANES):
+                    store(scores, out + key, dot_rows(x, k + key * width * F32_BYTES, width, width))
+                    if row == 0 and head == 0:
+                        for i in range(0, LANES * width, LINE):
+                            prefetch(k_next, key * width + i, F32)
+
+
+@numba.njit(inline="never")
+def _cap_softly(scores, padded, scale, cap):  # type: ignore[no-untyped-def]
+    """Replace the scores up to `padded` by cap · tanh(scale · score / cap)."""
+    factor, zero, one = splat(scale / cap), splat(np.float32(0)), splat(np.float32(1))
+    top, twice, bound = splat(cap), splat(np.float32(2)), splat(np.float32(0.625))
+    minus_twice_top = splat(np.float32(-2) * cap)
+    for key in range(0, padded, LANES):
+        x = fma(load(scores, key, F32), factor, zero)
+        # 1 − 2 / (e^2x + 1) loses a small x's last bits: a polynomial in x² there, from Cephes' tanhf
+        large = fma(divide(minus_twice_top, add(exp(fma(x, twice, zero)), one)), one, top)
+        square = fma(x, x, zero)
+        p = fma(splat(np.float32(-5.70498872745e-3)), square, splat(np.float32(2.06390887954e-2)))
+        p = fma(p, square, splat(np.float32(-5.37397155531e-2)))
+        p = fma(p, square, splat(np.float32(1.33314422036e-1)))
+        p = fma(p, square, splat(np.float32(-3.33332819422e-1)))
+        small = fma(fma(fma(p, square, zero), x, x), top, zero)
+        store(scores, key, choose_below(absolute(x), bound, small, large))
+
+
+@numba.njit(inline="never")
+def _softmax(scores, first, end, padded, scale):  # type: ignore[no-untyped-def]
+    """Replace scores ``first:end`` by e^(scale · (score − largest)), all others up to `padded` by 0; return the sum."""
+    hidden = np.float32(-np.inf)
+    for key in range(first):
+        store_one(scores, key, hidden)
+    for key in range(end, padded):
+        store_one(scores, key, hidden)
+    largest = hidden
+    for key in range(0, padded, LANES):
+        largest = max(largest, max_lanes(load(scores, key, F32)))
+    factor, shift = splat(scale), splat(-largest * scale)
+    total = splat(np.float32(0))
+    for key in range(0, padded, LANES):
+        weight = exp(fma(load(scores, key, F32), factor, shift))
+        store(scores, key, weight)
+        total = add(total, weight)
+    return sum_lanes(total)
+
+
+@numba.njit(inline="never")
+def _values(weights, v, v_next, first, end, width, out):  # type: ignore[no-untyped-def]
+    """Add to `out` the values ``first:end`` of a block, each times its weight, in ascending order."""
+    column = 0
+    while column + 4 * LANES <= width:
+        a0, a1 = load(out, column, F32), load(out, column + LANES, F32)
+        a2, a3 = load(out, column + 2 * LANES, F32), load(out, column + 3 * LANES, F32)
+        for key in range(first, end):
+            weight, at = splat(load_one(weights, key, F32)), key * width + column
+            a0, a1 = fma(weight, load(v, at, F32), a0), fma(weight, load(v, at + LANES, F32), a1)
+            a2, a3 = fma(weight, load(v, at + 2 * LANES, F32), a2), fma(weight, load(v, at + 3 * LANES, F32), a3)
+            if v_next != 0:
+                for i in range(0, 4 * LANES, LINE):
+                    prefetch(v_next, at + i, F32)
+        store(out, column, a0)
+        store(out, column + LANES, a1)
+        store(out, column + 2 * LANES, a2)
+        store(out, column + 3 * LANES, a3)
+        column += 4 * LANES
+    while column < width:
+        a0 = load(out, column, F32)
+        for key in range(first, end):
+            a0 = fma(splat(load_one(weights, key, F32)), load(v, key * width + column, F32), a0)
+        store(out, column, a0)
+        column += LANES
+
+
+@numba.njit
+def _attend(args):  # type: ignore[no-untyped-def]
+    """One thread's part of a step's attention: it claims tasks until none is left."""
+    q, q_row, q_head = load_int(args, Q), load_int(args, Q_ROW), load_int(args, Q_HEAD)
+    out, out_row, out_head = load_int(args, OUT), load_int(args, OUT_ROW), load_int(args, OUT_HEAD)
+    k, k_block, k_head = load_int(args, K), load_int(args, K_BLOCK), load_int(args, K_HEAD)
+    v, v_block, v_head = load_int(args, V), load_int(args, V_BLOCK), load_int(args, V_HEAD)
+    num_heads, group, width = load_int(args, NUM_KV_HEADS), load_int(args, GROUP), load_int(args, HEAD_DIM)
+    size, window = load_int(args, BLOCK_SIZE), load_int(args, WINDOW)
+    scores_row = load_int(args, SCRATCH_ROW)
+    scale, cap = load_one(args, SCALE * 2, F32), load_one(args, SOFT_CAP * 2, F32)
+    thread = fetch_add(args + ENTERED * WORD, 1)
+    scores = load_int(args, SCRATCH) + thread * ROW_TILE * group * scores_row * F32_BYTES
+    zero = splat(np.float32(0))
+    claimed, task = fetch_add(args, 1), 0
+    for sequence in range(load_int(args, NUM_SEQUENCES)):
+        entry = load_int(args, SEQUENCES) + sequence * SEQUENCE_WORDS * WORD
+        table = load_int(args, BLOCK_TABLES) + sequence * load_int(args, MAX_BLOCKS) * 4
+        num_rows, context_len = load_int(entry, NUM_ROWS), load_int(entry, CONTEXT_LEN)
+        for row0 in range(0, num_rows, ROW_TILE):
+            rows = min(ROW_TILE, num_rows - row0)
+            # of the tile's first row
+            position = context_len - num_rows + row0
+            first_block = max(0, position + 1 - window) // size
+            end_block = (position + rows - 1) // size + 1
+            start = first_block * size
+            for head in range(num_heads):
+                if task != claimed:
+                    task += 1
+                    continue
+                task += 1
+                row = load_int(entry, ROW_START) + row0
+                qh = q + (row * q_row + head * group * q_head) * F32_BYTES
+                oh = out + (row * out_row + head * group * out_head) * F32_BYTES
+                for block in range(first_block, end_block):
+                    here = k + (load_int32(table, block) * k_block + head * k_head) * F32_BYTES
+                    after = k + (load_int32(table, min(block + 1, end_block - 1)) * k_block + head * k_head) * F32_BYTES
+                    _scores(
+                        qh,
+                        q_row,
+                        q_head,
+                        rows,
+                        group,
+                        width,
+                        here,
+                        after,
+                        size,
+                        block * size,
+                        start,
+                        position,
+                        scores,
+                        scores_row,
+                    )
+                for i in range(rows):
+                    end = position + i + 1 - start
+                    first = max(0, end - window)
+                    for g in range(group):
+                        at = scores + (i * group + g) * scores_row * F32_BYTES
+                        padded = (end + size - 1) // size * size
+                        if cap > 0:
+                            _cap_softly(at, padded, scale, cap)
+                            total = _softmax(at, first, end, padded, np.float32(1))
+                        else:
+                            total = _softmax(at, first, end, padded, scale)
+                        # behind the row's weights, where the next step finds it
+                        store_one(at, scores_row - 1, total)
+                        for column in range(0, width, LANES):
+                            store(oh, i * out_row + g * out_head + column, zero)
+                for block in range(first_block, end_block):
+                    here = v + (load_int32(table, block) * v_block + head * v_head) * F32_BYTES
+                    after = v + (load_int32(table, min(block + 1, end_block - 1)) * v_block + head * v_head) * F32_BYTES
+                    for i in range(rows):
+                        end = min(position + i + 1 - block * size, size)
+                        first = max(0, position + i + 1 - window - block * size)
+                        for g in range(group):
+                            _values(
+                                scores + ((i * group + g) * scores_row + block * size - start) * F32_BYTES,
+                                here,
+                                after if i + g == 0 else 0,
+                                first,
+                                end,
+                                width,
+                                oh + (i * out_row + g * out_head) * F32_BYTES,
+                            )
+                for i in range(rows):
+                    for g in range(group):
+                        total = load_one(scores, (i * group + g + 1) * scores_row - 1, F32)
+                        factor = splat(np.float32(1) / total)
+                        at = i * out_row + g * out_head
+                        for column in range(0, width, LANES):
+                            store(oh, at + column, fma(load(oh, at + column, F32), factor, zero))
+                claimed = fetch_add(args, 1)
+
+
+@functools.cache
+def compiled() -> Any:
+    """The kernel, compiled or read from numba's cache: a C function of the argument block's address."""
+    stamp = STAMP
+
+    def attend(args):  # type: ignore[no-untyped-def]
+        if stamp != 0:
+            _attend(args)
+
+    return numba.cfunc(types.void(types.intp), cache=True)(attend)
+
+
+@numba.njit
+def _store(args):  # type: ignore[no-untyped-def]
+    """One thread's part of a step's writes to the cache. A slot that the cache doesn't have is counted and not written."""
+    k, k_row, k_head = load_int(args, S_K), load_int(args, S_K_ROW), load_int(args, S_K_HEAD)
+    v, v_row, v_head = load_int(args, S_V), load_int(args, S_V_ROW), load_int(args, S_V_HEAD)
+    k_cache, k_block, k_cache_head = (
+        load_int(args, S_K_CACHE),
+        load_int(args, S_K_BLOCK),
+        load_int(args, S_K_CACHE_HEAD),
+    )
+    v_cache, v_block, v_cache_head = (
+        load_int(args, S_V_CACHE),
+        load_int(args, S_V_BLOCK),
+        load_int(args, S_V_CACHE_HEAD),
+    )
+    slots, num_rows, num_heads = load_int(args, S_SLOTS), load_int(args, S_NUM_ROWS), load_int(args, S_NUM_HEADS)
+    num_blocks, size, width = load_int(args, S_NUM_BLOCKS), load_int(args, S_BLOCK_SIZE), load_int(args, S_HEAD_DIM)
+    while True:
+        first = fetch_add(args, STORE_ROWS)
+        if first >= num_rows:
+            return
+        for row in range(first, min(first + STORE_ROWS, num_rows)):
+            slot = load_int(slots, row)
+            if slot < 0 or slot >= num_blocks * size:
+                fetch_add(args + S_OUTSIDE * WORD, 1)
+                continue
+            block, offset = slot // size, slot % size
+            for head in range(num_heads):
+                k_from, k_to = row * k_row + head * k_head, block * k_block + head * k_cache_head + offset * width
+                v_from, v_to = row * v_row + head * v_head, block * v_block + head * v_cache_head + offset * width
+                for i in range(0, width, LANES):
+                    store(k_cache, k_to + i, load(k, k_from + i, F32))
+                    store(v_cache, v_to + i, load(v, v_from + i, F32))
+
+
+@functools.cache
+def compiled_store() -> Any:
+    """The kernel that writes to the cache, compiled or read from numba's cache."""
+    stamp = STAMP
+
+    def store_kv(args):  # type: ignore[no-untyped-def]
+        if stamp != 0:
+            _store(args)
+
+    return numba.cfunc(types.void(types.intp), cache=True)(store_kv)

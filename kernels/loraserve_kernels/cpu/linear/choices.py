@@ -1,0 +1,577 @@
+"""Choice of the kernel that computes a CPU's linears: each candidate of a format is tried on this processor, for
+exactness and for speed, and the fastest that is exact is taken.
+
+A library may have no instructions for a format and compute it a thousand times slower than float32, or sum it in too few bits, silently; neither can be read off the
+processor's name. So each candidate multiplies the largest codes there are, all of one sign and of both, and its sums are compared with exact ones; then it is
+timed beside float32, at a few numbers of rows, once for each class of shapes.
+
+A load tries them on one thread, and counts the processor's time that the thread took, so that neither other processes nor threads that wait for each other make a kernel look slow.
+
+Candidates of one *rank* give the same bits, so that the clock may choose among them. A lower rank rounds more coarsely, or in another order: it is taken only
+where every candidate above it is inexact, missing, or `MUCH_SLOWER`, which no noise makes of equal ones. Otherwise two starts on one machine could answer differently. A rank isn't even timed while one
+before it is within `MUCH_SLOWER` of float32.
+
+float32 of the dequantized weight is the yardstick and never taken: it would need four to eight times the bytes that the memory's plan counts.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from loraserve_kernels.common.arithmetic import BF16_WEIGHTS, FLOATS, W8A7_ROW, W8A8_ROW, WEIGHT_ONLY, Arithmetic
+from loraserve_kernels.common.quantized import QuantizedWeight, quantize
+from loraserve_kernels.cpu import instructions, threads
+from loraserve_kernels.cpu.linear import decoded as cpu_decoded
+from loraserve_kernels.cpu.linear import gemm
+from loraserve_kernels.cpu.linear import packed_linear as cpu_packed
+from loraserve_kernels.cpu.lora.apply import HAS_NUMBA
+
+ROWS = (1, 8, 64, 256)
+"""The numbers of rows that are timed: what decode steps have, and pieces of prompts."""
+
+BUDGET_S = 0.3
+"""Time of probing after which further classes of shapes take what the nearest class of the format took. A class takes
+20 to 60 ms."""
+
+SLOWER = 1.2
+"""A format that takes so many times as long as float32 is slower; less may be another process's doing."""
+
+HOPELESS = 20.0
+"""A candidate that takes, or would take for more rows, so many times as long as float32 isn't tried on, nor on other classes."""
+
+MUCH_SLOWER = 4.0
+"""A rank whose best candidate takes so many times as long as the best of all ranks gives way."""
+
+_HOPELESS_S = 0.03
+_SCREEN_CHANNELS = 256
+_SCREEN_S = 1e-3
+_MAX_CHANNELS, _MAX_INPUTS = 1024, 1024
+"""Larger weights are of the class of these: what a kernel lacks, it lacks for them too."""
+_RUNS, _RUN_S = 5, 2e-3
+_COARSEST_S, _FINE_S = 2e-3, 20e-6
+_TRIES = 3
+_EXACT_ROWS = (1, 3, 33)
+_EXACT_CHANNELS = 72
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One candidate on one class of shapes.
+
+    Attributes:
+        seconds: of one product, by number of rows; empty where it wasn't timed.
+        verdict: ``""`` where it may be taken, else why not: ``missing``, ``inexact`` or ``hopeless``.
+    """
+
+    arithmetic: Arithmetic
+    seconds: dict[int, float]
+    verdict: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Kernel that was taken for a class of shapes, and the candidates that it was taken from.
+
+    Attributes:
+        format: one of `FORMATS`.
+        out_features, in_features: of the weight that was timed.
+        arithmetic: of the kernel that was taken.
+        measured: the candidates that were looked at, in order of rank; none where the choice was adopted.
+        float_s: float32's seconds of one product, by number of rows; empty likewise.
+    """
+
+    format: str
+    out_features: int
+    in_features: int
+    arithmetic: Arithmetic
+    measured: tuple[Measured, ...]
+    float_s: dict[int, float]
+
+    @property
+    def kernel(self) -> str:
+        return self.arithmetic.kernel
+
+    def seconds(self, num_rows: int) -> float:
+        """Return the taken kernel's time of one product; NaN where nothing could be taken but what wasn't timed."""
+        of = next((m.seconds for m in self.measured if m.arithmetic == self.arithmetic and m.seconds), {})
+        return of.get(num_rows, math.nan)
+
+    def ratio(self, num_rows: int) -> float:
+        """Return the taken kernel's time as a multiple of float32's."""
+        return self.seconds(num_rows) / self.float_s[num_rows]
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether float32 would be faster: what the format saves is memory alone."""
+        return bool(self.float_s) and self.mean_ratio > SLOWER
+
+    @property
+    def mean_ratio(self) -> float:
+        """The geometric mean over the numbers of rows."""
+        return _mean(self.ratio(num_rows) for num_rows in self.float_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to compute a format's linears.
+
+    Attributes:
+        rank: lower is preferred; candidates of one rank give the same bits.
+        make: packs a weight and returns its product with x.
+        is_exact: whether it sums the largest codes rightly at so many inputs.
+        is_there: whether this machine has what it needs.
+    """
+
+    name: str
+    kernel: str
+    rank: int
+    instructions: Callable[[], str]
+    make: Callable[[QuantizedWeight | Tensor], Callable[[Tensor], Tensor]]
+    is_exact: Callable[[Candidate, str, int], bool]
+    is_there: Callable[[], bool]
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        return Arithmetic(self.name, self.kernel, self.instructions())
+
+
+@dataclass(slots=True)
+class Chooser:
+    """Choices of one process, each made once.
+
+    Attributes:
+        clock: seconds, of which probing may take `BUDGET_S`.
+        work_clock: seconds that this thread has worked, by which kernels are compared; None: `work_clock()`.
+        spent_s: what probing has taken so far, but for compiling, which happens once on a machine.
+        around: entered around each probe, with the format's name: for a load that tells what it is at.
+    """
+
+    clock: Callable[[], float] = time.perf_counter
+    work_clock: Callable[[], float] | None = None
+    spent_s: float = 0.0
+    around: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
+    _choices: dict[tuple[str, int, int], Choice] = field(default_factory=dict)
+    _hopeless: set[tuple[str, str]] = field(default_factory=set)
+
+    def choose(self, format: str, out_features: int, in_features: int) -> Choice:
+        """Return what computes weights of this format and about this shape.
+
+        Args:
+            format: one of `FORMATS`.
+        """
+        key = format, min(_power(out_features), _MAX_CHANNELS), min(_power(in_features), _MAX_INPUTS)
+        if key not in self._choices:
+            self._choices[key] = self._nearest(key) or self._probed(key)
+        return self._choices[key]
+
+    def adopt(self, format: str, out_features: int, in_features: int, arithmetic: Arithmetic) -> None:
+        """Take for a class of shapes, as `taken` gives it, what another process of this machine took: no clock is asked again."""
+        choice = Choice(format, out_features, in_features, arithmetic, (), {})
+        self._choices[format, out_features, in_features] = choice
+
+    def taken(self) -> list[tuple[str, int, int, Arithmetic]]:
+        """Return format, out_features and in_features of each class so far, and what was taken for it."""
+        return [(*key, choice.arithmetic) for key, choice in self._choices.items()]
+
+    def choices(self) -> list[Choice]:
+        """Return the choices made so far, each once."""
+        return list({id(choice): choice for choice in self._choices.values()}.values())
+
+    def _nearest(self, key: tuple[str, int, int]) -> Choice | None:
+        """Return the format's choice that is nearest in size once probing has taken its time; None without one."""
+        if self.spent_s < BUDGET_S:
+            return None
+        others = [other for other in self._choices if other[0] == key[0]]
+        if not others:
+            return None
+        return self._choices[min(others, key=lambda other: abs(math.log(other[1] * other[2] / (key[1] * key[2]))))]
+
+    def _probed(self, key: tuple[str, int, int]) -> Choice:
+        with self.around(key[0]):
+            for candidate in FORMATS[key[0]]:
+                if candidate.is_there():
+                    compile_kernel(candidate, key[0])
+            clock = self.work_clock or work_clock()
+            began = self.clock()
+            with threads.alone():
+                choice = probe(*key, clock=clock, hopeless=self._hopeless, times_all=False)
+            self.spent_s += self.clock() - began
+            return choice
+
+
+@functools.cache
+def chooser() -> Chooser:
+    """Return the process's own chooser."""
+    return Chooser()
+
+
+@functools.cache
+def work_clock() -> Callable[[], float]:
+    """Return a clock of the processor's time that the calling thread has taken; of all time, where the system counts the former too coarsely."""
+    began_s, began_work_s = time.perf_counter(), time.thread_time()
+    while time.perf_counter() - began_s < _COARSEST_S:
+        if 0 < time.thread_time() - began_work_s < _FINE_S:
+            return time.thread_time
+    return time.perf_counter
+
+
+def weight_format(weight: QuantizedWeight, *, rounds_activations: bool) -> str:
+    """Return which of `FORMATS` a quantized weight is."""
+    if weight.format == "int8" and not weight.has_groups:
+        return "int8" if rounds_activations else "int8-weights"
+    grouped = f"{weight.format}-groups" if weight.format == "int8" else weight.format
+    return grouped if weight.zeros is None else f"{grouped}-zeros"
+
+
+def probe(
+    format: str,
+    out_features: int,
+    in_features: int,
+    *,
+    rows: tuple[int, ...] = ROWS,
+    runs: int = _RUNS,
+    run_s: float = _RUN_S,
+    clock: Callable[[], float] = time.perf_counter,
+    hopeless: set[tuple[str, str]] | None = None,
+    times_all: bool = True,
+) -> Choice:
+    """Time every candidate of a format on weights of this shape.
+
+    Args:
+        runs, run_s: each number of rows is timed so often at most, and no longer than about so many seconds.
+        hopeless: (format, kernel) of candidates that aren't tried; those that turn out to be so are added.
+        times_all: also candidates of a rank that isn't looked at, since one before it is fast.
+    """
+    hopeless = set() if hopeless is None else hopeless
+    weight = example(format, out_features, in_features)
+    wide = weight if isinstance(weight, Tensor) else cpu_packed.widen(weight)
+    packed = gemm.pack_float(wide.float())
+    inputs = {n: _activations(n, in_features) for n in rows}
+
+    def float32(x: Tensor) -> Tensor:
+        return gemm.float_linear(x, packed)
+
+    float_s = {n: _best(functools.partial(float32, x), runs, run_s, clock) for n, x in inputs.items()}
+    measured: list[Measured] = []
+    for _, group in groupby(FORMATS[format], key=lambda candidate: candidate.rank):
+        for candidate in group:
+            verdict = _verdict(candidate, format, in_features, clock, hopeless)
+            seconds: dict[int, float] = {}
+            if not verdict:
+                product = candidate.make(weight)
+                # another process may have had the processor all the while: what looks slow is timed again
+                for _ in range(_TRIES):
+                    again = _times(product, inputs, float_s, runs, run_s, clock)
+                    if len(again) < len(rows):
+                        hopeless.add((format, candidate.kernel))
+                        verdict, seconds = "hopeless", {}
+                        break
+                    seconds = {n: min(seconds.get(n, math.inf), again[n]) for n in rows}
+                    if _score(seconds, float_s) <= MUCH_SLOWER:
+                        break
+            measured.append(Measured(candidate.arithmetic, seconds, verdict))
+        if not times_all and any(not m.verdict and _score(m.seconds, float_s) <= MUCH_SLOWER for m in measured):
+            break
+    arithmetic = _taken(FORMATS[format], measured, float_s)
+    return Choice(format, out_features, in_features, arithmetic, tuple(measured), float_s)
+
+
+def _times(
+    product: Callable[[Tensor], Tensor],
+    inputs: dict[int, Tensor],
+    float_s: dict[int, float],
+    runs: int,
+    run_s: float,
+    clock: Callable[[], float],
+) -> dict[int, float]:
+    """Return seconds by number of rows, fewest first; the rest is missing where it would take hopelessly long."""
+    seconds: dict[int, float] = {}
+    last: tuple[int, float] | None = None
+    for n, x in inputs.items():
+        # no kernel that is worth its name takes longer for each row than it took for fewer
+        if last is not None and last[1] * n / last[0] > HOPELESS * float_s[n] + _HOPELESS_S:
+            break
+        seconds[n] = _best(functools.partial(product, x), runs, run_s, clock)
+        last = n, seconds[n]
+    return seconds
+
+
+def compile_kernel(candidate: Candidate, format: str) -> None:
+    """Compile what the candidate needs, or read it from numba's cache: so that it isn't taken for slowness."""
+    if candidate.kernel.startswith("numba"):
+        cpu_decoded.warm_up(_KINDS.get(format, "dot"))
+    gemm.warm_up()
+
+
+def _verdict(
+    candidate: Candidate, format: str, in_features: int, clock: Callable[[], float], hopeless: set[tuple[str, str]]
+) -> str:
+    if (format, candidate.kernel) in hopeless:
+        return "hopeless"
+    try:
+        if not candidate.is_there():
+            return "missing"
+        small = example(format, _SCREEN_CHANNELS, in_features)
+        wide = small if isinstance(small, Tensor) else cpu_packed.widen(small)
+        x, packed, product = _activations(1, in_features), gemm.pack_float(wide.float()), candidate.make(small)
+        float_s = _best(lambda: gemm.float_linear(x, packed), 3, _SCREEN_S, clock)
+        if _best(lambda: product(x), 3, _SCREEN_S, clock) > HOPELESS * float_s + _SCREEN_S:
+            hopeless.add((format, candidate.kernel))
+            return "hopeless"
+        return "" if candidate.is_exact(candidate, format, in_features) else "inexact"
+    except (RuntimeError, AttributeError):
+        # torch was built without it, or the processor lacks what it needs
+        return "missing"
+
+
+def _taken(candidates: tuple[Candidate, ...], measured: list[Measured], float_s: dict[int, float]) -> Arithmetic:
+    """Return the fastest of the first rank that isn't much slower than the best of all; the last candidate, which needs
+    nothing, where none can be used."""
+    scores = {index: _score(m.seconds, float_s) for index, m in enumerate(measured) if not m.verdict}
+    if not scores:
+        return candidates[-1].arithmetic
+    bound = MUCH_SLOWER * min(scores.values())
+    rank = min(candidates[index].rank for index, score in scores.items() if score <= bound)
+    best = min((index for index in scores if candidates[index].rank == rank), key=scores.__getitem__)
+    return measured[best].arithmetic
+
+
+def _score(seconds: dict[int, float], float_s: dict[int, float]) -> float:
+    return _mean(seconds[n] / float_s[n] for n in float_s)
+
+
+def _mean(numbers: Iterable[float]) -> float:
+    logs = [math.log(number) for number in numbers]
+    return math.exp(sum(logs) / len(logs))
+
+
+def _best(work: Callable[[], object], runs: int, run_s: float, clock: Callable[[], float]) -> float:
+    """Return seconds of the fastest run, after one that isn't counted: it may make what later runs use again."""
+    began = clock()
+    work()
+    best = clock() - began
+    if best > 20 * run_s:
+        runs = 1
+    elapsed: list[float] = []
+    end = clock() + run_s
+    # three at least: another process may have had the processor for longer than all of them
+    while len(elapsed) < min(3, runs) or (len(elapsed) < runs and clock() < end):
+        start = clock()
+        work()
+        elapsed.append(clock() - start)
+    return min(elapsed)
+
+
+def _power(number: int) -> int:
+    """Return the next power of two, 64 at least."""
+    return 1 << max(6, (number - 1).bit_length())
+
+
+def example(format: str, out_features: int, in_features: int) -> QuantizedWeight | Tensor:
+    """Return a weight of this shape whose codes are mixed; no generator's state is touched."""
+    columns = torch.arange(in_features, dtype=torch.int32)
+    channels = torch.arange(out_features, dtype=torch.int32)[:, None]
+    codes = (channels * 37 + columns * 11) % 251 - 125
+    return _of_codes(format, codes.to(torch.int8))
+
+
+def _of_codes(format: str, codes: Tensor) -> QuantizedWeight | Tensor:
+    """Return a weight of these values, as nearly as the format holds them; int8's exactly and with scales of 1."""
+    if format in DTYPES:
+        return codes.to(DTYPES[format])
+    kind, _, rest = format.partition("-")
+    out_features, in_features = codes.shape
+    if kind == "int8":
+        group = 64 if rest.startswith("groups") and in_features % 64 == 0 else in_features
+        scales = torch.ones(out_features, in_features // group)
+        zeros = None
+        if rest == "groups-zeros" and group < in_features:
+            zeros = torch.full(scales.shape, 128, dtype=torch.uint8)
+        return QuantizedWeight("int8", codes.contiguous(), scales, zeros, group, in_features, out_features)
+    return quantize(codes.float(), kind, 64 if kind == "int4" else None, has_zeros=rest == "zeros")
+
+
+def _activations(num_rows: int, in_features: int) -> Tensor:
+    return torch.linspace(-1.0, 1.0, num_rows * in_features).view(num_rows, in_features)
+
+
+def _largest(num_rows: int, in_features: int, top: int, bottom: int) -> Tensor:
+    """Return rows of the largest codes: all positive, all negative, both in turn, both by pairs, and a mixture."""
+    signs = torch.ones(in_features, dtype=torch.int32)
+    turn, pairs = signs.clone(), signs.clone()
+    turn[1::2] = -1
+    pairs[1::4] = pairs[2::4] = -1
+    mixture = (torch.arange(in_features, dtype=torch.int32) * 97) % (top - bottom + 1) + bottom
+    mixture[0] = top
+    rows = torch.stack((top * signs, bottom * signs, top * turn, top * pairs, mixture))
+    return rows.repeat(-(-num_rows // len(rows)), 1)[:num_rows]
+
+
+def _rounds_exactly(candidate: Candidate, format: str, in_features: int) -> bool:
+    """Return whether int8 by int8 is summed without an error, for few rows and many."""
+    levels = gemm.LEVELS[candidate.name]
+    weight = _of_codes(format, _largest(_EXACT_CHANNELS, in_features, 127, -128).to(torch.int8))
+    if isinstance(weight, Tensor):
+        return False
+    product, codes = candidate.make(weight), weight.codes.double()
+    for num_rows in _EXACT_ROWS:
+        x = _largest(num_rows, in_features, levels, -levels)
+        # each row's largest magnitude is `levels`, so that its codes are itself
+        y, exact = product(x.float()).double(), x.double() @ codes.T
+        if ((y - exact).abs() > 4e-7 * exact.abs()).any():
+            return False
+        # one more or less shows where the sum is small enough for float32 to hold it
+        is_small = exact.abs() < 1 << 22
+        if ((y - exact).abs() > 0.5)[is_small].any():
+            return False
+    return True
+
+
+def _multiplies_exactly(candidate: Candidate, format: str, in_features: int) -> bool:
+    """Return whether products of the largest codes with activations of one sign, and of both, are those of the
+    dequantized weight."""
+    weight = _of_codes(format, _largest(_EXACT_CHANNELS, in_features, 127, -128).to(torch.int8))
+    wide = weight.double() if isinstance(weight, Tensor) else weight.dequantize(torch.float64)
+    product, tolerance = candidate.make(weight), _TOLERANCES.get(candidate.name, 2e-5)
+    for num_rows in _EXACT_ROWS:
+        x = _largest(num_rows, in_features, 127, -127).float()
+        bound = tolerance * (x.double().abs() @ wide.abs().T)
+        if ((product(x).double() - x.double() @ wide.T).abs() > bound).any():
+            return False
+    return True
+
+
+_TOLERANCES = {FLOATS["bfloat16"]: 1e-2, FLOATS["float16"]: 2e-3}
+"""Tolerances of products whose activations or results are rounded to 16 bits, relative to the sum of magnitudes."""
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_KINDS = {
+    "int8-weights": "int8",
+    "int8-groups": "int8",
+    "int8-groups-zeros": "int8z",
+    "int4": "int4",
+    "int4-zeros": "int4z",
+    "nf4": "nf4",
+    "fp8": "fp8",
+    "bfloat16": "bf16",
+    "float16": "f16",
+}
+"""Kind of weight that numba's kernel decodes, by format."""
+
+
+def _make_int8(kernel: str) -> Callable[[QuantizedWeight | Tensor], Callable[[Tensor], Tensor]]:
+    def make(weight: QuantizedWeight | Tensor) -> Callable[[Tensor], Tensor]:
+        if isinstance(weight, Tensor):
+            raise TypeError("a float weight")
+        packed = gemm.pack_int8(weight.codes, weight.scales.flatten().clone(), kernel)
+        return lambda x: gemm.int8_linear(x, packed)
+
+    return make
+
+
+def _make_packed(kernel: str) -> Callable[[QuantizedWeight | Tensor], Callable[[Tensor], Tensor]]:
+    def make(weight: QuantizedWeight | Tensor) -> Callable[[Tensor], Tensor]:
+        if isinstance(weight, Tensor):
+            raise TypeError("a float weight")
+        packed = cpu_packed.pack_quantized(weight, kernel)
+        return lambda x: cpu_packed.packed_linear(x, packed)
+
+    return make
+
+
+def _make_half(kernel: str) -> Callable[[QuantizedWeight | Tensor], Callable[[Tensor], Tensor]]:
+    def make(weight: QuantizedWeight | Tensor) -> Callable[[Tensor], Tensor]:
+        if not isinstance(weight, Tensor):
+            raise TypeError("a quantized weight")
+        packed = gemm.pack_half(weight, weight.dtype, kernel)
+        return lambda x: gemm.half_linear(x, packed)
+
+    return make
+
+
+def _has_numba() -> bool:
+    return HAS_NUMBA
+
+
+def _weight_only(format: str) -> tuple[Candidate, ...]:
+    name = WEIGHT_ONLY[format.partition("-")[0]]
+    return (
+        Candidate(name, "numba", 0, instructions.numba, _make_packed("numba"), _multiplies_exactly, _has_numba),
+        Candidate(name, "widened", 1, instructions.onednn, _make_packed("widened"), _multiplies_exactly, lambda: True),
+    )
+
+
+def _int8(name: str, kernel: str, rank: int, isa: Callable[[], str], is_there: Callable[[], bool]) -> Candidate:
+    return Candidate(name, kernel, rank, isa, _make_int8(kernel), _rounds_exactly, is_there)
+
+
+FORMATS: dict[str, tuple[Candidate, ...]] = {
+    "int8": (
+        _int8(W8A8_ROW, "onednn-s8", 0, instructions.onednn, gemm.has_onednn),
+        _int8(W8A8_ROW, "onednn-u8", 0, instructions.onednn, gemm.has_onednn),
+        _int8(W8A8_ROW, "numba-dot", 0, instructions.numba, _has_numba),
+        _int8(W8A7_ROW, "fbgemm", 1, instructions.fbgemm, gemm.has_fbgemm),
+        Candidate(
+            WEIGHT_ONLY["int8"],
+            "widened",
+            2,
+            instructions.onednn,
+            _make_packed("widened"),
+            _multiplies_exactly,
+            lambda: True,
+        ),
+    ),
+    **{format: _weight_only(format) for format in _KINDS if format not in DTYPES},
+    "bfloat16": (
+        Candidate(
+            FLOATS["bfloat16"],
+            "onednn",
+            0,
+            instructions.onednn,
+            _make_half("onednn"),
+            _multiplies_exactly,
+            gemm.has_native_bfloat16,
+        ),
+        Candidate(BF16_WEIGHTS, "numba", 1, instructions.numba, _make_half("numba"), _multiplies_exactly, _has_numba),
+        Candidate(
+            FLOATS["bfloat16"], "torch", 2, instructions.aten, _make_half("torch"), _multiplies_exactly, lambda: True
+        ),
+    ),
+    "float16": (
+        Candidate(
+            FLOATS["float16"], "numba", 0, instructions.numba, _make_half("numba"), _multiplies_exactly, _has_numba
+        ),
+        # with AVX2 alone its last rows are summed in another order
+        Candidate(
+            FLOATS["float16"],
+            "fbgemm",
+            1,
+            instructions.fbgemm,
+            _make_half("fbgemm"),
+            _multiplies_exactly,
+            gemm.has_fbgemm,
+        ),
+    ),
+}
+"""Format → its candidates, by rank. ``int8``: activations are rounded by row too; ``int8-weights``: they aren't."""
+
+
+def lines(choices: Iterable[Choice]) -> Iterator[tuple[bool, str]]:
+    """Yield what a log says of choices: whether the best is slower than float32, and the sentence."""
+    for choice in choices:
+        if not choice.float_s:
+            yield False, f"{choice.format} {choice.out_features}×{choice.in_features}: {choice.arithmetic}; taken over"
+            continue
+        ratios = ", ".join(f"{choice.ratio(n):.2f} at {n}" for n in choice.float_s)
+        what = f"{choice.format} {choice.out_features}×{choice.in_features}: {choice.arithmetic}"
+        yield choice.is_slower, f"{what}; time as a multiple of float32's by rows: {ratios}"

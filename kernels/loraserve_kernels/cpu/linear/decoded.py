@@ -1,0 +1,278 @@
+"""Weights in the order that `cpu_linear`'s kernels read, and their products; needs numba."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from loraserve_kernels.common.quantized import QuantizedWeight
+from loraserve_kernels.cpu import threads
+
+_MIN_PARALLEL_WEIGHTS = 1 << 15
+"""Products of a smaller weight with one row aren't worth waking a second thread for."""
+
+_GROUP = 256
+"""Inputs that are summed before they're added to the total, where a channel has one scale."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodedWeight:
+    """A linear's weight whose codes are decoded while they're multiplied.
+
+    Attributes:
+        kind: ``int8``, ``int8z``, ``int4``, ``int4z`` (z: with zeros), ``nf4``, ``fp8``, ``bf16`` or ``f16``.
+        codes: [tiles, inputs or bytes of two inputs, channels of a tile], the channels filled up with zeros to whole tiles.
+        scales: [groups, channels] float32; zeros: the same in uint8, or None.
+        group_size: inputs that share a scale.
+        in_features, out_features: of the linear.
+    """
+
+    kind: str
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    group_size: int
+    in_features: int
+    out_features: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of codes, scales and zeros of the channels that there are."""
+        per_channel = self.codes.shape[1] * self.codes.element_size()
+        if self.kind not in ("bf16", "f16"):
+            per_channel += self.scales.shape[0] * (4 + (self.zeros is not None))
+        return self.out_features * per_channel
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DotWeight:
+    """A linear's weight in int8 by output channel, for activations in int8.
+
+    Attributes:
+        codes: [tiles, pairs of inputs, channels of a tile, 2] int8, filled up with zeros.
+        scales: [channels] float32.
+        in_features, out_features: of the linear.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    in_features: int
+    out_features: int
+
+
+def can_decode(weight: QuantizedWeight) -> bool:
+    """Return whether the kernels decode each of the weight's codes as `QuantizedWeight.dequantize` does.
+
+    They don't for fp8's NaN.
+    """
+    if weight.format != "fp8":
+        return True
+    return not bool((weight.codes.view(torch.uint8) & 0x7F == 0x7F).any())
+
+
+def pack(weight: QuantizedWeight) -> DecodedWeight:
+    """Bring a quantized weight's codes into tiles; they're copied."""
+    from loraserve_kernels.cpu.linear.decoded_kernel import FP8_SCALE
+
+    scales = weight.scales.t() * (FP8_SCALE if weight.format == "fp8" else 1.0)
+    return DecodedWeight(
+        weight.format + ("z" if weight.zeros is not None else ""),
+        _tiles(weight.codes.view(torch.uint8)),
+        _filled(scales),
+        None if weight.zeros is None else _filled(weight.zeros.t()),
+        weight.group_size,
+        weight.in_features,
+        weight.out_features,
+    )
+
+
+def pack_half(weight: Tensor) -> DecodedWeight:
+    """Bring a bfloat16 or float16 weight [out_features, in_features] into tiles; it's copied."""
+    out_features, in_features = weight.shape
+    kind = "bf16" if weight.dtype == torch.bfloat16 else "f16"
+    scales = _filled(torch.ones(1, out_features))
+    return DecodedWeight(kind, _tiles(weight.view(torch.int16)), scales, None, in_features, in_features, out_features)
+
+
+def unpack(weight: DecodedWeight, start: int, end: int) -> Tensor:
+    """Return these rows of the weight as it is multiplied, [end - start, in_features] float32.
+
+    The kernels scale the sum of a group, so a product differs from this by the rounding of the sums alone.
+    """
+    from loraserve_kernels.cpu.linear.decoded_kernel import FP8_SCALE, TILE
+
+    first = start // TILE
+    tiles = weight.codes[first : -(-end // TILE)]
+    codes = tiles.mT.reshape(-1, tiles.shape[1])[start - first * TILE : end - first * TILE].contiguous()
+    if weight.kind in ("bf16", "f16"):
+        return codes.view(torch.bfloat16 if weight.kind == "bf16" else torch.float16).float()
+    format = weight.kind.removesuffix("z")
+    dtypes = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+    rows = QuantizedWeight(
+        format,
+        codes.view(dtypes.get(format, torch.uint8)),
+        weight.scales[:, start:end].t() / (FP8_SCALE if format == "fp8" else 1.0),
+        None if weight.zeros is None else weight.zeros[:, start:end].t(),
+        weight.group_size,
+        weight.in_features,
+        end - start,
+    )
+    from loraserve_kernels.cpu.linear.packed_linear import widen
+
+    return widen(rows)
+
+
+def linear(x: Tensor, weight: DecodedWeight, bias: Tensor | None = None) -> Tensor:
+    """Return ``x W^T + bias``, [num_tokens, out_features] float32; a row's bits don't depend on the other rows.
+
+    Args:
+        x: [num_tokens, in_features] float32; taken as checked.
+    """
+    from loraserve_kernels.cpu.linear import decoded_kernel as kernel
+
+    x = x if x.stride(1) == 1 else x.contiguous()
+    num_channels = weight.scales.shape[1]
+    y = torch.empty(x.shape[0], num_channels)
+    has_groups = weight.scales.shape[0] > 1
+    full_bias = _no_bias(num_channels) if bias is None else _filled(bias[None])
+    args = np.zeros(kernel.NUM_WORDS, dtype=np.int64)
+    args[kernel.X :] = (
+        x.data_ptr(),
+        x.stride(0),
+        x.shape[0],
+        y.data_ptr(),
+        num_channels,
+        weight.codes.data_ptr(),
+        weight.codes.stride(0) * weight.codes.element_size(),
+        weight.scales.data_ptr(),
+        num_channels if has_groups else 0,
+        0 if weight.zeros is None else weight.zeros.data_ptr(),
+        num_channels if has_groups else 0,
+        full_bias.data_ptr(),
+        weight.in_features,
+        weight.group_size if has_groups else _GROUP,
+        weight.codes.shape[0],
+    )
+    _run(_compiled(weight.kind), args, weight.codes.numel() * x.shape[0])
+    return _cut(y, weight.out_features)
+
+
+def pack_dot(codes: Tensor, scales: Tensor) -> DotWeight:
+    """Bring a weight in int8 into tiles of pairs of inputs; codes and scales are copied.
+
+    Args:
+        codes: [out_features, in_features] int8; scales: [out_features] float32.
+    """
+    out_features, in_features = codes.shape
+    padded = torch.zeros(out_features, in_features + in_features % 2, dtype=torch.int8)
+    padded[:, :in_features] = codes
+    tiles = _tiles(padded.view(torch.int16)).view(torch.int8)
+    return DotWeight(tiles, _filled(scales[None])[0], in_features, out_features)
+
+
+def unpack_dot(weight: DotWeight) -> Tensor:
+    """Return the codes that `pack_dot` was given."""
+    tiles = weight.codes.view(torch.int16)
+    codes = tiles.mT.reshape(-1, tiles.shape[1])[: weight.out_features].contiguous()
+    return codes.view(torch.int8)[:, : weight.in_features].contiguous()
+
+
+def dot(codes: Tensor, weight: DotWeight) -> Tensor:
+    """Return ``scale · sum(code · x)``, [num_tokens, out_features] float32: the sums exact, each converted and scaled once.
+
+    Args:
+        codes: [num_tokens, in_features] int8.
+    """
+    from loraserve_kernels.cpu.linear import decoded_kernel as kernel
+
+    width = weight.in_features + weight.in_features % 2
+    x = torch.empty(codes.shape[0], width, dtype=torch.int16)
+    x[:, : weight.in_features] = codes
+    if width > weight.in_features:
+        x[:, weight.in_features :] = 0
+    num_channels = weight.scales.shape[0]
+    y = torch.empty(x.shape[0], num_channels)
+    args = np.zeros(kernel.NUM_WORDS, dtype=np.int64)
+    args[kernel.X : kernel.SCALES + 1] = (
+        x.data_ptr(),
+        width,
+        x.shape[0],
+        y.data_ptr(),
+        num_channels,
+        weight.codes.data_ptr(),
+        weight.codes.stride(0),
+        weight.scales.data_ptr(),
+    )
+    args[kernel.WIDTH], args[kernel.NUM_TILES] = width, weight.codes.shape[0]
+    _run(_compiled("dot"), args, weight.codes.numel() * x.shape[0])
+    return _cut(y, weight.out_features)
+
+
+def warm_up(kind: str) -> None:
+    """Compile the kernel of a `DecodedWeight.kind`, or ``dot``, or read it from numba's cache."""
+    _compiled(kind)
+
+
+@functools.cache
+def _compiled(kind: str) -> tuple[Callable[[int], None], int, Any]:
+    from loraserve_kernels.cpu.linear import decoded_kernel as kernel
+
+    if kind == "dot":
+        handle = kernel.compiled_dot()
+    else:
+        kinds = {
+            "int8": kernel.INT8,
+            "int8z": kernel.INT8_ZEROS,
+            "int4": kernel.INT4,
+            "int4z": kernel.INT4_ZEROS,
+            "nf4": kernel.NF4,
+            "fp8": kernel.FP8,
+            "bf16": kernel.BF16,
+            "f16": kernel.F16,
+        }
+        handle = kernel.compiled(kinds[kind])
+    return handle.ctypes, handle.address, handle
+
+
+def _run(compiled: tuple[Callable[[int], None], int, Any], args: Any, num_products: int) -> None:
+    call, address, _ = compiled
+    num_threads = threads.num_threads() if num_products >= _MIN_PARALLEL_WEIGHTS else 1
+    threads.run(call, address, args.ctypes.data, num_threads)
+
+
+def _tiles(codes: Tensor) -> Tensor:
+    """Return rows [channels, width] as [tiles, width, channels of a tile]."""
+    from loraserve_kernels.cpu.linear.decoded_kernel import TILE
+
+    channels, width = codes.shape
+    tiles = codes.new_zeros(-(-channels // TILE), width, TILE)
+    whole = channels // TILE
+    tiles[:whole] = codes[: whole * TILE].view(whole, TILE, width).mT
+    if channels > whole * TILE:
+        tiles[whole, :, : channels - whole * TILE] = codes[whole * TILE :].t()
+    return tiles
+
+
+def _filled(grid: Tensor) -> Tensor:
+    """[groups, channels] in that order of memory, the channels filled up with zeros to whole tiles."""
+    from loraserve_kernels.cpu.linear.decoded_kernel import TILE
+
+    groups, channels = grid.shape
+    filled = grid.new_zeros(groups, -(-channels // TILE) * TILE)
+    filled[:, :channels] = grid
+    return filled
+
+
+@functools.lru_cache(maxsize=64)
+def _no_bias(num_channels: int) -> Tensor:
+    return torch.zeros(num_channels)
+
+
+def _cut(y: Tensor, out_features: int) -> Tensor:
+    return y if y.shape[1] == out_features else y[:, :out_features].contiguous()

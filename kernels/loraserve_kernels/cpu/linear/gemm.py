@@ -1,0 +1,426 @@
+"""The base's linears on the CPU, in int8, in 16 bits and in float32, so that no row's result depends on what shares its
+batch.
+
+int8: weights by output channel, activations by row. Integer products and sums are exact, so that a row's bits can't depend on the other rows; what must be
+avoided is a scale taken over the whole batch, where one tenant's outlier spoils the others' answers. `choices` tries these kernels on the processor and takes one:
+
+* ``onednn-s8``: oneDNN multiplies int8 by int8 where it has instructions for it (AMX, VNNI on some). Elsewhere it computes element by element, a thousand times
+  slower than float32, or adds pairs of products in 16 bits that overflow, silently.
+* ``onednn-u8``: the same codes plus 128, with a zero point of 128: what VNNI multiplies. Without VNNI pairs of products overflow too.
+* ``numba-dot``: our own sums of pairs in 32 bits, on any machine (`cpu_linear`). The three give the same bits.
+* ``fbgemm``: any x86 machine, activations of 7 bits. Its linear for a fixed activation scale gets rows divided by their own largest magnitude, so that one scale
+  fits every row. Elsewhere torch's reference of the same operator runs.
+
+float32: oneDNN with weights in its own blocked order, which adds the products of a row in one order for any number of rows but one; a single row is computed twice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from loraserve_kernels.common.arithmetic import W8A7_ROW, W8A8_ROW
+from loraserve_kernels.common.quantized import quantize
+from loraserve_kernels.cpu import instructions, threads
+from loraserve_kernels.cpu.linear import decoded as cpu_decoded
+from loraserve_kernels.cpu.lora.apply import HAS_NUMBA
+from loraserve_kernels.errors import ShapeMismatch
+
+_MIN_PARALLEL_BYTES = 128 << 10
+_LARGEST_FLOAT16 = 65504.0
+
+LEVELS = {W8A8_ROW: 127, W8A7_ROW: 63}
+"""The largest code of a row's activations."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Int8Weight:
+    """A linear's weight in int8, in the order that its library reads.
+
+    Attributes:
+        packed: oneDNN's tensor, fbgemm's object, or a `cpu_decoded.DotWeight`.
+        scales: [out_features] float32: a channel's weights are its codes times this.
+        kernel: ``onednn-s8``, ``onednn-u8``, ``numba-dot`` or ``fbgemm``.
+        in_features, out_features: of the linear.
+    """
+
+    packed: Any
+    scales: Tensor
+    kernel: str
+    in_features: int
+    out_features: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of codes and of the scale per output channel."""
+        return self.out_features * (self.in_features + 4)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FloatWeight:
+    """A linear's float32 weight.
+
+    Attributes:
+        packed: oneDNN's tensor, or where torch lacks oneDNN the weight as it is, [out_features, in_features].
+        is_blocked: which of the two.
+        in_features, out_features: of the linear.
+    """
+
+    packed: Tensor
+    is_blocked: bool
+    in_features: int
+    out_features: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.out_features * self.in_features * 4
+
+
+def quantize_int8(weight: Tensor) -> Int8Weight:
+    """Round a weight [out_features, in_features] to int8 by output channel; nothing of the float weight is kept."""
+    rounded = quantize(weight.detach(), "int8")
+    return pack_int8(rounded.codes, rounded.scales[:, 0].contiguous())
+
+
+def pack_int8(codes: Tensor, scales: Tensor, kernel: str | None = None) -> Int8Weight:
+    """Bring a weight that is in int8 already into the order that its library reads; codes and scales are used as they are, and not kept.
+
+    Args:
+        codes: [out_features, in_features] int8, from -128 to 127.
+        scales: [out_features] float32: a channel's weights are its codes times this.
+        kernel: see `Int8Weight`; None: what `choices` takes of those.
+
+    Raises:
+        ShapeMismatch: codes and scales of other shapes or dtypes.
+    """
+    if codes.dim() != 2 or codes.dtype != torch.int8 or scales.dtype != torch.float32:
+        raise ShapeMismatch(
+            f"codes are {tuple(codes.shape)} {codes.dtype}, scales {scales.dtype}; they must be a matrix in int8, and float32"
+        )
+    out_features, in_features = codes.shape
+    if scales.shape != (out_features,):
+        raise ShapeMismatch(f"scales are {tuple(scales.shape)}; they must be ({out_features},)")
+    kernel = kernel or _chosen_int8(out_features, in_features)
+    packed: Any
+    if kernel == "numba-dot":
+        packed = cpu_decoded.pack_dot(codes, scales)
+    elif kernel == "fbgemm":
+        packed = _pack_fbgemm(codes, scales)
+    else:
+        packed = torch.ops.onednn.qlinear_prepack(codes, None)
+    return Int8Weight(packed, scales.clone(), kernel, in_features, out_features)
+
+
+def unpack_int8(weight: Int8Weight) -> Tensor:
+    """Return the codes that `pack_int8` was given, [out_features, in_features] int8."""
+    if weight.kernel == "numba-dot":
+        return cpu_decoded.unpack_dot(weight.packed)
+    codes: Tensor
+    if weight.kernel == "fbgemm":
+        codes = torch.ops.quantized.linear_unpack(weight.packed)[0].int_repr()
+    else:
+        codes = weight.packed.to_dense().t()
+    return codes
+
+
+def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Tensor:
+    """Return ``x W^T + bias`` with x rounded row by row, [num_tokens, out_features] float32; a row's bits don't depend on the other rows.
+
+    Args:
+        x: [num_tokens, in_features] float32. A row that isn't finite yields NaN in its own row only.
+        bias: [out_features] float32.
+
+    Raises:
+        ShapeMismatch: x isn't float32 of the weight's in_features.
+    """
+    _check(x, weight.in_features)
+    y: Tensor
+    if weight.kernel == "fbgemm":
+        units, scales = _unit_rows(x)
+        # 7 bits: fbgemm adds pairs of products in 16 bits on machines without VNNI
+        y = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(units, 1 / 63, 64, weight.packed)
+    else:
+        codes, scales = quantize_rows(x)
+        if weight.kernel == "numba-dot":
+            y = cpu_decoded.dot(codes, weight.packed)
+        else:
+            y = _onednn_linear(codes, weight.packed, weight.scales, is_unsigned=weight.kernel == "onednn-u8")
+    return y.mul_(scales) if bias is None else torch.addcmul(bias, y, scales)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round each row of x by its own largest magnitude: codes [num_tokens, in_features] int8 within ±127, and scales [num_tokens, 1]; ``x ≈ codes · scales``.
+
+    A row that isn't finite gets zeros and the scale NaN.
+    """
+    if HAS_NUMBA and x.stride(1) == 1:
+        return _quantize_rows_numba(x)
+    units, scales = _unit_rows(x)
+    return units.mul_(127).round_().to(torch.int8), scales.div_(127)
+
+
+def pack_float(weight: Tensor) -> FloatWeight:
+    """Bring a float32 weight [out_features, in_features] into the order that oneDNN reads fastest for few rows; the given tensor isn't kept."""
+    weight = weight.detach()
+    if weight.dtype != torch.float32:
+        raise ShapeMismatch(f"the weight is {weight.dtype}; it must be float32")
+    out_features, in_features = weight.shape
+    if not torch._C._has_mkldnn:
+        return FloatWeight(weight.clone(), False, in_features, out_features)
+    # the order is chosen for about as many rows as a decode step has
+    return FloatWeight(torch.ops.mkldnn._reorder_linear_weight(weight, 32), True, in_features, out_features)
+
+
+_BLOCK_ROWS = (64, 48, 32)
+"""Products of fewer at a time would take longer than unpacking."""
+
+
+def blocks_in_place(packed: FloatWeight, weight: Tensor) -> Tensor | None:
+    """Return a packed weight's own memory as blocks of its rows, each transposed: [num_blocks, in_features, rows of a block] float32; None where it is in another order.
+
+    oneDNN gives back whole matrices only, in new memory. It doesn't say in which order it keeps them; on machines with AVX2 or AVX512 so many rows are side by side, and whether they
+    are is seen by comparing all of them. Valid as long as `packed`.
+
+    Args:
+        weight: what was packed.
+    """
+    if not packed.is_blocked or not hasattr(torch.ops.mkldnn, "data_ptr"):
+        return None
+    if torch.ops.mkldnn._nbytes(packed.packed) != weight.nbytes:
+        return None
+    address = ctypes.cast(torch.ops.mkldnn.data_ptr(packed.packed), ctypes.POINTER(ctypes.c_float))
+    memory = torch.from_numpy(np.ctypeslib.as_array(address, (weight.numel(),)))
+    rows, width = weight.shape
+    for size in _BLOCK_ROWS:
+        if rows % size == 0:
+            blocks = memory.view(rows // size, width, size)
+            if torch.equal(blocks, weight.view(rows // size, size, width).mT):
+                return blocks
+    return None
+
+
+def float_linear(x: Tensor, weight: FloatWeight, bias: Tensor | None = None) -> Tensor:
+    """Return ``x W^T + bias``, [num_tokens, out_features] float32. With oneDNN a row's bits don't depend on the other rows.
+
+    Args:
+        x: [num_tokens, in_features] float32.
+        bias: [out_features] float32.
+
+    Raises:
+        ShapeMismatch: x isn't float32 of the weight's in_features.
+    """
+    _check(x, weight.in_features)
+    if not weight.is_blocked:
+        return F.linear(x, weight.packed, bias)
+    # one row alone would be summed in another order (as a matrix times a vector)
+    rows = torch.cat((x, x)) if x.shape[0] == 1 else _with_few_heights(x)
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight.packed, bias, "none", [], "")
+    return y[: x.shape[0]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HalfWeight:
+    """A linear's weight in bfloat16 or float16.
+
+    Attributes:
+        packed: oneDNN's tensor, fbgemm's object, a `cpu_decoded.DecodedWeight`, or the weight as it is.
+        kernel: ``onednn``, ``numba`` or ``torch`` for bfloat16, ``numba`` or ``fbgemm`` for float16.
+        in_features, out_features: of the linear.
+    """
+
+    packed: Any
+    kernel: str
+    in_features: int
+    out_features: int
+
+    @property
+    def num_bytes(self) -> int:
+        return 2 * self.out_features * self.in_features
+
+
+def pack_half(weight: Tensor, dtype: torch.dtype, kernel: str) -> HalfWeight:
+    """Bring a weight [out_features, in_features] into the order that its kernel reads, in bfloat16 or float16; the given tensor isn't kept.
+
+    A weight beyond float16's range, which no model is known to have, is the largest there is.
+    """
+    weight = weight.detach()
+    out_features, in_features = weight.shape
+    packed: Any
+    if kernel == "fbgemm":
+        with warnings.catch_warnings():
+            # torch announces that its eager quantization moves to torchao one day, and warns of weights beyond the range
+            warnings.simplefilter("ignore", UserWarning)
+            packed = torch.ops.quantized.linear_prepack_fp16(weight.float(), None)
+    else:
+        if dtype == torch.float16:
+            weight = weight.float().clamp(-_LARGEST_FLOAT16, _LARGEST_FLOAT16)
+        half = weight.to(dtype).contiguous()
+        if kernel == "onednn":
+            packed = torch.ops.mkldnn._reorder_linear_weight(half, None)
+        else:
+            packed = cpu_decoded.pack_half(half) if kernel == "numba" else half.clone()
+    return HalfWeight(packed, kernel, in_features, out_features)
+
+
+def half_linear(x: Tensor, weight: HalfWeight, bias: Tensor | None = None) -> Tensor:
+    """Return ``x W^T + bias``, [num_tokens, out_features] float32. With numba a row's bits don't depend on the other rows.
+
+    oneDNN and torch round x, the bias and the result to bfloat16; numba rounds nothing.
+
+    Args:
+        x: [num_tokens, in_features] float32.
+        bias: [out_features] float32.
+    """
+    _check(x, weight.in_features)
+    if weight.kernel == "numba":
+        return cpu_decoded.linear(x, weight.packed, bias)
+    y: Tensor
+    if weight.kernel == "fbgemm":
+        y = torch.ops.quantized.linear_dynamic_fp16(x, weight.packed)
+        return y if bias is None else y.add_(bias)
+    half_bias = None if bias is None else bias.bfloat16()
+    if weight.kernel == "onednn":
+        rows = _with_few_heights(x.bfloat16())
+        y = torch.ops.mkldnn._linear_pointwise(rows, weight.packed, half_bias, "none", [], "")[: x.shape[0]]
+    else:
+        y = F.linear(x.bfloat16(), weight.packed, half_bias)
+    return y.float()
+
+
+def half_rows(weight: HalfWeight, start: int, end: int) -> Tensor:
+    """Return these rows of the weight, in whatever float dtype they're at hand."""
+    rows: Tensor
+    if weight.kernel == "numba":
+        return cpu_decoded.unpack(weight.packed, start, end)
+    if weight.kernel == "fbgemm":
+        rows = torch.ops.quantized.linear_unpack_fp16(weight.packed)[0]
+    else:
+        rows = weight.packed.to_dense() if weight.kernel == "onednn" else weight.packed
+    return rows[start:end]
+
+
+def warm_up() -> None:
+    """Compile what rounds rows to int8, or read it from numba's cache."""
+    if HAS_NUMBA:
+        _rows_kernel()
+
+
+def has_onednn() -> bool:
+    """Return whether torch has oneDNN and its int8 linear."""
+    return bool(torch._C._has_mkldnn) and hasattr(torch.ops.onednn, "qlinear_pointwise")
+
+
+def has_fbgemm() -> bool:
+    return "fbgemm" in torch.backends.quantized.supported_engines
+
+
+def has_native_bfloat16() -> bool:
+    """Return whether oneDNN may use instructions for bfloat16.
+
+    It computes bfloat16 without them too, several times slower than float32.
+    """
+    return has_onednn() and instructions.onednn() in ("avx512_core_bf16", "avx512_core_amx", "aarch64")
+
+
+def _check(x: Tensor, in_features: int) -> None:
+    if x.dim() != 2 or x.shape[1] != in_features or x.dtype != torch.float32:
+        raise ShapeMismatch(f"x is {tuple(x.shape)} {x.dtype}; this linear takes (num_tokens, {in_features}) float32")
+
+
+def _chosen_int8(out_features: int, in_features: int) -> str:
+    # it tries this module's kernels
+    from loraserve_kernels.cpu.linear.choices import chooser
+
+    kernel = chooser().choose("int8", out_features, in_features).kernel
+    return kernel if kernel != "widened" else "fbgemm"
+
+
+def _pack_fbgemm(codes: Tensor, scales: Tensor) -> Any:
+    with warnings.catch_warnings():
+        # torch announces at the first call that its eager quantization moves to torchao one day. There's no other way yet to make the tensor that fbgemm packs;
+        # constraints.txt and the range in pyproject.toml hold the versions where this works.
+        warnings.filterwarnings(
+            "ignore", message="torch.quantize_per_tensor, torch.quantize_per_channel", category=UserWarning
+        )
+        zeros = torch.zeros(codes.shape[0], dtype=torch.int64)
+        quantized = torch._make_per_channel_quantized_tensor(codes, scales.double(), zeros, 0)
+    return torch.ops.quantized.linear_prepack(quantized, None)
+
+
+def _onednn_linear(codes: Tensor, packed: Any, scales: Tensor, *, is_unsigned: bool) -> Tensor:
+    if is_unsigned:
+        codes = codes.view(torch.uint8) ^ 128
+    rows = _with_few_heights(codes)
+    y: Tensor = torch.ops.onednn.qlinear_pointwise(
+        rows,
+        1.0,
+        128 if is_unsigned else 0,
+        packed,
+        scales,
+        _zero_points(scales.shape[0]),
+        None,
+        1.0,
+        0,
+        torch.float32,
+        "none",
+        [],
+        "",
+    )
+    return y[: codes.shape[0]]
+
+
+_HEIGHT_STEP = 16
+"""Products of more rows have a multiple of it."""
+
+
+def _with_few_heights(x: Tensor) -> Tensor:
+    """Return x with rows of zeros added, fewer than `_HEIGHT_STEP`, where it has more rows than that.
+
+    oneDNN compiles a product for each number of rows that it meets (1 to 8 ms) and keeps a thousand of them, up to 0.7 MiB each: with some hundred
+    numbers of rows the process grew by hundreds of MiB over its first hours, with tens it stays level.
+    """
+    num_more = -x.shape[0] % _HEIGHT_STEP if x.shape[0] > _HEIGHT_STEP else 0
+    return F.pad(x, (0, 0, 0, num_more)) if num_more else x
+
+
+@functools.lru_cache(maxsize=64)
+def _zero_points(out_features: int) -> Tensor:
+    return torch.zeros(out_features, dtype=torch.int32)
+
+
+def _unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row divided by its largest magnitude, and that magnitude, [num_tokens, 1]; zeros and NaN for a row that isn't finite."""
+    top = x.abs().amax(1, keepdim=True)
+    is_finite = torch.isfinite(top)
+    units = torch.where(is_finite & (top > 1e-36), x / top, 0.0)
+    return units, torch.where(is_finite, top, torch.nan)
+
+
+@functools.cache
+def _rows_kernel() -> tuple[Callable[[int], None], int, Any]:
+    from loraserve_kernels.cpu.linear import row_quantization as cpu_rows
+
+    handle = cpu_rows.compiled()
+    return handle.ctypes, handle.address, handle
+
+
+def _quantize_rows_numba(x: Tensor) -> tuple[Tensor, Tensor]:
+    call, address, _ = _rows_kernel()
+    num_rows, width = x.shape
+    codes, scales = torch.empty((num_rows, width), dtype=torch.int8), torch.empty((num_rows, 1))
+    args = np.array(
+        (0, 0, 0, 0, 0, 0, 0, 0, x.data_ptr(), x.stride(0), codes.data_ptr(), scales.data_ptr(), num_rows, width),
+        dtype=np.int64,
+    )
+    num_threads = threads.num_threads() if num_rows * width * 4 >= _MIN_PARALLEL_BYTES else 1
+    threads.run(call, address, args.ctypes.data, num_threads)
+    return codes, scales

@@ -1,0 +1,156 @@
+"""Linears on the CPU whose weights stay in 4 bits, in fp8 or in int8, and whose activations stay float32.
+
+With numba the codes are decoded in registers while they're multiplied (`cpu_linear`): reading fewer bytes than float32, as fast or faster. Without it weights are
+widened to float32 a few output channels at a time, which costs a core a few nanoseconds for each weight in each step, however few the rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from loraserve_kernels.common.quantized import NF4_CODE, QuantizedWeight
+from loraserve_kernels.cpu.linear import decoded as cpu_decoded
+from loraserve_kernels.cpu.linear.decoded import DecodedWeight
+from loraserve_kernels.cpu.linear.gemm import float_linear, pack_float
+from loraserve_kernels.errors import ShapeMismatch
+
+_BLOCK_WEIGHTS = 1 << 20
+"""How many weights are wide at a time: 4 MiB, twice (oneDNN has an order of its own), and half of that for indices."""
+
+_CHANNEL_MULTIPLE = 16
+
+_ROWS_WEIGHTS = 1 << 18
+"""Elements of a weight's rows that are float32 at a time: 1 MiB, memory that the allocator has at hand."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedWeight:
+    """A linear's weight in one of `quantized.FORMATS`, cut into blocks of output channels.
+
+    Attributes:
+        blocks: in order, none with more than about a million weights; empty where `decoded` is there.
+        decoded: in the order of numba's kernel; None: the kernel is ``widened``.
+        format: one of `quantized.FORMATS`.
+        in_features, out_features: of the linear.
+    """
+
+    blocks: tuple[QuantizedWeight, ...]
+    decoded: DecodedWeight | None
+    format: str
+    in_features: int
+    out_features: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of codes, scales and zeros."""
+        if self.decoded is not None:
+            return self.decoded.num_bytes
+        return sum(block.num_bytes for block in self.blocks)
+
+    @property
+    def kernel(self) -> str:
+        """``numba`` or ``widened``."""
+        return "widened" if self.decoded is None else "numba"
+
+    def rows(self, start: int, end: int) -> Iterator[Tensor]:
+        """Yield these rows of the weight, float32, some at a time, in order."""
+        if self.decoded is not None:
+            step = max(1, _ROWS_WEIGHTS // self.in_features)
+            for first in range(start, end, step):
+                yield cpu_decoded.unpack(self.decoded, first, min(first + step, end))
+            return
+        first = 0
+        for block in self.blocks:
+            last = first + block.out_features
+            if first < end and last > start:
+                yield widen(block)[max(start - first, 0) : end - first]
+            first = last
+
+
+def pack_quantized(weight: QuantizedWeight, kernel: str | None = None) -> PackedWeight:
+    """Bring a weight into the order that its kernel reads. ``widened`` takes blocks of its codes, which aren't copied.
+
+    Args:
+        kernel: ``numba`` or ``widened``; None: what `choices` takes. What numba's kernel can't decode, NaN in fp8, is widened.
+    """
+    if kernel is None:
+        # it tries this module's kernels
+        from loraserve_kernels.cpu.linear.choices import chooser, weight_format
+
+        format = weight_format(weight, rounds_activations=False)
+        kernel = chooser().choose(format, weight.out_features, weight.in_features).kernel
+    if kernel == "numba" and cpu_decoded.can_decode(weight):
+        decoded = cpu_decoded.pack(weight)
+        return PackedWeight((), decoded, weight.format, weight.in_features, weight.out_features)
+    num_channels = _BLOCK_WEIGHTS // weight.in_features // _CHANNEL_MULTIPLE * _CHANNEL_MULTIPLE
+    num_channels = max(num_channels, _CHANNEL_MULTIPLE)
+    scales = weight.scales.contiguous()
+    zeros = None if weight.zeros is None else weight.zeros.contiguous()
+    blocks = []
+    for first in range(0, weight.out_features, num_channels):
+        end = min(first + num_channels, weight.out_features)
+        blocks.append(
+            QuantizedWeight(
+                weight.format,
+                weight.codes[first:end],
+                scales[first:end],
+                None if zeros is None else zeros[first:end],
+                weight.group_size,
+                weight.in_features,
+                end - first,
+            )
+        )
+    return PackedWeight(tuple(blocks), None, weight.format, weight.in_features, weight.out_features)
+
+
+def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """Return ``x W^T + bias``, [num_tokens, out_features] float32, W as `QuantizedWeight.dequantize` gives it. A row's bits don't depend on the other rows (widened: with oneDNN).
+
+    Args:
+        x: [num_tokens, in_features] float32.
+        bias: [out_features] float32.
+
+    Raises:
+        ShapeMismatch: x isn't float32 of the weight's in_features.
+    """
+    if x.dim() != 2 or x.shape[1] != weight.in_features or x.dtype != torch.float32:
+        raise ShapeMismatch(
+            f"x is {tuple(x.shape)} {x.dtype}; this linear takes (num_tokens, {weight.in_features}) float32"
+        )
+    if weight.decoded is not None:
+        return cpu_decoded.linear(x, weight.decoded, bias)
+    y = torch.empty(x.shape[0], weight.out_features)
+    first = 0
+    for block in weight.blocks:
+        end = first + block.out_features
+        # each block is summed as a whole linear is, in one order for any number of rows
+        y[:, first:end] = float_linear(x, pack_float(widen(block)), None if bias is None else bias[first:end])
+        first = end
+    return y
+
+
+def widen(weight: QuantizedWeight) -> Tensor:
+    """Return what ``weight.dequantize(torch.float32)`` returns, bit for bit, several times sooner: a byte's codes are looked up together."""
+    codes = weight.codes.view(torch.uint8).view(-1).int()
+    values = _table(weight.format, weight.zeros is not None).index_select(0, codes).view(torch.float32)
+    groups = values.view(weight.out_features, -1, weight.group_size)
+    if weight.zeros is not None:
+        groups.sub_(weight.zeros[:, :, None])
+    return groups.mul_(weight.scales[:, :, None]).view(weight.out_features, weight.in_features)
+
+
+@functools.cache
+def _table(format: str, has_zeros: bool) -> Tensor:
+    """What each byte of codes means, 256 of them: a float32 for fp8 and int8, and for two codes of 4 bits two, held as one float64."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    if format == "fp8":
+        return codes.view(torch.float8_e4m3fn).float()
+    if format == "int8":
+        return codes.view(torch.int8).float() + (128 if has_zeros else 0)
+    meanings = torch.tensor(NF4_CODE) if format == "nf4" else torch.arange(16.0) - (0 if has_zeros else 8)
+    return torch.stack((meanings[(codes & 15).int()], meanings[(codes >> 4).int()]), dim=1).view(torch.float64).view(-1)

@@ -1,0 +1,251 @@
+"""Paged attention on a GPU: decode rows and prefill chunks in one call. Needs Triton; nothing that runs on a CPU imports this module.
+
+With ``TRITON_INTERPRET=1`` in the environment before Triton's first import, `paged_attention` runs the kernels on CPU tensors, slowly: for tests.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn.attention import current_flash_attention_impl, varlen
+
+from loraserve_kernels.errors import ShapeMismatch
+from loraserve_kernels.gpu.attention.kernel import attend_kernel, combine_kernel
+from loraserve_kernels.gpu.attention.plan import (
+    CHUNK_BLOCK_M,
+    ITEMS_AT,
+    NUM_DECODE_ITEMS,
+    NUM_ITEMS,
+    ROWS_AT,
+    TABLE_WIDTH,
+    TABLES_AT,
+    GpuAttentionPlan,
+)
+from loraserve_kernels.gpu.device import INTERPRETED, num_programs
+
+NO_WINDOW = 1 << 30
+COMBINE_WARPS = 2
+COMBINE_SPLITS = 16
+"""How many splits of a row are loaded at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttendConfig:
+    """How the kernel is cut for one head_dim. Chosen by reasoning about bytes in flight and by reading compiled code; not measured."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def decode_config(head_dim: int, group: int) -> AttendConfig:
+    """For rows of which each sequence has one: 16 query heads, 32 where a group is larger, and 8 KiB of keys at a time, two times ahead: with 16 heads of up to
+    128 four programs fit on a multiprocessor of either generation."""
+    return AttendConfig(16 if group <= 16 else 32, max(16, min(64, 4096 // triton.next_power_of_2(head_dim))), 4, 3)
+
+
+def chunk_config(head_dim: int) -> AttendConfig:
+    """For tiles of a chunk's rows: twice the keys at a time, so that the four warps meet half as often, and two programs on a multiprocessor."""
+    return AttendConfig(CHUNK_BLOCK_M, max(16, min(64, 8192 // triton.next_power_of_2(head_dim))), 4, 3)
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: GpuAttentionPlan,
+    out: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+) -> None:
+    """Write to `out` each row's causal attention over its sequence's cached keys; rows of sequences without context become zeros.
+
+    The rows of a sequence are its last ones: row j of m stands at position ``context_len - m + j`` and sees the positions up to its own; with
+    `sliding_window` w, its own and the w − 1 before it. Slots past a context aren't read, nor are rows past the plan's read or written. A row's bits
+    don't depend on what shares its step, nor on which rows of its own sequence do; they may on whether any does, since a sequence's only row has its keys split.
+
+    Up to three launches, no synchronisation, no allocation. A step that `is_decode_only` may be captured in a CUDA graph and replayed after any later fill
+    with as many rows, each a sequence's only one.
+
+    Args:
+        q, out: [at least num_tokens, num_heads, head_dim] bfloat16 or float16; the heads of a row side by side, any stride between rows.
+        k_cache, v_cache: one layer's, [num_blocks, num_kv_heads, block_size, head_dim], q's dtype, each block contiguous, any stride between blocks.
+        plan: the step's.
+        scale: what the products are multiplied with, usually head_dim ** -0.5.
+        soft_cap: what the scaled products are softly kept below, above 0: ``soft_cap * tanh(score / soft_cap)``; None: they aren't.
+
+    Raises:
+        ShapeMismatch: q, out, the cache and the plan disagree on shapes, dtypes, strides or devices.
+
+    Source: FlashAttention-2's online softmax (arXiv:2307.08691) over the paged cache of PagedAttention (arXiv:2309.06180), split as in Flash-Decoding.
+    """
+    _check(q, k_cache, v_cache, plan, out, sliding_window)
+    group, head_dim = plan.num_heads // plan.num_kv_heads, plan.head_dim
+    block_d = triton.next_power_of_2(head_dim)
+    log2e = math.log2(math.e)
+    decode, chunk = decode_config(head_dim, group), chunk_config(head_dim)
+    for config, count in ((decode, plan.num_decode_rows), (chunk, plan.num_tiles)):
+        if not count:
+            continue
+        attend_kernel[(num_programs(q.device),)](
+            q,
+            k_cache,
+            v_cache,
+            plan.buffer,
+            plan.partials,
+            plan.lse,
+            out,
+            scale * log2e if soft_cap is None else scale / soft_cap * 2 * log2e,
+            0.0 if soft_cap is None else soft_cap * log2e,
+            NO_WINDOW if sliding_window is None else min(sliding_window, NO_WINDOW),
+            q.stride(0),
+            out.stride(0),
+            k_cache.stride(0),
+            v_cache.stride(0),
+            plan.num_kv_heads,
+            CHUNKS=config is chunk,
+            NUM_DECODE_ITEMS=NUM_DECODE_ITEMS,
+            NUM_ITEMS=NUM_ITEMS,
+            ITEMS_AT=ITEMS_AT,
+            TABLES_AT=TABLES_AT,
+            TABLE_WIDTH=TABLE_WIDTH,
+            GROUP=group,
+            HEADS=min(group, config.block_m),
+            HEAD_DIM=head_dim,
+            BLOCK_D=block_d,
+            BLOCK_SIZE=plan.block_size,
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            NUM_STAGES=config.num_stages,
+            HAS_CAP=soft_cap is not None,
+            WIDEN=INTERPRETED,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            enable_fp_fusion=True,
+        )
+    if plan.num_decode_rows:
+        combine_kernel[(plan.num_decode_rows, plan.num_heads)](
+            plan.buffer,
+            plan.partials,
+            plan.lse,
+            out,
+            out.stride(0),
+            plan.num_heads,
+            ROWS_AT=ROWS_AT,
+            HEAD_DIM=head_dim,
+            BLOCK_D=block_d,
+            MAX_SPLITS=plan.max_splits,
+            BLOCK_S=COMBINE_SPLITS,
+            num_warps=COMBINE_WARPS,
+        )
+
+
+def varlen_obstacle(plan: GpuAttentionPlan) -> str | None:
+    """Why `varlen_attention` can't answer for this plan here, or None where it can.
+
+    torch has block tables since 2.12. Its own FlashAttention 2 takes blocks of multiples of 256 tokens, and only since 2.13 can it be kept from splitting
+    keys, which depends on the batch and leaves rows unwritten (pytorch issue 194167). FlashAttention 3, where it is installed and activated, takes blocks of any size.
+    """
+    if not hasattr(varlen, "varlen_attn_out"):
+        return f"torch {torch.__version__} has no block tables; 2.12 does"
+    if plan.device.type != "cuda":
+        return f"FlashAttention needs a CUDA device; the plan is on {plan.device}"
+    implementation = current_flash_attention_impl() or "FA2"
+    if implementation == "FA2" and _torch_version() < (2, 13):
+        return f"the FlashAttention of torch {torch.__version__} can't be kept from splitting keys; 2.13's can, or activate FA3"
+    if implementation == "FA2" and plan.block_size % 256:
+        return (
+            f"torch's own FlashAttention takes blocks of multiples of 256 tokens, not {plan.block_size}; activate FA3"
+        )
+    if implementation == "FA4" and torch.cuda.get_device_capability(plan.device)[0] != 10:
+        return "FA4 takes block tables on compute capability 10 alone; activate FA3"
+    return None
+
+
+def varlen_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: GpuAttentionPlan,
+    out: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+) -> None:
+    """The same as `paged_attention`, by ``torch.nn.attention.varlen``: another order of sums, so other bits, which don't depend on the batch either.
+
+    Not for CUDA graphs: where the step's block tables stand changes with each fill.
+
+    Raises:
+        RuntimeError: torch has nothing for this plan; see `varlen_obstacle`.
+        ShapeMismatch: as in `paged_attention`.
+    """
+    if (obstacle := varlen_obstacle(plan)) is not None:
+        raise RuntimeError(obstacle)
+    _check(q, k_cache, v_cache, plan, out, sliding_window)
+    varlen.varlen_attn_out(
+        out[: plan.num_tokens],
+        q[: plan.num_tokens],
+        # pages as [num_blocks, block_size, num_kv_heads, head_dim]
+        k_cache.transpose(1, 2),
+        v_cache.transpose(1, 2),
+        plan.device_query_starts,
+        # FA2 asks for these though the contexts' lengths say as much; FA3 refuses them beside a block table
+        plan.device_key_starts if (current_flash_attention_impl() or "FA2") == "FA2" else None,
+        plan.max_query_len,
+        plan.max_context_len,
+        scale=scale,
+        # what a row sees to its left and to its right
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        enable_gqa=plan.num_heads != plan.num_kv_heads,
+        seqused_k=plan.device_context_lens,
+        block_table=plan.device_block_tables,
+        num_splits=1,
+    )
+
+
+def _torch_version() -> tuple[int, int]:
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _check(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: GpuAttentionPlan, out: Tensor, sliding_window: int | None
+) -> None:
+    row, block = (plan.num_heads, plan.head_dim), (plan.num_kv_heads, plan.block_size, plan.head_dim)
+    if (
+        q.shape[1:] != row
+        or out.shape != q.shape
+        or q.shape[0] < plan.num_tokens
+        or k_cache.shape[1:] != block
+        or v_cache.shape != k_cache.shape
+    ):
+        raise ShapeMismatch(
+            f"q is {tuple(q.shape)}, out {tuple(out.shape)}, the cache {tuple(k_cache.shape)} and {tuple(v_cache.shape)}; this plan takes at least "
+            f"{plan.num_tokens} rows of {row} and blocks of {block}"
+        )
+    if q.dtype not in (torch.bfloat16, torch.float16) or any(t.dtype != q.dtype for t in (k_cache, v_cache, out)):
+        raise ShapeMismatch(
+            f"q is {q.dtype}, out {out.dtype}, the cache {k_cache.dtype} and {v_cache.dtype}; all must be bfloat16, or all float16"
+        )
+    whole_row, whole_block = (plan.head_dim, 1), (plan.block_size * plan.head_dim, plan.head_dim, 1)
+    if any(t.stride()[1:] != whole_row for t in (q, out)) or any(
+        t.stride()[1:] != whole_block for t in (k_cache, v_cache)
+    ):
+        raise ShapeMismatch(
+            f"strides of q are {q.stride()}, of out {out.stride()}, of the cache {k_cache.stride()} and {v_cache.stride()}; rows and blocks must be "
+            "contiguous, with any stride between them"
+        )
+    if any(t.device != plan.buffer.device for t in (q, k_cache, v_cache, out)):
+        raise ShapeMismatch(
+            f"q is on {q.device}, out on {out.device}, the cache on {k_cache.device} and {v_cache.device}, the plan on {plan.buffer.device}"
+        )
+    if sliding_window is not None and sliding_window < 1:
+        raise ShapeMismatch(f"a sliding window of {sliding_window}; a row sees itself at least, so 1 or more")

@@ -1,0 +1,1 @@
+"""Linears on the GPU with weights as they are stored, quantized or not."""

@@ -1,0 +1,345 @@
+"""A linear on a GPU with its weight as it is stored, quantized or not: one entry for any number of rows. Needs Triton.
+
+Up to `MAX_DECODE_ROWS` rows, one kernel reads each weight once and a row's bits depend on that row alone. Above, tiles of the weight are unpacked on their way to the tensor
+cores, and a row's bits depend on the row alone again, but aren't those of the first kernel; a weight that isn't quantized goes to the vendor's library there.
+
+With ``TRITON_INTERPRET=1`` in the environment before Triton's first import, the kernels run on CPU tensors, slowly: for tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from loraserve_kernels.common.quantized import QuantizedWeight, zero_words
+from loraserve_kernels.errors import ShapeMismatch
+from loraserve_kernels.gpu.device import INTERPRETED
+from loraserve_kernels.gpu.gemm.decode_gemm import decode_gemm_kernel
+from loraserve_kernels.gpu.gemm.decode_lora_gemm import decode_lora_gemm_kernel
+from loraserve_kernels.gpu.gemm.prefill_gemm import prefill_gemm_kernel
+from loraserve_kernels.gpu.lora.apply import apply_lora, shrink, site_widths
+from loraserve_kernels.gpu.lora.plan import HEADER, SITE_INDEX, GpuLoraPlan
+from loraserve_kernels.gpu.paged.layout import REPLACED_SITES
+
+MAX_DECODE_ROWS = 64
+
+_DTYPES = (torch.bfloat16, torch.float16)
+# column tiles of the narrowest configuration
+_COLUMNS = 64
+# two for each of an H200's multiprocessors; a constant, so that a row's bits don't depend on the device either
+_ENOUGH_PROGRAMS = 256
+_SHORTEST_PART = 256
+_MAX_PARTS = 16
+# that multiply by adapters' B, over all column tiles: enough to fill a GPU beside the others; a row's bits don't depend on it
+_LORA_PROGRAMS = 512
+_MAX_TILES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """How the kernel for few rows is cut. Chosen by reasoning about bytes in flight and by reading compiled code; not measured."""
+
+    block_m: int
+    halves: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """How the kernel for many rows is cut. Chosen in the same way; not measured."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    rows_first: int
+    num_warps: int
+    num_stages: int
+
+
+DECODE_CONFIGS: dict[int, DecodeConfig] = {
+    16: DecodeConfig(16, 1, 64, 4, 5),
+    32: DecodeConfig(32, 1, 64, 4, 4),
+    # instructions for 64 rows would add a row's products in another order than those for 16
+    64: DecodeConfig(32, 2, 128, 8, 4),
+}
+"""By the most rows."""
+
+PREFILL_CONFIG = PrefillConfig(128, 128, 64, 8, 8, 3)
+
+BLOCK_K: dict[str, int] = {"plain": 64, "int8": 128, "fp8": 128, "int4": 128, "nf4": 128}
+"""Inputs for each step of the decode kernel's pipeline. Part of the order of additions, so the same for any number of rows."""
+
+
+def split_k(out_features: int, in_features: int) -> int:
+    """Into how many parts a row's sum is cut by the kernel for few rows: fixed by the weight's shape."""
+    tiles, parts = -(-out_features // _COLUMNS), 1
+    while tiles * parts < _ENOUGH_PROGRAMS and in_features >= 2 * parts * _SHORTEST_PART and parts < _MAX_PARTS:
+        parts *= 2
+    return parts
+
+
+def weight_only_linear(
+    x: Tensor, weight: QuantizedWeight | Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return ``x W^T + bias``, summed in float32 and rounded once.
+
+    One launch, no synchronisation; may be captured in a CUDA graph once it has run on the device before. Calls on several streams at a time aren't
+    possible: those of one device share the counters of `_counters`.
+
+    Args:
+        x: [num_tokens, in_features] bfloat16 or float16, contiguous in the last dim.
+        weight: a plain one has x's dtype and is contiguous.
+        bias: [out_features], x's dtype.
+        out_dtype: x's (None), or float32.
+
+    Raises:
+        ShapeMismatch: x, the weight and the bias disagree on shapes, dtypes or devices.
+    """
+    out_features, in_features = _check(x, weight, bias, out_dtype)
+    out = torch.empty((x.shape[0], out_features), dtype=out_dtype or x.dtype, device=x.device)
+    if x.shape[0] == 0:
+        return out
+    if x.shape[0] <= MAX_DECODE_ROWS:
+        _decode(x, weight, bias, out, in_features)
+    elif isinstance(weight, QuantizedWeight):
+        _prefill(x, weight, bias, out)
+    elif out.dtype == x.dtype:
+        return F.linear(x, weight, bias)
+    else:
+        _float32_linear(x, weight, bias, out)
+    return out
+
+
+def weight_only_linear_lora(
+    x: Tensor,
+    weight: QuantizedWeight | Tensor,
+    bias: Tensor | None,
+    plan: GpuLoraPlan,
+    site: str,
+    layer: int,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return what `weight_only_linear` and then `apply_lora` give, up to rounding: with few rows, by shrink and one launch for everything else.
+
+    Rows without an adapter have the bits of `weight_only_linear`; those of a row with one depend on that row alone. More than `MAX_DECODE_ROWS` rows, slices that column
+    tiles don't fill, and the head, of which adapters may replace rows, take the two steps themselves.
+
+    Args:
+        x, weight, bias, out_dtype: as `weight_only_linear` takes them; x's dtype is the pool's.
+        plan, site, layer: as `apply_lora` takes them. The plan's last `fill` was True.
+
+    Raises:
+        ShapeMismatch: as both.
+    """
+    out_features, in_features = _check(x, weight, bias, out_dtype)
+    config = decode_config(min(x.shape[0], MAX_DECODE_ROWS))
+    plan.check_layer(site, layer)
+    if site == "embed":
+        raise ShapeMismatch("the embedding is no linear: gather its rows, then call apply_embedding_lora")
+    widths = site_widths(plan, site)
+    is_few = x.shape[0] in range(1, MAX_DECODE_ROWS + 1)
+    if not is_few or site in REPLACED_SITES or any(width % config.block_n for width in widths):
+        y = weight_only_linear(x, weight, bias, out_dtype=out_dtype)
+        apply_lora(x, y, plan, site, layer, bias)
+        return y
+    if out_features != sum(widths):
+        raise ShapeMismatch(f"the weight has {out_features} outputs; site {site} of this plan has {sum(widths)}")
+    shrink(x, plan, site, layer)
+    pool, num_rows = plan.pool, x.shape[0]
+    out = torch.empty((num_rows, out_features), dtype=out_dtype or x.dtype, device=x.device)
+    tiles, parts = out_features // config.block_n, split_k(out_features, in_features)
+    lora_parts = max(1, min(_MAX_PARTS, _LORA_PROGRAMS // tiles))
+    tensors, numbers, constants = _decode_launch(x, weight, bias, out, in_features, config)
+    decode_lora_gemm_kernel[(tiles * (parts + lora_parts),)](
+        *tensors,
+        _planes(x, tiles, parts + 3, config),
+        _counters(x.device),
+        plan.scratch,
+        pool.weights,
+        pool.codes,
+        pool.deltas,
+        pool.records[0, layer],
+        plan.buffer,
+        *numbers,
+        pool.records.stride(0),
+        *widths[:2],
+        HEADER_AT=4 * SITE_INDEX[site],
+        PERM_AT=HEADER,
+        LORA_PARTS=lora_parts,
+        LORA_SPLIT_K=plan.split_k(site),
+        LORA_BLOCK_M=plan.block_m,
+        LORA_STAGES=2,
+        **constants,
+    )
+    return out
+
+
+def _decode(x: Tensor, weight: QuantizedWeight | Tensor, bias: Tensor | None, out: Tensor, in_features: int) -> None:
+    config = decode_config(x.shape[0])
+    tiles, parts = -(-out.shape[1] // config.block_n), split_k(out.shape[1], in_features)
+    planes = counters = out
+    if parts > 1:
+        planes, counters = _planes(x, tiles, parts, config), _counters(x.device)
+    tensors, numbers, constants = _decode_launch(x, weight, bias, out, in_features, config)
+    decode_gemm_kernel[(tiles * parts,)](
+        *tensors,
+        planes,
+        counters,
+        *numbers,
+        EVEN_N=out.shape[1] % config.block_n == 0,
+        **constants,
+    )
+
+
+def decode_config(num_rows: int) -> DecodeConfig:
+    """How the kernel for few rows is cut for so many."""
+    return DECODE_CONFIGS[next(most for most in DECODE_CONFIGS if num_rows <= most)]
+
+
+def _planes(x: Tensor, tiles: int, planes: int, config: DecodeConfig) -> Tensor:
+    shape = (tiles, planes, config.halves * config.block_m, config.block_n)
+    return torch.empty(shape, dtype=torch.float32, device=x.device)
+
+
+def _decode_launch(
+    x: Tensor,
+    weight: QuantizedWeight | Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    in_features: int,
+    config: DecodeConfig,
+) -> tuple[list[Tensor], list[int], dict[str, Any]]:
+    """What both kernels for few rows take: tensors down to `out`, numbers down to `stride_out`, constants and options."""
+    format, scales, zeros, dtype = "plain", None, None, x.dtype
+    if isinstance(weight, QuantizedWeight):
+        format, scales = weight.format, weight.scales
+        zeros = None if weight.zeros is None else zero_words(weight.zeros)
+    group, by_group = BLOCK_K[format], isinstance(weight, QuantizedWeight) and weight.has_groups
+    if isinstance(weight, QuantizedWeight) and by_group:
+        group, x = weight.group_size, _as_words(x) if weight.is_packed else x
+    # what isn't read is any tensor
+    tensors = [x, _codes(weight), *(out if part is None else part for part in (scales, zeros, bias)), out]
+    scale_strides = (1, 1) if scales is None else scales.stride()
+    numbers = [out.shape[0], out.shape[1], in_features, x.stride(0), *scale_strides]
+    numbers += [1 if zeros is None else zeros.stride(0), out.stride(0)]
+    constants: dict[str, Any] = {
+        "FORMAT": format,
+        "IS_BF16": dtype == torch.bfloat16,
+        "BY_GROUP": by_group,
+        "GROUP": group,
+        "GROUPS": BLOCK_K[format] // group,
+        "SPLIT_K": split_k(out.shape[1], in_features),
+        "BLOCK_M": config.block_m,
+        "HALVES": config.halves,
+        "BLOCK_N": config.block_n,
+        "HAS_ZEROS": zeros is not None,
+        "HAS_BIAS": bias is not None,
+        "EVEN_K": in_features % BLOCK_K[format] == 0,
+        "NUM_STAGES": config.num_stages,
+        "WIDEN": INTERPRETED,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "enable_fp_fusion": True,
+    }
+    return tensors, numbers, constants
+
+
+def _prefill(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor) -> None:
+    num_rows, out_features = out.shape
+    config, zeros = PREFILL_CONFIG, None if weight.zeros is None else zero_words(weight.zeros)
+    # a step of the pipeline stays within a group
+    block_k = min(config.block_k, weight.group_size) if weight.has_groups else config.block_k
+    tiles = -(-num_rows // config.block_m) * -(-out_features // config.block_n)
+    prefill_gemm_kernel[(tiles,)](
+        x,
+        _codes(weight),
+        weight.scales,
+        out if zeros is None else zeros,
+        out if bias is None else bias,
+        out,
+        num_rows,
+        out_features,
+        weight.in_features,
+        x.stride(0),
+        *weight.scales.stride(),
+        1 if zeros is None else zeros.stride(0),
+        out.stride(0),
+        FORMAT=weight.format,
+        IS_BF16=x.dtype == torch.bfloat16,
+        BY_GROUP=weight.has_groups,
+        GROUP=weight.group_size if weight.has_groups else block_k,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=block_k,
+        ROWS_FIRST=config.rows_first,
+        HAS_ZEROS=zeros is not None,
+        HAS_BIAS=bias is not None,
+        EVEN_N=out_features % config.block_n == 0,
+        EVEN_K=weight.in_features % block_k == 0,
+        NUM_STAGES=config.num_stages,
+        WIDEN=INTERPRETED,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        enable_fp_fusion=True,
+    )
+
+
+def _float32_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if x.device.type == "cuda":
+        torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
+    else:
+        torch.mm(x.float(), weight.float().t(), out=out)
+    if bias is not None:
+        out += bias
+
+
+def _codes(weight: QuantizedWeight | Tensor) -> Tensor:
+    """What the kernels read: bytes, or the plain weight."""
+    return weight.codes.view(torch.uint8) if isinstance(weight, QuantizedWeight) else weight
+
+
+def _as_words(x: Tensor) -> Tensor:
+    """The same memory in pairs of inputs, which the two codes of a byte meet."""
+    if x.stride(0) % 2 or x.storage_offset() % 2:
+        x = x.contiguous()
+    return x.view(torch.int32)
+
+
+@cache
+def _counters(device: torch.device) -> Tensor:
+    """Zeros, one for each column tile of a weight: how many of its parts have arrived. Kernels leave zeros behind."""
+    return torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
+
+
+def _check(
+    x: Tensor, weight: QuantizedWeight | Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
+) -> tuple[int, int]:
+    """The weight's shape, when everything agrees with it."""
+    if isinstance(weight, QuantizedWeight):
+        shape = (weight.out_features, weight.in_features)
+    elif weight.dim() != 2 or weight.dtype != x.dtype or not weight.is_contiguous():
+        raise ShapeMismatch(
+            f"the weight is {tuple(weight.shape)} {weight.dtype} of strides {weight.stride()}; it must be a contiguous matrix of {x.dtype}, as x"
+        )
+    else:
+        shape = (weight.shape[0], weight.shape[1])
+    if x.dim() != 2 or x.shape[1] != shape[1] or x.dtype not in _DTYPES or (shape[1] > 1 and x.stride(1) != 1):
+        raise ShapeMismatch(
+            f"x is {tuple(x.shape)} {x.dtype} of strides {x.stride()}; this linear takes (num_tokens, {shape[1]}) in bfloat16 or float16, "
+            "contiguous in the last dim"
+        )
+    if bias is not None and (bias.shape != shape[:1] or bias.dtype != x.dtype or not bias.is_contiguous()):
+        raise ShapeMismatch(f"the bias is {tuple(bias.shape)} {bias.dtype}; it must be ({shape[0]},) {x.dtype}")
+    if x.device != weight.device or (bias is not None and bias.device != x.device):
+        raise ShapeMismatch(f"x is on {x.device}, the weight on {weight.device}; they and the bias must be together")
+    if out_dtype not in (None, x.dtype, torch.float32):
+        raise ShapeMismatch(f"out_dtype {out_dtype}; x's, {x.dtype}, or float32 can be had")
+    return shape

@@ -1,0 +1,1 @@
+"""LoRA on the GPU: shrink, expand, and rows that an adapter replaces."""

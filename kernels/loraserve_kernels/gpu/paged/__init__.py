@@ -1,0 +1,1 @@
+"""Pages of adapters in the GPU's memory."""

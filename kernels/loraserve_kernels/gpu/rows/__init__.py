@@ -1,0 +1,1 @@
+"""Row-wise kernels between the linears: norms, rotary positions and activations."""

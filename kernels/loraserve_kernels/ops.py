@@ -1,0 +1,119 @@
+"""The entries that model code calls: each checks its tensors and picks the kernel for their device."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from loraserve_kernels.common.plan import LoraPlan
+from loraserve_kernels.cpu.attention import paged as attention
+from loraserve_kernels.cpu.linear import gemm
+from loraserve_kernels.cpu.lora import apply as cpu
+from loraserve_kernels.cpu.lora.layout import MODULE_INDEX, SITES
+from loraserve_kernels.errors import ShapeMismatch
+from loraserve_kernels.gpu.lora.plan import GpuLoraPlan
+
+
+def apply_lora(
+    x: Tensor, y: Tensor, plan: LoraPlan | GpuLoraPlan, site: str, layer: int, bias: Tensor | None = None
+) -> None:
+    """Turn `y` from ``W x + bias`` into what the row's adapter makes of it (see `modules.LoraModule`) in place, for every row that has an adapter and every slice of
+    the site; leave other rows as they are.
+
+    In this order: columns whose rows of W the adapter has replaced are computed anew, ``B diag(scaling) A x`` is added, what is there beside the bias is multiplied
+    by 1 + δ, and the shift is added.
+
+    Args:
+        x: [num_tokens, in_features] float32, or bfloat16 or float16 on a GPU, contiguous in the last dim.
+        y: [num_tokens, sum of the site's out_features], x's dtype, contiguous in the last dim; slices in the order of ``SITES[site]``. On a GPU it may
+            be float32 whatever x is.
+        plan: the step's: a `GpuLoraPlan` for tensors on a GPU, a `LoraPlan` for others. On a CPU the rows of ``lm_head`` have a plan of their own.
+        site: ``qkv``, ``o``, ``gate_up``, ``down`` or ``lm_head``. (For the embedding there is `apply_embedding_lora`.)
+        layer: which decoder layer; 0 for ``lm_head``.
+        bias: [sum of the site's out_features] float32, contiguous (on a GPU any float dtype): what y already holds of the linears' biases. δ and replaced rows need it.
+
+    Raises:
+        ShapeMismatch: x, y and the plan disagree on rows or devices, or x and y on the adapters' widths.
+    """
+    if not _may_meet(x, plan):
+        raise ShapeMismatch(
+            f"x is on {x.device} and the plan is a {type(plan).__name__}; GPUs take a GpuLoraPlan, CPUs a LoraPlan"
+        )
+    if isinstance(plan, GpuLoraPlan):
+        # Triton is loaded by the first step on a GPU alone
+        from loraserve_kernels.gpu.lora import apply as gpu_lora
+
+        gpu_lora.apply_lora(x, y, plan, site, layer, bias)
+        return
+    if site == "embed":
+        raise ShapeMismatch("the embedding takes token ids, not rows of numbers: call apply_embedding_lora")
+    adapter, first = plan.segments[0].adapter, MODULE_INDEX[SITES[site][0]]
+    in_features = adapter.in_features[first]
+    out_features = sum(adapter.out_features[first : first + len(SITES[site])])
+    if x.shape != (plan.num_tokens, in_features) or y.shape != (plan.num_tokens, out_features):
+        raise ShapeMismatch(
+            f"x is {tuple(x.shape)} and y is {tuple(y.shape)}; site {site} of this plan takes "
+            f"({plan.num_tokens}, {in_features}) and ({plan.num_tokens}, {out_features})"
+        )
+    if x.dtype != torch.float32 or y.dtype != torch.float32 or x.stride(1) != 1 or y.stride(1) != 1:
+        raise ShapeMismatch(f"x is {x.dtype} and y is {y.dtype}; both must be float32 and contiguous in the last dim")
+    if not 0 <= layer < adapter.num_layers:
+        raise ShapeMismatch(f"layer {layer}; the adapters of this plan have layers 0 to {adapter.num_layers - 1}")
+    if bias is not None and (bias.shape != (out_features,) or bias.dtype != torch.float32 or bias.stride(0) != 1):
+        raise ShapeMismatch(f"bias is {bias.dtype} {tuple(bias.shape)}; site {site} takes float32 ({out_features},)")
+    cpu.apply_lora(x, y, plan, site, layer, bias)
+
+
+def apply_embedding_lora(token_ids: Tensor, y: Tensor, plan: LoraPlan | GpuLoraPlan) -> None:
+    """Add ``B diag(scaling) (column token_id of A)`` to `y` in place, for every row whose adapter has the module ``embed_tokens``; leave other rows as they are.
+
+    Where the adapter has a row of its own for the token, that takes the base's place before; where it has a δ, the row is multiplied by 1 + δ after.
+
+    Args:
+        token_ids: [num_tokens] int64, every one in the vocabulary.
+        y: [num_tokens, hidden_size] float32, contiguous in the last dim: the rows of the base's embedding.
+        plan: the step's: a `GpuLoraPlan` for tensors on a GPU, a `LoraPlan` for others.
+
+    Raises:
+        ShapeMismatch: the token ids, y and the plan disagree on rows or devices, or y and the adapters on the width.
+    """
+    if not _may_meet(y, plan):
+        raise ShapeMismatch(
+            f"y is on {y.device} and the plan is a {type(plan).__name__}; GPUs take a GpuLoraPlan, CPUs a LoraPlan"
+        )
+    if isinstance(plan, GpuLoraPlan):
+        from loraserve_kernels.gpu.lora import apply as gpu_lora
+
+        gpu_lora.apply_embedding_lora(token_ids, y, plan)
+        return
+    hidden_size = plan.segments[0].adapter.out_features[MODULE_INDEX["embed_tokens"]]
+    if token_ids.shape != (plan.num_tokens,) or y.shape != (plan.num_tokens, hidden_size):
+        raise ShapeMismatch(
+            f"token_ids is {tuple(token_ids.shape)} and y is {tuple(y.shape)}; the embedding of this plan takes "
+            f"({plan.num_tokens},) and ({plan.num_tokens}, {hidden_size})"
+        )
+    if token_ids.dtype != torch.int64 or y.dtype != torch.float32 or y.stride(1) != 1:
+        raise ShapeMismatch(
+            f"token_ids is {token_ids.dtype} and y is {y.dtype}; they must be int64 and float32, y contiguous in the last dim"
+        )
+    cpu.apply_embedding_lora(token_ids, y, plan)
+
+
+def _may_meet(rows: Tensor, plan: LoraPlan | GpuLoraPlan) -> bool:
+    """Whether the plan is of the rows' kind of device. In Triton's interpreter a GPU's plan is on the CPU."""
+    if isinstance(plan, GpuLoraPlan):
+        return rows.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+    return not rows.is_cuda
+
+
+def warm_up(adapter_dtype: torch.dtype) -> None:
+    """After the call, no step waits for a compiler. Some seconds on a machine's first run, well under one later: the engine calls it at its start.
+
+    Args:
+        adapter_dtype: what adapters may be stored in; call once for each.
+    """
+    cpu.warm_up(adapter_dtype)
+    attention.warm_up()
+    gemm.warm_up()
