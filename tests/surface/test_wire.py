@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from loraserve.config import EngineConfig
-from loraserve.engine.messages import EngineInput, EngineOutput
-from loraserve.tenancy.journal import Entry
+from loraserve.engine_client.messages import EngineInput, EngineOutput
+from loraserve.tenancy.billing.journal import Entry
 from loraserve.types import RoundingCost
 
 from .describing import type_text, value_text
