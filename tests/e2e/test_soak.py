@@ -50,6 +50,8 @@ server is killed."""
 DISTURBED_PART, LEVEL_PART = 0.6, 1 / 3
 """Disturbances are within the first part of the time; memory must be level within the last."""
 LEVEL_BYTES, LEVEL_RATIO = 48 << 20, 1.02
+BESIDE = "engine beside its budgets"
+"""The engine's resident bytes less those that fill its budgets: KV blocks and adapters, kept until something needs their room."""
 MAX_OPEN_FILES_MORE = 16
 """The database's connections are opened as they're needed."""
 
@@ -78,7 +80,7 @@ class Soak:
     excused_until_s: float = 0.0
     """Time until which refusals are due to a disturbance."""
     end_s: float = 0.0
-    rss: dict[str, list[tuple[float, int]]] = field(default_factory=lambda: {"server": [], "engine": []})
+    rss: dict[str, list[tuple[float, float]]] = field(default_factory=lambda: {"server": [], "engine": [], BESIDE: []})
 
     @property
     def is_over(self) -> bool:
@@ -243,11 +245,18 @@ class Soak:
 
     async def watch(self) -> None:
         while not self.is_over:
+            try:
+                held = budgeted_bytes(await asyncio.to_thread(self.server.metrics))
+            except httpx2.HTTPError:
+                held = None
             for name, pid in self.pids().items():
                 try:
-                    self.rss[name].append((time.monotonic(), psutil.Process(pid).memory_info().rss))
+                    rss = psutil.Process(pid).memory_info().rss
                 except psutil.NoSuchProcess:
-                    pass
+                    continue
+                self.rss[name].append((time.monotonic(), rss))
+                if name == "engine" and held is not None:
+                    self.rss[BESIDE].append((time.monotonic(), rss - held))
             await asyncio.sleep(max(DURATION_S / 600, 0.25))
 
     def pids(self) -> dict[str, int]:
@@ -277,6 +286,13 @@ class Soak:
         last = [rss for at_s, rss in self.rss[name] if at_s >= start_s]
         fifth = max(len(last) // 5, 1)
         return statistics.median(last[:fifth]), statistics.median(last[-fifth:])
+
+
+def budgeted_bytes(metrics: dict[str, float]) -> float:
+    """Return the bytes of KV blocks and adapters that the engine holds now, on the device and in the host cache."""
+    uses = ("kv_used", "kv_idle", "adapters_used", "adapters_idle")
+    device = sum(metrics[f'loraserve_device_memory_bytes{{use="{use}"}}'] for use in uses)
+    return device + metrics['loraserve_adapter_bytes{tier="host"}']
 
 
 @pytest.fixture
@@ -352,5 +368,6 @@ async def test_whatever_happens_beside_them_answers_stay_the_same_and_nothing_is
         assert num_files <= open_files[name] + MAX_OPEN_FILES_MORE, (name, open_files, left)
     if DURATION_S >= 600:
         # a shorter one's caches are still filling
-        for name, (begin, end) in levels.items():
+        for name in ("server", BESIDE):
+            begin, end = levels[name]
             assert end <= max(begin + LEVEL_BYTES, begin * LEVEL_RATIO), (name, mib)
