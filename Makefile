@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
+# Tests that run at once.
+WORKERS ?= 2
 # Waiting OpenMP threads that spin take the cores that others need.
 export OMP_WAIT_POLICY ?= PASSIVE
 
@@ -12,7 +14,7 @@ help:
 	@echo "make demo             start the bundled model and adapters, and show them (ARGS=--once: a checked tour, then exit)"
 	@echo "                      (ARGS='--quantize int8', int4, nf4 or fp8: the base in that format)"
 	@echo "make formats          the checked tour in every format: fails where one can't be served on this machine"
-	@echo "make test             run all tests (ARGS='-m \"not slow\"' to choose)"
+	@echo "make test             run the tests, two at once (ARGS='-k scheduler' to choose, ARGS=--all for the long campaigns too)"
 	@echo "make check            formatting, lint, types, import directions, migrations"
 	@echo "make bench            our server and PEFT on the same work (ARGS='--size S --quick')"
 	@echo "make bench ARGS=PART  thousands of adapters, and tenants: registered, churn, trace, metering or fairness (ARGS='registered --quick')"
@@ -41,8 +43,11 @@ formats: $(VENV)/.installed
 		timeout --kill-after=20 300 $(BIN)/loraserve demo --once --port 0 --quantize $$format || exit 1; \
 	done
 
+# Each worker computes on one core. Modules are compiled once for all processes that the tests start.
+test: export OMP_NUM_THREADS = 1
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.installed-dev
-	$(BIN)/python -P -m pytest $(ARGS)
+	$(BIN)/python -P -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .

@@ -327,7 +327,8 @@ async def settled(soak: Soak) -> dict[str, float]:
     raise AssertionError({name: metrics[name] for name in HELD})
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
+@pytest.mark.alone
 async def test_whatever_happens_beside_them_answers_stay_the_same_and_nothing_is_left_behind(
     soak: Soak, pytestconfig: pytest.Config
 ) -> None:

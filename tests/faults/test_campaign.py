@@ -96,7 +96,8 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
     server.kill()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
+@pytest.mark.alone
 async def test_attacks_of_all_kinds_leave_another_tenants_streams_and_the_store_as_they_were(
     server: ServerProcess, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:

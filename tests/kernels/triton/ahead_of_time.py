@@ -9,9 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+CAPABILITIES = [pytest.param(80, marks=pytest.mark.campaign), 90]
+"""Two generations of GPUs: what the newer takes, the older all but always takes too."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ from loraserve_kernels.gpu.attention import paged as gpu_attention
 from loraserve_kernels.gpu.attention import plan
 from loraserve_kernels.gpu.attention.kernel import attend_kernel, combine_kernel
 
+from .ahead_of_time import CAPABILITIES
+
 ATTEND = {
     "q_ptr": "*{x}",
     "k_ptr": "*{x}",
@@ -153,7 +155,7 @@ def assert_fetches_keys_wide_and_ahead(opcodes: set[str]) -> None:
 CONFIGURATIONS = [(7, 64), (4, 128), (8, 256)]
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(("group", "head_dim"), CONFIGURATIONS)
 def test_decoding_fetches_keys_wide_and_ahead(group: int, head_dim: int, capability: int, tmp_path: Path) -> None:
     compiled, config = compile_attend("decode", group, head_dim, capability)
@@ -161,7 +163,7 @@ def test_decoding_fetches_keys_wide_and_ahead(group: int, head_dim: int, capabil
     assert_fetches_keys_wide_and_ahead(assert_lean(compiled, tmp_path, config.num_warps, num_programs))
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(("group", "head_dim"), CONFIGURATIONS)
 def test_chunks_fetch_keys_wide_and_ahead(group: int, head_dim: int, capability: int, tmp_path: Path) -> None:
     compiled, config = compile_attend("chunks", group, head_dim, capability)
@@ -181,7 +183,7 @@ def test_other_types_heads_and_blocks_are_as_lean(kind: str, tmp_path: Path) -> 
     assert_fetches_keys_wide_and_ahead(assert_lean(compiled, tmp_path, config.num_warps, 2))
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(("head_dim", "max_splits"), [(64, 64), (256, 16)])
 def test_splits_are_summed_without_spills(head_dim: int, max_splits: int, capability: int, tmp_path: Path) -> None:
     constants = {

@@ -23,7 +23,11 @@ from loraserve_kernels.gpu.attention.plan import (
 
 from .attending import Attending, make_attending
 
-pytestmark = [pytest.mark.interpreted, pytest.mark.filterwarnings("ignore:All-NaN slice encountered")]
+pytestmark = [
+    pytest.mark.interpreted,
+    pytest.mark.campaign,
+    pytest.mark.filterwarnings("ignore:All-NaN slice encountered"),
+]
 
 WINDOW = 100
 

@@ -21,7 +21,7 @@ from loraserve_kernels.gpu.gemm.gemm import weight_only_linear
 
 from .gemm_steps import make_lora_step
 
-pytestmark = pytest.mark.interpreted
+pytestmark = [pytest.mark.interpreted, pytest.mark.campaign]
 
 
 def mutate(module: ModuleType, kernel: str, old: str, new: str, folder: Path, patch: pytest.MonkeyPatch) -> None:

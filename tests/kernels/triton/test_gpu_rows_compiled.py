@@ -15,9 +15,10 @@ import triton
 from loraserve_kernels.gpu.rows import kernels as rows_kernels
 from loraserve_kernels.gpu.rows import rows as gpu_rows
 
+from . import ahead_of_time
 from .ahead_of_time import Machine, compile_for
 
-CAPABILITIES = pytest.mark.parametrize("capability", [80, 90])
+CAPABILITIES = pytest.mark.parametrize("capability", ahead_of_time.CAPABILITIES)
 X = "bf16"
 
 

@@ -12,7 +12,7 @@ from loraserve_kernels.gpu.rows import rows as gpu_rows
 from .mutation import mutant_of
 from .row_steps import add_rms_norm_is_right, gate_is_right, make_attention, norm_in_place_is_right
 
-pytestmark = pytest.mark.interpreted
+pytestmark = [pytest.mark.interpreted, pytest.mark.campaign]
 
 
 def heads_are_right() -> bool:

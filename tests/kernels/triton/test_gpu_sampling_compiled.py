@@ -17,7 +17,7 @@ from loraserve_kernels.gpu.sampling import kernels as sampling_kernels
 from loraserve_kernels.gpu.sampling import sampling as gpu_sampling
 from loraserve_kernels.gpu.sampling import sampling_rows
 
-from .ahead_of_time import Machine, compile_for
+from .ahead_of_time import CAPABILITIES, Machine, compile_for
 
 VOCAB_SIZE = 128_256
 KERNELS = {
@@ -80,7 +80,7 @@ def compile_kernel(name: str, capability: int, folder: Path, *, has_draws: bool 
     )
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_kernel_reads_wide_and_keeps_to_its_registers(kernel: str, capability: int, tmp_path: Path) -> None:
     machine = compile_kernel(kernel, capability, tmp_path)

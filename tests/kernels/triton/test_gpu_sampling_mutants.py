@@ -18,7 +18,7 @@ from loraserve_kernels.gpu.sampling import sampling as gpu_sampling
 from .mutation import mutant_of
 from .sampling_steps import by_rule, make_params, poisoned_logits, run
 
-pytestmark = pytest.mark.interpreted
+pytestmark = [pytest.mark.interpreted, pytest.mark.campaign]
 
 KERNELS: dict[str, Any] = {
     "scan": sampling_kernels.scan_kernel,

@@ -21,7 +21,7 @@ from loraserve_kernels.gpu.paged.layout import NUM_REPLACED, REPLACED_TILE, REPL
 from .mutation import mutant_of
 from .stepping import Step, make_step
 
-pytestmark = pytest.mark.interpreted
+pytestmark = [pytest.mark.interpreted, pytest.mark.campaign]
 
 
 def shifting() -> Step:

@@ -18,7 +18,7 @@ from loraserve_kernels.gpu.paged.layout import DELTA_UNIT, HAS_DELTA
 from .mutation import mutant_of
 from .stepping import Step, make_step
 
-pytestmark = pytest.mark.interpreted
+pytestmark = [pytest.mark.interpreted, pytest.mark.campaign]
 
 ADAPTERS: list[Ranks] = [8, 24, {"o_proj": 12, "down_proj": 12, "embed_tokens": 3}]
 
