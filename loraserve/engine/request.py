@@ -110,18 +110,33 @@ class Request:
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether the logits of prompt rows are still wanted. Scores made of them go out with the first token, once."""
-        is_wanted = self.params.prompt_logprobs is not None or self.probe is not None
+        is_wanted = self.params.prompt_logprobs is not None or self.is_internal
         return is_wanted and self.num_tokens == self.num_prompt_tokens
 
     @property
-    def is_express(self) -> bool:
-        """Whether it comes before every tenant's others."""
+    def is_internal(self) -> bool:
+        """Return whether the engine itself made the request: it has no tenant, and few rows in steps that serve tenants."""
+        return self.probe is not None
+
+    @property
+    def is_exclusive(self) -> bool:
+        """Return whether the request's prompt needs a step without rows of tenants' requests."""
+        return self.probe is not None and self.probe.has_own_step
+
+    @property
+    def is_urgent(self) -> bool:
+        """Return whether the request runs before every tenant's others."""
         return self.priority < 0
 
     @property
-    def is_in_share(self) -> bool:
-        """Whether it waits among its tenant's others, and not apart from them."""
-        return not self.is_express and not (self.probe is not None and self.probe.has_own_step)
+    def is_fair_queued(self) -> bool:
+        """Return whether the request waits in its tenant's part of the fair queue."""
+        return not (self.is_urgent or self.is_exclusive)
+
+    @property
+    def can_use_prefix_cache(self) -> bool:
+        """Return whether cached blocks may stand in for the request's first tokens, whose logits nothing needs then."""
+        return not (self.wants_prompt_logprobs or self.is_internal)
 
     @property
     def order(self) -> tuple[int, int]:

@@ -78,7 +78,7 @@ class AdapterWaits:
         request.adapter_wait_started_s = self._clock()
         self._cold[request.request_id] = request
         self._num_cold[digest] += 1
-        if request.is_in_share:
+        if request.is_fair_queued:
             request.share.fresh.remove(request)
         if self._num_cold[digest] == 1:
             num_tokens = self._adapters.mean_load_s / self._prefill_pace.seconds_per_unit
@@ -90,7 +90,7 @@ class AdapterWaits:
             request.adapter_wait_s += self._clock() - request.adapter_wait_started_s
             request.adapter_wait_started_s = None
             del self._cold[request.request_id]
-            if request.is_in_share and request.status is Status.WAITING:
+            if request.is_fair_queued and request.status is Status.WAITING:
                 insort(request.share.fresh, request, key=_ORDER)
             self._num_cold[request.adapter.digest] -= 1
             if not self._num_cold[request.adapter.digest]:

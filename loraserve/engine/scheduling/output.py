@@ -27,7 +27,7 @@ class Outcomes:
             return None
         # Only now are the blocks offered to others: logits were finite, so the KV that led to them is sound. Only up to this step's
         # end: what a later one computes isn't known to be. And not after a preemption: the blocks were given away, the token is good.
-        if entry.is_current and request.probe is None:
+        if entry.is_current and not request.is_internal:
             self._publish(request, entry.end)
         is_first = request.num_output_tokens == 0
         if result.token_id is not None:

@@ -74,7 +74,7 @@ class Preemption:
         A place taken of one that had less would set the counters further apart, each time again: a part of the places is a whole number of them, and one at least,
         which may be far more than what is due to a tenant by its weight.
         """
-        received = -math.inf if request.is_express else request.share.account.received
+        received = -math.inf if request.is_urgent else request.share.account.received
         return self._find_over(
             lambda other: (
                 self._holdings.has_places_to_give(other.share.account) and other.share.account.received >= received
@@ -95,8 +95,8 @@ class Preemption:
         candidates = [
             request
             for request in reversed(self._running)
-            if not request.is_express
-            and request.probe is None
+            if not request.is_urgent
+            and not request.is_internal
             and request.num_preemptions < MAX_FAIR_PREEMPTIONS
             and request.num_pending_tokens > 0
             and is_over(request)
@@ -116,7 +116,7 @@ class Preemption:
                 other
                 for other in candidates
                 if other.num_preemptions < MAX_FAIR_PREEMPTIONS
-                and not other.is_express
+                and not other.is_urgent
                 and self._holdings.holds_more(other.share.account)
             ]
             candidates = over or candidates

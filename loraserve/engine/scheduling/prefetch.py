@@ -37,7 +37,7 @@ class LookAhead:
                 and request.pin is None
                 and request.status is Status.WAITING
                 # theirs are asked for in steps that have room for them
-                and request.probe is None
+                and not request.is_internal
             ]
             if ahead:
                 self._adapters.prefetch(ahead)

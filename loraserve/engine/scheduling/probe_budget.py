@@ -26,7 +26,7 @@ class ProbeRows:
         Args:
             has_news: a request's prompt may begin in this step.
         """
-        serving = [request for request in running if request.probe is None]
+        serving = [request for request in running if not request.is_internal]
         if not serving:
             return self._token_budget
         has_prompts = has_news or any(request.num_pending_tokens > 1 for request in serving)

@@ -52,9 +52,9 @@ class Line:
     def add(self, request: Request) -> None:
         """The request waits."""
         self.version += 1
-        if request.probe is not None and request.probe.has_own_step:
+        if request.is_exclusive:
             self.apart.append(request)
-        elif request.is_express:
+        elif request.is_urgent:
             insort(self._express, request, key=_ORDER)
         else:
             self._accounts.add(request)
@@ -67,9 +67,9 @@ class Line:
             ValueError: it didn't.
         """
         self.version += 1
-        if request.probe is not None and request.probe.has_own_step:
+        if request.is_exclusive:
             self.apart.remove(request)
-        elif request.is_express:
+        elif request.is_urgent:
             self._express.remove(request)
         else:
             self._accounts.remove(request)
@@ -178,7 +178,7 @@ class Turns:
             self._current.pass_share()
 
     def __iter__(self) -> Iterator[Request]:
-        express = [request for request in self._begun if request.is_express]
+        express = [request for request in self._begun if request.is_urgent]
         for request in chain(express, list(self._line.express) if self.is_admitting else ()):
             if not self._is_over and (self.is_admitting or request.status is Status.RUNNING):
                 yield request
@@ -234,7 +234,7 @@ class Turns:
     def _begun_turns(self, turns: list[Turn]) -> list[tuple[Key, int]]:
         by_account: dict[int, Turn] = {}
         for request in self._begun:
-            if not request.is_express:
+            if not request.is_urgent:
                 account = request.share.account
                 if id(account) not in by_account:
                     by_account[id(account)] = Turn(account, is_closed=self._is_closed)

@@ -60,7 +60,7 @@ class Holdings:
     def is_below_share(self, request: Request) -> bool:
         """Whether its tenant holds less than its part of the KV blocks, beside others. Nobody's requests have none."""
         return (
-            not request.is_express
+            not request.is_urgent
             and not request.share.account.is_nobody
             and self._accounts.num_live > 1
             and not self.holds_more(request.share.account)

@@ -122,7 +122,7 @@ class Scheduler:
     @property
     def is_serving(self) -> bool:
         """Whether somebody's request takes part in steps: one that isn't a probe."""
-        return any(request.probe is None for request in self._running)
+        return any(not request.is_internal for request in self._running)
 
     @property
     def adapters_served(self) -> set[Digest | None]:
@@ -130,7 +130,7 @@ class Scheduler:
         return {
             None if request.adapter is None else request.adapter.digest
             for request in self._running
-            if request.probe is None
+            if not request.is_internal
         }
 
     @property
@@ -150,10 +150,9 @@ class Scheduler:
         """The request waits for its turn. What it came with beside its prompt was computed before, and is charged to nobody again."""
         self._requests[request.request_id] = request
         adapter = None if request.adapter is None else request.adapter.digest
-        is_nobody = request.probe is not None
-        self._has_arrivals |= not is_nobody
+        self._has_arrivals |= not request.is_internal
         request.share = self._accounts.open(
-            request.tenant, adapter, request.weight, request.kv_share, is_nobody=is_nobody
+            request.tenant, adapter, request.weight, request.kv_share, is_nobody=request.is_internal
         )
         if request.num_output_tokens:
             request.num_charged_tokens = request.num_tokens
@@ -227,7 +226,7 @@ class Scheduler:
     def _is_any_for_requests(self, digests: Collection[Digest]) -> bool:
         """Whether one of these adapters is somebody's who waits, and isn't a probe."""
         return bool(digests) and any(
-            request.probe is None and request.adapter is not None and request.adapter.digest in digests
+            not request.is_internal and request.adapter is not None and request.adapter.digest in digests
             for request in self._line
         )
 
@@ -258,7 +257,7 @@ class Scheduler:
             # in most steps the last block has room
             elif (
                 num_pending
-                and (step.budget if request.probe is None else min(step.budget, step.num_probe_rows))
+                and step.room(request)
                 and (
                     request.num_computed_tokens < len(request.blocks) * size or self._preemption.keep(request, 1, step)
                 )
@@ -283,7 +282,7 @@ class Scheduler:
         )
         for request in turns:
             count = min(request.num_pending_tokens, self._room(request, step))
-            if count == 0 and request.probe is not None and step.budget:
+            if count == 0 and request.is_internal and step.budget:
                 # the others of its tenant don't wait for it; an adapter that has just come for it would be gone by the next step. None is asked for: its load would be beside prompts
                 if request.status is not Status.RUNNING and request.adapter_wait_started_s is not None:
                     self._has_adapter(request, step)
@@ -301,17 +300,16 @@ class Scheduler:
 
     def _room(self, request: Request, step: Step) -> int:
         """How many tokens of a prompt the step has room for."""
-        if request.probe is not None:
-            return min(step.budget, step.num_probe_rows)
-        if request.is_express or not self._accounts.is_ahead(request.share.account, step.now_s):
-            return step.budget
-        return min(step.budget, max(0, -(-self._token_budget // AHEAD_DIVISOR) - step.num_prompt_tokens))
+        room = step.room(request)
+        if request.is_internal or request.is_urgent or not self._accounts.is_ahead(request.share.account, step.now_s):
+            return room
+        return min(room, max(0, -(-self._token_budget // AHEAD_DIVISOR) - step.num_prompt_tokens))
 
     def _admit(self, request: Request, step: Step, turns: Turns) -> None:
         """The request begins, if it can: otherwise it waits on, and so does whoever would be in its way."""
         account = request.share.account
         is_full = len(self._running) >= step.num_places
-        if is_full and not request.is_express and not self._holdings.lacks_places(account):
+        if is_full and not request.is_urgent and not self._holdings.lacks_places(account):
             turns.end_turn(owed=self._most_owed if self._holdings.has_its_places(account) else math.inf)
             return
         if any(request is other for other in step.preempted):
@@ -320,11 +318,11 @@ class Scheduler:
         if not self._has_adapter(request, step):
             turns.pass_share()
             return
-        if is_full and not request.is_express and not self._preemption.has_place_for(request):
+        if is_full and not request.is_urgent and not self._preemption.has_place_for(request):
             # nor is there one for those that had more
             turns.is_admitting = False
             return
-        if not request.wants_prompt_logprobs and request.probe is None:
+        if request.can_use_prefix_cache:
             self._holdings.take_prefix(request)
         count = min(request.num_pending_tokens, self._room(request, step))
         if self._holdings.exceeds_share(request, count):
@@ -359,7 +357,7 @@ class Scheduler:
         if request.first_scheduled_s is None:
             request.first_scheduled_s = self._clock()
             request.num_cached_tokens = request.num_computed_tokens
-            if not request.wants_prompt_logprobs and request.probe is None:
+            if request.can_use_prefix_cache:
                 self._kv.note_lookup(request.num_tokens, request.num_cached_tokens)
             if request.adapter is not None:
                 self.base_prefix_tokens_hit += min(request.num_cached_tokens, request.num_base_tokens)
@@ -419,14 +417,14 @@ class Scheduler:
             case Residency.RESIDENT:
                 # Pinned before any KV block is taken, and kept across preemption: a request that holds KV can always run.
                 digest = request.adapter.digest
-                request.pin = self._adapters.pin(digest, is_use=request.probe is None)
+                request.pin = self._adapters.pin(digest, is_use=not request.is_internal)
                 invocation_token_ids = self._adapters.facts(digest).invocation_token_ids
                 # in the prompt alone: neither an answer, nor what of it came before a crash, moves it
                 request.activation = find_activation(digest, invocation_token_ids, request.prompt_token_ids)
                 self._waits.end(request)
-                if request.is_in_share:
+                if request.is_fair_queued:
                     request.share.num_pinned += 1
-                if request.probe is None:
+                if not request.is_internal:
                     self.adapter_wait_s.add(request.adapter_wait_s)
                 return True
             case Residency.FAILED:
@@ -497,7 +495,7 @@ class Scheduler:
         self._holdings.drop_blocks(request)
         self._waits.end(request)
         self._accounts.close(request.share)
-        if request.pin is None and request.adapter_wait_s > 0 and request.probe is None:
+        if request.pin is None and request.adapter_wait_s > 0 and not request.is_internal:
             self.adapter_wait_s.add(request.adapter_wait_s)
         pin, request.pin = request.pin, None
         if pin is not None:

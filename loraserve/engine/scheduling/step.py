@@ -33,12 +33,16 @@ class Step:
     is_short: bool = False
     away: set[Share] = field(default_factory=set)
 
+    def room(self, request: Request) -> int:
+        """Return how many of the request's tokens the step has room for."""
+        return min(self.budget, self.num_probe_rows) if request.is_internal else self.budget
+
     def take_part(self, request: Request, count: int) -> None:
         """The request's next ``count`` tokens are in the step, and charged to who wants them."""
         entry = take_part(request, count)
         self.scheduled.append(entry)
         self.budget -= count
-        if request.probe is not None:
+        if request.is_internal:
             self.num_probe_rows -= count
         if count > 1:
             self.num_prompt_tokens += count
