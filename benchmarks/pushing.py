@@ -21,7 +21,7 @@ import httpx2
 
 from benchmarks.figures import percentile
 from benchmarks.serving import say
-from loraserve.priority import BACKGROUND, stand_back
+from loraserve.background import BACKGROUND_NICENESS, lower_thread_priority
 
 MAX_CLIENTS = 8
 """As many uploads as one tenant may have under way."""
@@ -133,7 +133,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     folders = sorted(path for path in options.folder.iterdir() if path.is_dir())
     folders = folders[options.first : options.first + options.count]
-    stand_back(BACKGROUND, is_idle=True)
+    lower_thread_priority(BACKGROUND_NICENESS, is_idle=True)
     pushed = asyncio.run(push_at_rate(options.url, os.environ["LORASERVE_API_KEY"], folders, options.rate))
     print(json.dumps(pushed.as_dict()))
 

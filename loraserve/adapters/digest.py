@@ -23,7 +23,7 @@ _TOKENS = ("trainable_token_indices", "alora_invocation_tokens")
 
 
 def adapter_digest(
-    config: Mapping[str, Any], tensors: Mapping[str, TensorView], *, rest: Callable[[], None] = lambda: None
+    config: Mapping[str, Any], tensors: Mapping[str, TensorView], *, pause: Callable[[], object] = lambda: None
 ) -> Digest:
     """The identity of an adapter that `compile_adapter` has accepted.
 
@@ -32,7 +32,7 @@ def adapter_digest(
     pattern's keys does, since the first match wins. Fields such as target_modules, bias or modules_to_save don't: the tensors must agree with them.
 
     Args:
-        rest: called between tensors.
+        pause: called between tensors.
     """
     sha = hashlib.sha256()
 
@@ -51,7 +51,7 @@ def adapter_digest(
         frame(tensor.dtype.encode())
         frame(",".join(map(str, tensor.shape)).encode())
         frame(np.ascontiguousarray(tensor.array).reshape(-1).view(np.uint8).data)
-        rest()
+        pause()
     return Digest(sha.hexdigest())
 
 

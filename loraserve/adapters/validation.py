@@ -36,14 +36,14 @@ _WHOLE = ("bias", "output_scale", "weight", "token_rows")
 """What stands in the place of something of the base's, or multiplies it: each number of it must be one that half precision holds."""
 
 
-def check_finite(adapter: AdapterIR, limits: Limits = LIMITS, *, rest: Callable[[], None] = lambda: None) -> None:
+def check_finite(adapter: AdapterIR, limits: Limits = LIMITS, *, pause: Callable[[], object] = lambda: None) -> None:
     """Return if every weight is finite, no element of any ``scaling · B A`` or ``scaling · lora_bias`` can pass `limits.max_delta`, and none of what
     stands in the base's place does.
 
     The first is judged by the bound ``|scaling| · rank · max|A| · max|B|``, without making the product.
 
     Args:
-        rest: called between modules.
+        pause: called between modules.
 
     Raises:
         AdapterNotFinite: with the module, the layer and the place of the first offending weight of each tensor.
@@ -62,7 +62,7 @@ def check_finite(adapter: AdapterIR, limits: Limits = LIMITS, *, rest: Callable[
         shift = abs(m.scaling) * largest.get("lora_bias", 0.0)
         if math.isfinite(shift) and shift > limits.max_delta:
             problems.append(_too_large(_name(m, "lora_bias"), shift, limits))
-        rest()
+        pause()
     for norm in adapter.norms:
         name, greatest = _norm_name(norm), _largest(norm.weight)
         if not math.isfinite(greatest):

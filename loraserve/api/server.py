@@ -20,17 +20,16 @@ from loraserve.api.app import create_app
 from loraserve.api.http.connection import connection_class, raise_file_limit
 from loraserve.api.logs import configure_logging
 from loraserve.api.services import Services
+from loraserve.background import SERVER_NICENESS, Throttle, lower_thread_priority
 from loraserve.db import migrate
 from loraserve.db.session import Database
 from loraserve.engine_client.client import EngineClient
 from loraserve.errors import ConfigError
 from loraserve.model.checkpoint.source import resolve_model_dir
-from loraserve.priority import SERVER, stand_back
 from loraserve.registry.health.base_names import BaseNames
 from loraserve.registry.publishing.publisher import MAX_INSPECTIONS
 from loraserve.registry.registry import Registry
 from loraserve.registry.storage_gc.store_claim import StoreClaim
-from loraserve.rests import Rests
 from loraserve.settings import Settings
 from loraserve.tenancy.billing.meter import FOLDER, UsageMeter
 from loraserve.tenancy.identity.auth import Authenticator
@@ -110,7 +109,9 @@ def _ignore_hangup() -> None:
 
 def _threads(name: str, count: int | None = None) -> ThreadPoolExecutor:
     """Threads that stand back for the engine's."""
-    return ThreadPoolExecutor(count, thread_name_prefix=name, initializer=stand_back, initargs=(SERVER,))
+    return ThreadPoolExecutor(
+        count, thread_name_prefix=name, initializer=lower_thread_priority, initargs=(SERVER_NICENESS,)
+    )
 
 
 def _listen(settings: Settings) -> socket.socket:
@@ -172,7 +173,7 @@ async def _make_services(settings: Settings) -> tuple[Services, Database]:
         certify=engine.verify,
         pinning=engine,
         base_names=BaseNames(settings.base_names, source=settings.model, is_strict=settings.strict_base),
-        rests=Rests(lambda: engine.is_computing_here, _threads("upload", MAX_INSPECTIONS)),
+        throttle=Throttle(is_serving=lambda: engine.is_computing_here, threads=_threads("upload", MAX_INSPECTIONS)),
         is_certified_at_upload=settings.certify == "at-upload",
         retention_s=settings.retention_s,
         pull_allow=settings.pull_allow,

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
+from loraserve.background import Throttle
 from loraserve.config import EngineConfig
 from loraserve.engine.activation import find_activation
 from loraserve.engine.execution.batch import Batch, build_batch
 from loraserve.engine.execution.runner import StepHandle, StepRunner
-from loraserve.engine.pace import Pace
 from loraserve.engine.probe import Probe
 from loraserve.engine.request import Request
 from loraserve.engine.scheduled import ScheduledRequest
@@ -67,7 +67,7 @@ class Engine:
 
     Attributes:
         verifications: whose probes are requests here; None where nobody verifies.
-        pace: what work beside the steps keeps to; each step tells it.
+        throttle: pauses background work; each step notes there what it computes.
     """
 
     def __init__(
@@ -79,20 +79,20 @@ class Engine:
         *,
         overlap: bool = False,
         kv: KVCache | None = None,
-        pace: Pace | None = None,
+        throttle: Throttle | None = None,
         progress: Progress | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
             kv: whose blocks the runner's steps write; None: as many as the runner has, which nothing else rents.
-            pace: of the work beside steps that compute on the same processors; None: they compute elsewhere.
+            throttle: pauses background work on the processors that steps compute on; None: they compute elsewhere.
             progress: told of each step; None: nothing reads it.
         """
         self.base = base
         self.pager = pager
         self.verifications: Verifications | None = None
-        self.pace = pace or Pace(math.inf)
+        self.throttle = throttle or Throttle.beside_steps(math.inf)
         self._progress = progress or Progress()
         self._runner = runner
         self._overlap = overlap
@@ -208,7 +208,7 @@ class Engine:
     def abort(self, request_id: RequestId) -> bool:
         """End a request and free what it holds; False if it is over already."""
         is_aborted = self._scheduler.abort(request_id)
-        self._tell_pace_of_the_end()
+        self._note_idle()
         return is_aborted
 
     def step(self) -> list[TokenOutput]:
@@ -222,7 +222,7 @@ class Engine:
             self.pager.stopwatch.take_s()
         self._scheduler.note_changed(self.pager.poll())
         scheduled = self._scheduler.schedule()
-        self._tell_pace(scheduled)
+        self._note_step(scheduled)
         self._progress.begin(f"computing step {self._num_steps + 1} of {len(scheduled)} requests")
         outputs = self._scheduler.take_failed()
         if scheduled or self._in_flight:
@@ -236,7 +236,7 @@ class Engine:
             elapsed = self._clock() - started
             self._step_s += elapsed
             self._note_prefill(scheduled, elapsed)
-        self._tell_pace_of_the_end()
+        self._note_idle()
         if self.verifications is not None:
             outputs = self.verifications.take(outputs)
         self._generation_tokens += sum(len(output.token_ids) for output in outputs)
@@ -244,15 +244,15 @@ class Engine:
             self._check_idle()
         return outputs
 
-    def _tell_pace(self, scheduled: Sequence[ScheduledRequest]) -> None:
+    def _note_step(self, scheduled: Sequence[ScheduledRequest]) -> None:
         lengths = [entry.num_tokens for entry in scheduled if entry.request.probe is None]
         is_long = self.pager.num_loading > 0 or any(length > 1 for length in lengths)
-        self.pace.note(is_serving=bool(lengths), is_long=is_long)
+        self.throttle.note(is_serving=bool(lengths), is_long=is_long)
 
-    def _tell_pace_of_the_end(self) -> None:
+    def _note_idle(self) -> None:
         """There may be no step that says so."""
         if not self.is_serving:
-            self.pace.note(is_serving=False)
+            self.throttle.note(is_serving=False)
 
     def _note_prefill(self, scheduled: Sequence[ScheduledRequest], seconds: float) -> None:
         """A step of mostly prompts says what it costs to compute tokens anew; with `overlap` it's as long as the one that ran meanwhile."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from adapters_store.base import BlobStore
+from loraserve.background import Throttle
 from loraserve.db import audit
 from loraserve.db.idempotency import Once
 from loraserve.db.lookup import LookupCache
@@ -48,7 +49,6 @@ from loraserve.registry.served_base import ServedBase
 from loraserve.registry.storage_gc.collector import Collector
 from loraserve.registry.storage_gc.store_claim import ClaimedStore, StoreClaim
 from loraserve.registry.uploads.transfers import Uploads
-from loraserve.rests import Rests
 from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ class Registry:
         pull_allow: patterns of where adapters may be pulled from.
         pinning: the engine that holds what operators have pinned; None: nothing does.
         base_names: what the base is called, in adapters' configs; None: by its id alone.
-        rests: of uploads, beside the steps of an engine on this machine's processors; None: nothing rests.
+        throttle: pauses uploads while an engine computes on this machine's processors; None: never.
         claim: the registry's on `store`; None: a new one.
         draw: uniform in [0, 1): which of a split's versions a request gets that says no user.
     """
@@ -90,7 +90,7 @@ class Registry:
         pull_allow: Sequence[str] = (),
         pinning: PinningEngine | None = None,
         base_names: BaseNames | None = None,
-        rests: Rests | None = None,
+        throttle: Throttle | None = None,
         claim: StoreClaim | None = None,
         clock: Clock = utc_now,
         monotonic: Callable[[], float] = time.monotonic,
@@ -117,13 +117,13 @@ class Registry:
             clock=clock,
         )
         self.late_certificates = LateCertificates(database, self.certificates, base, clock=clock, monotonic=monotonic)
-        rests = rests or Rests()
+        throttle = throttle or Throttle()
         self.claim = claim or StoreClaim(database, store, clock=clock)
         self.collector = Collector(
             database, store, self.claim, retention_s=retention_s, clock=clock, monotonic=monotonic
         )
         store = ClaimedStore(store, self.claim)
-        self.uploads = Uploads(database, store, clock=clock, rests=rests)
+        self.uploads = Uploads(database, store, clock=clock, throttle=throttle)
         self.publisher = Publisher(
             database,
             store,
@@ -132,7 +132,7 @@ class Registry:
             self.forget,
             retention_s=retention_s,
             clock=clock,
-            rests=rests,
+            throttle=throttle,
             names=names,
         )
         self.aliases = Aliases(database, self.served_base, self.forget, clock=clock)

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from loraserve.background import SERVER_NICENESS, lower_thread_priority
 from loraserve.limits import KIB
-from loraserve.priority import SERVER, stand_back
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class TextThreads:
     def __init__(self, num_threads: int | None = None) -> None:
         self._num_threads = num_threads or _num_threads()
         self._pool = ThreadPoolExecutor(
-            self._num_threads, thread_name_prefix="text", initializer=stand_back, initargs=(SERVER,)
+            self._num_threads, thread_name_prefix="text", initializer=lower_thread_priority, initargs=(SERVER_NICENESS,)
         )
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
         self._running: Counter[str] = Counter()

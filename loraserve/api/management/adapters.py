@@ -70,7 +70,7 @@ async def publish_version(
     boundary = multipart_boundary(request)
     staged = await uploads.stage(caller.tenant, pace_of(request))
     try:
-        config = await read_upload(request, boundary, staged, uploads.rests)
+        config = await read_upload(request, boundary, staged, uploads.throttle)
         content = hashlib.sha256(config).digest() + staged.digest.encode()
 
         async def work(once: Once[Published] | None) -> Published:

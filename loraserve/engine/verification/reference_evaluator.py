@@ -15,14 +15,13 @@ from adapters_store import BlobStore
 from loraserve.adapters.compiler import compile_adapter
 from loraserve.adapters.format.peft_format import read_adapter
 from loraserve.adapters.ir import AdapterIR
-from loraserve.engine.pace import Pace, Rest
+from loraserve.background import BACKGROUND_NICENESS, Pause, Throttle, lower_thread_priority
 from loraserve.engine.verification.comparison import probe_sequences
 from loraserve.limits import MIB
 from loraserve.memory.loading.base_weights import beside_steps
 from loraserve.memory.loading.load import read_blobs
 from loraserve.memory.loading.lowering import with_saved_base
 from loraserve.model.reference_model import Evaluation, PlainBase, Stopped, Subject, evaluate
-from loraserve.priority import BACKGROUND, stand_back
 from loraserve.types import AdapterRef, BaseSpec
 
 ResultT = TypeVar("ResultT")
@@ -33,8 +32,8 @@ Sequences = tuple[tuple[int, ...], ...]
 MAX_HELD_BYTES = 256 * MIB
 """Of adapters' files: of those to be evaluated together no more are read once they are over this."""
 
-MAX_PACED_S = 30.0
-"""So long those that are made together rest between their pieces, and no longer: of a large base on few processors their share of these would never do."""
+MAX_THROTTLED_S = 30.0
+"""Seconds after which the evaluations of one batch are no longer throttled, so that large bases on few cores finish."""
 
 STARVED_AFTER_S = 5.0
 STARVED_SHARE = 0.05
@@ -70,22 +69,26 @@ class References:
     """Makes them, a few at a time. They are evaluated in time that nobody else wants, or, where there is next to none of that, on the caller's thread."""
 
     def __init__(
-        self, base: PlainBase, spec: BaseSpec, store: BlobStore, when_read: Callable[[], None], pace: Pace
+        self, base: PlainBase, spec: BaseSpec, store: BlobStore, when_read: Callable[[], None], throttle: Throttle
     ) -> None:
         """
         Args:
             when_read: called when the sequences of one are there.
-            pace: of what is done here.
+            throttle: pauses what is done here.
         """
-        self._base, self._spec, self._store, self._when_read, self._pace = base, spec, store, when_read, pace
+        self._base, self._spec, self._store, self._when_read, self._throttle = base, spec, store, when_read, throttle
         # one of them for what takes a moment, and doesn't wait for an evaluation
         self._idle, self._briefly_idle = (
-            ThreadPoolExecutor(1, thread_name_prefix=name, initializer=partial(stand_back, BACKGROUND, is_idle=True))
+            ThreadPoolExecutor(
+                1,
+                thread_name_prefix=name,
+                initializer=partial(lower_thread_priority, BACKGROUND_NICENESS, is_idle=True),
+            )
             for name in ("evaluation", "verdict")
         )
         # the latter's
-        self._rest_briefly: Rest | None = None
-        self._paced_until_s = 0.0
+        self._pause_briefly: Pause | None = None
+        self._throttled_until_s = 0.0
 
     def close(self) -> None:
         """The threads are gone; `make` isn't called any more."""
@@ -94,18 +97,18 @@ class References:
 
     def in_idle_time(self, work: Callable[[], ResultT]) -> ResultT:
         """Do what takes a moment in time that nobody else wants, or on this thread if there was none for a while: perhaps twice, so that it must be no matter how often."""
-        future = self._briefly_idle.submit(self._after_rest, work)
+        future = self._briefly_idle.submit(self._after_pause, work)
         try:
             return future.result(STARVED_AFTER_S)
         except TimeoutError:
             future.cancel()
             return work()
 
-    def _after_rest(self, work: Callable[[], ResultT]) -> ResultT:
-        """Rests are for what was done before, so that nobody waits for one whose work is done."""
-        if self._rest_briefly is None:
-            self._rest_briefly = self._pace.on_thread()
-        self._rest_briefly()
+    def _after_pause(self, work: Callable[[], ResultT]) -> ResultT:
+        """Pauses are for work done before, so that nobody waits for one whose work is done."""
+        if self._pause_briefly is None:
+            self._pause_briefly = self._throttle.on_thread()
+        self._pause_briefly()
         return work()
 
     def make(self, references: Sequence[Reference], known: Mapping[Sequences, tuple[Tensor, ...]]) -> None:
@@ -114,18 +117,18 @@ class References:
         Args:
             known: the base's logits, of sequences that were evaluated before.
         """
-        self._paced_until_s = monotonic() + MAX_PACED_S
+        self._throttled_until_s = monotonic() + MAX_THROTTLED_S
         try:
             read: list[_Read] = []
-            rest = self._pace.on_thread()
+            pause = self._throttle.on_thread()
             for reference in references:
-                rest()
+                pause()
                 if reference.is_wanted and (one := self._read(reference, known)) is not None:
                     read.append(one)
                 if sum(one.num_bytes for one in read) > MAX_HELD_BYTES:
                     self._evaluate(read)
                     read.clear()
-            rest()
+            pause()
             self._evaluate(read)
         except Exception as error:
             # nobody may wait for what will never come
@@ -181,11 +184,11 @@ class References:
         Raises:
             Stopped: nobody wants it any more.
         """
-        share, rest = _Share(), self._pace.on_thread()
+        share, pause = _Share(), self._throttle.on_thread()
 
         def may_go_on() -> bool:
-            if monotonic() < self._paced_until_s:
-                share.leave_out(rest())
+            if monotonic() < self._throttled_until_s:
+                share.leave_out(pause())
             return not share.is_starved()
 
         try:
@@ -219,9 +222,9 @@ class _Share:
         self.was_starved = False
         self._began_s, self._worked_s = monotonic(), thread_time()
 
-    def leave_out(self, rested_s: float) -> None:
+    def leave_out(self, paused_s: float) -> None:
         """It didn't want anything for so long."""
-        self._began_s += rested_s
+        self._began_s += paused_s
 
     def is_starved(self) -> bool:
         """Whether it has next to nothing, for long enough to say so."""

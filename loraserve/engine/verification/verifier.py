@@ -24,6 +24,7 @@ from cachetools import LRUCache
 from torch import Tensor
 
 from adapters_store import BlobStore
+from loraserve.background import BACKGROUND_NICENESS, lower_thread_priority
 from loraserve.engine.engine import Engine
 from loraserve.engine.probe import Probe
 from loraserve.engine.verification.comparison import Answers, judge, unanswered
@@ -43,7 +44,6 @@ from loraserve.errors import (
 from loraserve.limits import LIMITS
 from loraserve.memory.loading.base_weights import beside_steps
 from loraserve.model.reference_model import Evaluation, PlainBase
-from loraserve.priority import BACKGROUND, stand_back
 from loraserve.types import AdapterRef, Certificate, FinishReason, RequestId, TokenOutput
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class Verifications:
             clock: monotonic seconds.
         """
         self._engine, self._base, self._wake, self._clock = engine, base, wake, clock
-        self._references = References(base, engine.base, store, wake, engine.pace)
+        self._references = References(base, engine.base, store, wake, engine.throttle)
         self._waiting: deque[_Verification] = deque()
         self._active: list[_Verification] = []
         self._evaluating: Future[None] | None = None
@@ -143,7 +143,7 @@ class Verifications:
         # at a time in a twentieth of theirs, a certificate (0.7 s) took 15 s instead of 3, and 0.65 s from the steps instead of about 0.2: measured on two cores, 32 sequences,
         # a base of 110M parameters in float32.
         self._executor = ThreadPoolExecutor(
-            2, thread_name_prefix="verification", initializer=stand_back, initargs=(BACKGROUND,)
+            2, thread_name_prefix="verification", initializer=lower_thread_priority, initargs=(BACKGROUND_NICENESS,)
         )
 
     @property
@@ -212,7 +212,7 @@ class Verifications:
         for verification in [*self._waiting, *self._active]:
             self._end(verification)
         # who rests needn't
-        self._engine.pace.note(is_serving=False)
+        self._engine.throttle.note(is_serving=False)
         self._executor.shutdown(wait=True, cancel_futures=True)
         self._references.close()
 
@@ -223,7 +223,7 @@ class Verifications:
             return
         if (
             count < MAX_TOGETHER
-            and self._engine.pace.is_needed
+            and self._engine.throttle.is_needed
             and self._engine.is_serving
             and sum(not v.is_probed for v in self._active) >= MAX_PROBING
         ):

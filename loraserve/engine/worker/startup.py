@@ -13,10 +13,10 @@ import torch
 
 from adapters_store import open_store
 from loraserve import faults
+from loraserve.background import Throttle
 from loraserve.config import EngineConfig
 from loraserve.engine.engine import Engine
 from loraserve.engine.execution.runner import Runner, StepRunner, kv_block_bytes, view_kv
-from loraserve.engine.pace import Pace
 from loraserve.engine.verification.verifier import Verifications
 from loraserve.engine_client import messages as m
 from loraserve.errors import ConfigError
@@ -94,8 +94,10 @@ def build_engine(
         wake=wake,
     )
     is_on_cpu = config.device == "cpu"
-    pace = Pace(torch.get_num_threads()) if is_on_cpu else None
-    engine = Engine(config, decoder.spec, runner, pager, overlap=not is_on_cpu, kv=kv, pace=pace, progress=progress)
+    throttle = Throttle.beside_steps(torch.get_num_threads()) if is_on_cpu else None
+    engine = Engine(
+        config, decoder.spec, runner, pager, overlap=not is_on_cpu, kv=kv, throttle=throttle, progress=progress
+    )
     engine.verifications = Verifications(engine, decoder, store, wake=wake)
     ready = m.Ready(
         base=decoder.spec,

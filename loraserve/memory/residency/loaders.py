@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
+from loraserve.background import LOADER_NICENESS, lower_thread_priority
 from loraserve.errors import AdapterUnavailable, LoraserveError
 from loraserve.memory.loading.adapter_metadata import Loaded
-from loraserve.priority import LOADER, stand_back
 from loraserve.types import AdapterRef, Digest, TenantId
 
 logger = logging.getLogger("loraserve.memory")
@@ -51,7 +51,10 @@ class Loaders:
         self._load = load
         self._when_done = when_done
         self._executor = ThreadPoolExecutor(
-            num_threads, thread_name_prefix="adapter-loader", initializer=stand_back, initargs=(LOADER,)
+            num_threads,
+            thread_name_prefix="adapter-loader",
+            initializer=lower_thread_priority,
+            initargs=(LOADER_NICENESS,),
         )
         self._results: SimpleQueue[LoadResult] = SimpleQueue()
         # with whom each was started for

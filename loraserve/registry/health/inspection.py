@@ -34,25 +34,25 @@ def inspect_upload(
     base: BaseSpec,
     *,
     names: BaseNames | None = None,
-    rest: Callable[[], None] = lambda: None,
+    pause: Callable[[], object] = lambda: None,
 ) -> Inspected:
     """What the two files hold. Nothing of `weights` is referred to afterwards.
 
     Args:
         names: what the base is called; None: by its id alone.
-        rest: called between pieces of the work (`rests`).
+        pause: called between pieces of the work (`background.Throttle`).
 
     Raises:
         AdapterRejected: it can't be served; `problems` lists every reason that one stage finds.
     """
     adapter = read_adapter(config, weights)
-    rest()
+    pause()
     ir = compile_adapter(adapter.config, adapter.tensors, base)
-    rest()
+    pause()
     named = (names or BaseNames()).inspect(adapter.config, base)
-    check_finite(ir, rest=rest)
+    check_finite(ir, pause=pause)
     return Inspected(
-        digest=adapter_digest(adapter.config, adapter.tensors, rest=rest),
+        digest=adapter_digest(adapter.config, adapter.tensors, pause=pause),
         rank=ir.rank,
         target_modules=ir.target_modules,
         dtype=ir.dtype,

@@ -11,6 +11,7 @@ from functools import partial
 
 from adapters_store.base import BlobStore
 from loraserve import faults
+from loraserve.background import Pause, Throttle
 from loraserve.db.idempotency import Once
 from loraserve.db.models import AdapterVersion
 from loraserve.db.session import Clock, Database
@@ -28,7 +29,6 @@ from loraserve.registry.quota import check_quota
 from loraserve.registry.records import CHECKED, QUARANTINED, Published, VersionRecord
 from loraserve.registry.repository import AdapterRepository
 from loraserve.registry.served_base import another_base
-from loraserve.rests import Rest, Rests
 from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
 
 MAX_INSPECTIONS = 2
@@ -43,7 +43,7 @@ class Publisher:
         certificates: asked for one per new version.
         on_change: told whose name it was after a publish is durable.
         retention_s: for so long the bytes of deleted versions are kept.
-        rests: of what is done beside the engine's steps.
+        throttle: pauses work while an engine computes on this machine's processors.
         names: what the base is called.
     """
 
@@ -57,7 +57,7 @@ class Publisher:
         *,
         retention_s: float,
         clock: Clock,
-        rests: Rests,
+        throttle: Throttle,
         names: BaseNames,
     ) -> None:
         self._database = database
@@ -67,7 +67,7 @@ class Publisher:
         self._on_change = on_change
         self._retention = timedelta(seconds=retention_s)
         self._clock = clock
-        self._rests = rests
+        self._throttle = throttle
         self._names = names
         self._inspections = asyncio.Semaphore(MAX_INSPECTIONS)
 
@@ -114,7 +114,7 @@ class Publisher:
                 await once.check(session)
         base = self._base()
         async with self._inspections:
-            inspected = await self._rests.in_pieces(partial(_inspect, config, weights, base, self._names))
+            inspected = await self._throttle.run_in_pieces(partial(_inspect, config, weights, base, self._names))
         push = Push(tenant, name, config, weights, base, inspected, actor, is_promoting)
         if is_dry_run:
             return await self._preview(push)
@@ -290,10 +290,10 @@ class _Known:
         return self.version is not None and is_damaged(self.version.checks)
 
 
-def _inspect(config: bytes, weights: Weights, base: BaseSpec, names: BaseNames, rest: Rest) -> Inspected:
+def _inspect(config: bytes, weights: Weights, base: BaseSpec, names: BaseNames, pause: Pause) -> Inspected:
     data = weights.read()
-    rest()
-    return inspect_upload(config, data, base, names=names, rest=rest)
+    pause()
+    return inspect_upload(config, data, base, names=names, pause=pause)
 
 
 def _check_base(push: Push, version: AdapterVersion) -> None:

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from adapters_store import StagedBlob
+from loraserve.background import SERVER_NICENESS, lower_thread_priority
 from loraserve.db.idempotency import Once
 from loraserve.errors import AdapterFormatError, SourceTooSlow
 from loraserve.limits import LIMITS
-from loraserve.priority import SERVER, stand_back
 from loraserve.registry.operations import OperationRecord, Operations, Progress, Result
 from loraserve.registry.publishing.publisher import Publisher
 from loraserve.registry.publishing.sources import Source, check_allowed, parse_source
@@ -47,7 +47,7 @@ class Pulls:
         self._monotonic = monotonic
         # their own: a pull may wait for its source for hours
         self._threads = ThreadPoolExecutor(
-            LIMITS.max_concurrent_operations, "pull", initializer=stand_back, initargs=(SERVER,)
+            LIMITS.max_concurrent_operations, "pull", initializer=lower_thread_priority, initargs=(SERVER_NICENESS,)
         )
 
     async def begin(

@@ -19,6 +19,7 @@ from ulid import ULID
 
 from adapters_store.base import BlobStore, StagedBlob
 from loraserve import faults
+from loraserve.background import Pause, Throttle
 from loraserve.db import audit
 from loraserve.db.idempotency import Once
 from loraserve.db.models import Upload, UploadChunk
@@ -38,7 +39,6 @@ from loraserve.registry.blob_references import doom, keep, keep_stored
 from loraserve.registry.quota import check_room
 from loraserve.registry.repository import AdapterRepository
 from loraserve.registry.uploads.concurrency_limiter import Pace, Places
-from loraserve.rests import Rest, Rests
 from loraserve.types import Digest, TenantId
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -73,15 +73,17 @@ class ResumableUploads:
 
     Args:
         places: what an upload's pieces take a place of, as whole uploads do.
-        rests: of what is done beside the engine's steps.
+        throttle: pauses work while an engine computes on this machine's processors.
     """
 
-    def __init__(self, database: Database, store: BlobStore, places: Places, *, clock: Clock, rests: Rests) -> None:
+    def __init__(
+        self, database: Database, store: BlobStore, places: Places, *, clock: Clock, throttle: Throttle
+    ) -> None:
         self._database = database
         self._store = store
         self._places = places
         self._clock = clock
-        self._rests = rests
+        self._throttle = throttle
 
     async def create(
         self,
@@ -227,7 +229,7 @@ class ResumableUploads:
                     raise InvalidRequest("The body is longer than its range says.", param="Content-Range")
                 pending += data
                 if len(pending) >= _FLUSH_BYTES:
-                    await self._rests.after(partial(staged.write, pending))
+                    await self._throttle.run(partial(staged.write, pending))
                     pending = bytearray()
                 if staged.num_bytes >= _CHUNK_BYTES:
                     position += await self._commit_chunk(tenant, upload_id, position, staged)
@@ -278,7 +280,9 @@ class ResumableUploads:
         if is_right and not await asyncio.to_thread(self._store.exists, upload.sha256):
             is_right, broken = False, chunks[0]
         if len(chunks) > 1:
-            is_right, broken = await self._rests.in_pieces(partial(_assemble, self._store, chunks, upload.sha256))
+            is_right, broken = await self._throttle.run_in_pieces(
+                partial(_assemble, self._store, chunks, upload.sha256)
+            )
         if is_right:
             await keep_stored(self._database, self._store, [upload.sha256])
         now = self._clock()
@@ -411,14 +415,14 @@ async def _chunks(session: AsyncSession, upload_id: str) -> list[_Chunk]:
     return [_Chunk(row.start, row.size, Digest(row.digest)) for row in (await session.scalars(query)).all()]
 
 
-def _assemble(store: BlobStore, chunks: Sequence[_Chunk], sha256: Digest, rest: Rest) -> tuple[bool, _Chunk | None]:
+def _assemble(store: BlobStore, chunks: Sequence[_Chunk], sha256: Digest, pause: Pause) -> tuple[bool, _Chunk | None]:
     """Whether the chunks make the blob `sha256`, which is committed then; and the first of them that is damaged or gone."""
     with store.stage() as staged:
         for chunk in chunks:
             try:
                 for piece in store.read_pieces(chunk.digest):
                     staged.write(piece)
-                    rest()
+                    pause()
             except (BlobCorrupt, BlobNotFound):
                 return False, chunk
         if staged.digest != sha256:

@@ -6,11 +6,11 @@ import asyncio
 from contextlib import AbstractAsyncContextManager
 
 from adapters_store.base import BlobStore, StagedBlob
+from loraserve.background import Throttle
 from loraserve.db.session import Clock, Database
 from loraserve.limits import LIMITS
 from loraserve.registry.uploads.concurrency_limiter import Pace, Places
 from loraserve.registry.uploads.resumable import ResumableUploads
-from loraserve.rests import Rests
 from loraserve.tenancy.limits.shares import Shares
 from loraserve.types import TenantId
 
@@ -21,12 +21,12 @@ class Uploads:
     `resumable` are those that come in pieces; complete, their blobs are published as staged ones are.
 
     Args:
-        rests: of what is done beside the engine's steps.
+        throttle: pauses work while an engine computes on this machine's processors.
     """
 
-    def __init__(self, database: Database, store: BlobStore, *, clock: Clock, rests: Rests) -> None:
+    def __init__(self, database: Database, store: BlobStore, *, clock: Clock, throttle: Throttle) -> None:
         self._store = store
-        self.rests = rests
+        self.throttle = throttle
         self._places = Places(
             "uploads",
             max_in_all=LIMITS.max_concurrent_uploads,
@@ -40,7 +40,7 @@ class Uploads:
             max_per_tenant=LIMITS.max_concurrent_downloads_per_tenant,
         )
         """Files on their way out."""
-        self.resumable = ResumableUploads(database, store, self._places, clock=clock, rests=rests)
+        self.resumable = ResumableUploads(database, store, self._places, clock=clock, throttle=throttle)
 
     def shares(self) -> tuple[Shares, ...]:
         """Return how the places are divided, for metrics."""

@@ -390,6 +390,8 @@ async def test_two_replicas_take_turns_at_one_upload(
     upload = (await announce(acme, data)).json()
     await send(acme, upload, data, 0, 100)
     first = services.registry.uploads.resumable
-    second = type(first)(first._database, LocalStore(store.root), first._places, clock=first._clock, rests=first._rests)
+    second = type(first)(
+        first._database, LocalStore(store.root), first._places, clock=first._clock, throttle=first._throttle
+    )
     services.registry.uploads.resumable = second
     assert (await send(acme, upload, data, 100)).json()["is_complete"]

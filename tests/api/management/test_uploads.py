@@ -13,7 +13,7 @@ import pytest
 from fastapi import FastAPI
 
 from adapters_store import LocalStore
-from loraserve import faults, rests
+from loraserve import background, faults
 from loraserve.api.management.payloads import multipart
 from loraserve.api.services import Services
 from loraserve.limits import LIMITS
@@ -266,19 +266,20 @@ async def test_an_admin_pushes_for_the_tenant_it_names_or_the_default_one(
     assert [one["name"] for one in default.json()["data"]] == ["mine"]
 
 
-async def test_an_upload_rests_between_its_pieces_while_processors_are_computing(
+async def test_an_upload_pauses_between_its_pieces_while_processors_are_computing(
     push: Any, acme: httpx2.AsyncClient, services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_computing = False
     taken: list[float] = []
 
-    def rest_s(work_s: float) -> float:
+    def queue(work_s: float) -> float:
         taken.append(work_s)
         return 0.0
 
-    monkeypatch.setattr(rests, "WORTH_S", 0.0)
-    monkeypatch.setattr(rests, "_rest_s", rest_s)
-    monkeypatch.setattr(services.registry.uploads.rests, "_is_computing", lambda: is_computing)
+    throttle = services.registry.uploads.throttle
+    monkeypatch.setattr(background, "MIN_WORK_S", 0.0)
+    monkeypatch.setattr(throttle, "_queue", queue)
+    monkeypatch.setattr(throttle, "_is_serving", lambda: is_computing)
     await push(acme, "sql", seed=1)
     assert taken == []
     is_computing = True

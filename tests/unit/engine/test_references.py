@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from adapters_store import open_store
-from loraserve.engine import pace
+from loraserve import background
 from loraserve.engine.engine import Engine
 from loraserve.engine.verification import reference_evaluator as module
 from loraserve.engine.verification.reference_evaluator import Reference, References
@@ -37,23 +37,23 @@ def engine(world: World) -> Iterator[Engine]:
 
 
 @pytest.fixture
-def rests(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The threads of all rests, by what they do; none takes time."""
+def pauses(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the threads of all pauses, by the start of their names; no pause takes time."""
     threads: list[str] = []
 
     def note(work_s: float) -> float:
         threads.append(threading.current_thread().name.split("_")[0])
         return 0.0
 
-    monkeypatch.setattr(pace, "WORTH_S", -1.0)
-    monkeypatch.setattr(engine.pace, "is_needed", True)
-    monkeypatch.setattr(engine.pace, "_rest", note)
+    monkeypatch.setattr(background, "MIN_WORK_S", -1.0)
+    monkeypatch.setattr(engine.throttle, "is_needed", True)
+    monkeypatch.setattr(engine.throttle, "_pause", note)
     return threads
 
 
 @pytest.fixture
 def references(world: World, engine: Engine) -> Iterator[References]:
-    made = References(engine._runner._decoder, engine.base, open_store(world.store_url), lambda: None, engine.pace)  # type: ignore[attr-defined]
+    made = References(engine._runner._decoder, engine.base, open_store(world.store_url), lambda: None, engine.throttle)  # type: ignore[attr-defined]
     yield made
     made.close()
 
@@ -170,21 +170,21 @@ def test_what_takes_a_moment_is_done_in_idle_time_or_else_at_once(
         references.in_idle_time(lambda: 1 // 0)
 
 
-def test_everything_is_paced(references: References, engine: Engine, world: World, rests: list[str]) -> None:
+def test_everything_is_throttled(references: References, engine: Engine, world: World, pauses: list[str]) -> None:
     """Evaluations between their products, readings and verdicts between one and the next; each on its own thread."""
     make(references, world, ["r8", "r1"])
-    assert rests.count(threading.current_thread().name) == 2 + 1
-    assert rests.count("evaluation") == world_products(engine)
+    assert pauses.count(threading.current_thread().name) == 2 + 1
+    assert pauses.count("evaluation") == world_products(engine)
     references.in_idle_time(lambda: None)
-    assert rests[-1] == "verdict"
+    assert pauses[-1] == "verdict"
 
 
-def test_evaluation_does_not_rest_without_end(
-    references: References, world: World, rests: list[str], monkeypatch: pytest.MonkeyPatch
+def test_evaluation_is_not_throttled_without_end(
+    references: References, world: World, pauses: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_PACED_S", 0.0)
+    monkeypatch.setattr(module, "MAX_THROTTLED_S", 0.0)
     make(references, world, ["r8"])
-    assert "evaluation" not in rests
+    assert "evaluation" not in pauses
 
 
 def world_products(engine: Engine) -> int:
@@ -192,7 +192,7 @@ def world_products(engine: Engine) -> int:
     return 4 * engine._runner._decoder.config.num_layers + 1  # type: ignore[attr-defined]
 
 
-def test_rests_are_no_starvation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pauses_are_no_starvation(monkeypatch: pytest.MonkeyPatch) -> None:
     clocks = {"monotonic": 100.0, "thread_time": 1.0}
     for name in clocks:
         monkeypatch.setattr(module, name, lambda name=name: clocks[name])

@@ -535,8 +535,8 @@ def test_beside_requests_those_that_come_meanwhile_are_evaluated_together(
     waiting, got = list(enumerate(refs[MAX_PROBING:], MAX_PROBING)), list[VerifyReply]()
     for call_id, ref in enumerate(refs[:MAX_PROBING]):
         verifications(engine).start(call_id, ref)
-    monkeypatch.setattr(engine.pace, "is_needed", True)
-    monkeypatch.setattr(engine.pace, "_rest", lambda _: 0.0)
+    monkeypatch.setattr(engine.throttle, "is_needed", True)
+    monkeypatch.setattr(engine.throttle, "_pause", lambda _: 0.0)
     deadline = time.monotonic() + 60
     while len(got) < len(refs) and time.monotonic() < deadline:
         active, evaluating = verifications(engine)._active, verifications(engine)._evaluating

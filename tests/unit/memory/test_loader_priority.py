@@ -12,8 +12,8 @@ import pytest
 
 from adapters_store import LocalStore
 from loraserve import faults
+from loraserve.background import LOADER_NICENESS
 from loraserve.memory.residency.pager import Pager
-from loraserve.priority import LOADER
 
 MakePager = Callable[..., Pager]
 
@@ -31,5 +31,5 @@ def test_loaders_are_nicer_than_the_steps_thread(make: Any, store: LocalStore, m
     with faults.arm("pager.load", lambda: found.append(niceness())):
         pager.request(make.publish(store))
         make.settle(pager)
-    assert found == [min(before + LOADER, 19)]
+    assert found == [min(before + LOADER_NICENESS, 19)]
     assert niceness() == before

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
     from adapters_store import StagedBlob
-    from loraserve.rests import Rests
+    from loraserve.background import Throttle
 
 CONFIG, WEIGHTS = "config", "weights"
 _EXPECTED = f"Send multipart/form-data with the two parts {CONFIG} and {WEIGHTS}."
@@ -39,7 +39,7 @@ def multipart_boundary(request: Request) -> bytes:
     return boundary
 
 
-async def read_upload(request: Request, boundary: bytes, weights: StagedBlob, rests: Rests) -> bytes:
+async def read_upload(request: Request, boundary: bytes, weights: StagedBlob, throttle: Throttle) -> bytes:
     """The part `CONFIG`, after the part `WEIGHTS` went to `weights`, with `rests` between. The parts may come in any order; files' names are ignored.
 
     Raises:
@@ -53,7 +53,7 @@ async def read_upload(request: Request, boundary: bytes, weights: StagedBlob, re
         async for chunk in request.stream():
             parser.write(chunk)
             if len(parts.weights) >= _FLUSH_BYTES:
-                await rests.after(partial(weights.write, parts.take_weights()))
+                await throttle.run(partial(weights.write, parts.take_weights()))
     except FormParserError as error:
         raise InvalidRequest("The body isn't well-formed multipart/form-data.", hint=_EXPECTED) from error
     except ClientDisconnect:
@@ -64,7 +64,7 @@ async def read_upload(request: Request, boundary: bytes, weights: StagedBlob, re
     for name in (CONFIG, WEIGHTS):
         if name not in parts.seen:
             raise InvalidRequest(f'The part "{name}" is missing.', param=name, hint=_EXPECTED)
-    await rests.after(partial(weights.write, parts.take_weights()))
+    await throttle.run(partial(weights.write, parts.take_weights()))
     return bytes(parts.config)
 
 
