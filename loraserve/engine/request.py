@@ -1,18 +1,15 @@
-"""One request inside the engine: its tokens, how far it is computed, and what it holds."""
+"""A request inside the engine: its tokens, how far it is computed, and what it holds."""
 
 from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from loraserve.engine.probe import Probe
 from loraserve.memory.kv_cache import Activation, PrefixKey
 from loraserve.types import AdapterRef, FinishReason, RequestId, SamplingParams, TenantId, TokenLogprobs
-
-if TYPE_CHECKING:
-    from loraserve.engine.scheduling.fair_queue import Share
 
 
 class Pin(Protocol):
@@ -29,11 +26,12 @@ class Status(Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A sequence being generated. `num_computed_tokens` catches up with `num_tokens`: that difference is all the scheduler sees.
+    """A sequence being generated: `num_computed_tokens` catches up with `num_tokens`, which is all that the scheduler sees.
 
-    Prefill, chunked prefill, decode, preemption (computed falls to 0), a prefix hit (computed starts above 0) and replay
-    after a crash (tokens start with earlier output) need no states of their own. Nor does a step in flight: both numbers move
-    when the step is scheduled, since whatever is launched later is computed later. Only the token's id comes with the results.
+    Prefill, chunked prefill, decode, preemption (computed falls to 0), a prefix hit (computed starts above 0) and
+    replay after a crash (tokens start with earlier output) need no states of their own. Nor does a step in flight: both
+    numbers move when the step is scheduled, since steps are computed in order. Only the token's id comes with the
+    results.
     """
 
     request_id: RequestId
@@ -41,33 +39,33 @@ class Request:
     adapter: AdapterRef | None
     params: SamplingParams
     token_ids: list[int]
-    """Prompt, then output, as far as the host knows it."""
+    """Prompt, then the output that the host knows."""
     num_prompt_tokens: int
     priority: int
     prefix_root: PrefixKey
-    """What its blocks' keys are chained from, up to where its adapter acts."""
+    """Key from which its blocks' keys are chained, up to where its adapter acts."""
     arrival_s: float
     sequence_number: int
-    """Order of arrival; ties of priority run in this order."""
+    """Order of arrival, which breaks ties of priority."""
     weight: float = 1.0
     kv_share: float = 1.0
-    """Its tenant's, as it was told with the request."""
+    """Part of the KV blocks that its tenant may hold, as sent with the request; so is `weight`."""
     timeout_s: float | None = None
-    """From its arrival: then it ends with what there is."""
+    """Seconds from arrival after which the request ends with the output that there is."""
 
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
-    """Computed, or about to be by a step in flight."""
+    """Tokens computed by earlier steps or by one in flight."""
     num_in_flight_tokens: int = 0
-    """The last of `num_tokens`: steps in flight sample them, and their ids aren't known yet."""
+    """Last tokens of `num_tokens`, which steps in flight sample: their ids aren't known yet."""
     blocks: array[int] = field(default_factory=lambda: array("i"))
-    """Ids of its KV blocks, as int32: a step's block table is made of them at once."""
+    """Ids of its KV blocks, as int32 for a step's block table."""
     block_keys: list[PrefixKey] = field(default_factory=list)
     """Keys of the leading blocks that are published or were prefix hits."""
     num_cached_tokens: int = 0
     pin: Pin | None = None
     activation: Activation | None = None
-    """Where its adapter begins to act, found once, when it is pinned. None: every token is the base's, as of a request without an adapter."""
+    """Where its adapter begins to act, found when the adapter is pinned; None: it acts on no token, or there is none."""
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
@@ -75,12 +73,10 @@ class Request:
     adapter_wait_started_s: float | None = None
     adapter_wait_s: float = 0.0
     num_preemptions: int = 0
-    share: Share = field(init=False, repr=False)
-    """What it is charged to, from when the scheduler has it."""
     num_charged_tokens: int = 0
-    """Of its tokens, from the first, those that were charged, or cost nothing."""
+    """Tokens, from the first, that were charged or cost nothing."""
     probe: Probe | None = None
-    """Of one that is computed for its logits: neither finds nor leaves anything in the prefix cache."""
+    """Collects the logits of an internal request."""
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -92,24 +88,24 @@ class Request:
 
     @property
     def num_base_tokens(self) -> int:
-        """Those, from the first, that no adapter acts on."""
+        """Tokens, from the first, on which no adapter acts."""
         return self.num_tokens if self.activation is None else self.activation.start
 
     @property
     def num_output_tokens(self) -> int:
-        """Those that are known."""
+        """Output tokens that the host knows."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_pending_tokens(self) -> int:
-        """Tokens that the next step may compute; none once the last token that the request may have is in flight."""
+        """Tokens that the next step may compute; none once the request's last token is in flight."""
         if self.num_in_flight_tokens and self.num_tokens - self.num_prompt_tokens >= self.params.max_tokens:
             return 0
         return self.num_tokens - self.num_computed_tokens
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether the logits of prompt rows are still wanted. Scores made of them go out with the first token, once."""
+        """Return whether the logits of prompt rows are still needed; their scores go out with the first token."""
         is_wanted = self.params.prompt_logprobs is not None or self.is_internal
         return is_wanted and self.num_tokens == self.num_prompt_tokens
 

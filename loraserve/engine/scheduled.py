@@ -1,4 +1,4 @@
-"""A request's part in one step, and what the step made of it."""
+"""A request's entry in one step, and what the step made of it."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRequest:
-    """A request's part in one step: tokens ``[start, end)`` are computed.
+    """A request's tokens ``[start, end)``, which one step computes.
 
-    It says what was so when the step was scheduled: the request may move on while the step runs.
+    Holds what was true when the step was scheduled: the request may move on while the step runs.
     """
 
     request: Request
     start: int
     num_tokens: int
     is_sampled: bool
-    """Whether the step reaches the request's last token, so that its next one, at position `end`, can be chosen."""
+    """Whether the step computes the request's last token, so that it can sample the next one, at position `end`."""
     is_scored: bool
-    """Whether the prompt tokens that its rows predict are scored."""
+    """Whether the prompt tokens that the step's rows predict are scored."""
     epoch: int
-    """How often the request had been preempted."""
+    """`Request.num_preemptions` at that time."""
 
     @property
     def end(self) -> int:
@@ -35,11 +35,11 @@ class ScheduledRequest:
 
     @property
     def num_base_tokens(self) -> int:
-        """How many of its tokens, from the first, no adapter acts on."""
+        """Number of tokens, from the first, on which no adapter acts."""
         activation = self.request.activation
         if activation is None:
             return self.num_tokens
-        # of nearly all
+        # true of nearly all
         if activation.start <= self.start:
             return 0
         return min(activation.start - self.start, self.num_tokens)
@@ -50,7 +50,7 @@ class ScheduledRequest:
 
     @property
     def is_current(self) -> bool:
-        """Whether the request still runs on the blocks that it had: it hasn't ended, nor started over since."""
+        """Return whether the request still runs on the blocks that it had: it hasn't ended, nor been preempted since."""
         return self.request.status is Status.RUNNING and self.request.num_preemptions == self.epoch
 
 
@@ -58,7 +58,7 @@ class ScheduledRequest:
 class StepResult:
     """What the sampler made of one scheduled request.
 
-    `token_id` is None when the request isn't at its last token yet, or asked for no tokens.
+    `token_id` is None if the entry doesn't reach the request's last token, or the request asked for no tokens.
     """
 
     token_id: int | None = None
@@ -66,19 +66,4 @@ class StepResult:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     is_finite: bool = True
     logits: Tensor | None = None
-    """Of a probe's rows, [num_rows, vocab_size] float32 in the host's memory; they end with the entry's last."""
-
-
-def take_part(request: Request, count: int) -> ScheduledRequest:
-    """The request's next ``count`` tokens are computed by the step, and so is the one after them, if they are its last."""
-    entry = ScheduledRequest(
-        request,
-        start=request.num_computed_tokens,
-        num_tokens=count,
-        is_sampled=count == request.num_pending_tokens,
-        is_scored=request.wants_prompt_logprobs,
-        epoch=request.num_preemptions,
-    )
-    request.num_computed_tokens = entry.end
-    request.num_in_flight_tokens += entry.num_sampled_tokens
-    return entry
+    """Logits of a probe's last rows, up to the entry's end: [num_rows, vocab_size] float32 in host memory."""

@@ -1,9 +1,11 @@
-"""Shares none of whose requests can begin: no step looks at them until something has changed.
+"""Park the flows none of whose requests can start, so that no step looks at them until something has changed.
 
-A share is away while the adapter that all of its requests wait for isn't there, or the line for space is closed. It has nothing running. It is looked at again once
-the pager says that its adapter has changed, once somebody comes or goes, once the line opens, and every now and then, since the pager forgets who doesn't ask.
+A flow is parked while all of its requests wait for its adapter, or while admission is paused; it has nothing running.
+It is unparked when the pager says that its adapter has changed, when a request of it comes or goes, when admission is
+resumed, and every `RETRY_S`, since the pager forgets an adapter that isn't asked for.
 
-What it can't use is no credit for later: its counter rises as if every turn of its tenant had passed over it. Many that had as much rise as one.
+Time spent parked earns no credit: the flow's counter rises as if every pass had visited and skipped it. Parked flows
+with the same priority and counter form a group with one counter, which makes a thousand of them as cheap as one.
 """
 
 from __future__ import annotations
@@ -11,194 +13,214 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
-from loraserve.engine.scheduling.ranking import Key
+from loraserve.engine.request import Request
+from loraserve.engine.scheduling.fair_queue import AdapterFlow, ParkedCounter, TenantFlow
+from loraserve.engine.scheduling.lazy_heap import Key
 from loraserve.types import Digest
 
-if TYPE_CHECKING:
-    from loraserve.engine.request import Request
-    from loraserve.engine.scheduling.fair_queue import Share
-
-LOOK_S = 1.0
-"""So long the pager isn't asked again for an adapter that isn't there, if it says nothing by itself."""
-MAX_LOOKS = 16
-"""So many are looked at again in a step for that, at most: those of a burst needn't be all at once."""
-MAX_AWAY_S = 2.5
-"""Then however many there are: well within the pager's `INTEREST_S`."""
+RETRY_S = 1.0
+"""Seconds after which the pager is asked again for the adapter of a parked flow."""
+MAX_RETRIES = 16
+"""Cap on flows that a step unparks for that, which spreads those of a burst over several steps."""
+MAX_PARKED_S = 2.5
+"""Seconds after which a flow is unparked whatever the cap; well below the pager's `INTEREST_S`."""
 
 
 @dataclass(slots=True, eq=False)
-class Level:
-    """Away shares of a tenant that had as much.
+class _Group(ParkedCounter):
+    """Parked flows of a tenant with one counter.
 
     Attributes:
-        priority: of the requests at which a turn has passed the shares.
-        members: with the sequence numbers of those requests, by which they are sorted.
-        turn: the last in which they were passed over for somebody who was served.
+        priority: priority of the requests at which a pass skips the flows.
+        members: (sequence number of that request, flow), sorted.
+        num_pass: the last pass that advanced the counter.
     """
 
-    priority: int
-    received: float
-    members: list[tuple[int, Share]]
-    turn: int = 0
+    priority: int = 0
+    members: list[tuple[int, AdapterFlow]] = field(default_factory=list)
+    num_pass: int = 0
 
-    def split(self, sequence_number: int) -> Level | None:
-        """Keep those that a turn passes before this number; return the others."""
+    def split(self, sequence_number: int) -> _Group | None:
+        """Keep the members that a pass skips before this request; return the others."""
         index = bisect_left(self.members, (sequence_number,))
         if index == len(self.members):
             return None
-        later = Level(self.priority, self.received, self.members[index:], self.turn)
+        later = _Group(self.virtual_counter, self.priority, self.members[index:], self.num_pass)
         del self.members[index:]
-        for _, share in later.members:
-            share.level = later
+        for _, flow in later.members:
+            flow.parked = later
         return later
 
 
-def _key(level: Level) -> tuple[int, float]:
-    return level.priority, level.received
+def _key(group: _Group) -> tuple[int, float]:
+    return group.priority, group.virtual_counter
 
 
-class Levels:
-    """A tenant's away shares, in the order in which its turn would pass them: by priority, then by what they had."""
+class ParkedFlows:
+    """One tenant's parked flows, in the order in which a pass would skip them: by priority, then by counter."""
 
     def __init__(self) -> None:
-        self._levels: list[Level] = []
-        self._turn = 0
+        self._groups: list[_Group] = []
+        self._num_passes = 0
 
-    def __iter__(self) -> Iterator[Share]:
-        for level in self._levels:
-            for _, share in level.members:
-                yield share
+    def __iter__(self) -> Iterator[AdapterFlow]:
+        for group in self._groups:
+            for _, flow in group.members:
+                yield flow
 
-    def begin_turn(self) -> None:
-        """Each may be lifted once more: in a turn it is passed over once."""
-        self._turn += 1
+    def __bool__(self) -> bool:
+        return bool(self._groups)
 
-    def put(self, share: Share, last: Request) -> None:
-        """The share is away. A turn has passed it once it has passed its request ``last``."""
-        key = (last.priority, share.received)
-        index = bisect_left(self._levels, key, key=_key)
-        if index == len(self._levels) or _key(self._levels[index]) != key:
-            self._levels.insert(index, Level(*key, []))
-        level = share.level = self._levels[index]
-        share.passed_at = last.sequence_number
-        insort(level.members, (last.sequence_number, share))
+    def begin_pass(self) -> None:
+        """Let `advance` raise every group's counter once more: a pass skips a flow once."""
+        self._num_passes += 1
 
-    def take(self, share: Share) -> None:
-        """It isn't any more, and has what it was lifted to."""
-        level = share.level
-        if level is None:
+    def add(self, flow: AdapterFlow, last: Request) -> None:
+        """Park a flow that a pass has skipped once it has come to the flow's request ``last``."""
+        key = (last.priority, flow.virtual_counter)
+        index = bisect_left(self._groups, key, key=_key)
+        if index == len(self._groups) or _key(self._groups[index]) != key:
+            self._groups.insert(index, _Group(flow.virtual_counter, last.priority))
+        group = flow.parked = self._groups[index]
+        flow.passed_at = last.sequence_number
+        insort(group.members, (last.sequence_number, flow))
+
+    def remove(self, flow: AdapterFlow) -> None:
+        """Unpark a flow; it keeps the counter that it was advanced to."""
+        group = flow.parked
+        if not isinstance(group, _Group):
             return
-        del level.members[bisect_left(level.members, (share.passed_at,))]
-        if not level.members:
-            index = bisect_left(self._levels, _key(level), key=_key)
-            while self._levels[index] is not level:
+        del group.members[bisect_left(group.members, (flow.passed_at,))]
+        if not group.members:
+            index = bisect_left(self._groups, _key(group), key=_key)
+            while self._groups[index] is not group:
                 index += 1
-            del self._levels[index]
-        share.level = None
-        share.received = level.received
+            del self._groups[index]
+        flow.parked = None
+        flow.virtual_counter = group.virtual_counter
 
-    def lift(self, key: Key, received: float) -> None:
-        """A request that stood at ``key`` was served, when its share had ``received``: those before it that this turn hasn't lifted yet have no less."""
+    def advance(self, key: Key, virtual_counter: float) -> None:
+        """Raise the counters of flows that a pass skipped before it served a request.
+
+        Args:
+            key: place of that request (`fair_queue.flow_key`).
+            virtual_counter: counter of its flow before it was served.
+        """
         priority, reached, sequence_number = key
-        end = bisect_right(self._levels, (priority, reached), key=_key)
-        kept: list[Level] = []
-        lifted: dict[int, Level] = {}
-        for level in self._levels[:end]:
-            if level.turn == self._turn:
-                kept.append(level)
+        end = bisect_right(self._groups, (priority, reached), key=_key)
+        kept: list[_Group] = []
+        advanced: dict[int, _Group] = {}
+        for group in self._groups[:end]:
+            if group.num_pass == self._num_passes:
+                kept.append(group)
                 continue
-            if _key(level) == (priority, reached):
-                later = level.split(int(sequence_number))
+            if _key(group) == (priority, reached):
+                later = group.split(int(sequence_number))
                 kept += [] if later is None else [later]
-                if not level.members:
+                if not group.members:
                     continue
-            level.turn = self._turn
-            if level.received >= received:
-                kept.append(level)
+            group.num_pass = self._num_passes
+            if group.virtual_counter >= virtual_counter:
+                kept.append(group)
             else:
-                other = lifted.get(level.priority)
-                lifted[level.priority] = level if other is None else _merged(other, level)
-        for level in lifted.values():
-            level.received = received
-        self._levels[:end] = sorted([*kept, *lifted.values()], key=_key)
-        if received > reached:
-            # its counter rose after it was given its place in the turn
-            self._levels.sort(key=_key)
+                other = advanced.get(group.priority)
+                advanced[group.priority] = group if other is None else _merge(other, group)
+        for group in advanced.values():
+            group.virtual_counter = virtual_counter
+        self._groups[:end] = sorted([*kept, *advanced.values()], key=_key)
+        if virtual_counter > reached:
+            # the served flow's counter rose after it was given its place in the pass
+            self._groups.sort(key=_key)
 
 
-def _merged(one: Level, other: Level) -> Level:
+def _merge(one: _Group, other: _Group) -> _Group:
     if len(one.members) < len(other.members):
         one, other = other, one
-    for _, share in other.members:
-        share.level = one
+    for _, flow in other.members:
+        flow.parked = one
     one.members += other.members
-    # by sequence number alone: no two are alike
+    # sequence numbers are unique: flows are never compared
     one.members.sort(key=_sequence_number)
     return one
 
 
-def _sequence_number(member: tuple[int, Share]) -> int:
+def _sequence_number(member: tuple[int, AdapterFlow]) -> int:
     return member[0]
 
 
-class Away:
-    """Every tenant's away shares, and what brings each back."""
+class BlockedRequests:
+    """Every tenant's parked flows, and what unparks each."""
 
     def __init__(self) -> None:
-        # in the order in which the pager was asked for their adapters
-        self._asked_s: OrderedDict[Share, float] = OrderedDict()
-        self._by_adapter: dict[Digest, dict[Share, None]] = {}
-        # those that wait for the line to open
-        self._blocked: dict[Share, None] = {}
+        self._parked: dict[TenantFlow, ParkedFlows] = {}
+        # when the pager was last asked for their adapters, the longest ago first
+        self._asked_s: OrderedDict[AdapterFlow, float] = OrderedDict()
+        self._by_adapter: dict[Digest, dict[AdapterFlow, None]] = {}
+        self._awaiting_admission: dict[AdapterFlow, None] = {}
 
-    def put(self, share: Share, last: Request, now_s: float, *, is_blocked: bool = False) -> None:
-        """No step looks at the share until it is woken.
+    def of(self, tenant: TenantFlow) -> ParkedFlows:
+        """Return a tenant's parked flows."""
+        return self._parked.get(tenant) or ParkedFlows()
+
+    def park(self, flow: AdapterFlow, last: Request, now_s: float, *, awaits_admission: bool = False) -> None:
+        """Hide a flow from steps until `unpark`.
 
         Args:
-            last: a turn has passed the share once it has passed this one of its requests.
-            is_blocked: whether some of its requests may not begin while the line is closed.
+            last: a pass has skipped the flow once it has come to this request of it.
+            awaits_admission: whether some of its requests could start if admission weren't paused.
         """
-        share.account.levels.put(share, last)
-        if is_blocked:
-            self._blocked[share] = None
-        if share.num_cold and share.adapter is not None:
-            self._asked_s[share] = now_s
-            self._by_adapter.setdefault(share.adapter, {})[share] = None
+        self._parked.setdefault(flow.tenant, ParkedFlows()).add(flow, last)
+        if awaits_admission:
+            self._awaiting_admission[flow] = None
+        if flow.num_blocked and flow.adapter is not None:
+            self._asked_s[flow] = now_s
+            self._by_adapter.setdefault(flow.adapter, {})[flow] = None
 
-    def wake(self, share: Share) -> None:
-        """It stands among its tenant's others again, if it didn't."""
-        if share.level is None:
+    def unpark(self, flow: AdapterFlow) -> None:
+        """Put a flow back among its tenant's waiting ones; no-op if it isn't parked."""
+        if flow.parked is None:
             return
-        share.account.levels.take(share)
-        self._blocked.pop(share, None)
-        if self._asked_s.pop(share, None) is not None and share.adapter is not None:
-            sharers = self._by_adapter[share.adapter]
-            del sharers[share]
+        parked = self._parked[flow.tenant]
+        parked.remove(flow)
+        if not parked:
+            del self._parked[flow.tenant]
+        self._awaiting_admission.pop(flow, None)
+        if self._asked_s.pop(flow, None) is not None and flow.adapter is not None:
+            sharers = self._by_adapter[flow.adapter]
+            del sharers[flow]
             if not sharers:
-                del self._by_adapter[share.adapter]
-        share.account.ranking.push(share)
+                del self._by_adapter[flow.adapter]
+        flow.tenant.waiting_flows.push(flow)
 
-    def wake_changed(self, adapters: Iterable[Digest]) -> None:
-        """These are where they weren't."""
-        for adapter in adapters:
-            for share in list(self._by_adapter.get(adapter, ())):
-                self.wake(share)
+    def unpark_ready(self, changed: Iterable[Digest], now_s: float, *, is_admission_paused: bool) -> None:
+        """Unpark the flows whose requests may be able to start now.
 
-    def wake_due(self, now_s: float) -> None:
-        """The pager is to be asked again for those of which it was asked longest ago."""
-        num_woken = 0
+        Args:
+            changed: adapters that arrived, couldn't be loaded or aren't queued for a load any more.
+        """
+        for adapter in changed:
+            for flow in list(self._by_adapter.get(adapter, ())):
+                self.unpark(flow)
+        self._unpark_for_retry(now_s)
+        if not is_admission_paused:
+            for flow in list(self._awaiting_admission):
+                self.unpark(flow)
+
+    def _unpark_for_retry(self, now_s: float) -> None:
+        num_unparked = 0
         while self._asked_s:
-            share, asked_s = next(iter(self._asked_s.items()))
+            flow, asked_s = next(iter(self._asked_s.items()))
             age_s = now_s - asked_s
-            if age_s < LOOK_S or (num_woken >= MAX_LOOKS and age_s < MAX_AWAY_S):
+            if age_s < RETRY_S or (num_unparked >= MAX_RETRIES and age_s < MAX_PARKED_S):
                 return
-            self.wake(share)
-            num_woken += 1
+            self.unpark(flow)
+            num_unparked += 1
 
-    def wake_blocked(self) -> None:
-        """The line is open."""
-        for share in list(self._blocked):
-            self.wake(share)
+    def check(self, flows: Iterable[AdapterFlow]) -> list[str]:
+        """Return every broken invariant, in words. ``flows``: those of all tenants."""
+        parked = {id(flow) for group in self._parked.values() for flow in group}
+        if parked != {id(flow) for flow in flows if flow.parked is not None}:
+            return ["parked flows are in no group, or groups have flows that aren't parked"]
+        return []

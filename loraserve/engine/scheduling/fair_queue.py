@@ -1,10 +1,14 @@
-"""Who has had how much: virtual token counters (VTC, arXiv:2401.00588) of tenants, and of each tenant's adapters.
+"""Serve tenants, and each tenant's adapters, by virtual token counters (VTC, arXiv:2401.00588).
 
-A counter is what was computed for somebody, in prompt tokens, by its weight. Whoever has the lowest is next. Who comes back with nothing waiting is lifted to
-the lowest of those that wait, less a few steps' worth: having been away is no credit but for that much, so that two or three requests of a quiet tenant that come
-close together needn't wait for one another's charges. What a tenant gets is divided among its adapters in the same way, so ten adapters have one tenant's share.
+A flow's counter is what was computed for it, in prompt tokens; a tenant's is divided by its weight. The flow with the
+lowest counter is next. A flow that comes back with nothing waiting is advanced to the lowest counter of those that
+wait, a tenant's less a few steps' worth (`max_credit`): time spent idle earns no more credit than two or three requests
+that come close together need. What a tenant gets is divided among its adapters in the same way, so that ten adapters
+have one tenant's share.
 
-One thread at a time. Nothing here knows of memory or of steps.
+One thread at a time. Nothing here knows of memory, of steps, or of adapters that aren't resident.
+
+Source: Sheng et al., Fairness in Serving Large Language Models.
 """
 
 from __future__ import annotations
@@ -14,322 +18,334 @@ from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
-from loraserve.engine.scheduling.blocked import Away, Level, Levels
-from loraserve.engine.scheduling.ranking import Key, Ranking
-from loraserve.types import Digest, TenantId
-
-if TYPE_CHECKING:
-    from loraserve.engine.request import Request
+from loraserve.engine.request import Request
+from loraserve.engine.scheduling.lazy_heap import Key, LazyHeap
+from loraserve.types import Digest, RequestId, TenantId
 
 _ORDER = attrgetter("order")
 
 PROMPT_COST = 1.0
-"""Of a prompt's token that is computed; one that is found in the prefix cache costs nothing."""
+"""Cost of a computed prompt token; one that is found in the prefix cache costs nothing."""
 OUTPUT_COST = 2.0
-"""Of a token that is sampled: a row of its own, in a step that reads all weights for few rows."""
+"""Cost of a sampled token: a row of its own, in a step that reads all weights for few rows."""
 MAX_REMEMBERED = 4096
-"""Of those that have nothing in the engine, so many at most are remembered for what they had."""
+"""Cap on idle flows whose counters are kept, beside as many as are live."""
 RECENT_S = 10.0
-"""Service counts as recent for at least so long, and for less than twice as long."""
-MAX_LIGHT = 8
-"""A tenant with fewer requests waiting has little waiting."""
+"""Least number of seconds for which service counts as recent; it counts for less than twice as long."""
+MAX_LIGHT_REQUESTS = 8
+"""Waiting requests at which a tenant's queue isn't short any more."""
 AVERAGED_S = 0.1
-"""What all had lately is added up again after so long."""
+"""Seconds between two averages of all tenants' recent service."""
 
 
 @dataclass(slots=True, eq=False)
-class Share:
-    """What a tenant's requests for one adapter had, and those of them that wait.
+class ParkedCounter:
+    """One counter of several parked flows, which rises for all of them at once (`blocked.ParkedFlows`)."""
+
+    virtual_counter: float
+
+
+@dataclass(slots=True, eq=False)
+class AdapterFlow:
+    """A tenant's requests for one adapter: what was computed for them, and those that wait.
 
     Attributes:
-        adapter: its digest; None is the base.
-        own_received: what it had, unless it is away: `received` is right either way.
-        waiting: sorted by `Request.order`.
-        fresh: of those, the ones that don't wait for their adapter.
-        num_live: its requests, waiting and running.
-        num_pinned: of those that wait, the ones that have their adapter's pin.
-        level: of the shares that are away, those among which it stands; None: it isn't away.
-        passed_at: a turn passes it, while it is away, at the request with this sequence number.
+        adapter: digest of the adapter; None is the base.
+        own_counter: the counter, unless the flow is parked.
+        waiting: waiting requests, sorted by `Request.order`.
+        unblocked: those of `waiting` that don't wait for their adapter.
+        num_live: waiting and running requests.
+        num_pinned: waiting requests that hold their adapter's pin.
+        rank: key in `TenantFlow.flows_waiting`.
+        parked: the counter that the flow shares while it is parked.
+        passed_at: sequence number of the request at which a pass skips the flow while it is parked.
     """
 
-    account: Account
+    tenant: TenantFlow
     adapter: Digest | None
-    own_received: float = 0.0
+    own_counter: float = 0.0
     waiting: list[Request] = field(default_factory=list, repr=False)
-    fresh: list[Request] = field(default_factory=list, repr=False)
+    unblocked: list[Request] = field(default_factory=list, repr=False)
     num_live: int = 0
     num_pinned: int = 0
     rank: Key | None = None
-    level: Level | None = field(default=None, repr=False)
+    parked: ParkedCounter | None = field(default=None, repr=False)
     passed_at: int = 0
 
     @property
-    def received(self) -> float:
-        """Its counter."""
-        return self.own_received if self.level is None else self.level.received
+    def virtual_counter(self) -> float:
+        """Service of the adapter in prompt tokens, as advanced over time spent idle or blocked."""
+        return self.own_counter if self.parked is None else self.parked.virtual_counter
 
-    @received.setter
-    def received(self, received: float) -> None:
-        self.own_received = received
+    @virtual_counter.setter
+    def virtual_counter(self, virtual_counter: float) -> None:
+        self.own_counter = virtual_counter
 
     @property
-    def num_cold(self) -> int:
-        """Of those that wait, the ones that wait for their adapter."""
-        return len(self.waiting) - len(self.fresh)
+    def num_blocked(self) -> int:
+        """Number of requests that wait for their adapter."""
+        return len(self.waiting) - len(self.unblocked)
 
     def charge(self, cost: float) -> None:
-        """The adapter, and its tenant, had so much more; less, if a part that was charged isn't computed after all."""
-        account, by_weight = self.account, cost / self.account.weight
-        self.received += cost
-        account.received += by_weight
-        account.served += by_weight
+        """Add a cost to the counters of the adapter and of its tenant; a negative one for what isn't computed after all."""
+        tenant, weighted = self.tenant, cost / self.tenant.weight
+        self.virtual_counter += cost
+        tenant.virtual_counter += weighted
+        tenant.total_service += weighted
 
 
 @dataclass(slots=True, eq=False)
-class Account:
-    """What a tenant had, by its weight, and what it holds.
+class TenantFlow:
+    """A tenant's service by its weight, and what its requests hold.
 
     Attributes:
-        kv_share: the part of the KV blocks that it may hold.
-        received: its counter.
-        served: what it had in all: unlike its counter, nobody lifts that.
-        ranking: those of its shares of which a request waits, but for those that have their turn just now, or are away.
-        levels: those that are away.
-        num_blocks: KV blocks that its requests hold; one that several share is counted for each.
-        is_recent: whether it had something in the engine lately.
-        is_nobody: whether its requests are the engine's own, which have turns like a tenant's, and take no part from any.
+        kv_share: part of the KV blocks that the tenant may hold.
+        virtual_counter: weighted service, as advanced over time spent idle or blocked.
+        total_service: weighted service, never advanced.
+        flows: every adapter's flow.
+        waiting_flows: flows with a waiting request, except those of the present pass and parked ones.
+        num_blocks: KV blocks of the tenant's requests; one that several share is counted for each.
+        is_recent: whether the tenant had a request lately.
+        is_internal: whether these are the engine's own requests, which are queued like a tenant's and have no quota.
+        last_counter: counter of the adapter that was the last to have a request waiting.
+        span_service: total service at the start of the present span of `RECENT_S`.
+        service_before: total service at the start of the span before.
     """
 
-    tenant: TenantId
+    tenant_id: TenantId
     weight: float = 1.0
     kv_share: float = 1.0
-    received: float = 0.0
-    served: float = 0.0
-    shares: dict[Digest | None, Share] = field(default_factory=dict, repr=False)
+    virtual_counter: float = 0.0
+    total_service: float = 0.0
+    flows: dict[Digest | None, AdapterFlow] = field(default_factory=dict, repr=False)
     num_live: int = 0
     num_waiting: int = 0
     num_running: int = 0
     num_blocks: int = 0
     is_recent: bool = False
-    is_nobody: bool = False
-    ranking: Ranking[Share] = field(default_factory=lambda: Ranking(share_key), repr=False)
-    levels: Levels = field(default_factory=Levels, repr=False)
+    is_internal: bool = False
+    waiting_flows: LazyHeap[AdapterFlow] = field(default_factory=lambda: LazyHeap(_adapter_key), repr=False)
     rank: Key | None = None
-    # the counter of its adapter that was the last to have something waiting
-    last_left: float = 0.0
-    # what it had when the present span of RECENT_S began, and the one before
-    served_until: float = 0.0
-    served_before: float = 0.0
+    last_counter: float = 0.0
+    span_service: float = 0.0
+    service_before: float = 0.0
 
     @property
-    def recent(self) -> float:
-        """What it had lately, by its weight."""
-        return self.served - self.served_before
+    def recent_service(self) -> float:
+        """Weighted service of the last `RECENT_S` to twice that."""
+        return self.total_service - self.service_before
 
 
-def share_key(share: Share) -> Key | None:
-    """The best priority first, then the adapter that had least, then the oldest. None: nobody waits, or none of them can begin."""
-    return None if share.level is not None else turn_key(share)
-
-
-def turn_key(share: Share) -> Key | None:
-    """The same, whether the share is away or not."""
-    if not share.waiting:
+def flow_key(flow: AdapterFlow) -> Key | None:
+    """Return a flow's place in its tenant's order: best priority, then least counter, then oldest request."""
+    if not flow.waiting:
         return None
-    first = share.waiting[0]
-    return first.priority, share.received, first.sequence_number
+    first = flow.waiting[0]
+    return first.priority, flow.virtual_counter, first.sequence_number
 
 
-def _account_key(account: Account) -> Key | None:
-    """The tenant that had least, of equals the one that has less running."""
-    if not account.num_waiting:
+def _adapter_key(flow: AdapterFlow) -> Key | None:
+    return None if flow.parked is not None else flow_key(flow)
+
+
+def _tenant_key(tenant: TenantFlow) -> Key | None:
+    """Return a tenant's place: least counter, then fewest running requests by its weight."""
+    if not tenant.num_waiting:
         return None
-    return account.received, account.num_running / account.weight, 0
+    return tenant.virtual_counter, tenant.num_running / tenant.weight, 0
 
 
-class Accounts:
-    """Every tenant with something in the engine, and of those without the ones that had something lately.
+class FairQueue:
+    """Every tenant with a live request, and some idle ones whose counters still count.
 
     Attributes:
-        ranking: those of which a request waits, but for those that have their turn just now.
-        away: those of their shares that no turn looks at.
-        total_weight: of the tenants with something in the engine.
+        waiting_tenants: tenants with a waiting request, except those of the present pass.
+        num_tenants: tenants with a live request.
+        total_weight: weights of these, summed.
     """
 
-    def __init__(self, credit: float) -> None:
-        self._credit = credit
+    def __init__(self, max_credit: float) -> None:
+        """
+        Args:
+            max_credit: cost by which a tenant that comes back may have had less than the least of the others.
+        """
+        self.waiting_tenants: LazyHeap[TenantFlow] = LazyHeap(_tenant_key)
+        self.num_tenants = 0
         self.total_weight = 0.0
-        self.ranking: Ranking[Account] = Ranking(_account_key)
-        self.away = Away()
-        self._accounts: dict[TenantId, Account] = {}
-        self._num_live_requests = 0
-        self._num_live = 0
-        # the counter of the tenant that was the last to have something waiting
-        self._last_left = 0.0
+        self._max_credit = max_credit
+        self._tenants: dict[TenantId, TenantFlow] = {}
+        self._flows: dict[RequestId, AdapterFlow] = {}
+        # counter of the tenant that was the last to have a request waiting
+        self._last_counter = 0.0
         self._num_recent = 0
         self._aged_at_s = -math.inf
         self._averaged_at_s = -math.inf
-        self._fair_recent = 0.0
+        self._mean_recent_service = 0.0
         self._num_light = 0
 
-    @property
-    def num_live(self) -> int:
-        """Tenants with something in the engine."""
-        return self._num_live
+    def flow(self, request: Request) -> AdapterFlow:
+        """Return the flow of a live request."""
+        return self._flows[request.request_id]
+
+    def tenant(self, request: Request) -> TenantFlow:
+        """Return the tenant of a live request."""
+        return self._flows[request.request_id].tenant
 
     @property
-    def waiting(self) -> Iterator[Request]:
-        """Every request that waits."""
-        for account in self._accounts.values():
-            for share in account.shares.values():
-                yield from share.waiting
+    def flows(self) -> Iterator[AdapterFlow]:
+        """Every flow of every tenant."""
+        for tenant in self._tenants.values():
+            yield from tenant.flows.values()
 
-    def open(
-        self, tenant: TenantId, adapter: Digest | None, weight: float, kv_share: float, *, is_nobody: bool = False
-    ) -> Share:
-        """The share that a request which has come belongs to. Weight and part of the memory are its tenant's from now on.
+    def open(self, request: Request) -> AdapterFlow:
+        """Count a new request in its flow until `close`. Its weight and KV share are its tenant's from now on."""
+        tenant = self._tenants.get(request.tenant)
+        if tenant is None:
+            if len(self._tenants) >= 2 * self.num_tenants + MAX_REMEMBERED:
+                self._tenants = {key: kept for key, kept in self._tenants.items() if kept.num_live}
+                self._num_recent = sum(kept.is_recent for kept in self._tenants.values())
+            tenant = self._tenants[request.tenant] = TenantFlow(request.tenant, is_internal=request.is_internal)
+        if not tenant.is_internal:
+            self._count_tenant(tenant, request.weight, request.kv_share)
+        adapter = None if request.adapter is None else request.adapter.digest
+        flow = tenant.flows.get(adapter)
+        if flow is None:
+            if len(tenant.flows) >= 2 * tenant.num_live + MAX_REMEMBERED:
+                tenant.flows = {key: kept for key, kept in tenant.flows.items() if kept.num_live}
+            flow = tenant.flows[adapter] = AdapterFlow(tenant, adapter)
+        self._flows[request.request_id] = flow
+        tenant.num_live += 1
+        flow.num_live += 1
+        return flow
 
-        Args:
-            is_nobody: whether it's the engine's own, by a tenant that has no others.
-        """
-        account = self._accounts.get(tenant)
-        if account is None:
-            if len(self._accounts) >= 2 * self._num_live + MAX_REMEMBERED:
-                self._accounts = {key: kept for key, kept in self._accounts.items() if kept.num_live}
-                self._num_recent = sum(kept.is_recent for kept in self._accounts.values())
-            account = self._accounts[tenant] = Account(tenant, is_nobody=is_nobody)
-        if not account.is_nobody:
-            self._count(account, weight, kv_share)
-        share = account.shares.get(adapter)
-        if share is None:
-            if len(account.shares) >= 2 * account.num_live + MAX_REMEMBERED:
-                account.shares = {key: kept for key, kept in account.shares.items() if kept.num_live}
-            share = account.shares[adapter] = Share(account, adapter)
-        self.away.wake(share)
-        self._num_live_requests += 1
-        account.num_live += 1
-        share.num_live += 1
-        return share
-
-    def _count(self, account: Account, weight: float, kv_share: float) -> None:
-        """A tenant is among those that share the engine."""
-        if account.num_live:
-            self.total_weight -= account.weight
+    def _count_tenant(self, tenant: TenantFlow, weight: float, kv_share: float) -> None:
+        if tenant.num_live:
+            self.total_weight -= tenant.weight
         else:
-            self._num_live += 1
-        if not account.is_recent:
-            account.is_recent = True
+            self.num_tenants += 1
+        if not tenant.is_recent:
+            tenant.is_recent = True
             self._num_recent += 1
-        account.weight, account.kv_share = weight, kv_share
+        tenant.weight, tenant.kv_share = weight, kv_share
         self.total_weight += weight
 
-    def close(self, share: Share) -> None:
-        """One of its requests has ended. Once a tenant has none, its adapters owe each other nothing; once nobody has any, no tenant does."""
-        account = share.account
-        self._num_live_requests -= 1
-        account.num_live -= 1
-        share.num_live -= 1
-        if account.num_live == 0:
-            if not account.is_nobody:
-                self._num_live -= 1
-                self.total_weight -= account.weight
-            account.shares.clear()
-            account.ranking.clear()
-            account.last_left = 0.0
-        if self._num_live_requests == 0:
-            # the first also for what sums of floats are off by
-            self.total_weight = self._last_left = 0.0
-            self.ranking.clear()
-            for idle in self._accounts.values():
-                idle.received = 0.0
+    def close(self, request: Request) -> None:
+        """Drop a request that has ended. Counters of an idle tenant's adapters, or of idle tenants, don't matter any more."""
+        flow = self._flows.pop(request.request_id)
+        tenant = flow.tenant
+        tenant.num_live -= 1
+        flow.num_live -= 1
+        if tenant.num_live == 0:
+            if not tenant.is_internal:
+                self.num_tenants -= 1
+                self.total_weight -= tenant.weight
+            tenant.flows.clear()
+            tenant.waiting_flows.clear()
+            tenant.last_counter = 0.0
+        if not self._flows:
+            # also drops the rounding errors of the sum
+            self.total_weight = self._last_counter = 0.0
+            self.waiting_tenants.clear()
+            for idle in self._tenants.values():
+                idle.virtual_counter = 0.0
 
     def add(self, request: Request) -> None:
-        """The request waits."""
-        share = request.share
-        account = share.account
-        if not account.num_waiting:
-            least = self.ranking.peek()
-            reached = self._last_left if least is None else least.received
-            account.received = max(account.received, reached - self._credit)
-        if not share.waiting:
-            others = (other.received for other in account.shares.values() if other.waiting)
-            share.received = max(share.received, min(others, default=account.last_left))
-        insort(share.waiting, request, key=_ORDER)
-        insort(share.fresh, request, key=_ORDER)
-        share.num_pinned += request.pin is not None
-        account.num_waiting += 1
-        account.ranking.push(share)
-        self.ranking.push(account)
+        """Let a request wait."""
+        flow = self.flow(request)
+        tenant = flow.tenant
+        if not tenant.num_waiting:
+            least = self.waiting_tenants.peek()
+            reached = self._last_counter if least is None else least.virtual_counter
+            tenant.virtual_counter = max(tenant.virtual_counter, reached - self._max_credit)
+        if not flow.waiting:
+            others = (other.virtual_counter for other in tenant.flows.values() if other.waiting)
+            flow.virtual_counter = max(flow.virtual_counter, min(others, default=tenant.last_counter))
+        insort(flow.waiting, request, key=_ORDER)
+        insort(flow.unblocked, request, key=_ORDER)
+        flow.num_pinned += request.pin is not None
+        tenant.num_waiting += 1
+        tenant.waiting_flows.push(flow)
+        self.waiting_tenants.push(tenant)
 
     def remove(self, request: Request) -> None:
-        """It waits no more."""
-        share = request.share
-        account = share.account
-        self.away.wake(share)
-        share.waiting.remove(request)
+        """Take out a waiting request."""
+        flow = self.flow(request)
+        tenant = flow.tenant
+        flow.waiting.remove(request)
         if request.adapter_wait_started_s is None:
-            share.fresh.remove(request)
-        share.num_pinned -= request.pin is not None
-        account.num_waiting -= 1
-        if not share.waiting:
-            account.last_left = share.received
-        if not account.num_waiting:
-            self._last_left = account.received
+            flow.unblocked.remove(request)
+        flow.num_pinned -= request.pin is not None
+        tenant.num_waiting -= 1
+        if not flow.waiting:
+            tenant.last_counter = flow.virtual_counter
+        if not tenant.num_waiting:
+            self._last_counter = tenant.virtual_counter
 
-    def is_ahead(self, account: Account, now_s: float) -> bool:
-        """Whether the tenant had more than others lately, by its weight, and one of those had far less and has little waiting: something of it may come at any moment."""
+    def block(self, request: Request) -> None:
+        """Note that a waiting request waits for its adapter."""
+        self.flow(request).unblocked.remove(request)
+
+    def unblock(self, request: Request) -> None:
+        """Note that a waiting request doesn't wait for its adapter any more."""
+        insort(self.flow(request).unblocked, request, key=_ORDER)
+
+    def is_over_share(self, tenant: TenantFlow, now_s: float) -> bool:
+        """Return whether a tenant's recent service is above the mean while one with a short queue is far below it.
+
+        Requests of the latter may come at any moment, and shouldn't find a step full of the former's prompts.
+        """
         if self._num_recent < 2:
             return False
         if now_s - self._averaged_at_s >= AVERAGED_S:
             self._averaged_at_s = now_s
-            recent = [one for one in self._accounts.values() if one.is_recent]
-            self._fair_recent = sum(one.recent * one.weight for one in recent) / sum(one.weight for one in recent)
-            few = self._fair_recent / 2
-            self._num_light = sum(one.num_waiting < MAX_LIGHT and one.recent < few for one in recent)
-        return account.recent > self._fair_recent and self._num_light > 0
+            recent = [one for one in self._tenants.values() if one.is_recent]
+            total = sum(one.recent_service * one.weight for one in recent)
+            self._mean_recent_service = total / sum(one.weight for one in recent)
+            low = self._mean_recent_service / 2
+            self._num_light = sum(one.num_waiting < MAX_LIGHT_REQUESTS and one.recent_service < low for one in recent)
+        return tenant.recent_service > self._mean_recent_service and self._num_light > 0
 
     def age(self, now_s: float) -> None:
-        """What was recent may be so no more."""
+        """Begin another span of recent service once the present one is `RECENT_S` old."""
         if now_s - self._aged_at_s < RECENT_S:
             return
         self._aged_at_s = now_s
-        for account in self._accounts.values():
-            account.served_before, account.served_until = account.served_until, account.served
-            account.is_recent = not account.is_nobody and (account.num_live > 0 or account.recent > 0.0)
-        self._num_recent = sum(account.is_recent for account in self._accounts.values())
+        for tenant in self._tenants.values():
+            tenant.service_before, tenant.span_service = tenant.span_service, tenant.total_service
+            tenant.is_recent = not tenant.is_internal and (tenant.num_live > 0 or tenant.recent_service > 0.0)
+        self._num_recent = sum(tenant.is_recent for tenant in self._tenants.values())
 
     def check(self) -> list[str]:
         """Return every broken invariant, in words."""
-        problems = []
-        for account in self._accounts.values():
-            counts = (
-                (account.num_live, sum(share.num_live for share in account.shares.values()), "live requests"),
-                (account.num_waiting, sum(len(share.waiting) for share in account.shares.values()), "waiting requests"),
-            )
-            problems += [f"tenant {account.tenant}: {what}: {a} and {b}" for a, b, what in counts if a != b]
-            ranked = [account.rank] if account.num_waiting else []
-            ranked += [share.rank for share in account.shares.values() if share.waiting and share.level is None]
-            if None in ranked:
-                problems.append(f"tenant {account.tenant} waits, and never has its turn")
-            for share in account.shares.values():
-                fresh = [request for request in share.waiting if request.adapter_wait_started_s is None]
-                if fresh != share.fresh or share.num_pinned != sum(one.pin is not None for one in fresh):
-                    problems.append(
-                        f"tenant {account.tenant}: requests that don't wait for {share.adapter} are miscounted"
-                    )
-            away = [share for share in account.shares.values() if share.level is not None]
-            if {id(share) for share in away} != {id(share) for share in account.levels}:
-                problems.append(f"tenant {account.tenant}: a share is away, and isn't")
-            if any(not share.waiting or share.num_live > len(share.waiting) for share in away):
-                problems.append(f"tenant {account.tenant}: a share is away of which nobody waits, or somebody runs")
-            if not account.num_live and (account.num_blocks or account.num_running):
-                problems.append(f"tenant {account.tenant} has no request, and holds something")
-        live = [account for account in self._accounts.values() if account.num_live]
-        tenants = [account for account in live if not account.is_nobody]
-        if len(tenants) != self._num_live or sum(one.num_live for one in live) != self._num_live_requests:
+        problems = [problem for tenant in self._tenants.values() for problem in _check_tenant(tenant)]
+        live = [tenant for tenant in self._tenants.values() if tenant.num_live]
+        tenants = [tenant for tenant in live if not tenant.is_internal]
+        if len(tenants) != self.num_tenants or sum(one.num_live for one in live) != len(self._flows):
             problems.append("tenants with live requests are miscounted")
         if not math.isclose(sum(one.weight for one in tenants), self.total_weight, abs_tol=1e-6):
             problems.append(f"weights add up to {self.total_weight}")
         return problems
+
+
+def _check_tenant(tenant: TenantFlow) -> list[str]:
+    flows = tenant.flows.values()
+    counts = (
+        (tenant.num_live, sum(flow.num_live for flow in flows), "live requests"),
+        (tenant.num_waiting, sum(len(flow.waiting) for flow in flows), "waiting requests"),
+    )
+    name = f"tenant {tenant.tenant_id}"
+    problems = [f"{name}: {what}: {a} and {b}" for a, b, what in counts if a != b]
+    ranks = [tenant.rank] if tenant.num_waiting else []
+    ranks += [flow.rank for flow in flows if flow.waiting and flow.parked is None]
+    if None in ranks:
+        problems.append(f"{name} waits and is in no heap")
+    for flow in flows:
+        unblocked = [request for request in flow.waiting if request.adapter_wait_started_s is None]
+        if unblocked != flow.unblocked or flow.num_pinned != sum(one.pin is not None for one in unblocked):
+            problems.append(f"{name}: unblocked or pinned requests of {flow.adapter} are miscounted")
+        if flow.parked is not None and (not flow.waiting or flow.num_live > len(flow.waiting)):
+            problems.append(f"{name}: a parked flow has nothing waiting, or something running")
+    if not tenant.num_live and (tenant.num_blocks or tenant.num_running):
+        problems.append(f"{name} has no request and holds something")
+    return problems

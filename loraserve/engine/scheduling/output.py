@@ -1,4 +1,4 @@
-"""What a step made of a request: its next token, what its client gets, and what others may find."""
+"""What a step made of a request: its next token, what its client gets, and the errors that end it."""
 
 from __future__ import annotations
 
@@ -7,26 +7,32 @@ from typing import Any
 
 from loraserve.engine.request import Request
 from loraserve.engine.scheduled import ScheduledRequest, StepResult
+from loraserve.errors import AdapterNotReady, AdapterNumerics, EngineError, InvariantViolation, LoraserveError
 from loraserve.memory.kv_cache import BlockId, KVCache
+from loraserve.memory.residency.pager import Residency
 from loraserve.types import FinishReason, TokenOutput
 
 
-class Outcomes:
-    """Gives requests what was computed and sampled."""
+class OutputProcessor:
+    """Give requests what was computed and sampled, and publish their full blocks."""
 
     def __init__(self, kv: KVCache, eos_token_ids: frozenset[int], clock: Callable[[], float]) -> None:
         self._kv, self._eos_token_ids, self._clock = kv, eos_token_ids, clock
 
-    def take(self, entry: ScheduledRequest, result: StepResult) -> TokenOutput | None:
-        """The request, which hasn't ended, has what its part of a step made, all of it finite; returns what its client gets, if anything. Whoever calls ends it if that says so."""
+    def process(self, entry: ScheduledRequest, result: StepResult) -> TokenOutput | None:
+        """Add a finite result to a live request; return what its client gets, if anything.
+
+        The caller ends the request if the output has a finish reason.
+        """
         request = entry.request
         request.prompt_logprobs.extend(result.prompt_logprobs)
         if request.probe is not None and result.logits is not None:
             request.probe.capture(entry.end, result.logits)
         if not entry.is_sampled:
             return None
-        # Only now are the blocks offered to others: logits were finite, so the KV that led to them is sound. Only up to this step's
-        # end: what a later one computes isn't known to be. And not after a preemption: the blocks were given away, the token is good.
+        # Only now are the blocks offered to others: logits were finite, so the KV that led to them is sound. Only up
+        # to this step's end: what a later one computes isn't known to be. And not after a preemption: the blocks were
+        # given away, the token is good.
         if entry.is_current and not request.is_internal:
             self._publish(request, entry.end)
         is_first = request.num_output_tokens == 0
@@ -72,3 +78,30 @@ class Outcomes:
             "adapter_s": request.adapter_wait_s,
             "prefill_s": now - started,
         }
+
+
+def adapter_overdue_error(request: Request, state: Residency, deadline_s: float) -> LoraserveError:
+    """Return the error of a request whose adapter wasn't resident by the deadline."""
+    adapter = request.adapter
+    if adapter is None:
+        raise InvariantViolation(f"request {request.request_id} waits for an adapter and has none")
+    why = (
+        "everything on the device is in use"
+        if state is Residency.WAITING_FOR_SPACE
+        else "it is still being read, or waits for its turn"
+    )
+    name = adapter.name if adapter.parts else f"{adapter.name}@{adapter.version}"
+    return AdapterNotReady(
+        f'The adapter "{name}" was not on the device within {deadline_s:g} s: {why}.',
+        hint="Try again shortly: it may be there by then.",
+    )
+
+
+def numerics_error(request: Request) -> LoraserveError:
+    """Return the error of a request whose logits were NaN or infinite."""
+    if request.adapter is None or request.activation is None:
+        return EngineError("The base model's logits for this request were not finite.")
+    return AdapterNumerics(
+        f'The logits of adapter "{request.adapter.name}@{request.adapter.version}" for this request were not finite.',
+        hint="Check the adapter's weights; other requests were not touched.",
+    )

@@ -1,32 +1,39 @@
-"""KV blocks and places of running requests, and what part of them each tenant has."""
+"""KV blocks and slots of running requests, and each tenant's quota of them."""
 
 from __future__ import annotations
 
 from array import array
+from collections import Counter
+from collections.abc import Collection, Sequence
 
 from loraserve.engine.request import Request, Status
-from loraserve.engine.scheduling.fair_queue import Account, Accounts
+from loraserve.engine.scheduled import ScheduledRequest
+from loraserve.engine.scheduling.fair_queue import FairQueue, TenantFlow
 from loraserve.memory.kv_cache import BlockId, KVCache
 
 
-class Holdings:
-    """Gives requests their blocks and takes them back; every block that a request holds is counted in its tenant's account."""
+class ResourceQuota:
+    """Allocate and free the KV blocks of requests, and compare what each tenant holds with its quota.
 
-    def __init__(self, kv: KVCache, accounts: Accounts, max_num_seqs: int) -> None:
-        self._kv, self._accounts, self._max_num_seqs = kv, accounts, max_num_seqs
+    A tenant's quota is its part of the blocks, or of the slots, by the weights of all tenants with a live request.
+    Internal requests have none.
+    """
 
-    def take_prefix(self, request: Request) -> None:
-        """The request holds the cached blocks that its tokens begin with."""
+    def __init__(self, kv: KVCache, fair_queue: FairQueue, max_num_seqs: int) -> None:
+        self._kv, self._fair_queue, self._max_num_seqs = kv, fair_queue, max_num_seqs
+
+    def attach_prefix(self, request: Request) -> None:
+        """Give the request the cached blocks that its tokens begin with."""
         # The last token is always computed: its logits are what the step is for.
         blocks, keys = self._kv.match_prefix(
             request.prefix_root, request.token_ids, request.num_tokens - 1, request.activation
         )
         request.blocks, request.block_keys = array("i", blocks), keys
         request.num_computed_tokens = len(blocks) * self._kv.block_size
-        request.share.account.num_blocks += len(blocks)
+        self._fair_queue.tenant(request).num_blocks += len(blocks)
 
     def reserve(self, request: Request, count: int) -> bool:
-        """Give the request the blocks that its next ``count`` tokens need."""
+        """Give the request the blocks that its next ``count`` tokens need; False if there are too few."""
         needed = self._num_needed_blocks(request, count)
         if needed <= 0:
             return True
@@ -34,74 +41,110 @@ class Holdings:
         if blocks is None:
             return False
         request.blocks.extend(blocks)
-        request.share.account.num_blocks += needed
+        self._fair_queue.tenant(request).num_blocks += needed
         return True
 
-    def _num_needed_blocks(self, request: Request, count: int) -> int:
-        return -(-(request.num_computed_tokens + count) // self._kv.block_size) - len(request.blocks)
-
-    def exceeds_share(self, request: Request, count: int) -> bool:
-        """Whether its tenant would hold more KV blocks than it may. The only one of a tenant that runs may.
-
-        Who waits is judged by all of its tokens: begun with a part of them, it would be put back for the others of its tenant again and again.
-        """
-        account = request.share.account
-        if account.kv_share >= 1.0 or account.num_running <= (request.status is Status.RUNNING):
-            return False
-        if request.status is not Status.RUNNING:
-            count = request.num_pending_tokens
-        needed = max(0, self._num_needed_blocks(request, count))
-        return needed > 0 and account.num_blocks + needed > account.kv_share * self._kv.num_blocks
-
-    def fits_whole(self, request: Request) -> bool:
-        """Whether there are blocks for all of its tokens."""
-        return self._num_needed_blocks(request, request.num_pending_tokens) <= self._kv.num_available
-
-    def is_below_share(self, request: Request) -> bool:
-        """Whether its tenant holds less than its part of the KV blocks, beside others. Nobody's requests have none."""
-        return (
-            not request.is_urgent
-            and not request.share.account.is_nobody
-            and self._accounts.num_live > 1
-            and not self.holds_more(request.share.account)
-        )
-
-    def holds_more(self, account: Account) -> bool:
-        """Whether the tenant holds more than its part of the KV blocks, by the weights of all that are here."""
-        if account.is_nobody:
-            return False
-        return account.num_blocks * self._accounts.total_weight > self._kv.num_blocks * account.weight
-
-    def _num_due_places(self, account: Account) -> int:
-        """A tenant's part of the places, by the weights of all that are here; one at least."""
-        return max(1, int(self._max_num_seqs * account.weight / self._accounts.total_weight))
-
-    def lacks_places(self, account: Account) -> bool:
-        """Less than its part, which is one at least."""
-        return not account.is_nobody and account.num_running < self._num_due_places(account)
-
-    def has_its_places(self, account: Account) -> bool:
-        """Its whole part: what is due by the weights may lie between two numbers of places."""
-        return (
-            not account.is_nobody
-            and account.num_running >= self._max_num_seqs * account.weight / self._accounts.total_weight
-        )
-
-    def has_places_to_give(self, account: Account) -> bool:
-        """More than a part of one beyond what is due."""
-        if account.is_nobody:
-            return False
-        due = self._max_num_seqs * account.weight / self._accounts.total_weight
-        return account.num_running >= max(2.0, due + 1.0)
-
-    def drop_blocks(self, request: Request, *, is_use: bool = True) -> None:
-        """The request holds none, and nothing of it is computed.
+    def free_blocks(self, request: Request, *, is_use: bool = True) -> None:
+        """Free the request's blocks: nothing of it is computed any more.
 
         Args:
             is_use: whether having held them counts as a use of each.
         """
         self._kv.release([BlockId(block) for block in request.blocks], is_use=is_use)
-        request.share.account.num_blocks -= len(request.blocks)
+        self._fair_queue.tenant(request).num_blocks -= len(request.blocks)
         request.blocks = array("i")
         request.block_keys = []
         request.num_computed_tokens = 0
+
+    def _num_needed_blocks(self, request: Request, count: int) -> int:
+        return -(-(request.num_computed_tokens + count) // self._kv.block_size) - len(request.blocks)
+
+    def has_blocks_for_all(self, request: Request) -> bool:
+        """Return whether there are blocks for all of the request's tokens."""
+        return self._num_needed_blocks(request, request.num_pending_tokens) <= self._kv.num_available
+
+    # KV blocks
+
+    def exceeds_kv_share(self, request: Request, count: int) -> bool:
+        """Return whether the request's tenant would hold more KV blocks than its `kv_share` allows.
+
+        The only running request of a tenant may. A waiting one is judged by all of its tokens: started with a part of
+        them, it would be preempted for others of its tenant again and again.
+        """
+        tenant = self._fair_queue.tenant(request)
+        if tenant.kv_share >= 1.0 or tenant.num_running <= (request.status is Status.RUNNING):
+            return False
+        if request.status is not Status.RUNNING:
+            count = request.num_pending_tokens
+        needed = max(0, self._num_needed_blocks(request, count))
+        return needed > 0 and tenant.num_blocks + needed > tenant.kv_share * self._kv.num_blocks
+
+    def is_below_block_quota(self, request: Request) -> bool:
+        """Return whether the request's tenant holds no more than its quota of KV blocks, and isn't the only tenant."""
+        tenant = self._fair_queue.tenant(request)
+        return (
+            not request.is_urgent
+            and not tenant.is_internal
+            and self._fair_queue.num_tenants > 1
+            and not self.is_over_block_quota(tenant)
+        )
+
+    def is_over_block_quota(self, tenant: TenantFlow) -> bool:
+        """Return whether the tenant holds more than its quota of KV blocks."""
+        if tenant.is_internal:
+            return False
+        return tenant.num_blocks * self._fair_queue.total_weight > self._kv.num_blocks * tenant.weight
+
+    # slots
+
+    def _slot_quota(self, tenant: TenantFlow) -> float:
+        return self._max_num_seqs * tenant.weight / self._fair_queue.total_weight
+
+    def is_below_slot_quota(self, tenant: TenantFlow) -> bool:
+        """Return whether the tenant has fewer slots than its quota, rounded down, which is one at least."""
+        return not tenant.is_internal and tenant.num_running < max(1, int(self._slot_quota(tenant)))
+
+    def has_slot_quota(self, tenant: TenantFlow) -> bool:
+        """Return whether the tenant has all of its quota of slots, not rounded."""
+        return not tenant.is_internal and tenant.num_running >= self._slot_quota(tenant)
+
+    def is_over_slot_quota(self, tenant: TenantFlow) -> bool:
+        """Return whether the tenant has two slots or more, and exceeds its quota by one at least."""
+        return not tenant.is_internal and tenant.num_running >= max(2.0, self._slot_quota(tenant) + 1.0)
+
+    def check(
+        self, requests: Collection[Request], running: Sequence[Request], in_flight: Sequence[ScheduledRequest]
+    ) -> list[str]:
+        """Return every broken invariant of what requests hold, in words.
+
+        Args:
+            requests: all live ones.
+            in_flight: entries of steps that were scheduled and not updated yet.
+        """
+        problems = []
+        sampled = Counter(id(entry.request) for entry in in_flight if entry.num_sampled_tokens)
+        for request in requests:
+            capacity = len(request.blocks) * self._kv.block_size
+            facts = (
+                (
+                    request.num_in_flight_tokens == sampled[id(request)],
+                    f"{request.num_in_flight_tokens} tokens in flight",
+                ),
+                (request.num_computed_tokens <= request.num_tokens, "more computed tokens than tokens"),
+                (request.num_computed_tokens <= capacity, f"{request.num_computed_tokens} tokens in {capacity} slots"),
+                (request.status is Status.RUNNING or not request.blocks, "blocks without running"),
+                (len(request.block_keys) <= len(request.blocks), "published more blocks than it holds"),
+            )
+            problems += [f"request {request.request_id}: {what}" for is_so, what in facts if not is_so]
+        num_blocks: Counter[TenantFlow] = Counter()
+        num_running: Counter[TenantFlow] = Counter()
+        for request in running:
+            tenant = self._fair_queue.tenant(request)
+            num_blocks[tenant] += len(request.blocks)
+            num_running[tenant] += 1
+        for tenant in {self._fair_queue.tenant(request) for request in requests}:
+            if (tenant.num_blocks, tenant.num_running) != (num_blocks[tenant], num_running[tenant]):
+                problems.append(
+                    f"tenant {tenant.tenant_id} has {tenant.num_blocks} blocks and {tenant.num_running} slots"
+                )
+        return problems

@@ -1,12 +1,13 @@
-"""Which requests take part in the next step, and with how many tokens; and what a step's outcome does to them.
+"""Choose the requests of the next step and how many tokens of each it computes, and apply a step's results to them.
 
 There is no prefill and no decode here: a request has tokens that aren't computed yet, and a step computes some of them.
+What waits, and in which order, is in `queue`, `fair_queue` and `blocked`.
 
-`schedule` may be called again before `update` has the step's results: steps are computed in the order in which they were scheduled.
-That is what makes it safe to give a request's KV blocks to others while a step in flight still reads and writes them: the others'
-step comes after it, and it writes only to blocks that the request held when it was scheduled, never to one that was published.
-An adapter's pages are written by copies beside the steps, so whoever places an adapter where another was waits for the last step
-that was launched; the pin isn't kept for that.
+`schedule` may be called again before `update` has the step's results: steps are computed in the order in which they were
+scheduled. So a request's KV blocks may be given to others while a step in flight still reads and writes them: the others'
+step comes after it, and it writes only to blocks that the request held when it was scheduled, never to a published one.
+An adapter's pages are written by copies beside the steps. The pager, not a pin, makes these wait for the last step that
+was launched.
 """
 
 from __future__ import annotations
@@ -21,18 +22,13 @@ from operator import attrgetter
 from loraserve.engine.activation import find_activation
 from loraserve.engine.request import Request, Status
 from loraserve.engine.scheduled import ScheduledRequest, StepResult
-from loraserve.engine.scheduling.adapter_waits import AdapterSource, AdapterWaits
-from loraserve.engine.scheduling.deadlines import OwnTimes
-from loraserve.engine.scheduling.endings import numerics_error, overdue_error
-from loraserve.engine.scheduling.fair_queue import PROMPT_COST, Accounts
-from loraserve.engine.scheduling.invariants import broken_invariants
-from loraserve.engine.scheduling.output import Outcomes
+from loraserve.engine.scheduling.fair_queue import PROMPT_COST, FairQueue
+from loraserve.engine.scheduling.output import OutputProcessor, adapter_overdue_error, numerics_error
 from loraserve.engine.scheduling.preemption import Preemption
-from loraserve.engine.scheduling.prefetch import LookAhead
-from loraserve.engine.scheduling.probe_budget import ProbeRows
-from loraserve.engine.scheduling.queue import Line, Turns
-from loraserve.engine.scheduling.quota import Holdings
-from loraserve.engine.scheduling.step import Step
+from loraserve.engine.scheduling.queue import SchedulingPass, WaitingQueue
+from loraserve.engine.scheduling.quota import ResourceQuota
+from loraserve.engine.scheduling.step import ProbeBudget, Step
+from loraserve.engine.scheduling.waits import AdapterPrefetch, AdapterSource, AdapterWaits, RequestDeadlines
 from loraserve.engine_client.timeouts import TIMEOUT, timeout_error
 from loraserve.errors import InvariantViolation, LoraserveError
 from loraserve.limits import LIMITS
@@ -45,17 +41,19 @@ logger = logging.getLogger(__name__)
 
 _ORDER = attrgetter("order")
 
-CREDIT_STEPS = 4
-"""So many steps full of prompt tokens a tenant that comes back may have had less than others: beyond that, having been away is no credit."""
-OWED_STEPS = 16
-"""So many steps full of prompt tokens a tenant may have had less than others, by its weight, that has its part of the places and waits for more: beyond that, it isn't made up
-for. Else one whose long prompts were computed meanwhile would have nothing for as long as the other's few tokens a step take to be as much."""
-AHEAD_DIVISOR = 4
-"""Prompts of tenants that had more than others lately fill a step up to this part of the token budget."""
+MAX_CREDIT_STEPS = 4
+"""Cap, in full prefill steps, on the credit of a tenant that comes back with nothing waiting."""
+MAX_DEFICIT_STEPS = 16
+"""Cap, in full prefill steps, on the deficit of a tenant that already holds its share of slots.
+
+Without it, a tenant whose long prompts were computed would get nothing until the few tokens a step of the others added
+up to as much."""
+OVER_SHARE_DIVISOR = 4
+"""Part of the token budget up to which prompts of tenants over their share fill a step."""
 
 
 class Scheduler:
-    """Holds every live request; each is in `_line` or in `_running`, and ends through `_end` alone."""
+    """Hold every live request; each is in `_queue` or in `_running`, and ends through `_end` alone."""
 
     def __init__(
         self,
@@ -69,51 +67,52 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_timeouts = 0
-        """Requests that ended since their own time was over."""
+        """Requests that ended because their own timeout was over."""
         self.base_prefix_tokens_hit = 0
         self.adapter_wait_s = Timings()
-        """What each request for an adapter waited for it, probes left out: counted when the wait is over, however it ended."""
+        """Seconds that each request waited for its adapter, counted when the wait is over, however it ended."""
         self._kv = kv
         self._adapters = adapters
         self._max_num_seqs = max_num_seqs
         self._token_budget = token_budget
         self._clock = clock
         self._requests: dict[RequestId, Request] = {}
-        self._accounts = Accounts(CREDIT_STEPS * token_budget * PROMPT_COST)
-        self._most_owed = OWED_STEPS * token_budget * PROMPT_COST
-        self._line = Line(self._accounts)
-        self._holdings = Holdings(kv, self._accounts, max_num_seqs)
         self._running: list[Request] = []  # sorted by order
-        self._preemption = Preemption(self._running, self._line, self._holdings, self._accounts)
-        self._failed: list[TokenOutput] = []
+        self._fair_queue = FairQueue(MAX_CREDIT_STEPS * token_budget * PROMPT_COST)
+        self._max_deficit = MAX_DEFICIT_STEPS * token_budget * PROMPT_COST
+        self._queue = WaitingQueue(self._fair_queue)
+        self._quota = ResourceQuota(kv, self._fair_queue, max_num_seqs)
+        self._preemption = Preemption(self._running, self._queue, self._fair_queue, self._quota)
         self._waits = AdapterWaits(
             adapters,
+            self._queue,
             kv.prefill_pace,
             max_load_cost=token_budget * PROMPT_COST,
             deadline_s=adapter_deadline_s,
             clock=clock,
         )
-        self._timeouts = OwnTimes()
-        self._outcomes = Outcomes(kv, frozenset(eos_token_ids), clock)
-        self._look_ahead = LookAhead(adapters, self._line)
-        # since the last step: adapters, and whether somebody's request
+        self._deadlines = RequestDeadlines()
+        self._prefetch = AdapterPrefetch(adapters, self._queue)
+        self._probe_budget = ProbeBudget(token_budget)
+        self._outputs = OutputProcessor(kv, frozenset(eos_token_ids), clock)
+        self._failed: list[TokenOutput] = []
+        # since the last step: adapters whose state changed, and whether a tenant's request was added
         self._changed: set[Digest] = set()
         self._has_arrivals = False
-        self._probe_rows = ProbeRows(token_budget)
 
     @property
     def num_preemptions(self) -> int:
-        """Requests that were put back for others."""
-        return self._preemption.num
+        """Requests that were preempted for others."""
+        return self._preemption.num_preemptions
 
     @property
     def num_fair_preemptions(self) -> int:
-        """Of those, for a tenant that had less than its part of the places or of the KV blocks, or by one that held more than it may."""
+        """Preemptions for a tenant below its quota of slots or KV blocks, or of one beyond its KV share."""
         return self._preemption.num_fair
 
     @property
     def num_waiting(self) -> int:
-        return len(self._line)
+        return len(self._queue)
 
     @property
     def num_running(self) -> int:
@@ -121,12 +120,12 @@ class Scheduler:
 
     @property
     def is_serving(self) -> bool:
-        """Whether somebody's request takes part in steps: one that isn't a probe."""
+        """Return whether a tenant's request takes part in steps."""
         return any(not request.is_internal for request in self._running)
 
     @property
     def adapters_served(self) -> set[Digest | None]:
-        """Of somebody's requests that take part in steps; None: some have none."""
+        """Adapters of the tenants' running requests; None stands for the base."""
         return {
             None if request.adapter is None else request.adapter.digest
             for request in self._running
@@ -139,26 +138,23 @@ class Scheduler:
 
     @property
     def num_tenants(self) -> int:
-        """Those with a request here."""
-        return self._accounts.num_live
+        """Tenants with a live request."""
+        return self._fair_queue.num_tenants
 
     @property
     def has_requests(self) -> bool:
         return bool(self._requests)
 
     def add(self, request: Request) -> None:
-        """The request waits for its turn. What it came with beside its prompt was computed before, and is charged to nobody again."""
+        """Let a new request wait. Output that it comes with was computed before, and isn't charged again."""
         self._requests[request.request_id] = request
-        adapter = None if request.adapter is None else request.adapter.digest
         self._has_arrivals |= not request.is_internal
-        request.share = self._accounts.open(
-            request.tenant, adapter, request.weight, request.kv_share, is_nobody=request.is_internal
-        )
+        self._queue.open(request)
         if request.num_output_tokens:
             request.num_charged_tokens = request.num_tokens
         if request.timeout_s is not None:
-            self._timeouts.note(request, request.arrival_s + request.timeout_s, num_live=len(self._requests))
-        self._line.add(request)
+            self._deadlines.add(request, request.arrival_s + request.timeout_s, num_live=len(self._requests))
+        self._queue.add(request)
 
     def abort(self, request_id: RequestId) -> bool:
         """End a request wherever it is; False if it is unknown or over already."""
@@ -169,7 +165,7 @@ class Scheduler:
         return True
 
     def fail(self, request: Request, error: LoraserveError) -> TokenOutput:
-        """End a request with an error and return what its client is told."""
+        """End a request with an error and return its last output."""
         self._end(request)
         return TokenOutput(
             request_id=request.request_id,
@@ -179,180 +175,189 @@ class Scheduler:
         )
 
     def take_failed(self) -> list[TokenOutput]:
-        """Return, once, the requests that failed before they could run."""
+        """Return, once, the last outputs of requests that ended outside of a step."""
         failed, self._failed = self._failed, []
         return failed
 
     # schedule
 
     def note_changed(self, adapters: Collection[Digest]) -> None:
-        """These have come to the device, couldn't be loaded, or wait for it no more, as the pager's `poll` has said: who wants one may ask for it again."""
+        """Note the adapters that arrived, couldn't be loaded or aren't queued any more, as the pager's `poll` says."""
         self._changed.update(adapters)
 
     def schedule(self) -> list[ScheduledRequest]:
         """Choose the next step's requests within the token budget, and reserve the KV blocks they need.
 
-        Running requests that are one token short come first. What they leave is for prompts, those that have begun and those that wait, tenant by tenant: the next
-        is always of the tenant that had least, by its weight (`line.Turns`); a tenant that had more than others lately fills only a part of the step, so that who
-        comes meanwhile doesn't wait for a long one. A tenant that has fewer than its part of the places, or of the KV blocks, takes what it needs of one that has
-        more, a place only of one that had no less: a request of the other starts over later. That happens to a request `MAX_FAIR_PREEMPTIONS` times at most.
+        1. Running requests that are one token short.
+        2. Prompts, begun or waiting, in the order of a `SchedulingPass`: next is always the tenant with the least
+           counter. Tenants over their share fill only a part of the step, so that a request that comes meanwhile
+           doesn't wait for a long step.
 
-        A request whose adapter is still loading is passed over and holds up nobody. Those whose adapters are there thus go first, and none of them goes before a cold
-        one for longer than its adapter takes: once that is there, the request has its place in the order again, and the next sequence to begin is its own, unless
-        others came before it, their tenant or adapter had less, or they have a better priority. How long the adapter takes is bounded by the pager's turns and
-        patience, and by the deadline.
+        A tenant below its quota of slots or KV blocks takes what it needs from one above, which preempts a request of
+        the latter (at most `MAX_FAIR_PREEMPTIONS` times each); a slot only from a tenant whose counter isn't lower.
+
+        A request whose adapter isn't resident is skipped and delays no other. Requests with a resident adapter thus go
+        first, until the adapter has arrived: then the request is the next to start, unless another has a lower counter
+        or a better priority. The pager's queue and the deadline bound how long an adapter takes.
         """
         now = self._clock()
         self._end_overdue(now)
         self._fail_overdue(now)
-        self._accounts.age(now)
-        self._line.note_changed(self._changed, now, is_closed=self._adapters.is_line_closed)
-        # a request that waits begins because it has just come, or its adapter has
-        has_news = self._has_arrivals or self._is_any_for_requests(self._changed)
+        self._fair_queue.age(now)
+        self._queue.blocked.unpark_ready(self._changed, now, is_admission_paused=self._adapters.is_line_closed)
+        # a waiting request starts because it was just added, or its adapter just arrived
+        may_start = self._has_arrivals or self._is_any_awaited(self._changed)
         self._has_arrivals = False
         self._changed.clear()
-        step = Step(now, self._token_budget, self._probe_rows.of_next_step(self._running, has_news=has_news))
-        if self._line.apart:
-            self._compute_apart(step)
+        num_internal_rows = self._probe_budget.of_next_step(self._running, may_start=may_start)
+        step = Step(self._fair_queue, now, self._token_budget, num_internal_rows)
+        if self._queue.exclusive:
+            self._schedule_exclusive(step)
             if step.scheduled:
                 return step.scheduled
-        begun = self._decode(step)
-        if begun or (self._line.has_others and not step.is_short):
-            self._take_turns(step, begun)
-        self._waits.keep_asking(self._line.express)
-        self._look_ahead.look()
+        prefilling = self._schedule_decodes(step)
+        if prefilling or (self._queue.has_shared and not step.is_out_of_blocks):
+            self._schedule_prompts(step, prefilling)
+        self._waits.renew()
+        self._prefetch.update()
         return step.scheduled
 
-    def _is_any_for_requests(self, digests: Collection[Digest]) -> bool:
-        """Whether one of these adapters is somebody's who waits, and isn't a probe."""
-        return bool(digests) and any(
-            not request.is_internal and request.adapter is not None and request.adapter.digest in digests
-            for request in self._line
+    def _is_any_awaited(self, adapters: Collection[Digest]) -> bool:
+        """Return whether a tenant's request waits for one of the adapters."""
+        return bool(adapters) and any(
+            not request.is_internal and request.adapter is not None and request.adapter.digest in adapters
+            for request in self._queue
         )
 
-    def _compute_apart(self, step: Step) -> None:
-        for request in list(self._line.apart):
+    def _schedule_exclusive(self, step: Step) -> None:
+        for request in list(self._queue.exclusive):
             if step.budget == 0 or len(self._running) >= self._max_num_seqs:
                 return
             if self._has_adapter(request, step):
                 count = min(request.num_pending_tokens, step.budget)
-                if not self._holdings.reserve(request, count):
+                if not self._quota.reserve(request, count):
                     return
-                self._begin(request, count, step)
+                self._start(request, count, step)
 
-    def _decode(self, step: Step) -> list[Request]:
-        """Schedule the running requests that are one token short; return those that have further to go.
+    def _schedule_decodes(self, step: Step) -> list[Request]:
+        """Schedule the running requests that are one token short; return those that have more to compute.
 
-        Those whose last token is in flight have no part in this step, and keep no place in it from others.
+        A request whose last token is in flight has no part in this step, and leaves its slot to others.
         """
-        begun, size = [], self._kv.block_size
-        step.num_places = self._max_num_seqs + sum(request.num_pending_tokens == 0 for request in self._running)
+        prefilling, size = [], self._kv.block_size
+        step.num_slots = self._max_num_seqs + sum(request.num_pending_tokens == 0 for request in self._running)
         for request in list(self._running):
             num_pending = request.num_pending_tokens
             if request.status is not Status.RUNNING:
                 # preempted for an earlier one in this very loop
                 continue
             if num_pending > 1:
-                begun.append(request)
+                prefilling.append(request)
             # in most steps the last block has room
             elif (
                 num_pending
                 and step.room(request)
                 and (
-                    request.num_computed_tokens < len(request.blocks) * size or self._preemption.keep(request, 1, step)
+                    request.num_computed_tokens < len(request.blocks) * size
+                    or self._preemption.reserve_or_preempt(request, 1, step)
                 )
             ):
-                step.take_part(request, 1)
-        return begun
+                step.add(request, 1)
+        return prefilling
 
-    def _take_turns(self, step: Step, begun: Sequence[Request]) -> None:
-        # In a step that preempts for lack of blocks nobody is admitted.
-        is_admitting = not step.is_short and (
-            len(self._running) < step.num_places or self._preemption.has_place_to_give()
+    def _schedule_prompts(self, step: Step, prefilling: Sequence[Request]) -> None:
+        # nothing is admitted in a step that preempts for lack of blocks
+        is_admitting = not step.is_out_of_blocks and (
+            len(self._running) < step.num_slots or self._preemption.has_slot_to_give()
         )
-        if not begun and not is_admitting:
+        if not prefilling and not is_admitting:
             return
-        turns = Turns(
-            self._line,
-            begun,
+        visits = SchedulingPass(
+            self._queue,
+            prefilling,
             step.scheduled,
             now_s=step.now_s,
             is_admitting=is_admitting,
-            is_closed=self._adapters.is_line_closed,
+            is_admission_paused=self._adapters.is_line_closed,
         )
-        for request in turns:
+        for request in visits:
             count = min(request.num_pending_tokens, self._room(request, step))
             if count == 0 and request.is_internal and step.budget:
-                # the others of its tenant don't wait for it; an adapter that has just come for it would be gone by the next step. None is asked for: its load would be beside prompts
+                # A probe without budget must still pin an adapter that just arrived, or it is evicted before the next
+                # step. Don't start a load: it would compete with prefill.
                 if request.status is not Status.RUNNING and request.adapter_wait_started_s is not None:
                     self._has_adapter(request, step)
                 continue
             if count == 0:
-                turns.end_turn()
+                visits.skip_tenant()
                 if step.budget == 0:
-                    turns.end()
+                    visits.stop()
             elif request.status is not Status.RUNNING:
-                self._admit(request, step, turns)
-            elif self._preemption.keep(request, count, step):
-                step.take_part(request, count)
-            if step.is_short:
-                turns.is_admitting = False
+                self._admit(request, step, visits)
+            elif self._preemption.reserve_or_preempt(request, count, step):
+                step.add(request, count)
+            if step.is_out_of_blocks:
+                visits.is_admitting = False
 
     def _room(self, request: Request, step: Step) -> int:
-        """How many tokens of a prompt the step has room for."""
+        """Return how many tokens of a prompt the step has room for, given its tenant's recent service."""
         room = step.room(request)
-        if request.is_internal or request.is_urgent or not self._accounts.is_ahead(request.share.account, step.now_s):
+        if (
+            request.is_internal
+            or request.is_urgent
+            or not self._fair_queue.is_over_share(self._fair_queue.tenant(request), step.now_s)
+        ):
             return room
-        return min(room, max(0, -(-self._token_budget // AHEAD_DIVISOR) - step.num_prompt_tokens))
+        return min(room, max(0, -(-self._token_budget // OVER_SHARE_DIVISOR) - step.num_prompt_tokens))
 
-    def _admit(self, request: Request, step: Step, turns: Turns) -> None:
-        """The request begins, if it can: otherwise it waits on, and so does whoever would be in its way."""
-        account = request.share.account
-        is_full = len(self._running) >= step.num_places
-        if is_full and not request.is_urgent and not self._holdings.lacks_places(account):
-            turns.end_turn(owed=self._most_owed if self._holdings.has_its_places(account) else math.inf)
+    def _admit(self, request: Request, step: Step, visits: SchedulingPass) -> None:
+        """Start a waiting request, or else skip the requests that mustn't overtake it."""
+        tenant = self._fair_queue.tenant(request)
+        is_full = len(self._running) >= step.num_slots
+        if is_full and not request.is_urgent and not self._quota.is_below_slot_quota(tenant):
+            visits.skip_tenant(max_deficit=self._max_deficit if self._quota.has_slot_quota(tenant) else math.inf)
             return
         if any(request is other for other in step.preempted):
-            # Not in this step: so the last token of whom it preempted in flight is known when they come back.
+            # not in this step: so the last token of a request preempted in flight is known when it starts again
             return
         if not self._has_adapter(request, step):
-            turns.pass_share()
+            visits.skip_adapter()
             return
-        if is_full and not request.is_urgent and not self._preemption.has_place_for(request):
-            # nor is there one for those that had more
-            turns.is_admitting = False
+        if is_full and not request.is_urgent and not self._preemption.can_preempt_for_slot(request):
+            # tenants that come later have higher counters: there is no slot for them either
+            visits.is_admitting = False
             return
         if request.can_use_prefix_cache:
-            self._holdings.take_prefix(request)
+            self._quota.attach_prefix(request)
         count = min(request.num_pending_tokens, self._room(request, step))
-        if self._holdings.exceeds_share(request, count):
-            self._holdings.drop_blocks(request, is_use=False)
-            turns.end_turn(owed=0.0)
+        if self._quota.exceeds_kv_share(request, count):
+            self._quota.free_blocks(request, is_use=False)
+            visits.skip_tenant(max_deficit=0.0)
             return
-        # Who was put back for want of blocks waits for all that it needs: begun with a part of them, it would be put back again.
-        has_blocks = (not request.num_preemptions or self._holdings.fits_whole(request)) and self._holdings.reserve(
+        # a preempted request waits for all the blocks that it needs: started with fewer, it would be preempted again
+        has_blocks = (not request.num_preemptions or self._quota.has_blocks_for_all(request)) and self._quota.reserve(
             request, count
         )
-        while not has_blocks and self._holdings.is_below_share(request):
-            if not self._preemption.take_blocks(step):
+        while not has_blocks and self._quota.is_below_block_quota(request):
+            if not self._preemption.preempt_for_blocks(step):
                 break
-            has_blocks = self._holdings.reserve(request, count)
-        if has_blocks and len(self._running) >= step.num_places:
-            self._preemption.take_place_for(request, step)
-        if not has_blocks or len(self._running) >= step.num_places:
-            # In order: a later, shorter request must not starve this one of blocks.
-            self._holdings.drop_blocks(request, is_use=False)
-            turns.is_admitting = False
+            has_blocks = self._quota.reserve(request, count)
+        if has_blocks and len(self._running) >= step.num_slots:
+            self._preemption.preempt_for_slot(request, step)
+        if not has_blocks or len(self._running) >= step.num_slots:
+            # in order: a later, shorter request must not starve this one of blocks
+            self._quota.free_blocks(request, is_use=False)
+            visits.is_admitting = False
             return
-        self._begin(request, count, step)
+        self._start(request, count, step)
 
-    def _begin(self, request: Request, count: int, step: Step) -> None:
-        """A request that waited, and has what it needs, takes its part in the step."""
-        self._leave_line(request)
+    def _start(self, request: Request, count: int, step: Step) -> None:
+        """Move a waiting request that has what it needs to the running ones, and into the step."""
+        self._queue.remove(request)
         request.status = Status.RUNNING
-        # scores of an earlier start, which it doesn't go on from
+        # scores from before a preemption
         request.prompt_logprobs.clear()
-        # what was found needn't be computed: also that of others which was computed while it was put back
+        # cached tokens cost nothing, even those that others computed while the request was preempted
         request.num_charged_tokens = max(request.num_charged_tokens, request.num_computed_tokens)
         if request.first_scheduled_s is None:
             request.first_scheduled_s = self._clock()
@@ -362,14 +367,14 @@ class Scheduler:
             if request.adapter is not None:
                 self.base_prefix_tokens_hit += min(request.num_cached_tokens, request.num_base_tokens)
         insort(self._running, request, key=_ORDER)
-        request.share.account.num_running += 1
-        step.take_part(request, count)
+        self._fair_queue.tenant(request).num_running += 1
+        step.add(request, count)
 
-    # what requests end of before they have their part
+    # endings outside of a step
 
     def _end_overdue(self, now: float) -> None:
-        """End the requests whose own time is over, with what there is."""
-        for request in self._timeouts.take_over(now):
+        """End the requests whose own timeout is over, with the output that there is."""
+        for request in self._deadlines.pop_overdue(now):
             self.num_timeouts += 1
             if request.num_output_tokens:
                 self._end(request)
@@ -381,17 +386,18 @@ class Scheduler:
             self._failed.append(output)
 
     def _fail_overdue(self, now: float) -> None:
-        """End the requests that have waited for their adapter up to the deadline. Its load goes on, for whoever asks next."""
+        """Fail the requests that have waited for their adapter up to the deadline. Its load goes on for later ones."""
         for request in self._waits.overdue(now):
             if request.adapter is None:
                 continue
             state = self._adapters.request(request.adapter)
             if state in (Residency.LOADING, Residency.WAITING_FOR_SPACE):
-                self._failed.append(self.fail(request, overdue_error(request, state, self._waits.deadline_s)))
+                error = adapter_overdue_error(request, state, self._waits.deadline_s)
+                self._failed.append(self.fail(request, error))
             elif state is Residency.RESIDENT:
-                # it is there, and the request waits for a place in a step: that has its own bound
+                # the request waits for a slot, which has its own bound
                 self._waits.end(request)
-                self._accounts.away.wake(request.share)
+                self._queue.blocked.unpark(self._fair_queue.flow(request))
             else:
                 self._fail_load(request, request.adapter)
 
@@ -402,28 +408,29 @@ class Scheduler:
     # adapters
 
     def _has_adapter(self, request: Request, step: Step) -> bool:
-        """Whether the request may run as far as its adapter goes; starts the load, or fails the request, if not."""
+        """Pin the request's adapter if it is resident; else ask for it, or fail the request, and return False."""
         if request.pin is not None:
             return True
         if self._adapters.is_line_closed and request.adapter_wait_started_s is None:
-            # An adapter waits for what those that run hold. Who has a pin holds some of it, and goes on; and so does whose adapter has just
-            # got its place: it would lose it again to the one that waits now, and so on in turn.
+            # An adapter waits for memory that running requests hold. Those with a pin go on; so do those whose adapter
+            # has just arrived, which would lose it again to the one that waits now, and so on in turn.
             return False
         if request.adapter is None:
             return True
-        # once in a step for all that wait for it
-        state = Residency.LOADING if request.share in step.away else self._adapters.request(request.adapter)
+        flow = self._fair_queue.flow(request)
+        # the pager is asked once a step for all requests of a flow
+        state = Residency.LOADING if flow in step.absent else self._adapters.request(request.adapter)
         match state:
             case Residency.RESIDENT:
-                # Pinned before any KV block is taken, and kept across preemption: a request that holds KV can always run.
+                # Pinned before any KV block is taken, and kept across preemption: a request that holds KV can run.
                 digest = request.adapter.digest
                 request.pin = self._adapters.pin(digest, is_use=not request.is_internal)
                 invocation_token_ids = self._adapters.facts(digest).invocation_token_ids
-                # in the prompt alone: neither an answer, nor what of it came before a crash, moves it
+                # in the prompt alone: neither an answer nor output from before a crash moves it
                 request.activation = find_activation(digest, invocation_token_ids, request.prompt_token_ids)
                 self._waits.end(request)
                 if request.is_fair_queued:
-                    request.share.num_pinned += 1
+                    flow.num_pinned += 1
                 if not request.is_internal:
                     self.adapter_wait_s.add(request.adapter_wait_s)
                 return True
@@ -431,18 +438,15 @@ class Scheduler:
                 self._fail_load(request, request.adapter)
                 return False
             case _:
-                step.away.add(request.share)
+                step.absent.add(flow)
                 if request.adapter_wait_started_s is None:
                     self._waits.begin(request, request.adapter.digest)
                 return False
 
-    def _leave_line(self, request: Request) -> None:
-        self._line.remove(request)
-
     # update
 
     def update(self, scheduled: Sequence[ScheduledRequest], results: Sequence[StepResult]) -> list[TokenOutput]:
-        """Give every request of a step what was computed and sampled; return what its client gets."""
+        """Give every request of a step what was computed and sampled; return the clients' outputs."""
         outputs = []
         for entry, result in zip(scheduled, results, strict=True):
             output = self._advance(entry, result)
@@ -451,7 +455,7 @@ class Scheduler:
         return outputs
 
     def forget(self, scheduled: Sequence[ScheduledRequest]) -> None:
-        """The step was not computed: its requests stand where it found them, but for the blocks that they were given."""
+        """Undo a step that was not computed: its requests are as before, except that they keep new blocks."""
         for entry in scheduled:
             entry.request.num_in_flight_tokens -= entry.num_sampled_tokens
             if entry.is_current:
@@ -461,11 +465,11 @@ class Scheduler:
         request = entry.request
         request.num_in_flight_tokens -= entry.num_sampled_tokens
         if request.status is Status.FINISHED:
-            # ended while the step was in flight, by an earlier token or by its client: nothing of it is sent, counted or published
+            # ended while the step was in flight: nothing of this is sent, counted or published
             return None
         if not result.is_finite:
             return self.fail(request, numerics_error(request))
-        output = self._outcomes.take(entry, result)
+        output = self._outputs.process(entry, result)
         if output is not None and output.finish_reason is not None:
             self._end(request)
         return output
@@ -474,27 +478,26 @@ class Scheduler:
 
     def check(self, in_flight: Sequence[ScheduledRequest] = ()) -> list[str]:
         """Return every broken invariant, in words. ``in_flight``: what was scheduled and not updated yet."""
-        return broken_invariants(
-            list(self._requests.values()),
-            self._running,
-            self._accounts,
-            in_flight,
-            num_waiting=len(self._line),
-            block_size=self._kv.block_size,
-        )
+        problems = [
+            *self._quota.check(self._requests.values(), self._running, in_flight),
+            *self._queue.check(),
+        ]
+        if len(self._queue) + len(self._running) != len(self._requests):
+            problems.append("a request is neither waiting nor running")
+        return problems
 
     def _end(self, request: Request) -> None:
-        """Every ending passes here: blocks, pin and place are given back, once."""
+        """End a request: every ending passes here, and gives back blocks, pin and slot once."""
         del self._requests[request.request_id]
         if request.status is Status.RUNNING:
             self._running.remove(request)
-            request.share.account.num_running -= 1
+            self._fair_queue.tenant(request).num_running -= 1
         else:
-            self._leave_line(request)
+            self._queue.remove(request)
         request.status = Status.FINISHED
-        self._holdings.drop_blocks(request)
+        self._quota.free_blocks(request)
         self._waits.end(request)
-        self._accounts.close(request.share)
+        self._fair_queue.close(request)
         if request.pin is None and request.adapter_wait_s > 0 and not request.is_internal:
             self.adapter_wait_s.add(request.adapter_wait_s)
         pin, request.pin = request.pin, None
@@ -502,5 +505,5 @@ class Scheduler:
             try:
                 pin.release()
             except InvariantViolation:
-                # our own bug, and counted by the pool; it must not end everybody's requests
+                # our own bug, which the pool counts; it must not end all requests
                 logger.exception("request %s doesn't hold the pin that it should", request.request_id)

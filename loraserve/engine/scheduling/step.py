@@ -1,12 +1,19 @@
-"""A step in the making: what it has room for, and who is in it."""
+"""A step in the making: what it has room for, and the requests in it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from loraserve.engine.request import Request
-from loraserve.engine.scheduled import ScheduledRequest, take_part
-from loraserve.engine.scheduling.fair_queue import OUTPUT_COST, PROMPT_COST, Share
+from loraserve.engine.scheduled import ScheduledRequest
+from loraserve.engine.scheduling.fair_queue import OUTPUT_COST, PROMPT_COST, AdapterFlow, FairQueue
+
+PROBE_DIVISOR, MIN_PROBE_ROWS = 8, 4
+"""Requests per row of internal ones in a step, and the least number of such rows: bounds what they add to a token's latency."""
+
+PROBE_PATIENCE = 4
+"""Cap on consecutive steps with prompts, the longest ones, that have no row of internal requests."""
 
 
 @dataclass(slots=True)
@@ -14,36 +21,51 @@ class Step:
     """A step in the making.
 
     Attributes:
-        budget: tokens that it still has room for.
-        num_places: requests that may run.
-        num_prompt_tokens: those of requests that have more than one token to go.
-        preempted: who was put back for others, and isn't admitted again yet.
-        is_short: whether blocks ran out.
-        num_probe_rows: that it still has room for.
-        away: shares whose adapter isn't there, as the pager has said in this step.
+        fair_queue: charged for scheduled tokens.
+        budget: tokens that the step still has room for.
+        num_internal_rows: how many of them internal requests may have.
+        num_slots: requests that may run.
+        scheduled: the requests in the step.
+        num_prompt_tokens: tokens in the step of requests with more than one token to compute.
+        preempted: requests that made room for others, and aren't admitted again in this step.
+        is_out_of_blocks: whether a running request found no free KV block.
+        absent: flows whose adapter isn't resident, as the pager said during this step.
     """
 
+    fair_queue: FairQueue
     now_s: float
     budget: int
-    num_probe_rows: int
-    num_places: int = 0
+    num_internal_rows: int
+    num_slots: int = 0
     scheduled: list[ScheduledRequest] = field(default_factory=list)
     num_prompt_tokens: int = 0
     preempted: list[Request] = field(default_factory=list)
-    is_short: bool = False
-    away: set[Share] = field(default_factory=set)
+    is_out_of_blocks: bool = False
+    absent: set[AdapterFlow] = field(default_factory=set)
 
     def room(self, request: Request) -> int:
         """Return how many of the request's tokens the step has room for."""
-        return min(self.budget, self.num_probe_rows) if request.is_internal else self.budget
+        return min(self.budget, self.num_internal_rows) if request.is_internal else self.budget
 
-    def take_part(self, request: Request, count: int) -> None:
-        """The request's next ``count`` tokens are in the step, and charged to who wants them."""
-        entry = take_part(request, count)
+    def add(self, request: Request, count: int) -> None:
+        """Compute the request's next ``count`` tokens in this step, and charge them.
+
+        If they are its last ones, the token after them is sampled.
+        """
+        entry = ScheduledRequest(
+            request,
+            start=request.num_computed_tokens,
+            num_tokens=count,
+            is_sampled=count == request.num_pending_tokens,
+            is_scored=request.wants_prompt_logprobs,
+            epoch=request.num_preemptions,
+        )
+        request.num_computed_tokens = entry.end
+        request.num_in_flight_tokens += entry.num_sampled_tokens
         self.scheduled.append(entry)
         self.budget -= count
         if request.is_internal:
-            self.num_probe_rows -= count
+            self.num_internal_rows -= count
         if count > 1:
             self.num_prompt_tokens += count
         reached = entry.end + entry.num_sampled_tokens
@@ -51,22 +73,43 @@ class Step:
         if reached > charged:
             num_of_prompt = max(0, min(reached, request.num_prompt_tokens) - charged)
             request.num_charged_tokens = reached
-            request.share.charge(num_of_prompt * PROMPT_COST + (reached - charged - num_of_prompt) * OUTPUT_COST)
+            cost = num_of_prompt * PROMPT_COST + (reached - charged - num_of_prompt) * OUTPUT_COST
+            self.fair_queue.flow(request).charge(cost)
 
-    def give_back(self, request: Request) -> None:
-        """A part that the request had is somebody else's. Nothing of it was launched."""
+    def remove(self, request: Request) -> None:
+        """Take the request out of the step, if it is in it: nothing of it was launched."""
         for number, entry in enumerate(self.scheduled):
             if entry.request is request:
                 del self.scheduled[number]
                 self.budget += entry.num_tokens
-                self._undo(entry)
+                request.num_computed_tokens = entry.start
+                request.num_in_flight_tokens -= entry.num_sampled_tokens
+                if entry.num_sampled_tokens:
+                    request.num_charged_tokens -= 1
+                    self.fair_queue.flow(request).charge(-OUTPUT_COST)
                 break
 
-    def _undo(self, entry: ScheduledRequest) -> None:
-        """The request was to be in this step, and isn't."""
-        request = entry.request
-        request.num_computed_tokens = entry.start
-        request.num_in_flight_tokens -= entry.num_sampled_tokens
-        if entry.num_sampled_tokens:
-            request.num_charged_tokens -= 1
-            request.share.charge(-OUTPUT_COST)
+
+class ProbeBudget:
+    """Cap the rows of internal requests in steps that serve tenants, and leave them out of steps with prompts for a while."""
+
+    def __init__(self, token_budget: int) -> None:
+        self._token_budget = token_budget
+        # consecutive steps without a row of internal requests
+        self._num_skipped = 0
+
+    def of_next_step(self, running: Sequence[Request], *, may_start: bool) -> int:
+        """Return how many rows internal requests may have.
+
+        Args:
+            may_start: whether a tenant's request may start in this step.
+        """
+        serving = [request for request in running if not request.is_internal]
+        if not serving:
+            return self._token_budget
+        has_prompts = may_start or any(request.num_pending_tokens > 1 for request in serving)
+        self._num_skipped = self._num_skipped + 1 if has_prompts else 0
+        if has_prompts and self._num_skipped <= PROBE_PATIENCE:
+            return 0
+        self._num_skipped = 0
+        return max(MIN_PROBE_ROWS, len(serving) // PROBE_DIVISOR)

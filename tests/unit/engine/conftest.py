@@ -17,6 +17,7 @@ from adapters_store import BlobStore, open_store
 from loraserve.config import EngineConfig
 from loraserve.engine.request import Request
 from loraserve.engine.scheduled import ScheduledRequest, StepResult
+from loraserve.engine.scheduling.fair_queue import AdapterFlow
 from loraserve.engine.scheduling.scheduler import Scheduler
 from loraserve.errors import AdapterCorrupt, LoraserveError
 from loraserve.limits import MIB
@@ -148,6 +149,7 @@ class Harness:
         self.kv = KVCache(num_blocks, block_size)
         self.adapters = Adapters()
         self.now = 0.0
+        self._flows: dict[RequestId, AdapterFlow] = {}
         self.scheduler = Scheduler(
             self.kv,
             self.adapters,
@@ -160,6 +162,11 @@ class Harness:
     def add(self, *requests: Request) -> None:
         for request in requests:
             self.scheduler.add(request)
+            self._flows[request.request_id] = self.scheduler._fair_queue.flow(request)
+
+    def flow(self, request: Request) -> AdapterFlow:
+        """What an added request is charged to, also once it has ended."""
+        return self._flows[request.request_id]
 
     def schedule(self) -> list[ScheduledRequest]:
         self.scheduler.note_changed(self.adapters.changed())

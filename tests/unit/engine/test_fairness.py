@@ -14,7 +14,7 @@ from loraserve.engine.probe import Probe
 from loraserve.engine.request import Request, Status
 from loraserve.engine.scheduling.fair_queue import OUTPUT_COST, PROMPT_COST
 from loraserve.engine.scheduling.preemption import MAX_FAIR_PREEMPTIONS
-from loraserve.engine.scheduling.scheduler import AHEAD_DIVISOR, CREDIT_STEPS, OWED_STEPS
+from loraserve.engine.scheduling.scheduler import MAX_CREDIT_STEPS, MAX_DEFICIT_STEPS, OVER_SHARE_DIVISOR
 from loraserve.memory.residency.pager import Residency
 from loraserve.types import FinishReason, TenantId
 
@@ -114,7 +114,7 @@ def test_having_been_away_is_a_credit_of_a_few_steps_at_most() -> None:
     harness.add(*[make_request(16, tenant="back") for _ in range(100)])
     total = served(harness, 150)
     assert total["steady"] > 300
-    assert 0 <= total["back"] - total["steady"] <= CREDIT_STEPS * 32 * PROMPT_COST + 2 * 22
+    assert 0 <= total["back"] - total["steady"] <= MAX_CREDIT_STEPS * 32 * PROMPT_COST + 2 * 22
 
 
 def test_having_been_away_is_no_credit_to_an_adapter_within_its_tenant() -> None:
@@ -135,7 +135,7 @@ def test_what_is_found_in_the_prefix_cache_is_not_charged(harness: Harness) -> N
     keeping, again = make_request(4, tenant="other", max_tokens=50), make_request(tokens=tokens, max_tokens=1)
     harness.add(keeping, again)
     harness.step()
-    assert again.share.received == 4 * PROMPT_COST + OUTPUT_COST
+    assert harness.flow(again).virtual_counter == 4 * PROMPT_COST + OUTPUT_COST
 
 
 def test_what_is_computed_again_is_charged_once() -> None:
@@ -143,13 +143,13 @@ def test_what_is_computed_again_is_charged_once() -> None:
     requests = [make_request(7, max_tokens=8) for _ in range(3)]
     keeping = make_request(1, tenant="other", max_tokens=40)
     harness.add(*requests, keeping)
-    share = None
+    flow = None
     while any(request.status is not Status.FINISHED for request in requests):
         harness.step()
-        share = share or requests[0].share
+        flow = flow or harness.flow(requests[0])
     assert harness.scheduler.num_preemptions > 0
-    assert share is not None
-    assert share.received == sum(map(cost, requests))
+    assert flow is not None
+    assert flow.virtual_counter == sum(map(cost, requests))
 
 
 def test_the_first_who_wants_a_cold_adapter_is_charged_for_its_load() -> None:
@@ -158,8 +158,10 @@ def test_the_first_who_wants_a_cold_adapter_is_charged_for_its_load() -> None:
     first, second = make_request(tenant="a", adapter="cold"), make_request(tenant="b", adapter="cold")
     harness.add(first, second)
     harness.step()
-    assert first.share.received == pytest.approx(0.02 / harness.kv.prefill_pace.seconds_per_unit * PROMPT_COST)
-    assert second.share.received == 0.0
+    assert harness.flow(first).virtual_counter == pytest.approx(
+        0.02 / harness.kv.prefill_pace.seconds_per_unit * PROMPT_COST
+    )
+    assert harness.flow(second).virtual_counter == 0.0
 
 
 def test_a_tenant_whose_adapters_are_not_there_saves_no_credit() -> None:
@@ -205,11 +207,11 @@ def test_prompts_of_who_had_more_lately_fill_a_part_of_a_step_while_others_come_
     harness.step()
     harness.now += 1.0
     # the other has gone, and may come again
-    assert [entry.num_tokens for entry in harness.step()[0]] == [32 // AHEAD_DIVISOR]
+    assert [entry.num_tokens for entry in harness.step()[0]] == [32 // OVER_SHARE_DIVISOR]
     for _ in range(3):
         harness.now += 20.0
         entries, _ = harness.step()
-    assert entries[0].num_tokens > 32 // AHEAD_DIVISOR
+    assert entries[0].num_tokens > 32 // OVER_SHARE_DIVISOR
 
 
 # places and blocks
@@ -242,14 +244,14 @@ def test_a_tenant_takes_no_place_of_one_that_had_less() -> None:
     # a place is due to it, and one more than is due to the other is the other's
     again = make_request(4, tenant="light", weight=0.5, max_tokens=1)
     harness.add(again)
-    light, heavy = (harness.scheduler._accounts._accounts[TenantId(name)] for name in ("light", "heavy"))
+    light, heavy = (harness.scheduler._fair_queue._tenants[TenantId(name)] for name in ("light", "heavy"))
     while again.status is Status.WAITING:
-        before = light.received, heavy.received
+        before = light.virtual_counter, heavy.virtual_counter
         assert light.num_running == 0
         assert heavy.num_running == 3
         harness.step()
         check(harness)
-    assert before[0] > heavy.received - 3.0
+    assert before[0] > heavy.virtual_counter - 3.0
     assert before[1] < before[0] <= before[1] + 3.0
     assert harness.scheduler.num_fair_preemptions == 1
 
@@ -262,14 +264,14 @@ def test_a_tenant_that_waits_for_a_place_is_owed_what_others_get_meanwhile() -> 
     harness.add(make_request(1, tenant="waits", max_tokens=60))
     harness.step()
     harness.add(*[make_request(1, tenant="waits") for _ in range(2)])
-    accounts = harness.scheduler._accounts._accounts
-    long, many, waits = (accounts[TenantId(name)] for name in ("long", "many", "waits"))
+    tenants = harness.scheduler._fair_queue._tenants
+    long, many, waits = (tenants[TenantId(name)] for name in ("long", "many", "waits"))
     for _ in range(4):
         entries, _ = harness.step()
         # one has a place to give, but not to a tenant that has its part; and a prompt has its turns
         assert (long.num_running, many.num_running, waits.num_running, waits.num_waiting) == (1, 3, 1, 2)
         assert entries[-1].request.tenant == "long"
-        assert waits.received == waits.served < long.received
+        assert waits.virtual_counter == waits.total_service < long.virtual_counter
 
 
 def test_who_has_its_part_of_the_places_is_owed_no_more_than_a_few_steps() -> None:
@@ -284,13 +286,13 @@ def test_who_has_its_part_of_the_places_is_owed_no_more_than_a_few_steps() -> No
         harness.step()
     again = make_request(4, tenant="long", max_tokens=1)
     harness.add(again)
-    many = harness.scheduler._accounts._accounts[TenantId("many")]
+    many = harness.scheduler._fair_queue._tenants[TenantId("many")]
     num_steps = 0
     while again.status is Status.WAITING:
         harness.step()
         num_steps += 1
         check(harness)
-        assert num_steps <= OWED_STEPS * 16 / (4 * OUTPUT_COST) + 8
+        assert num_steps <= MAX_DEFICIT_STEPS * 16 / (4 * OUTPUT_COST) + 8
     assert many.num_running == 3
 
 
@@ -384,7 +386,7 @@ def test_times_of_requests_that_have_ended_are_forgotten(harness: Harness) -> No
     for _ in range(500):
         harness.add(make_request(1, max_tokens=1, timeout_s=3600.0))
         harness.step()
-    assert len(harness.scheduler._timeouts) < 100
+    assert len(harness.scheduler._deadlines) < 100
 
 
 # bounds
@@ -473,10 +475,10 @@ def max_difference(num_places: int, weights: dict[str, float], more: str, less: 
 
 def charged(harness: Harness) -> dict[str, float]:
     """What each tenant is charged in a step."""
-    accounts = harness.scheduler._accounts._accounts
-    before = {tenant: account.served * account.weight for tenant, account in accounts.items()}
+    tenants = harness.scheduler._fair_queue._tenants
+    before = {tenant: flow.total_service * flow.weight for tenant, flow in tenants.items()}
     harness.step()
-    return {tenant: account.served * account.weight - before.get(tenant, 0.0) for tenant, account in accounts.items()}
+    return {tenant: flow.total_service * flow.weight - before.get(tenant, 0.0) for tenant, flow in tenants.items()}
 
 
 @given(

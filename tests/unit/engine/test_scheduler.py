@@ -4,7 +4,7 @@ import pytest
 
 from loraserve.engine.probe import Probe
 from loraserve.engine.request import Status
-from loraserve.engine.scheduling.probe_budget import MIN_PROBE_ROWS, PROBE_PATIENCE
+from loraserve.engine.scheduling.step import MIN_PROBE_ROWS, PROBE_PATIENCE
 from loraserve.memory.residency.pager import Residency
 from loraserve.types import FinishReason
 

@@ -23,7 +23,7 @@ from loraserve.engine.engine import Engine
 from loraserve.engine.execution import runner as runner_module
 from loraserve.engine.execution.batch import Batch
 from loraserve.engine.scheduling import scheduler as scheduler_module
-from loraserve.engine.scheduling.probe_budget import MIN_PROBE_ROWS
+from loraserve.engine.scheduling.step import MIN_PROBE_ROWS
 from loraserve.engine.verification import reference_evaluator as references
 from loraserve.engine.verification.verifier import MAX_PROBING, MAX_TOGETHER, Verifications
 from loraserve.engine.worker.startup import build_engine

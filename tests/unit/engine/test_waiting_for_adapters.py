@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 
-from loraserve.engine.scheduling.blocked import MAX_AWAY_S, MAX_LOOKS
-from loraserve.engine.scheduling.prefetch import LOOK_AHEAD
-from loraserve.engine.scheduling.queue import Turns
+from loraserve.engine.scheduling.blocked import MAX_PARKED_S, MAX_RETRIES
+from loraserve.engine.scheduling.queue import SchedulingPass
+from loraserve.engine.scheduling.waits import PREFETCH_DEPTH
 from loraserve.errors import AdapterNotReady, error_from_code
 from loraserve.limits import LIMITS
 from loraserve.memory.residency.load_queue import INTEREST_S
@@ -105,11 +105,11 @@ def test_adapters_of_requests_that_wait_for_a_place_in_a_step_are_looked_for_ahe
     harness.add(make_request(adapter="hot", max_tokens=50), make_request(max_tokens=50))
     harness.step()
     assert harness.adapters.ahead == []
-    harness.add(*[make_request(adapter=f"cold{number}") for number in range(LOOK_AHEAD + 5)])
+    harness.add(*[make_request(adapter=f"cold{number}") for number in range(PREFETCH_DEPTH + 5)])
     harness.adapters.asked.clear()
     harness.step()
     # the base's request is among the first, and needs none
-    assert harness.adapters.ahead == [f"cold{number}" for number in range(LOOK_AHEAD - 1)]
+    assert harness.adapters.ahead == [f"cold{number}" for number in range(PREFETCH_DEPTH - 1)]
     assert harness.adapters.asked == []
 
 
@@ -145,14 +145,14 @@ def looked_at(monkeypatch: pytest.MonkeyPatch, num_requests: int, num_adapters: 
     harness.step()
     harness.adapters.asked.clear()
     candidates: list[object] = []
-    turns = Turns.__iter__
+    turns = SchedulingPass.__iter__
 
-    def counted(self: Turns) -> object:
+    def counted(self: SchedulingPass) -> object:
         for candidate in turns(self):
             candidates.append(candidate)
             yield candidate
 
-    monkeypatch.setattr(Turns, "__iter__", counted)
+    monkeypatch.setattr(SchedulingPass, "__iter__", counted)
     for _ in range(10):
         harness.now += 0.01
         assert len(harness.step()[0]) == 1
@@ -184,7 +184,7 @@ def test_one_that_comes_for_an_adapter_that_is_away_has_the_pager_asked_once(har
 
 
 def test_adapters_that_are_away_are_asked_for_again_before_the_pager_forgets_them(harness: Harness) -> None:
-    names = [f"cold{number}" for number in range(4 * MAX_LOOKS)]
+    names = [f"cold{number}" for number in range(4 * MAX_RETRIES)]
     harness.add(make_request(max_tokens=200), *[make_request(adapter=name) for name in names])
     asked_s = dict.fromkeys(names, 0.0)
     for step_s in [0.01] * 50 + [0.6] * 20:
@@ -192,7 +192,7 @@ def test_adapters_that_are_away_are_asked_for_again_before_the_pager_forgets_the
         harness.adapters.asked.clear()
         harness.step()
         asked_s |= dict.fromkeys(harness.adapters.asked, harness.now)
-        assert harness.now - min(asked_s.values()) <= MAX_AWAY_S + 0.6 < INTEREST_S
+        assert harness.now - min(asked_s.values()) <= MAX_PARKED_S + 0.6 < INTEREST_S
 
 
 def test_an_adapter_that_has_come_is_used_in_the_next_step(harness: Harness) -> None:
@@ -220,8 +220,8 @@ def test_an_adapter_that_is_away_is_lifted_to_what_was_served_in_its_stead() -> 
     harness.add(*cold, *[make_request(8, adapter="hot", max_tokens=1) for _ in range(30)])
     for _ in range(30):
         scheduled, _ = harness.step()
-        before = scheduled[0].request.share.received - 8 - 2
-        assert [request.share.received for request in cold] == [before] * 6
+        before = harness.flow(scheduled[0].request).virtual_counter - 8 - 2
+        assert [harness.flow(request).virtual_counter for request in cold] == [before] * 6
         assert harness.scheduler.check() == []
 
 
