@@ -1,4 +1,4 @@
-"""From which of a prompt's tokens on an adapter acts."""
+"""Find the token of a prompt from which on an adapter acts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from loraserve.types import Digest
 def find_activation(
     adapter: Digest, invocation_token_ids: Sequence[int], prompt_token_ids: Sequence[int]
 ) -> Activation | None:
-    """Return where an adapter begins to act; it acts on every token after that too, the answer's among them.
+    """Return where an adapter begins to act; it acts on all later tokens, output included.
 
-    An activated LoRA acts from the first token of the last occurrence of its invocation tokens in the prompt on, and nowhere (None) if they don't occur; an
-    adapter without invocation tokens acts on every token.
+    An activated LoRA acts from the first token of the last occurrence of its invocation tokens in
+    the prompt on, and nowhere (None) if they don't occur; an adapter without invocation tokens acts
+    on every token.
 
     Source: `calculate_alora_offsets` of PEFT.
     """
@@ -25,12 +26,14 @@ def find_activation(
 
 
 def find_last(part: Sequence[int], whole: Sequence[int]) -> int | None:
-    """Return where the last occurrence of ``part``, which isn't empty, starts in ``whole``; None if there is none.
+    """Return where the last occurrence of ``part`` starts in ``whole``; None if there is none.
 
-    In time linear in both, whatever clients send (Knuth, Morris and Pratt), from the end.
+    ``part`` isn't empty. Takes time linear in both, whatever clients send.
+
+    Source: Knuth, Morris and Pratt, from the end.
     """
     pattern = part[::-1]
-    # of the first i + 1 of the pattern, how long the longest beginning of it is that also ends them, other than themselves
+    # borders[i]: length of the longest proper prefix of pattern[:i + 1] that is also its suffix
     borders = [0] * len(pattern)
     length = 0
     for i in range(1, len(pattern)):

@@ -1,4 +1,4 @@
-"""A sequence that is computed for its logits, like any request's: every row's are kept, and which tokens follow is settled beforehand."""
+"""A sequence with fixed tokens that is computed like any request's, to keep its logits."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from torch import Tensor
 from loraserve.types import RequestId, TokenOutput
 
 NUM_DECODED = 3
-"""How many of a probe's tokens are fed one at a time, as an answer's are."""
+"""Number of a probe's tokens that are computed one at a time, as an answer's are."""
 
 
 @dataclass(slots=True, eq=False)
 class Probe:
-    """
+    """The tokens of a sequence, and the logits computed for them.
+
     Attributes:
-        token_ids: the first are its prompt; the others are taken for what was sampled.
-        has_own_step: whether the step that computes its prompt has no other rows than such probes'.
-        output: the request's last, once it has ended.
+        token_ids: prompt, then tokens that are used in place of sampled ones.
+        has_own_step: whether steps that compute its prompt have rows of such probes alone.
+        output: last output of its request, once that has ended.
     """
 
     request_id: RequestId
@@ -35,7 +36,7 @@ class Probe:
 
     @property
     def max_tokens(self) -> int:
-        """What the request asks for, so that the last of the tokens is computed too."""
+        """Return the request's `max_tokens`, by which the last of the tokens is computed too."""
         return len(self.token_ids) - self.num_prompt_tokens + 1
 
     @property
@@ -43,17 +44,17 @@ class Probe:
         return len(self._rows)
 
     def next_token(self, position: int) -> int:
-        """Return what stands at a position; after the last, anything."""
+        """Return the token at a position; 0 after the last."""
         return self.token_ids[position] if position < len(self.token_ids) else 0
 
     def capture(self, end: int, logits: Tensor) -> None:
-        """Keep the logits of the tokens that end before position ``end``, [num_rows, vocab_size]."""
+        """Keep logits of the tokens before position ``end``: [num_rows, vocab_size]."""
         start = end - logits.shape[0]
         for position, row in enumerate(logits, start):
             self._rows[position] = row
 
     def logits(self) -> Tensor | None:
-        """Return every token's logits, [num_tokens, vocab_size] float32 in the host's memory; None if some weren't computed."""
+        """Return all logits, [num_tokens, vocab_size] float32 on host; None if some are missing."""
         if len(self._rows) < len(self.token_ids):
             return None
         return torch.stack([self._rows[position] for position in range(len(self.token_ids))])

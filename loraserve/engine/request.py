@@ -26,11 +26,12 @@ class Status(Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A sequence being generated: `num_computed_tokens` catches up with `num_tokens`, which is all that the scheduler sees.
+    """A sequence being generated: `num_computed_tokens` catches up with `num_tokens`.
 
-    Prefill, chunked prefill, decode, preemption (computed falls to 0), a prefix hit (computed starts above 0) and
-    replay after a crash (tokens start with earlier output) need no states of their own. Nor does a step in flight: both
-    numbers move when the step is scheduled, since steps are computed in order. Only the token's id comes with the
+    The scheduler sees no more than that. Prefill, chunked prefill, decode, preemption (computed
+    falls to 0), a prefix hit (computed starts above 0) and replay after a crash (tokens start with
+    earlier output) need no states of their own. Nor does a step in flight: both numbers move when
+    the step is scheduled, since steps are computed in order. Only the token's id comes with the
     results.
     """
 
@@ -65,7 +66,7 @@ class Request:
     num_cached_tokens: int = 0
     pin: Pin | None = None
     activation: Activation | None = None
-    """Where its adapter begins to act, found when the adapter is pinned; None: it acts on no token, or there is none."""
+    """Where its adapter begins to act, found when it is pinned; None if it acts on no token."""
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
@@ -98,20 +99,23 @@ class Request:
 
     @property
     def num_pending_tokens(self) -> int:
-        """Tokens that the next step may compute; none once the request's last token is in flight."""
+        """Tokens that the next step may compute; 0 once the last one is in flight."""
         if self.num_in_flight_tokens and self.num_tokens - self.num_prompt_tokens >= self.params.max_tokens:
             return 0
         return self.num_tokens - self.num_computed_tokens
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Return whether the logits of prompt rows are still needed; their scores go out with the first token."""
+        """Return whether prompt logits are still needed; scores go out with the first token."""
         is_wanted = self.params.prompt_logprobs is not None or self.is_internal
         return is_wanted and self.num_tokens == self.num_prompt_tokens
 
     @property
     def is_internal(self) -> bool:
-        """Return whether the engine itself made the request: it has no tenant, and few rows in steps that serve tenants."""
+        """Return whether the engine itself made the request, as a probe.
+
+        It has no tenant and no quota, and few rows in steps that serve tenants.
+        """
         return self.probe is not None
 
     @property
@@ -131,7 +135,7 @@ class Request:
 
     @property
     def can_use_prefix_cache(self) -> bool:
-        """Return whether cached blocks may stand in for the request's first tokens, whose logits nothing needs then."""
+        """Return whether cached blocks may replace its first tokens: their logits aren't needed."""
         return not (self.wants_prompt_logprobs or self.is_internal)
 
     @property

@@ -23,7 +23,7 @@ class ScheduledRequest:
     start: int
     num_tokens: int
     is_sampled: bool
-    """Whether the step computes the request's last token, so that it can sample the next one, at position `end`."""
+    """Whether the step computes the last token, and so samples the next one, at position `end`."""
     is_scored: bool
     """Whether the prompt tokens that the step's rows predict are scored."""
     epoch: int
@@ -50,7 +50,7 @@ class ScheduledRequest:
 
     @property
     def is_current(self) -> bool:
-        """Return whether the request still runs on the blocks that it had: it hasn't ended, nor been preempted since."""
+        """Return whether the request still runs on the same blocks: neither ended nor preempted."""
         return self.request.status is Status.RUNNING and self.request.num_preemptions == self.epoch
 
 
@@ -58,7 +58,8 @@ class ScheduledRequest:
 class StepResult:
     """What the sampler made of one scheduled request.
 
-    `token_id` is None if the entry doesn't reach the request's last token, or the request asked for no tokens.
+    `token_id` is None if the entry doesn't reach the request's last token, or the request asked for
+    no tokens.
     """
 
     token_id: int | None = None
@@ -66,4 +67,4 @@ class StepResult:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     is_finite: bool = True
     logits: Tensor | None = None
-    """Logits of a probe's last rows, up to the entry's end: [num_rows, vocab_size] float32 in host memory."""
+    """Logits of a probe's rows up to the entry's end: [num_rows, vocab_size] float32 on host."""

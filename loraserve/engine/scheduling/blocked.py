@@ -1,11 +1,13 @@
-"""Park the flows none of whose requests can start, so that no step looks at them until something has changed.
+"""Park the flows that can start no request, so that steps don't look at them until that changes.
 
-A flow is parked while all of its requests wait for its adapter, or while admission is paused; it has nothing running.
-It is unparked when the pager says that its adapter has changed, when a request of it comes or goes, when admission is
-resumed, and every `RETRY_S`, since the pager forgets an adapter that isn't asked for.
+A flow is parked while all of its requests wait for its adapter, or while admission is paused; it
+has nothing running. It is unparked when the pager says that its adapter has changed, when a request
+of it comes or goes, when admission is resumed, and every `RETRY_S`, since the pager forgets an
+adapter that isn't asked for.
 
-Time spent parked earns no credit: the flow's counter rises as if every pass had visited and skipped it. Parked flows
-with the same priority and counter form a group with one counter, which makes a thousand of them as cheap as one.
+Time spent parked earns no credit: the flow's counter rises as if every pass had visited and skipped
+it. Parked flows with the same priority and counter form a group with one counter, which makes a
+thousand of them as cheap as one.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ def _key(group: _Group) -> tuple[int, float]:
 
 
 class ParkedFlows:
-    """One tenant's parked flows, in the order in which a pass would skip them: by priority, then by counter."""
+    """One tenant's parked flows, as a pass would skip them: by priority, then by counter."""
 
     def __init__(self) -> None:
         self._groups: list[_Group] = []

@@ -1,10 +1,10 @@
 """Serve tenants, and each tenant's adapters, by virtual token counters (VTC, arXiv:2401.00588).
 
-A flow's counter is what was computed for it, in prompt tokens; a tenant's is divided by its weight. The flow with the
-lowest counter is next. A flow that comes back with nothing waiting is advanced to the lowest counter of those that
-wait, a tenant's less a few steps' worth (`max_credit`): time spent idle earns no more credit than two or three requests
-that come close together need. What a tenant gets is divided among its adapters in the same way, so that ten adapters
-have one tenant's share.
+A flow's counter is what was computed for it, in prompt tokens; a tenant's is divided by its weight.
+The flow with the lowest counter is next. A flow that comes back with nothing waiting is advanced to
+the lowest counter of those that wait, a tenant's less a few steps' worth (`max_credit`): time spent
+idle earns no more credit than two or three requests that come close together need. What a tenant
+gets is divided among its adapters in the same way, so that ten adapters have one tenant's share.
 
 One thread at a time. Nothing here knows of memory, of steps, or of adapters that aren't resident.
 
@@ -32,7 +32,7 @@ OUTPUT_COST = 2.0
 MAX_REMEMBERED = 4096
 """Cap on idle flows whose counters are kept, beside as many as are live."""
 RECENT_S = 10.0
-"""Least number of seconds for which service counts as recent; it counts for less than twice as long."""
+"""Seconds for which service counts as recent, and up to twice as long."""
 MAX_LIGHT_REQUESTS = 8
 """Waiting requests at which a tenant's queue isn't short any more."""
 AVERAGED_S = 0.1
@@ -41,7 +41,7 @@ AVERAGED_S = 0.1
 
 @dataclass(slots=True, eq=False)
 class ParkedCounter:
-    """One counter of several parked flows, which rises for all of them at once (`blocked.ParkedFlows`)."""
+    """A counter that several parked flows share (`blocked.ParkedFlows`)."""
 
     virtual_counter: float
 
@@ -88,7 +88,10 @@ class AdapterFlow:
         return len(self.waiting) - len(self.unblocked)
 
     def charge(self, cost: float) -> None:
-        """Add a cost to the counters of the adapter and of its tenant; a negative one for what isn't computed after all."""
+        """Add a cost to the counters of the adapter and of its tenant.
+
+        It is negative for a token that isn't computed after all.
+        """
         tenant, weighted = self.tenant, cost / self.tenant.weight
         self.virtual_counter += cost
         tenant.virtual_counter += weighted
@@ -104,10 +107,12 @@ class TenantFlow:
         virtual_counter: weighted service, as advanced over time spent idle or blocked.
         total_service: weighted service, never advanced.
         flows: every adapter's flow.
-        waiting_flows: flows with a waiting request, except those of the present pass and parked ones.
+        waiting_flows: flows with a waiting request, except those of the present pass and parked
+            ones.
         num_blocks: KV blocks of the tenant's requests; one that several share is counted for each.
         is_recent: whether the tenant had a request lately.
-        is_internal: whether these are the engine's own requests, which are queued like a tenant's and have no quota.
+        is_internal: whether these are the engine's own requests, which are queued like a tenant's
+            and have no quota.
         last_counter: counter of the adapter that was the last to have a request waiting.
         span_service: total service at the start of the present span of `RECENT_S`.
         service_before: total service at the start of the span before.
@@ -138,7 +143,7 @@ class TenantFlow:
 
 
 def flow_key(flow: AdapterFlow) -> Key | None:
-    """Return a flow's place in its tenant's order: best priority, then least counter, then oldest request."""
+    """Return a flow's place in its tenant's order: by priority, then counter, then age."""
     if not flow.waiting:
         return None
     first = flow.waiting[0]
@@ -168,7 +173,8 @@ class FairQueue:
     def __init__(self, max_credit: float) -> None:
         """
         Args:
-            max_credit: cost by which a tenant that comes back may have had less than the least of the others.
+            max_credit: cost by which a tenant that comes back may have had less than the least of
+                the others.
         """
         self.waiting_tenants: LazyHeap[TenantFlow] = LazyHeap(_tenant_key)
         self.num_tenants = 0
@@ -199,7 +205,10 @@ class FairQueue:
             yield from tenant.flows.values()
 
     def open(self, request: Request) -> AdapterFlow:
-        """Count a new request in its flow until `close`. Its weight and KV share are its tenant's from now on."""
+        """Count a new request in its flow until `close`, and return the flow.
+
+        The request's weight and KV share are its tenant's from now on.
+        """
         tenant = self._tenants.get(request.tenant)
         if tenant is None:
             if len(self._tenants) >= 2 * self.num_tenants + MAX_REMEMBERED:
@@ -231,7 +240,10 @@ class FairQueue:
         self.total_weight += weight
 
     def close(self, request: Request) -> None:
-        """Drop a request that has ended. Counters of an idle tenant's adapters, or of idle tenants, don't matter any more."""
+        """Drop a request that has ended.
+
+        Counters of a tenant's adapters are reset once it is idle, those of tenants once all are.
+        """
         flow = self._flows.pop(request.request_id)
         tenant = flow.tenant
         tenant.num_live -= 1
@@ -291,9 +303,11 @@ class FairQueue:
         insort(self.flow(request).unblocked, request, key=_ORDER)
 
     def is_over_share(self, tenant: TenantFlow, now_s: float) -> bool:
-        """Return whether a tenant's recent service is above the mean while one with a short queue is far below it.
+        """Return whether a tenant had more than others lately, and one of these has few requests.
 
-        Requests of the latter may come at any moment, and shouldn't find a step full of the former's prompts.
+        That is: its recent service is above the mean, and that of a tenant with a short queue is
+        below half of it. Requests of the latter may come at any moment, and shouldn't find a step
+        full of the former's prompts.
         """
         if self._num_recent < 2:
             return False

@@ -22,8 +22,8 @@ T = TypeVar("T", bound=Ranked)
 class LazyHeap(Generic[T]):
     """Return items by their present key, the least first; an item is in one heap at most.
 
-    Entries may be outdated. When one comes to the top, it is dropped if it isn't its item's last, and put back if the
-    item's key has risen since. Call `push` after a key has fallen.
+    Entries may be outdated. When one comes to the top, it is dropped if it isn't its item's last,
+    and put back if the item's key has risen since. Call `push` after a key has fallen.
 
     Args:
         key: returns an item's present key; None takes the item out.

@@ -1,4 +1,4 @@
-"""What a step made of a request: its next token, what its client gets, and the errors that end it."""
+"""Turn a step's results into tokens and outputs of requests, and name the errors that end them."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class OutputProcessor:
             request.probe.capture(entry.end, result.logits)
         if not entry.is_sampled:
             return None
-        # Only now are the blocks offered to others: logits were finite, so the KV that led to them is sound. Only up
-        # to this step's end: what a later one computes isn't known to be. And not after a preemption: the blocks were
-        # given away, the token is good.
+        # Only now are the blocks offered to others: logits were finite, so the KV that led to them
+        # is sound. Only up to this step's end: what a later one computes isn't known to be. And not
+        # after a preemption: the blocks were given away, the token is good.
         if entry.is_current and not request.is_internal:
             self._publish(request, entry.end)
         is_first = request.num_output_tokens == 0

@@ -1,4 +1,4 @@
-"""Preempt running requests, which start over later, so that others have the KV blocks or the slots that they need."""
+"""Preempt running requests, which start over later, for others that need KV blocks or slots."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from loraserve.engine.scheduling.quota import ResourceQuota
 from loraserve.engine.scheduling.step import Step
 
 MAX_FAIR_PREEMPTIONS = 3
-"""Preemptions after which a request isn't preempted for fairness any more, only as the youngest: so it will end."""
+"""Preemptions for fairness of one request, at most, so that it ends."""
 
 
 class Preemption:
@@ -23,7 +23,8 @@ class Preemption:
 
     Attributes:
         num_preemptions: victims so far.
-        num_fair: those of them that made room for a tenant below its quota, or whose own tenant exceeded its KV share.
+        num_fair: those of them that made room for a tenant below its quota, or whose own tenant
+            exceeded its KV share.
     """
 
     def __init__(
@@ -34,7 +35,10 @@ class Preemption:
         self._running, self._queue, self._fair_queue, self._quota = running, queue, fair_queue, quota
 
     def reserve_or_preempt(self, request: Request, count: int, step: Step) -> bool:
-        """Give a running request the blocks that it needs, if need be of others; False if it is preempted itself."""
+        """Give a running request the blocks that it needs, if need be those of others.
+
+        Return False if the request is preempted itself.
+        """
         while True:
             if self._quota.exceeds_kv_share(request, count):
                 scheduled = {id(entry.request) for entry in step.scheduled}
@@ -56,7 +60,7 @@ class Preemption:
                 return False
 
     def preempt_for_blocks(self, step: Step) -> bool:
-        """Preempt a request of a tenant over its block quota, for one below it; False if there is none."""
+        """Preempt a request of a tenant over its block quota; False if there is none."""
         return self._preempt_fairly(self._find_victim(self._quota.is_over_block_quota), step)
 
     def preempt_for_slot(self, request: Request, step: Step) -> bool:
@@ -81,10 +85,11 @@ class Preemption:
         return True
 
     def _find_slot(self, request: Request) -> Request | None:
-        """Return a victim of a tenant that is over its slot quota, and whose counter isn't below that of the request's.
+        """Return a victim of a tenant over its slot quota whose counter isn't below the request's.
 
-        A slot taken from a tenant with a lower counter would set the counters further apart, each time again: a quota
-        of slots is a whole number, and one at least, which may be far more than what is due to a tenant by its weight.
+        A slot taken from a tenant with a lower counter would set the counters further apart, each
+        time again: a quota of slots is a whole number, and one at least, which may be far more than
+        what is due to a tenant by its weight.
         """
         least = -math.inf if request.is_urgent else self._fair_queue.tenant(request).virtual_counter
         return self._find_victim(
@@ -92,9 +97,10 @@ class Preemption:
         )
 
     def _find_victim(self, is_over_quota: Callable[[TenantFlow], bool]) -> Request | None:
-        """Return the running request that loses least, of tenants over their quota, in this step already or not.
+        """Return the running request that loses least, of those of tenants over their quota.
 
-        That is the youngest of those that decode, since what has been answered is in the prefix cache.
+        It may be in this step already. The youngest of those that decode loses least, since what
+        has been answered is in the prefix cache.
         """
         candidates = [
             request
@@ -110,8 +116,9 @@ class Preemption:
     def _choose_victim(self, step: Step) -> Request:
         """Return the running request that loses least and isn't in this step yet.
 
-        Requests of tenants over their block quota come first, unless they were preempted too often. Then one that only
-        waits for its last token in flight, else the one of the lowest priority, then the youngest.
+        Requests of tenants over their block quota come first, unless they were preempted too often.
+        Then one that only waits for its last token in flight, else the one of the lowest priority,
+        then the youngest.
         """
         scheduled = {id(entry.request) for entry in step.scheduled}
         candidates = [other for other in reversed(self._running) if id(other) not in scheduled]
@@ -127,7 +134,7 @@ class Preemption:
         return min(candidates, key=lambda other: other.num_pending_tokens > 0)
 
     def preempt(self, request: Request, step: Step) -> None:
-        """Free the request's blocks and let it wait; it keeps its tokens, its adapter's pin and its order."""
+        """Free the request's blocks and let it wait; it keeps its tokens, its pin and its order."""
         step.remove(request)
         if request.num_pending_tokens == 0:
             # its slot was free already

@@ -20,7 +20,7 @@ _ORDER = attrgetter("order")
 
 
 class WaitingQueue:
-    """Every waiting request: exclusive ones, urgent ones by priority and age, and the others in the fair queue.
+    """Every waiting request: exclusive ones, urgent ones, and the others in the fair queue.
 
     Attributes:
         exclusive: requests that need a step of their own, the oldest first.
@@ -112,15 +112,16 @@ class WaitingQueue:
 
 
 class SchedulingPass:
-    """Visit the requests that a step could compute: each time the next one of the tenant with the least counter.
+    """Visit the requests that a step could compute, the tenant with the least counter first.
 
-    What a visited request is charged counts at once: its tenant's next one comes after those of tenants that have a
-    lower counter by then. Of a tenant's requests those come first whose prompts have begun, then waiting ones: by
-    priority, then by their adapters' counters, then by age. Urgent requests come before all of them.
+    What a visited request is charged counts at once: its tenant's next one comes after those of
+    tenants that have a lower counter by then. Of a tenant's requests those come first whose prompts
+    have begun, then waiting ones: by priority, then by their adapters' counters, then by age.
+    Urgent requests come before all of them.
 
-    A flow of which no request could be computed (its adapter isn't resident, or its tenant is at its KV quota) is
-    advanced to the counter of the flow served instead: time spent blocked earns no credit. A flow that found no room
-    keeps its deficit, within bounds (`skip_tenant`).
+    A flow of which no request could be computed (its adapter isn't resident, or its tenant is at
+    its KV quota) is advanced to the counter of the flow served instead: time spent blocked earns no
+    credit. A flow that found no room keeps its deficit, within bounds (`skip_tenant`).
 
     Attributes:
         is_admitting: whether waiting requests are visited. May be set to False during the pass.
@@ -140,7 +141,8 @@ class SchedulingPass:
         Args:
             prefilling: running requests with more than one token to compute.
             scheduled: the step so far: a visited request was served if it is the last of these.
-            is_admission_paused: whether waiting requests may start only with a pin, or if they wait for their adapter.
+            is_admission_paused: whether waiting requests may start only with a pin, or if they wait
+                for their adapter.
         """
         self.is_admitting = is_admitting
         self._queue = queue
@@ -161,12 +163,13 @@ class SchedulingPass:
         """Visit no more requests of this tenant.
 
         Args:
-            max_deficit: cap on the weighted service that the tenant may carry over; 0 if a limit of its own stopped it.
+            max_deficit: cap on the weighted service that the tenant may carry over; 0 if a limit of
+                its own stopped it.
         """
         self._is_skipped, self._max_deficit = True, max_deficit
 
     def skip_adapter(self) -> None:
-        """Skip the requests that share the tenant and the adapter of this one, which isn't resident."""
+        """Skip the tenant's other requests for this one's adapter, which isn't resident."""
         if self._current is not None:
             self._current.skip_adapter()
 
@@ -187,7 +190,8 @@ class SchedulingPass:
     def _visit_tenants(self, cursors: list[TenantCursor]) -> Iterator[Request]:
         """Put the cursors of visited tenants into ``cursors``.
 
-        Tenants with begun prompts are in the heap from the start, others once none in it has a lower counter.
+        Tenants with begun prompts are in the heap from the start, others once none in it has a
+        lower counter.
         """
         waiting, heap = self._queue.fair_queue.waiting_tenants, self._begin_with_prefilling(cursors)
         skipped: list[tuple[TenantFlow, float]] = []
@@ -242,7 +246,7 @@ class SchedulingPass:
 
 
 class TenantCursor:
-    """Visit one tenant's requests in order. `close` puts back the flows that it took from the tenant's heap.
+    """Visit one tenant's requests in order; `close` puts its flows back into the tenant's heap.
 
     Args:
         parked: the tenant's parked flows.
@@ -258,8 +262,8 @@ class TenantCursor:
         self._num_prefilling_visited = 0
         self._cursors: list[AdapterCursor] = []
         self._has_cursor: set[int] = set()
-        # (priority of its next request, counter, that request's age), number of the cursor, the request or None
-        # where the pass skips the flow
+        # (priority of its next request, counter, that request's age), number of the cursor, the
+        # request or None where the pass skips the flow
         self._heap: list[tuple[Key, int, Request | None]] = []
         self._current: AdapterCursor | None = None
         self._counter = 0.0
@@ -272,7 +276,7 @@ class TenantCursor:
 
     @property
     def key(self) -> Key:
-        """Place of the tenant among others: least counter, then fewest running requests by its weight."""
+        """Place of the tenant among others: by counter, then by weighted running requests."""
         return self.tenant.virtual_counter, self.tenant.num_running / self.tenant.weight, 0
 
     def next(self, is_admitting: bool) -> Request | None:
@@ -330,7 +334,7 @@ class TenantCursor:
             self._current.skip()
 
     def note_served(self) -> None:
-        """Advance the flows that were skipped to the counter of the last request's, which is in the step."""
+        """Advance the skipped flows to the counter that the last request's flow had."""
         self.was_served = True
         if self._current is None:
             return

@@ -13,10 +13,10 @@ from loraserve.memory.kv_cache import BlockId, KVCache
 
 
 class ResourceQuota:
-    """Allocate and free the KV blocks of requests, and compare what each tenant holds with its quota.
+    """Allocate and free KV blocks, and compare what each tenant holds with its quota.
 
-    A tenant's quota is its part of the blocks, or of the slots, by the weights of all tenants with a live request.
-    Internal requests have none.
+    A tenant's quota is its part of the blocks, or of the slots, by the weights of all tenants with
+    a live request. Internal requests have none.
     """
 
     def __init__(self, kv: KVCache, fair_queue: FairQueue, max_num_seqs: int) -> None:
@@ -33,7 +33,7 @@ class ResourceQuota:
         self._fair_queue.tenant(request).num_blocks += len(blocks)
 
     def reserve(self, request: Request, count: int) -> bool:
-        """Give the request the blocks that its next ``count`` tokens need; False if there are too few."""
+        """Give the request the blocks that its next ``count`` tokens need, if there are."""
         needed = self._num_needed_blocks(request, count)
         if needed <= 0:
             return True
@@ -68,8 +68,8 @@ class ResourceQuota:
     def exceeds_kv_share(self, request: Request, count: int) -> bool:
         """Return whether the request's tenant would hold more KV blocks than its `kv_share` allows.
 
-        The only running request of a tenant may. A waiting one is judged by all of its tokens: started with a part of
-        them, it would be preempted for others of its tenant again and again.
+        The only running request of a tenant may. A waiting one is judged by all of its tokens:
+        started with a part of them, it would be preempted for others of its tenant again and again.
         """
         tenant = self._fair_queue.tenant(request)
         if tenant.kv_share >= 1.0 or tenant.num_running <= (request.status is Status.RUNNING):
@@ -80,7 +80,7 @@ class ResourceQuota:
         return needed > 0 and tenant.num_blocks + needed > tenant.kv_share * self._kv.num_blocks
 
     def is_below_block_quota(self, request: Request) -> bool:
-        """Return whether the request's tenant holds no more than its quota of KV blocks, and isn't the only tenant."""
+        """Return whether the request's tenant, one of several, is within its quota of KV blocks."""
         tenant = self._fair_queue.tenant(request)
         return (
             not request.is_urgent
@@ -101,7 +101,7 @@ class ResourceQuota:
         return self._max_num_seqs * tenant.weight / self._fair_queue.total_weight
 
     def is_below_slot_quota(self, tenant: TenantFlow) -> bool:
-        """Return whether the tenant has fewer slots than its quota, rounded down, which is one at least."""
+        """Return whether the tenant has fewer slots than its quota, at least 1, rounded down."""
         return not tenant.is_internal and tenant.num_running < max(1, int(self._slot_quota(tenant)))
 
     def has_slot_quota(self, tenant: TenantFlow) -> bool:
@@ -109,7 +109,7 @@ class ResourceQuota:
         return not tenant.is_internal and tenant.num_running >= self._slot_quota(tenant)
 
     def is_over_slot_quota(self, tenant: TenantFlow) -> bool:
-        """Return whether the tenant has two slots or more, and exceeds its quota by one at least."""
+        """Return whether the tenant exceeds its quota by a slot, and has two at least."""
         return not tenant.is_internal and tenant.num_running >= max(2.0, self._slot_quota(tenant) + 1.0)
 
     def check(

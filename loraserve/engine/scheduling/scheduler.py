@@ -1,12 +1,13 @@
-"""Choose the requests of the next step and how many tokens of each it computes, and apply a step's results to them.
+"""Choose which requests the next step computes, and how much of each; apply a step's results.
 
-There is no prefill and no decode here: a request has tokens that aren't computed yet, and a step computes some of them.
-What waits, and in which order, is in `queue`, `fair_queue` and `blocked`.
+There is no prefill and no decode here: a request has tokens that aren't computed yet, and a step
+computes some of them. What waits, and in which order, is in `queue`, `fair_queue` and `blocked`.
 
-`schedule` may be called again before `update` has the step's results: steps are computed in the order in which they were
-scheduled. So a request's KV blocks may be given to others while a step in flight still reads and writes them: the others'
-step comes after it, and it writes only to blocks that the request held when it was scheduled, never to a published one.
-An adapter's pages are written by copies beside the steps. The pager, not a pin, makes these wait for the last step that
+`schedule` may be called again before `update` has the step's results: steps are computed in the
+order in which they were scheduled. So a request's KV blocks may be given to others while a step in
+flight still reads and writes them: the others' step comes after it, and it writes only to blocks
+that the request held when it was scheduled, never to a published one. An adapter's pages are
+written by copies beside the steps. The pager, not a pin, makes these wait for the last step that
 was launched.
 """
 
@@ -46,14 +47,14 @@ MAX_CREDIT_STEPS = 4
 MAX_DEFICIT_STEPS = 16
 """Cap, in full prefill steps, on the deficit of a tenant that already holds its share of slots.
 
-Without it, a tenant whose long prompts were computed would get nothing until the few tokens a step of the others added
-up to as much."""
+Without it, a tenant whose long prompts were computed would get nothing until the few tokens a step
+of the others added up to as much."""
 OVER_SHARE_DIVISOR = 4
 """Part of the token budget up to which prompts of tenants over their share fill a step."""
 
 
 class Scheduler:
-    """Hold every live request; each is in `_queue` or in `_running`, and ends through `_end` alone."""
+    """Hold every live request, in `_queue` or in `_running`; each ends through `_end` alone."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class Scheduler:
         """Requests that ended because their own timeout was over."""
         self.base_prefix_tokens_hit = 0
         self.adapter_wait_s = Timings()
-        """Seconds that each request waited for its adapter, counted when the wait is over, however it ended."""
+        """Seconds that each request waited for its adapter, whether it came or not."""
         self._kv = kv
         self._adapters = adapters
         self._max_num_seqs = max_num_seqs
@@ -96,7 +97,8 @@ class Scheduler:
         self._probe_budget = ProbeBudget(token_budget)
         self._outputs = OutputProcessor(kv, frozenset(eos_token_ids), clock)
         self._failed: list[TokenOutput] = []
-        # since the last step: adapters whose state changed, and whether a tenant's request was added
+        # since the last step: adapters whose state changed, and whether a tenant's request was
+        # added
         self._changed: set[Digest] = set()
         self._has_arrivals = False
 
@@ -107,7 +109,7 @@ class Scheduler:
 
     @property
     def num_fair_preemptions(self) -> int:
-        """Preemptions for a tenant below its quota of slots or KV blocks, or of one beyond its KV share."""
+        """Preemptions for a tenant below its quota, or of one beyond its KV share."""
         return self._preemption.num_fair
 
     @property
@@ -146,7 +148,7 @@ class Scheduler:
         return bool(self._requests)
 
     def add(self, request: Request) -> None:
-        """Let a new request wait. Output that it comes with was computed before, and isn't charged again."""
+        """Let a new request wait. Output that it comes with isn't charged again."""
         self._requests[request.request_id] = request
         self._has_arrivals |= not request.is_internal
         self._queue.open(request)
@@ -182,23 +184,25 @@ class Scheduler:
     # schedule
 
     def note_changed(self, adapters: Collection[Digest]) -> None:
-        """Note the adapters that arrived, couldn't be loaded or aren't queued any more, as the pager's `poll` says."""
+        """Note the adapters that the pager's `poll` returned: their state has changed."""
         self._changed.update(adapters)
 
     def schedule(self) -> list[ScheduledRequest]:
-        """Choose the next step's requests within the token budget, and reserve the KV blocks they need.
+        """Choose the next step's requests within the token budget, and reserve their KV blocks.
 
         1. Running requests that are one token short.
-        2. Prompts, begun or waiting, in the order of a `SchedulingPass`: next is always the tenant with the least
-           counter. Tenants over their share fill only a part of the step, so that a request that comes meanwhile
-           doesn't wait for a long step.
+        2. Prompts, begun or waiting, in the order of a `SchedulingPass`: next is always the tenant
+           with the least counter. Tenants over their share fill only a part of the step, so that a
+           request that comes meanwhile doesn't wait for a long step.
 
-        A tenant below its quota of slots or KV blocks takes what it needs from one above, which preempts a request of
-        the latter (at most `MAX_FAIR_PREEMPTIONS` times each); a slot only from a tenant whose counter isn't lower.
+        A tenant below its quota of slots or KV blocks takes what it needs from one above, which
+        preempts a request of the latter (at most `MAX_FAIR_PREEMPTIONS` times each); a slot only
+        from a tenant whose counter isn't lower.
 
-        A request whose adapter isn't resident is skipped and delays no other. Requests with a resident adapter thus go
-        first, until the adapter has arrived: then the request is the next to start, unless another has a lower counter
-        or a better priority. The pager's queue and the deadline bound how long an adapter takes.
+        A request whose adapter isn't resident is skipped and delays no other. Requests with a
+        resident adapter thus go first, until the adapter has arrived: then the request is the next
+        to start, unless another has a lower counter or a better priority. The pager's queue and the
+        deadline bound how long an adapter takes.
         """
         now = self._clock()
         self._end_overdue(now)
@@ -240,9 +244,10 @@ class Scheduler:
                 self._start(request, count, step)
 
     def _schedule_decodes(self, step: Step) -> list[Request]:
-        """Schedule the running requests that are one token short; return those that have more to compute.
+        """Schedule running requests that are one token short; return those that lack more.
 
-        A request whose last token is in flight has no part in this step, and leaves its slot to others.
+        A request whose last token is in flight has no part in this step, and leaves its slot to
+        others.
         """
         prefilling, size = [], self._kv.block_size
         step.num_slots = self._max_num_seqs + sum(request.num_pending_tokens == 0 for request in self._running)
@@ -283,8 +288,8 @@ class Scheduler:
         for request in visits:
             count = min(request.num_pending_tokens, self._room(request, step))
             if count == 0 and request.is_internal and step.budget:
-                # A probe without budget must still pin an adapter that just arrived, or it is evicted before the next
-                # step. Don't start a load: it would compete with prefill.
+                # A probe without budget must still pin an adapter that just arrived, or it is
+                # evicted before the next step. Don't start a load: it would compete with prefill.
                 if request.status is not Status.RUNNING and request.adapter_wait_started_s is not None:
                     self._has_adapter(request, step)
                 continue
@@ -300,7 +305,7 @@ class Scheduler:
                 visits.is_admitting = False
 
     def _room(self, request: Request, step: Step) -> int:
-        """Return how many tokens of a prompt the step has room for, given its tenant's recent service."""
+        """Return how many tokens of a prompt the step has room for."""
         room = step.room(request)
         if (
             request.is_internal
@@ -318,7 +323,8 @@ class Scheduler:
             visits.skip_tenant(max_deficit=self._max_deficit if self._quota.has_slot_quota(tenant) else math.inf)
             return
         if any(request is other for other in step.preempted):
-            # not in this step: so the last token of a request preempted in flight is known when it starts again
+            # not in this step: so the last token of a request preempted in flight is known when it
+            # starts again
             return
         if not self._has_adapter(request, step):
             visits.skip_adapter()
@@ -334,7 +340,8 @@ class Scheduler:
             self._quota.free_blocks(request, is_use=False)
             visits.skip_tenant(max_deficit=0.0)
             return
-        # a preempted request waits for all the blocks that it needs: started with fewer, it would be preempted again
+        # a preempted request waits for all the blocks that it needs: started with fewer, it would
+        # be preempted again
         has_blocks = (not request.num_preemptions or self._quota.has_blocks_for_all(request)) and self._quota.reserve(
             request, count
         )
@@ -357,7 +364,8 @@ class Scheduler:
         request.status = Status.RUNNING
         # scores from before a preemption
         request.prompt_logprobs.clear()
-        # cached tokens cost nothing, even those that others computed while the request was preempted
+        # cached tokens cost nothing, even those that others computed while the request was
+        # preempted
         request.num_charged_tokens = max(request.num_charged_tokens, request.num_computed_tokens)
         if request.first_scheduled_s is None:
             request.first_scheduled_s = self._clock()
@@ -386,7 +394,7 @@ class Scheduler:
             self._failed.append(output)
 
     def _fail_overdue(self, now: float) -> None:
-        """Fail the requests that have waited for their adapter up to the deadline. Its load goes on for later ones."""
+        """Fail the requests that have waited for their adapter too long; its load goes on."""
         for request in self._waits.overdue(now):
             if request.adapter is None:
                 continue
@@ -408,12 +416,16 @@ class Scheduler:
     # adapters
 
     def _has_adapter(self, request: Request, step: Step) -> bool:
-        """Pin the request's adapter if it is resident; else ask for it, or fail the request, and return False."""
+        """Return whether the request's adapter is resident, and pinned now.
+
+        If not, it is asked for. A request whose adapter couldn't be loaded fails.
+        """
         if request.pin is not None:
             return True
         if self._adapters.is_line_closed and request.adapter_wait_started_s is None:
-            # An adapter waits for memory that running requests hold. Those with a pin go on; so do those whose adapter
-            # has just arrived, which would lose it again to the one that waits now, and so on in turn.
+            # An adapter waits for memory that running requests hold. Those with a pin go on; so do
+            # those whose adapter has just arrived, which would lose it again to the one that waits
+            # now, and so on in turn.
             return False
         if request.adapter is None:
             return True
@@ -422,7 +434,8 @@ class Scheduler:
         state = Residency.LOADING if flow in step.absent else self._adapters.request(request.adapter)
         match state:
             case Residency.RESIDENT:
-                # Pinned before any KV block is taken, and kept across preemption: a request that holds KV can run.
+                # Pinned before any KV block is taken, and kept across preemption: a request that
+                # holds KV can run.
                 digest = request.adapter.digest
                 request.pin = self._adapters.pin(digest, is_use=not request.is_internal)
                 invocation_token_ids = self._adapters.facts(digest).invocation_token_ids
@@ -446,7 +459,7 @@ class Scheduler:
     # update
 
     def update(self, scheduled: Sequence[ScheduledRequest], results: Sequence[StepResult]) -> list[TokenOutput]:
-        """Give every request of a step what was computed and sampled; return the clients' outputs."""
+        """Give every request of a step its results; return the clients' outputs."""
         outputs = []
         for entry, result in zip(scheduled, results, strict=True):
             output = self._advance(entry, result)
@@ -455,7 +468,7 @@ class Scheduler:
         return outputs
 
     def forget(self, scheduled: Sequence[ScheduledRequest]) -> None:
-        """Undo a step that was not computed: its requests are as before, except that they keep new blocks."""
+        """Undo a step that was not computed; its requests keep their new blocks."""
         for entry in scheduled:
             entry.request.num_in_flight_tokens -= entry.num_sampled_tokens
             if entry.is_current:
@@ -477,7 +490,11 @@ class Scheduler:
     # check
 
     def check(self, in_flight: Sequence[ScheduledRequest] = ()) -> list[str]:
-        """Return every broken invariant, in words. ``in_flight``: what was scheduled and not updated yet."""
+        """Return every broken invariant, in words.
+
+        Args:
+            in_flight: entries of steps that were scheduled and not updated yet.
+        """
         problems = [
             *self._quota.check(self._requests.values(), self._running, in_flight),
             *self._queue.check(),

@@ -10,10 +10,12 @@ from loraserve.engine.scheduled import ScheduledRequest
 from loraserve.engine.scheduling.fair_queue import OUTPUT_COST, PROMPT_COST, AdapterFlow, FairQueue
 
 PROBE_DIVISOR, MIN_PROBE_ROWS = 8, 4
-"""Requests per row of internal ones in a step, and the least number of such rows: bounds what they add to a token's latency."""
+"""Requests per row of internal ones in a step, and the least number of such rows.
+
+Bounds what internal requests add to the time between tokens."""
 
 PROBE_PATIENCE = 4
-"""Cap on consecutive steps with prompts, the longest ones, that have no row of internal requests."""
+"""Cap on consecutive steps with prompts that have no row of internal requests."""
 
 
 @dataclass(slots=True)
@@ -91,7 +93,10 @@ class Step:
 
 
 class ProbeBudget:
-    """Cap the rows of internal requests in steps that serve tenants, and leave them out of steps with prompts for a while."""
+    """Cap the rows of internal requests in steps that serve tenants.
+
+    Steps with prompts have none of them, `PROBE_PATIENCE` in a row at most.
+    """
 
     def __init__(self, token_budget: int) -> None:
         self._token_budget = token_budget

@@ -1,4 +1,4 @@
-"""What requests wait for beside their turn, and for how long: their adapters, and their own timeouts."""
+"""Waits of requests beside their turn: for their adapters, and until their own timeouts."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ class AdapterSource(Protocol):
 
 
 class AdapterWaits:
-    """Waiting requests whose adapter isn't resident, in the order in which they began to wait for it.
+    """Requests that wait for an adapter that isn't resident, the longest wait first.
 
     Args:
-        prefill_pace: seconds per token: a load is charged as the tokens that could have been computed meanwhile.
+        prefill_pace: seconds per token: a load is charged as the tokens that could have been
+            computed meanwhile.
         max_load_cost: cap on that charge.
         deadline_s: seconds after which such a request fails.
     """
@@ -100,8 +101,9 @@ class AdapterWaits:
     def renew(self) -> None:
         """Ask again for the adapter that was asked for first, also in steps that can admit nothing.
 
-        The pager forgets an adapter that isn't asked for, and evicts one that isn't used: it could lose this one again
-        and again while others take the slots. Only this one: two that wait for the same memory would evict each other.
+        The pager forgets an adapter that isn't asked for, and evicts one that isn't used: it could
+        lose this one again and again while others take the slots. Only this one: two that wait for
+        the same memory would evict each other.
         """
         if not self._blocked:
             return
@@ -113,7 +115,7 @@ class AdapterWaits:
 
 
 class AdapterPrefetch:
-    """Tell the pager, once a step, the adapters of the requests that run next, so that it reads them ahead."""
+    """Tell the pager, once a step, which adapters to read ahead: those of the next requests."""
 
     def __init__(self, adapters: AdapterSource, queue: WaitingQueue) -> None:
         self._adapters, self._queue = adapters, queue
@@ -148,7 +150,7 @@ class AdapterPrefetch:
 
 
 class RequestDeadlines:
-    """Live requests with a timeout, by when it is over. Those that end in time are forgotten as others come."""
+    """Requests with a timeout, by when it is over; those that ended are dropped by and by."""
 
     def __init__(self) -> None:
         # (deadline, sequence number, request)
@@ -158,7 +160,11 @@ class RequestDeadlines:
         return len(self._entries)
 
     def add(self, request: Request, deadline_s: float, *, num_live: int) -> None:
-        """Note when the request's time is over. ``num_live``: live requests, which bound how many are remembered."""
+        """Note when the request's time is over.
+
+        Args:
+            num_live: live requests, which bound how many are remembered.
+        """
         if len(self._entries) > 2 * num_live + 64:
             self._entries = [entry for entry in self._entries if entry[2].status is not Status.FINISHED]
             heapq.heapify(self._entries)
