@@ -198,7 +198,7 @@ def recording_s(folder: Path, count: int = 20_000) -> tuple[float, float]:
     recorded = time.perf_counter()
     for _ in range(count):
         meter.record(event)
-        meter.seal()
+        meter.persist()
     sealed = time.perf_counter()
     record_s = (recorded - started) / count
     return record_s, (sealed - recorded) / count - record_s

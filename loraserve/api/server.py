@@ -81,8 +81,8 @@ async def _serve(settings: Settings) -> int:
             for end in (
                 database.dispose,
                 registry.shadow_hours.close,
-                registry.strikes.close,
-                registry.damages.close,
+                registry.numeric_failures.close,
+                registry.corruption.close,
                 registry.collector.close,
                 registry.claim.close,
                 registry.operations.close,
@@ -90,14 +90,14 @@ async def _serve(settings: Settings) -> int:
                 *([usage.close] if usage is not None else []),
                 services.engine.stop,
                 registry.pins.close,
-                registry.late_certificates.close,
+                registry.certificate_backfill.close,
             ):
                 ending.push_async_callback(end)
             servers.start()
             registry.claim.start()
             registry.collector.start()
             registry.pins.start()
-            registry.late_certificates.start()
+            registry.certificate_backfill.start()
             if usage is not None:
                 usage.start()
             return await _Lifetime(services, listener, settings.grace_s).run()
@@ -164,7 +164,7 @@ async def _make_services(settings: Settings) -> tuple[Services, Database]:
         config,
         tokenizer,
         hang_timeout_s=settings.engine_hang_timeout,
-        on_damage=lambda digest, blob: registry.damages.report(digest, blob),
+        on_damage=lambda digest, blob: registry.corruption.report(digest, blob),
     )
     registry = Registry(
         database,

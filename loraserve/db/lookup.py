@@ -32,7 +32,7 @@ class _StillAway(DatabaseUnavailable):
     """Say without a question that the database is away; this prolongs no outage."""
 
 
-class _Turns:
+class _UnknownKeyLimiter:
     """Limit the questions about unknown keys: a few at once, and fewer for one holder, so that no flood of them is in others' way."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class _Turns:
         """Each holder's semaphore, and how many questions hold it or wait for it."""
 
     @asynccontextmanager
-    async def of(self, holder: Hashable) -> AsyncIterator[None]:
+    async def slot(self, holder: Hashable) -> AsyncIterator[None]:
         own, number = self._holders.get(holder) or (asyncio.Semaphore(_MAX_UNKNOWN_PER_HOLDER), 0)
         self._holders[holder] = own, number + 1
         try:
@@ -91,7 +91,7 @@ class LookupCache(Generic[K, V]):
         self._flights: dict[K, asyncio.Task[V]] = {}
         self._failed_at: float | None = None
         self._retry: asyncio.Task[V] | None = None
-        self._turns = _Turns()
+        self._unknown_keys = _UnknownKeyLimiter()
         self._given_up: set[asyncio.Future[V]] = set()
         """Questions that were given up and haven't ended: with a silent database being cancelled takes a while itself."""
 
@@ -149,7 +149,7 @@ class LookupCache(Generic[K, V]):
             if key in self._entries:
                 value = await self._ask(fetch)
             else:
-                async with self._turns.of(holder):
+                async with self._unknown_keys.slot(holder):
                     asked_at = self._clock()
                     self._check_not_away(asked_at)
                     value = await self._ask(fetch)

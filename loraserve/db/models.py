@@ -280,13 +280,13 @@ class UploadChunk(Base):
     digest: Mapped[str] = mapped_column(String(DIGEST_LENGTH))
 
 
-class DoomedBlob(Base):
+class GcCandidate(Base):
     """A blob that nothing refers to any more. It is deleted a while later, unless it is referred to again."""
 
     __tablename__ = "doomed_blobs"
 
     digest: Mapped[str] = mapped_column(String(DIGEST_LENGTH), primary_key=True)
-    doomed_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    listed_at: Mapped[datetime] = mapped_column("doomed_at", UtcDateTime)
     deleting_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
     """Since when a collector is deleting it: nobody else may take it off the list. None: nobody is."""
 

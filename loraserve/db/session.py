@@ -224,7 +224,7 @@ class Database:
         self._readers = async_sessionmaker(self._read_engine, expire_on_commit=False)
         self._writers = async_sessionmaker(self._engine.execution_options(**{WRITE: True}), expire_on_commit=False)
         # SQLite has one writer; queueing here is fair, its busy handler isn't.
-        self._write_turn = asyncio.Lock()
+        self._write_lock = asyncio.Lock()
         self._answered_at = time.monotonic()
 
         @event.listens_for(self._engine.sync_engine, "after_cursor_execute")
@@ -312,7 +312,7 @@ class Database:
             with self._errors():
                 async with AsyncExitStack() as stack:
                     if self._is_sqlite:
-                        await stack.enter_async_context(self._write_turn)
+                        await stack.enter_async_context(self._write_lock)
                     self._check_file()
                     session = await stack.enter_async_context(self._writers())
                     await stack.enter_async_context(session.begin())

@@ -10,9 +10,9 @@ from types import MappingProxyType
 from typing import Any
 
 from loraserve.errors import AdapterUnavailable
-from loraserve.registry.health.parity import quarantined
+from loraserve.registry.health.parity import quarantine_error
 from loraserve.registry.records import QUARANTINED
-from loraserve.registry.served_base import another_base
+from loraserve.registry.served_base import other_base_error
 from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
 
 _TAG = b"loraserve split v1"
@@ -85,12 +85,12 @@ class Target:
         `AdapterOfAnotherBase`, whatever was found of it on that one, or `AdapterQuarantined`.
         """
         if self.is_of_another_base:
-            return another_base(self.ref.name, self.ref.version, self.base_digest, self.checks, self.served)
-        return quarantined(self.ref.name, self.ref.version, self.checks)
+            return other_base_error(self.ref.name, self.ref.version, self.base_digest, self.checks, self.served)
+        return quarantine_error(self.ref.name, self.ref.version, self.checks)
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class SplitTarget:
     """One of a split's versions."""
 
     target: Target
@@ -106,7 +106,7 @@ class Route:
     """Empty: the name says the version itself."""
     main: Target
     """Of a split, the version with the largest weight."""
-    ways: tuple[Way, ...] = ()
+    split: tuple[SplitTarget, ...] = ()
     """Of a split, in the order of the versions."""
     fallback: Target | None = None
     is_base_fallback: bool = False
@@ -125,16 +125,16 @@ class Route:
         Args:
             draw: uniform in [0, 1); asked where nothing is sticky.
         """
-        if not self.ways:
+        if not self.split:
             return self.main
         position = draw() if sticky is None else _position(self.adapter_id, self.alias, sticky)
-        position *= sum(way.weight for way in self.ways)
-        for way in self.ways:
-            position -= way.weight
+        position *= sum(part.weight for part in self.split)
+        for part in self.split:
+            position -= part.weight
             if position < 0:
-                return way.target
+                return part.target
         # what rounding left over
-        return self.ways[-1].target
+        return self.split[-1].target
 
     def bind(self, sticky: str | None, draw: Callable[[], float]) -> Binding:
         """What one request is bound to.

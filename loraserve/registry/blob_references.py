@@ -21,7 +21,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import InstrumentedAttribute
 
 from adapters_store.base import BlobStore
-from loraserve.db.models import Adapter, AdapterVersion, DoomedBlob, Tenant, Upload, UploadChunk
+from loraserve.db.models import Adapter, AdapterVersion, GcCandidate, Tenant, Upload, UploadChunk
 from loraserve.db.session import Database
 from loraserve.errors import Overloaded
 from loraserve.types import Digest
@@ -70,7 +70,7 @@ async def published(session: AsyncSession, digests: Collection[Digest] | None) -
 async def listed(session: AsyncSession, digests: Collection[Digest]) -> set[Digest]:
     """Return those of `digests` that an upload has, or that are on the list of what goes."""
     found: set[Digest] = set()
-    for column in (Upload.sha256, UploadChunk.digest, DoomedBlob.digest):
+    for column in (Upload.sha256, UploadChunk.digest, GcCandidate.digest):
         for some in _parts(digests):
             found.update(map(Digest, (await session.scalars(select(column).where(column.in_(some)).distinct())).all()))
     return found
@@ -87,34 +87,34 @@ def _is_kept(deleted_at: InstrumentedAttribute[datetime | None], since: datetime
     return or_(deleted_at.is_(None), deleted_at > since)
 
 
-async def doom(session: AsyncSession, digests: Iterable[Digest], now: datetime) -> int:
+async def add_gc_candidates(session: AsyncSession, digests: Iterable[Digest], now: datetime) -> int:
     """The blobs are on the list, from `now` on if they weren't yet; returns how many weren't."""
     insert: Any = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
     num_added = 0
     for some in _parts(digests):
-        rows = [{"digest": digest, "doomed_at": now} for digest in some]
-        statement = insert(DoomedBlob).values(rows).on_conflict_do_nothing().returning(DoomedBlob.digest)
+        rows = [{"digest": digest, "listed_at": now} for digest in some]
+        statement = insert(GcCandidate).values(rows).on_conflict_do_nothing().returning(GcCandidate.digest)
         num_added += len((await session.execute(statement)).all())
     return num_added
 
 
-async def keep(database: Database, digests: Collection[Digest]) -> None:
+async def retain(database: Database, digests: Collection[Digest]) -> None:
     """The blobs aren't on the list, and nobody is deleting them. Durable. A collector that is deleting one of them is waited for.
 
     Raises:
         Overloaded: one is still being deleted; the same request works later.
         DatabaseUnavailable
     """
-    doomed: list[Digest] = []
+    candidates: list[Digest] = []
     async with database.read() as session:
         for some in _parts(digests):
-            query = select(DoomedBlob.digest).where(DoomedBlob.digest.in_(some))
-            doomed += map(Digest, (await session.scalars(query)).all())
-    if not doomed:
+            query = select(GcCandidate.digest).where(GcCandidate.digest.in_(some))
+            candidates += map(Digest, (await session.scalars(query)).all())
+    if not candidates:
         return
     end = time.monotonic() + _PATIENCE_S
     # Once a collector has come to its end the blob is gone, and the caller finds out.
-    while await _is_any_marked(database, doomed) or not await _take_off(database, doomed):
+    while await _is_any_marked(database, candidates) or not await _take_off(database, candidates):
         if time.monotonic() >= end:
             # It says nothing of bytes that others had.
             raise Overloaded(
@@ -129,7 +129,7 @@ async def _is_any_marked(database: Database, digests: Collection[Digest]) -> boo
     """Looks without a lock: who waits must not keep SQLite's other writers waiting."""
     async with database.read() as session:
         for some in _parts(digests):
-            query = select(DoomedBlob.digest).where(DoomedBlob.digest.in_(some), DoomedBlob.deleting_at.is_not(None))
+            query = select(GcCandidate.digest).where(GcCandidate.digest.in_(some), GcCandidate.deleting_at.is_not(None))
             if (await session.scalars(query.limit(1))).first() is not None:
                 return True
     return False
@@ -139,22 +139,22 @@ async def _take_off(database: Database, digests: Collection[Digest]) -> bool:
     """Whether none of the blobs is on the list any more. False: one is being deleted, and all are as they were."""
     async with database.write() as session:
         for some in _parts(digests):
-            listed = select(DoomedBlob.deleting_at).where(DoomedBlob.digest.in_(some)).order_by(DoomedBlob.digest)
+            listed = select(GcCandidate.deleting_at).where(GcCandidate.digest.in_(some)).order_by(GcCandidate.digest)
             if any((await session.scalars(listed.with_for_update())).all()):
                 return False
         for some in _parts(digests):
-            await session.execute(delete(DoomedBlob).where(DoomedBlob.digest.in_(some)))
+            await session.execute(delete(GcCandidate).where(GcCandidate.digest.in_(some)))
     return True
 
 
-async def keep_stored(database: Database, store: BlobStore, digests: Collection[Digest]) -> None:
+async def retain_stored(database: Database, store: BlobStore, digests: Collection[Digest]) -> None:
     """As `keep`, and the blobs are there. To be called right before the transaction that refers to them.
 
     Raises:
         Overloaded: one was deleted meanwhile; the same request works when it is sent again.
         DatabaseUnavailable, StorageError
     """
-    await keep(database, digests)
+    await retain(database, digests)
     for digest in digests:
         if not await asyncio.to_thread(store.exists, digest):
             raise Overloaded("The stored bytes were removed meanwhile.", hint="Send the same request again.")

@@ -8,8 +8,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraserve.db import audit
 from loraserve.db.models import Adapter, Alias
-from loraserve.registry.records import Aim, ShadowPart
-from loraserve.registry.repository import AdapterRepository, aim_of, shadow_of
+from loraserve.registry.records import AliasTarget, ShadowPart
+from loraserve.registry.repository import AdapterRepository, shadow_of, target_of
 
 
 async def point_alias(
@@ -25,7 +25,7 @@ async def point_alias(
     """All of the alias's traffic goes to `version`; its shadow stays, but where that is the same version. As `move_alias`."""
     row = await repository.alias(adapter, alias)
     shadow = None if row is None else shadow_of(row)
-    return await move_alias(session, repository, adapter, alias, Aim(version), shadow, actor=actor, now=now)
+    return await move_alias(session, repository, adapter, alias, AliasTarget(version), shadow, actor=actor, now=now)
 
 
 async def move_alias(
@@ -33,37 +33,37 @@ async def move_alias(
     repository: AdapterRepository,
     adapter: Adapter,
     alias: str,
-    aim: Aim,
+    target: AliasTarget,
     shadow: ShadowPart | None,
     *,
     actor: str,
     now: datetime,
     action: str = "alias.move",
 ) -> Alias:
-    """The alias leads to `aim`, with that shadow; a new revision and an audit row only if it didn't before. The adapter's row must be locked.
+    """The alias leads to `target`, with that shadow; a new revision and an audit row only if it didn't before. The adapter's row must be locked.
 
     A shadow of the only version that answers would be its copy: there is none then.
     """
-    if shadow is not None and aim.versions == (shadow.version,):
+    if shadow is not None and target.versions == (shadow.version,):
         shadow = None
     row = await repository.alias(adapter, alias)
-    before = None if row is None else aim_of(row)
+    before = None if row is None else target_of(row)
     old_shadow = None if row is None else shadow_of(row)
-    if row is not None and (before, old_shadow) == (aim, shadow):
+    if row is not None and (before, old_shadow) == (target, shadow):
         return row
-    row = await repository.aim(adapter, alias, aim, shadow, now)
-    detail = {"before": _shown(before), "after": _shown(aim)}
+    row = await repository.set_alias(adapter, alias, target, shadow, now)
+    detail = {"before": _shown(before), "after": _shown(target)}
     if old_shadow != shadow:
         detail["shadow"] = None if shadow is None else f"{shadow.version}={shadow.share:g}"
     record_change(session, repository, action, f"{adapter.name}@{alias}", actor=actor, now=now, **detail)
     return row
 
 
-def _shown(aim: Aim | None) -> int | str | None:
+def _shown(target: AliasTarget | None) -> int | str | None:
     """A version's number; a split as the command line writes it."""
-    if aim is None:
+    if target is None:
         return None
-    return str(aim) if aim.split else aim.version
+    return str(target) if target.split else target.version
 
 
 def record_change(

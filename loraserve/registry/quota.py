@@ -65,7 +65,7 @@ async def check_quota(
         )
 
 
-async def check_room(session: AsyncSession, tenant: TenantId, limits: Limits, size: int, now: datetime) -> None:
+async def check_upload_quota(session: AsyncSession, tenant: TenantId, limits: Limits, size: int, now: datetime) -> None:
     """Return if the tenant, whose row is locked, may have another upload of that size.
 
     Raises:

@@ -106,7 +106,7 @@ class ShadowPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Aim:
+class AliasTarget:
     """Where an alias leads."""
 
     version: int
@@ -115,7 +115,7 @@ class Aim:
     """In the order of the versions; empty: all traffic goes to `version`."""
 
     @classmethod
-    def at(cls, parts: Sequence[SplitPart]) -> Aim:
+    def over(cls, parts: Sequence[SplitPart]) -> AliasTarget:
         """A split; of the same weights in whatever order, the same one.
 
         Raises:
@@ -139,7 +139,7 @@ class Aim:
         return cls(main.version, tuple(sorted(parts, key=lambda part: part.version)))
 
     @classmethod
-    def of(cls, stored: Mapping[str, Any]) -> Aim:
+    def from_json(cls, stored: Mapping[str, Any]) -> AliasTarget:
         """Back from `as_json`."""
         parts = tuple(SplitPart(part["version"], part["weight"]) for part in stored["split"] or ())
         return cls(stored["version"], parts)
@@ -165,7 +165,7 @@ class Aim:
 class AliasRecord:
     adapter: str
     name: str
-    aim: Aim
+    target: AliasTarget
     shadow: ShadowPart | None
     revision: int
     """Never the same for two states of the alias."""
@@ -174,7 +174,7 @@ class AliasRecord:
     @property
     def version(self) -> int:
         """Of a split, the one with the largest weight."""
-        return self.aim.version
+        return self.target.version
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,17 +22,17 @@ from loraserve.registry.binding import BASE, Binding, Route, Target
 from loraserve.registry.catalog.aliases import Aliases
 from loraserve.registry.catalog.grants import Grants
 from loraserve.registry.catalog.last_used import LastUsed
-from loraserve.registry.catalog.metadata import Notes
+from loraserve.registry.catalog.metadata import MetadataEditor
 from loraserve.registry.catalog.pins import PinningEngine, Pins
-from loraserve.registry.catalog.restore import Tombstones
+from loraserve.registry.catalog.restore import Restorer
 from loraserve.registry.catalog.shadow_hours import ShadowHours
 from loraserve.registry.changes import record_change
 from loraserve.registry.composition import compose
 from loraserve.registry.health.base_names import BaseNames
-from loraserve.registry.health.certificate_backfill import LateCertificates
+from loraserve.registry.health.certificate_backfill import CertificateBackfill
 from loraserve.registry.health.certificates import Certificates, Certify
-from loraserve.registry.health.corruption import Damages
-from loraserve.registry.health.numeric_failures import Strikes
+from loraserve.registry.health.corruption import CorruptionQuarantine
+from loraserve.registry.health.numeric_failures import NumericFailures
 from loraserve.registry.model_name import ParsedModel, Term, model_not_found
 from loraserve.registry.operations import Operations
 from loraserve.registry.publishing.publisher import Publisher
@@ -62,7 +62,7 @@ class Registry:
     `resolve` at once in this process and within `LIMITS.resolve_cache_s` in others.
 
     `uploads` and `publisher` are the way in; `aliases` moves names, `notes` writes on what is there, `tombstones` restores what was deleted; `pins` are
-    operators'; `certificates` verifies what is there again, `late_certificates` what couldn't be at its upload; `damages` is told of bytes that aren't what they were, `strikes` of answers
+    operators'; `certificates` verifies what is there again, `certificate_backfill` what couldn't be at its upload; `damages` is told of bytes that aren't what they were, `strikes` of answers
     that are no numbers, `shadow_hours` of how shadows did; `grants` let other tenants use an adapter; `claim` says whose the store is.
 
     Args:
@@ -116,7 +116,9 @@ class Registry:
             is_at_upload=is_certified_at_upload,
             clock=clock,
         )
-        self.late_certificates = LateCertificates(database, self.certificates, base, clock=clock, monotonic=monotonic)
+        self.certificate_backfill = CertificateBackfill(
+            database, self.certificates, base, clock=clock, monotonic=monotonic
+        )
         throttle = throttle or Throttle()
         self.claim = claim or StoreClaim(database, store, clock=clock)
         self.collector = Collector(
@@ -136,14 +138,14 @@ class Registry:
             names=names,
         )
         self.aliases = Aliases(database, self.served_base, self.forget, clock=clock)
-        self.notes = Notes(database, self.forget, clock=clock)
-        self.tombstones = Tombstones(database, store, self.forget, retention_s=retention_s, clock=clock)
+        self.metadata = MetadataEditor(database, self.forget, clock=clock)
+        self.restorer = Restorer(database, store, self.forget, retention_s=retention_s, clock=clock)
         self.pins = Pins(database, self.served_base, pinning, clock=clock, monotonic=monotonic)
-        self.damages = Damages(database, self.forget, clock=clock)
+        self.corruption = CorruptionQuarantine(database, self.forget, clock=clock)
         self.operations = Operations(database, clock=clock)
         self.pulls = Pulls(self.uploads, self.publisher, self.operations, pull_allow)
         self.grants = Grants(database, self.forget, clock=clock)
-        self.strikes = Strikes(database, self.served_base, self.forget, clock=clock)
+        self.numeric_failures = NumericFailures(database, self.served_base, self.forget, clock=clock)
         self.shadow_hours = ShadowHours(database, clock=clock)
         self.num_quarantined_refused = 0
         """Uses of versions in quarantine, since the start."""

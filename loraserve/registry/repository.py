@@ -15,7 +15,7 @@ from loraserve.db.models import Adapter, AdapterVersion, Alias, Grant, Tenant
 from loraserve.db.names import is_name
 from loraserve.errors import AdapterNotFound, AliasNotFound, AlreadyExists, TenantNotFound, VersionNotFound
 from loraserve.registry.model_name import MAX_VERSION
-from loraserve.registry.records import AdapterRecord, Aim, AliasRecord, ShadowPart, SplitPart, VersionRecord
+from loraserve.registry.records import AdapterRecord, AliasRecord, AliasTarget, ShadowPart, SplitPart, VersionRecord
 from loraserve.types import Digest, TenantId
 
 
@@ -207,8 +207,10 @@ class AdapterRepository:
         self._session.add(row)
         return row
 
-    async def aim(self, adapter: Adapter, alias: str, aim: Aim, shadow: ShadowPart | None, now: datetime) -> Alias:
-        """The alias leads to `aim` now, at a new revision; made if absent. Where it led before is what a rollback goes back to."""
+    async def set_alias(
+        self, adapter: Adapter, alias: str, target: AliasTarget, shadow: ShadowPart | None, now: datetime
+    ) -> Alias:
+        """The alias leads to `target` now, at a new revision; made if absent. Where it led before is what a rollback goes back to."""
         row = await self.alias(adapter, alias)
         revision = self.touch(adapter, now)
         if row is None:
@@ -216,9 +218,9 @@ class AdapterRepository:
             # The version's row, which the alias refers to, must be there first.
             await self._session.flush()
             self._session.add(row)
-        elif (before := aim_of(row)) != aim:
+        elif (before := target_of(row)) != target:
             row.previous = before.as_json()
-        row.version, row.split, row.revision, row.updated_at = aim.version, aim.split_json(), revision, now
+        row.version, row.split, row.revision, row.updated_at = target.version, target.split_json(), revision, now
         row.shadow = None if shadow is None else {"version": shadow.version, "share": shadow.share}
         return row
 
@@ -262,7 +264,7 @@ class AdapterRepository:
     async def users_of(self, adapter: Adapter, number: int) -> list[str]:
         """What leads to the version, in words; empty: it may go."""
         aliases = await self.all_aliases(adapter)
-        naming = [alias.name for alias in aliases if number in aim_of(alias).versions]
+        naming = [alias.name for alias in aliases if number in target_of(alias).versions]
         shadowed = [
             alias.name for alias in aliases if (shadow := shadow_of(alias)) is not None and shadow.version == number
         ]
@@ -312,7 +314,7 @@ class AdapterRepository:
         """The rows as values, each with the aliases that name it."""
         names: dict[int, list[str]] = {}
         for alias in await self.all_aliases(adapter):
-            for version in aim_of(alias).versions:
+            for version in target_of(alias).versions:
                 names.setdefault(version, []).append(alias.name)
         return [self._version_record(adapter, row, names.get(row.number, [])) for row in rows]
 
@@ -326,10 +328,10 @@ class AdapterRepository:
         aliases: dict[str, dict[str, int]] = {}
         splits: dict[str, dict[str, tuple[SplitPart, ...]]] = {}
         for alias in await self._session.scalars(select(Alias).where(Alias.adapter_id.in_(ids)).order_by(Alias.name)):
-            aim = aim_of(alias)
-            aliases.setdefault(alias.adapter_id, {})[alias.name] = aim.version
-            if aim.split:
-                splits.setdefault(alias.adapter_id, {})[alias.name] = aim.split
+            target = target_of(alias)
+            aliases.setdefault(alias.adapter_id, {})[alias.name] = target.version
+            if target.split:
+                splits.setdefault(alias.adapter_id, {})[alias.name] = target.split
         counted = (
             select(AdapterVersion.adapter_id, AdapterVersion.base_digest, func.count(), func.max(AdapterVersion.number))
             .where(AdapterVersion.adapter_id.in_(ids), AdapterVersion.deleted_at.is_(None))
@@ -370,7 +372,7 @@ class AdapterRepository:
                 f'The adapter "{adapter.name}" has no alias {_shown(name)}.',
                 hint=f"See: loraserve adapter show {adapter.name}",
             )
-        return AliasRecord(adapter.name, row.name, aim_of(row), shadow_of(row), row.revision, row.updated_at)
+        return AliasRecord(adapter.name, row.name, target_of(row), shadow_of(row), row.revision, row.updated_at)
 
     def _version_record(self, adapter: Adapter, row: AdapterVersion, aliases: Iterable[str]) -> VersionRecord:
         return VersionRecord(
@@ -411,8 +413,8 @@ def _no_version(adapter: Adapter) -> VersionNotFound:
     )
 
 
-def aim_of(row: Alias) -> Aim:
-    return Aim.of({"version": row.version, "split": row.split})
+def target_of(row: Alias) -> AliasTarget:
+    return AliasTarget.from_json({"version": row.version, "split": row.split})
 
 
 def shadow_of(row: Alias) -> ShadowPart | None:

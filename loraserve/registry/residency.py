@@ -77,7 +77,7 @@ async def list_owned(
     return make_page(rows, limit, lambda row: row.id, lambda row: row)
 
 
-async def holders_of_blob(session: AsyncSession, digest: Digest, blob: Digest) -> list[tuple[TenantId, str, int]]:
+async def versions_stored_in(session: AsyncSession, digest: Digest, blob: Digest) -> list[tuple[TenantId, str, int]]:
     """Whose live versions of that digest are stored in that blob: tenant, name and number, in the order of their ids."""
     query = (
         select(Adapter.tenant_id, Adapter.name, AdapterVersion.number)

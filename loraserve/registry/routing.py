@@ -9,7 +9,7 @@ from sqlalchemy import BindParameter, ColumnElement, Integer, Row, Select, bindp
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from loraserve.db.models import Adapter, AdapterVersion, Alias, Grant, Tenant
-from loraserve.registry.binding import Route, Target, Way
+from loraserve.registry.binding import Route, SplitTarget, Target
 from loraserve.registry.model_name import BASE_FALLBACK, LIVE, ParsedModel
 from loraserve.registry.records import QUARANTINED, ServableAdapter
 from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
@@ -49,7 +49,7 @@ class RouteRepository:
             adapter_id=row.adapter_id,
             alias=model.alias or "",
             main=targets[number],
-            ways=tuple(Way(targets[one], split[one]) for one in sorted(split) if one in targets),
+            split=tuple(SplitTarget(targets[one], split[one]) for one in sorted(split) if one in targets),
             fallback=None if spare is None else targets.get(spare),
             is_base_fallback=row.fallback == BASE_FALLBACK,
             shadow=targets.get(shadow["version"]) if shadow else None,

@@ -49,10 +49,10 @@ class ServedBase:
         """
         known = self.digest
         if known is not None and digest != known:
-            raise another_base(name, number, digest, checks, self.spec)
+            raise other_base_error(name, number, digest, checks, self.spec)
 
 
-def another_base(
+def other_base_error(
     name: str, number: int, digest: str, checks: Iterable[Mapping[str, Any]], served: BaseSpec
 ) -> AdapterOfAnotherBase:
     """Return why this version isn't served here: which base it was made for, and which one there is."""

@@ -22,7 +22,7 @@ import msgspec
 from adapters_store import open_store
 from loraserve import faults
 from loraserve.db.session import Database
-from loraserve.registry.records import Aim
+from loraserve.registry.records import AliasTarget
 from loraserve.registry.registry import Registry
 from loraserve.tenancy.identity.auth import Authenticator
 from loraserve.types import BaseSpec
@@ -64,7 +64,7 @@ async def publish_forever(database_url: str, store_url: str, inputs: Inputs, rou
         version = published.version.version
         os.write(1, f"published {name} {version} {published.version.digest}\n".encode())
         if version is not None and version > 1:
-            await registry.aliases.set(tenant, name, "previous", Aim(version - 1), actor="test")
+            await registry.aliases.set(tenant, name, "previous", AliasTarget(version - 1), actor="test")
             os.write(1, f"moved {name} previous {version - 1}\n".encode())
 
 

@@ -141,7 +141,7 @@ class _Exchange:
         client = scope.get("client")
         self._address = address_holder(client[0] if client else "")
         self.claim = Claim(rooms, self._address, max_body_bytes=limits.max_body_bytes)
-        scope.setdefault("state", {}).update(request_id=self.request_id, claim=self.claim, pace=self)
+        scope.setdefault("state", {}).update(request_id=self.request_id, claim=self.claim, sender=self)
         self._rooms = rooms
         self._scope = scope
         self._receive = receive

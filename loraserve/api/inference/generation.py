@@ -172,7 +172,7 @@ class Generation:
         """One strike for the whole request: its choices ask the same question."""
         if request.adapter is not None and not self._has_struck:
             self._has_struck = True
-            self._services.registry.strikes.report(request.tenant, request.adapter)
+            self._services.registry.numeric_failures.report(request.tenant, request.adapter)
 
     def _follow(self, request: GenerateRequest) -> Copy | None:
         """The request's copy on the shadow version, if it has one."""
@@ -279,7 +279,7 @@ async def answer(
     try:
         first = await while_connected(request, generation.start())
         if events is not None:
-            return EventStream(events(), close, headers(first), usage.hand_over)
+            return EventStream(events(), close, headers(first), usage.deliver)
         await while_connected(request, _collect(generation, add))
         await generation.close()
         return WholeAnswer(orjson.dumps(whole()), headers(first), usage.hand_over_all, end)

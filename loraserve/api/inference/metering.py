@@ -66,7 +66,7 @@ class Usage:
         # the first choice of a prompt says it: later ones find what that one computed, and the prompt is billed with it
         self._cached.setdefault(index // self._n, chunk.num_cached_tokens)
 
-    def hand_over(self) -> None:
+    def deliver(self) -> None:
         """The piece with the chunk that was added last goes to a client that is there. The end of an answer is in the journal first."""
         if self._last is not None:
             self._bill((self._last,))
@@ -129,7 +129,7 @@ class Usage:
         self._record(int(is_first), prompt_tokens, cached_tokens, completion_tokens)
         meter = self._answering.services.usage
         if self._has_ended and meter is not None:
-            meter.seal()
+            meter.persist()
         self._has_ended = False
 
     def _record(

@@ -172,7 +172,7 @@ class Shadows:
             return
         except (LoraserveError, TimeoutError) as error:
             if isinstance(error, AdapterNumerics):
-                self._registry.strikes.report(copy.request.tenant, copy.shadow.adapter)
+                self._registry.numeric_failures.report(copy.request.tenant, copy.shadow.adapter)
             outcome, tally = FAILED, Tally(num_requests=1, num_failed=1)
             # a shadow fails a request only where there was an answer
             await copy.live_s()

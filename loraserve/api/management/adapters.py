@@ -20,10 +20,10 @@ from loraserve.api.management.payloads.resources import (
     VersionResource,
     page_of,
 )
-from loraserve.api.management.uploads import is_json, pace_of, publish_stored
+from loraserve.api.management.uploads import is_json, publish_stored, sender_of
 from loraserve.api.services import Services, services_of
 from loraserve.errors import InvalidRequest
-from loraserve.registry.health.parity import quarantined
+from loraserve.registry.health.parity import quarantine_error
 from loraserve.registry.records import QUARANTINED, Published, VersionRecord
 from loraserve.tenancy.idempotency import Once, StoredResponse
 from loraserve.tenancy.identity.auth import Caller
@@ -68,7 +68,7 @@ async def publish_version(
             request, caller, name, _published_on(services), is_promoting=promote, is_dry_run=dry_run
         )
     boundary = multipart_boundary(request)
-    staged = await uploads.stage(caller.tenant, pace_of(request))
+    staged = await uploads.stage(caller.tenant, sender_of(request))
     try:
         config = await read_upload(request, boundary, staged, uploads.throttle)
         content = hashlib.sha256(config).digest() + staged.digest.encode()
@@ -187,7 +187,7 @@ async def warm_version(name: str, number: int, request: Request, caller: Caller 
     version = await registry.get_version(caller.tenant, name, number)
     registry.served_base.check(name, number, version.base_digest, version.checks)
     if version.state == QUARANTINED:
-        raise quarantined(name, number, version.checks)
+        raise quarantine_error(name, number, version.checks)
 
     async def work(once: Once[bool] | None) -> bool:
         await registry.check_once(once)

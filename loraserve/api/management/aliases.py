@@ -11,7 +11,7 @@ from loraserve.api.management.payloads.bodies import AliasChange, read_body
 from loraserve.api.management.payloads.resources import AliasResource, PageResource, page_of
 from loraserve.api.services import services_of
 from loraserve.errors import InvalidRequest
-from loraserve.registry.records import Aim, AliasRecord, ShadowPart, SplitPart
+from loraserve.registry.records import AliasRecord, AliasTarget, ShadowPart, SplitPart
 from loraserve.tenancy.idempotency import Once, StoredResponse
 from loraserve.tenancy.identity.auth import Caller
 
@@ -44,7 +44,7 @@ async def put_alias(name: str, alias: str, request: Request, caller: Caller = De
     body = await read_body(request, AliasChange)
     shadow = None if body.shadow is None else ShadowPart(body.shadow.version, body.shadow.share)
     record, is_new = await services_of(request).registry.aliases.set(
-        caller.tenant, name, alias, _aim(body), shadow, actor=caller.key_id, condition=condition
+        caller.tenant, name, alias, _target(body), shadow, actor=caller.key_id, condition=condition
     )
     stored = _rendered(record)
     return Response(stored.body, 201 if is_new else 200, stored.headers, media_type="application/json")
@@ -73,17 +73,17 @@ async def delete_alias(name: str, alias: str, request: Request, caller: Caller =
     return Response(status_code=204)
 
 
-def _aim(body: AliasChange) -> Aim:
+def _target(body: AliasChange) -> AliasTarget:
     """Raises:
     InvalidRequest: the body says neither a version nor a split, or both.
     """
     if body.split is not None and body.version is None:
-        return Aim.at([SplitPart(part.version, part.weight) for part in body.split])
+        return AliasTarget.over([SplitPart(part.version, part.weight) for part in body.split])
     if body.version is None:
         raise InvalidRequest("version is missing.", param="version", hint="Or send split, for several versions.")
     if body.split is not None:
         raise InvalidRequest("version and split are two answers to one question; send one of them.", param="split")
-    return Aim(body.version)
+    return AliasTarget(body.version)
 
 
 def _rendered(record: AliasRecord) -> StoredResponse:

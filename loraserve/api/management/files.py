@@ -28,7 +28,7 @@ async def download_file(
 ) -> Response:
     """The file's bytes; its ETag is their SHA-256. They are verified while they are read: of damaged ones the last piece never comes."""
     services = services_of(request)
-    places = services.registry.uploads.downloads
+    slots = services.registry.uploads.downloads
     version = await services.registry.get_version(caller.tenant, name, number)
     if file not in _MEDIA_TYPES:
         raise NotFound("A version has no such file.", hint=f"It has {CONFIG} and {WEIGHTS}.")
@@ -38,7 +38,7 @@ async def download_file(
         return Response(status_code=304, headers={"ETag": etag})
 
     def damaged() -> AdapterCorrupt:
-        services.registry.damages.report(version.digest, blob)
+        services.registry.corruption.report(version.digest, blob)
         return AdapterCorrupt(
             "The stored bytes of this adapter version are damaged or gone.",
             digest=version.digest,
@@ -46,17 +46,17 @@ async def download_file(
             hint="Push the same files again.",
         )
 
-    places.take(caller.tenant)
+    slots.acquire(caller.tenant)
     try:
         pieces, num_bytes = await asyncio.to_thread(
             lambda: (services.store.read_pieces(blob), services.store.num_bytes(blob))
         )
         first = await asyncio.to_thread(next, pieces, b"")
     except (BlobCorrupt, BlobNotFound) as error:
-        places.give_back(caller.tenant)
+        slots.release(caller.tenant)
         raise damaged() from error
     except BaseException:
-        places.give_back(caller.tenant)
+        slots.release(caller.tenant)
         raise
     headers = {
         "ETag": etag,
@@ -68,7 +68,7 @@ async def download_file(
         _stream(first, pieces, damaged),
         headers=headers,
         media_type=_MEDIA_TYPES[file],
-        on_end=lambda: places.give_back(caller.tenant),
+        on_end=lambda: slots.release(caller.tenant),
     )
 
 

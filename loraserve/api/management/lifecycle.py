@@ -30,7 +30,7 @@ async def edit_adapter(name: str, request: Request, caller: Caller = Depends(_wr
         fallback=_fallback(body) if "fallback" in body.model_fields_set else None,
     )
     registry = services_of(request).registry
-    record = await registry.notes.edit(caller.tenant, name, edit, actor=caller.key_id)
+    record = await registry.metadata.edit(caller.tenant, name, edit, actor=caller.key_id)
     return answer(request, AdapterResource.of(record, registry.served_base.digest))
 
 
@@ -43,7 +43,7 @@ async def edit_version(name: str, number: int, request: Request, caller: Caller 
         tags=body.tags or {} if "tags" in body.model_fields_set else None,
     )
     registry = services_of(request).registry
-    record = await registry.notes.edit_version(caller.tenant, name, number, edit, actor=caller.key_id)
+    record = await registry.metadata.edit_version(caller.tenant, name, number, edit, actor=caller.key_id)
     return answer(request, VersionResource.of(record, registry.served_base.digest))
 
 
@@ -53,7 +53,7 @@ async def restore_adapter(name: str, request: Request, caller: Caller = Depends(
     registry = services_of(request).registry
 
     async def work(once: Once[AdapterRecord] | None) -> AdapterRecord:
-        return await registry.tombstones.restore(caller.tenant, name, actor=caller.key_id, once=once)
+        return await registry.restorer.restore(caller.tenant, name, actor=caller.key_id, once=once)
 
     def render(record: AdapterRecord) -> StoredResponse:
         return _stored(AdapterResource.of(record, registry.served_base.digest))
@@ -67,7 +67,7 @@ async def restore_version(name: str, number: int, request: Request, caller: Call
     registry = services_of(request).registry
 
     async def work(once: Once[VersionRecord] | None) -> VersionRecord:
-        return await registry.tombstones.restore_version(caller.tenant, name, number, actor=caller.key_id, once=once)
+        return await registry.restorer.restore_version(caller.tenant, name, number, actor=caller.key_id, once=once)
 
     def render(record: VersionRecord) -> StoredResponse:
         return _stored(VersionResource.of(record, registry.served_base.digest))

@@ -21,7 +21,7 @@ from loraserve.api.services import services_of
 from loraserve.errors import InvalidRequest, PayloadTooLarge
 from loraserve.limits import LIMITS
 from loraserve.registry.records import Published
-from loraserve.registry.uploads.concurrency_limiter import Pace
+from loraserve.registry.uploads.concurrency_limiter import Sender
 from loraserve.registry.uploads.resumable import BytesLost, UploadRecord
 from loraserve.tenancy.idempotency import Once, StoredResponse
 from loraserve.tenancy.identity.auth import Caller
@@ -86,7 +86,7 @@ def _created(result: tuple[UploadRecord, bool]) -> StoredResponse:
 @router.get("/{upload_id}", response_model=UploadResource)
 async def get_upload(upload_id: str, request: Request, caller: Caller = Depends(_reader)) -> Response:
     """How much has come. One whose last byte came just before its server ended is completed."""
-    record = await services_of(request).registry.uploads.resumable.settle(caller.tenant, upload_id)
+    record = await services_of(request).registry.uploads.resumable.finish(caller.tenant, upload_id)
     return answer(request, UploadResource.of(record))
 
 
@@ -100,7 +100,7 @@ async def send_piece(upload_id: str, request: Request, caller: Caller = Depends(
     services.check_open()
     start, end, size = _read_range(request)
     record = await services.registry.uploads.resumable.receive(
-        caller.tenant, upload_id, start, end, size, request.stream(), pace_of(request)
+        caller.tenant, upload_id, start, end, size, request.stream(), sender_of(request)
     )
     body = encode(UploadResource.of(record))
     return Response(body, headers={"ETag": content_etag(body)}, media_type="application/json")
@@ -133,10 +133,10 @@ def _read_range(request: Request) -> tuple[int, int, int]:
     return start, end, size
 
 
-def pace_of(request: Request) -> Pace:
-    """Return the pace at which the request's body comes."""
-    pace: Pace = request.state.pace
-    return pace
+def sender_of(request: Request) -> Sender:
+    """Return the monitor of the client that sends the body."""
+    sender: Sender = request.state.sender
+    return sender
 
 
 def is_json(request: Request) -> bool:
@@ -170,7 +170,7 @@ async def publish_stored(
     async def work(once: Once[Published] | None) -> Published:
         # what was answered once is answered again, also when the upload has gone since
         await registry.check_once(once)
-        async with uploads.place(caller.tenant):
+        async with uploads.slot(caller.tenant):
             stored = await uploads.resumable.stored(caller.tenant, blob)
             try:
                 return await registry.publisher.publish(

@@ -174,7 +174,7 @@ class EngineCollector(Collector):
             labels=["verdict"],
         )
         for verdict in (PASSED, FAILED, REJECTED):
-            late.add_metric([verdict], registry.late_certificates.num_by_verdict[verdict])
+            late.add_metric([verdict], registry.certificate_backfill.num_by_verdict[verdict])
         yield late
         yield CounterMetricFamily(
             "loraserve_quarantined_refusals",
@@ -190,12 +190,12 @@ class EngineCollector(Collector):
         yield CounterMetricFamily(
             "loraserve_numerics_strikes",
             "Answers of versions that were not finite, by requests of their owners.",
-            value=registry.strikes.num_strikes,
+            value=registry.numeric_failures.num_failures,
         )
         yield CounterMetricFamily(
             "loraserve_numerics_quarantines",
             "Versions quarantined for them.",
-            value=registry.strikes.num_quarantined,
+            value=registry.numeric_failures.num_quarantined,
         )
         yield GaugeMetricFamily(
             "loraserve_shadow_requests_live",
@@ -210,7 +210,7 @@ class EngineCollector(Collector):
         yield CounterMetricFamily(
             "loraserve_damaged_versions",
             "Versions quarantined because their stored bytes were found damaged or gone.",
-            value=registry.damages.num_quarantined,
+            value=registry.corruption.num_quarantined,
         )
         operations = CounterMetricFamily(
             "loraserve_operations", "Operations that ended on this server.", labels=["state"]
@@ -229,7 +229,7 @@ class EngineCollector(Collector):
         yield GaugeMetricFamily(
             "loraserve_doomed_blobs",
             "Blobs that nothing refers to, which will be deleted after the grace period.",
-            value=collector.num_doomed,
+            value=collector.num_gc_candidates,
         )
         yield GaugeMetricFamily(
             "loraserve_operator_pins", "Adapters that operators have pinned.", value=registry.pins.num_wanted

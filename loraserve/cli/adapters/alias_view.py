@@ -27,10 +27,10 @@ ALIAS_DETAILS = (
 
 def aliases_in_words(adapter: Adapter) -> str | None:
     """Return where each alias leads: ``canary=3, live=1:50%,2:50%``."""
-    return ", ".join(f"{name}={_aim(adapter, name)}" for name in adapter.aliases) or None
+    return ", ".join(f"{name}={_target(adapter, name)}" for name in adapter.aliases) or None
 
 
-def _aim(adapter: Adapter, alias: str) -> str:
+def _target(adapter: Adapter, alias: str) -> str:
     split = adapter.splits.get(alias)
     if not split:
         return str(adapter.aliases[alias])

@@ -14,9 +14,9 @@ from loraserve.db.session import Clock, Database
 from loraserve.errors import Conflict, InvalidRequest, PreconditionFailed, VersionNotFound
 from loraserve.limits import LIMITS
 from loraserve.registry.changes import move_alias, record_change
-from loraserve.registry.health.parity import quarantined
+from loraserve.registry.health.parity import quarantine_error
 from loraserve.registry.model_name import check_alias_name
-from loraserve.registry.records import NO_CONDITION, QUARANTINED, Aim, AliasRecord, Precondition, ShadowPart
+from loraserve.registry.records import NO_CONDITION, QUARANTINED, AliasRecord, AliasTarget, Precondition, ShadowPart
 from loraserve.registry.repository import AdapterRepository, shadow_of
 from loraserve.registry.served_base import ServedBase
 from loraserve.types import TenantId
@@ -74,13 +74,13 @@ class Aliases:
         tenant: TenantId,
         name: str,
         alias: str,
-        aim: Aim,
+        target: AliasTarget,
         shadow: ShadowPart | None = None,
         *,
         actor: str,
         condition: Precondition = NO_CONDITION,
     ) -> tuple[AliasRecord, bool]:
-        """`alias` leads to `aim` with that shadow or none, if `condition` holds of what it was; and whether the alias is new.
+        """`alias` leads to `target` with that shadow or none, if `condition` holds of what it was; and whether the alias is new.
 
         Where the shadow is the only version that answers, there is none.
 
@@ -99,13 +99,13 @@ class Aliases:
             adapter = await repository.adapter(name, is_locking=True)
             found = await repository.alias(adapter, alias)
             _check_condition(condition, found, f"{name}@{alias}")
-            await self._check_servable(repository, adapter, aim, shadow)
+            await self._check_servable(repository, adapter, target, shadow)
             if found is None and await repository.num_aliases(adapter) >= LIMITS.max_aliases_per_adapter:
                 raise InvalidRequest(
                     f"The adapter has {LIMITS.max_aliases_per_adapter} aliases, the most it may have.", param="alias"
                 )
             is_new = found is None
-            row = await move_alias(session, repository, adapter, alias, aim, shadow, actor=actor, now=now)
+            row = await move_alias(session, repository, adapter, alias, target, shadow, actor=actor, now=now)
             record = repository.alias_record(adapter, row, alias)
         faults.hit("registry.after_alias_commit")
         self._on_change(tenant, name)
@@ -186,12 +186,12 @@ class Aliases:
                 f"{adapter.name}@{alias} can't be rolled back: it hasn't been moved since it was made.",
                 hint=f"Lead it to another version. Try: loraserve adapter alias {adapter.name} {alias} VERSION",
             )
-        aim, shadow = Aim.of(row.previous), shadow_of(row)
+        target, shadow = AliasTarget.from_json(row.previous), shadow_of(row)
         try:
-            await self._check_servable(repository, adapter, aim, None)
+            await self._check_servable(repository, adapter, target, None)
         except VersionNotFound:
             raise Conflict(
-                f"{adapter.name}@{alias} can't be rolled back: it led to {aim}, which is deleted.",
+                f"{adapter.name}@{alias} can't be rolled back: it led to {target}, which is deleted.",
                 hint="Restore that version, or name another one.",
             ) from None
         moved = await move_alias(
@@ -199,7 +199,7 @@ class Aliases:
             repository,
             adapter,
             alias,
-            aim,
+            target,
             shadow,
             actor=actor,
             now=self._clock(),
@@ -208,16 +208,16 @@ class Aliases:
         return repository.alias_record(adapter, moved, alias)
 
     async def _check_servable(
-        self, repository: AdapterRepository, adapter: Adapter, aim: Aim, shadow: ShadowPart | None
+        self, repository: AdapterRepository, adapter: Adapter, target: AliasTarget, shadow: ShadowPart | None
     ) -> None:
         """Raises:
         VersionNotFound, AdapterQuarantined, AdapterOfAnotherBase: of the first version that can't be used.
         """
-        numbers = (*aim.versions, *(() if shadow is None else (shadow.version,)))
+        numbers = (*target.versions, *(() if shadow is None else (shadow.version,)))
         for row in await repository.versions_of(adapter, numbers):
             self._served_base.check(adapter.name, row.number, row.base_digest, row.checks)
             if row.state == QUARANTINED:
-                raise quarantined(adapter.name, row.number, row.checks)
+                raise quarantine_error(adapter.name, row.number, row.checks)
 
 
 def _check_condition(condition: Precondition, found: Alias | None, shown: str) -> None:

@@ -18,7 +18,7 @@ from loraserve.db.session import Clock, Database, utc_now
 from loraserve.errors import GrantNotFound, InvalidRequest
 from loraserve.limits import LIMITS
 from loraserve.registry.repository import AdapterRepository
-from loraserve.tenancy.identity.tenants import find_or_await_tenant, forget_awaited_tenant
+from loraserve.tenancy.identity.tenants import find_tenant_or_placeholder, remove_tenant_placeholder
 from loraserve.types import TenantId
 
 
@@ -61,7 +61,7 @@ class Grants:
         now = self._clock()
         async with self._database.write() as session:
             adapter = await AdapterRepository(session, owner).adapter(name, is_locking=True)
-            grantee = await find_or_await_tenant(session, tenant, now=now)
+            grantee = await find_tenant_or_placeholder(session, tenant, now=now)
             if grantee.id == owner:
                 raise InvalidRequest("The adapter is this tenant's own; it needs no grant.", param="tenant")
             row = await self._find(session, adapter, tenant)
@@ -140,7 +140,7 @@ class Grants:
             _record(name, await self._find(session, adapter, tenant), tenant)
             await self._delete(session, adapter, tenant)
             # in any case: it takes the same time whether there is such a tenant
-            await forget_awaited_tenant(session, tenant)
+            await remove_tenant_placeholder(session, tenant)
             self._audit(session, "grant.delete", owner, name, tenant, actor, now)
         self._on_change(owner, name)
 

@@ -45,7 +45,7 @@ class Edit:
             _check_tags(self.tags)
 
 
-class Notes:
+class MetadataEditor:
     """Writes on the adapters and versions of every tenant, each call on one. What a call acknowledges is durable, and has its audit row.
 
     Args:

@@ -21,7 +21,7 @@ from loraserve.db.session import Clock, Database
 from loraserve.errors import Conflict, LoraserveError
 from loraserve.limits import LIMITS
 from loraserve.registry.changes import record_change
-from loraserve.registry.health.parity import quarantined
+from loraserve.registry.health.parity import quarantine_error
 from loraserve.registry.records import QUARANTINED
 from loraserve.registry.repository import AdapterRepository
 from loraserve.registry.served_base import ServedBase
@@ -252,7 +252,7 @@ class Pins:
         if is_served:
             self._served_base.check(name, number, record.base_digest, record.checks)
         if is_served and record.state == QUARANTINED:
-            raise quarantined(name, number, record.checks)
+            raise quarantine_error(name, number, record.checks)
         return record.ref
 
     async def _add(self, session: AsyncSession, adapter: Adapter, number: int, actor: str) -> bool:

@@ -11,7 +11,7 @@ from loraserve.db.idempotency import Once
 from loraserve.db.models import Adapter, AdapterVersion
 from loraserve.db.session import Clock, Database
 from loraserve.errors import AlreadyExists, Conflict
-from loraserve.registry.blob_references import keep
+from loraserve.registry.blob_references import retain
 from loraserve.registry.changes import record_change
 from loraserve.registry.quota import check_quota
 from loraserve.registry.records import AdapterRecord, VersionRecord
@@ -19,7 +19,7 @@ from loraserve.registry.repository import AdapterRepository
 from loraserve.types import Digest, TenantId
 
 
-class Tombstones:
+class Restorer:
     """Restores adapters and versions of every tenant, each call for one.
 
     Args:
@@ -141,7 +141,7 @@ class Tombstones:
         """
         if not blobs:
             return
-        await keep(self._database, blobs)
+        await retain(self._database, blobs)
 
         def has_all() -> bool:
             return all(self._store.exists(blob) for blob in blobs)

@@ -55,7 +55,7 @@ class _Refusal:
     num_in_a_row: int
 
 
-class LateCertificates:
+class CertificateBackfill:
     """Verifies what has no certificate for how this server computes its base; one version at a time, one server of all.
 
     It was published while the engine was away or busy; or the same weights were quantized to something else then, held in another dtype, or

@@ -43,7 +43,7 @@ from loraserve.registry.health.parity import (
 )
 from loraserve.registry.records import QUARANTINED, READY, VersionRecord
 from loraserve.registry.repository import AdapterRepository
-from loraserve.registry.served_base import BASE, ServedBase, another_base
+from loraserve.registry.served_base import BASE, ServedBase, other_base_error
 from loraserve.types import AdapterRef, BaseSpec, Certificate, Digest, TenantId
 
 Certify = Callable[[AdapterRef], Awaitable[Certificate]]
@@ -103,7 +103,7 @@ class Certificates:
     async def check_upload(self, ref: AdapterRef) -> Parity | None:
         """The outcome for committed blobs that aren't a version yet; None where nothing is verified.
 
-        An engine that is away or busy is no reason to refuse an upload: the outcome is `SKIPPED` then, and says why; `LateCertificates`
+        An engine that is away or busy is no reason to refuse an upload: the outcome is `SKIPPED` then, and says why; `CertificateBackfill`
         asks again, but not for ever where the engine died of it.
 
         Raises:
@@ -163,7 +163,7 @@ class Certificates:
         base = self._served_base.spec
         is_moving = record.base_digest != base.digest
         if is_moving and not is_rebasing:
-            raise another_base(name, number, record.base_digest, known, base)
+            raise other_base_error(name, number, record.base_digest, known, base)
         with self._place(tenant):
             if is_moving:
                 parity = await self._ask_for_move(ref, record, base)

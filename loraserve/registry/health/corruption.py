@@ -14,7 +14,7 @@ from loraserve.registry.changes import record_change
 from loraserve.registry.health.parity import FAILED, PARITY, SKIPPED, STORED, Parity
 from loraserve.registry.records import QUARANTINED, READY
 from loraserve.registry.repository import AdapterRepository
-from loraserve.registry.residency import holders_of_blob
+from loraserve.registry.residency import versions_stored_in
 from loraserve.types import Digest, TenantId
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ _DETAIL = (
 )
 
 
-class Damages:
+class CorruptionQuarantine:
     """Keeps versions with damaged bytes from being asked for again.
 
     Args:
@@ -71,7 +71,7 @@ class Damages:
             DatabaseUnavailable
         """
         async with self._database.read() as session:
-            holders = await holders_of_blob(session, digest, blob)
+            holders = await versions_stored_in(session, digest, blob)
         num_new = 0
         for tenant, name, number in holders:
             try:
@@ -93,11 +93,11 @@ class Damages:
             # restored or replaced since it was looked up
             if row.digest != digest or blob not in (row.config_blob, row.weights_blob):
                 return False
-            was_damaged = is_damaged(row.checks)
+            was_corrupt = is_corrupt(row.checks)
             # The instant tells this report from an older one: a verification that is under way ends only what it knew of.
             report = {"name": STORED, "status": FAILED, "detail": _DETAIL, "at": now.isoformat()}
             row.checks = [*(check for check in row.checks if check["name"] != STORED), report]
-            if was_damaged:
+            if was_corrupt:
                 return False
             row.state = QUARANTINED
             repository.touch(adapter, now)
@@ -115,12 +115,12 @@ class Damages:
         return True
 
 
-def is_damaged(checks: Iterable[Mapping[str, Any]]) -> bool:
+def is_corrupt(checks: Iterable[Mapping[str, Any]]) -> bool:
     """Whether the version's bytes are known to be damaged."""
     return any(check["name"] == STORED and check["status"] == FAILED for check in checks)
 
 
-def mend(
+def repair(
     row: AdapterVersion, config_blob: Digest, weights_blob: Digest, size_bytes: int, parity: Parity | None
 ) -> None:
     """The version is stored in these blobs, which hold the same adapter as ever; what else was found of it stays.

@@ -19,12 +19,12 @@ from loraserve.types import AdapterRef, TenantId
 logger = logging.getLogger(__name__)
 
 ACTOR = "server"
-MAX_STRIKES = 3
+MAX_NUMERIC_FAILURES = 3
 MAX_PENDING = 1024
 """Reports that wait for the database; of more, the version's next answers report again."""
 
 
-class Strikes:
+class NumericFailures:
     """Keeps versions from being asked for that answer with numbers which are none.
 
     The count is kept with the version: it outlives the server, and replicas count together. A verification, which asks the engine
@@ -43,7 +43,7 @@ class Strikes:
         *,
         clock: Clock,
     ) -> None:
-        self.num_strikes = 0
+        self.num_failures = 0
         self.num_quarantined = 0
         """Versions, since the start."""
         self._database = database
@@ -68,8 +68,8 @@ class Strikes:
         """What was reported is in the database, or given up."""
         await asyncio.gather(*self._pending, return_exceptions=True)
 
-    async def strike(self, ref: AdapterRef) -> int:
-        """How many strikes the version has now; with `MAX_STRIKES` it is in quarantine. Durable. 0: it isn't there any more.
+    async def record(self, ref: AdapterRef) -> int:
+        """How many strikes the version has now; with `MAX_NUMERIC_FAILURES` it is in quarantine. Durable. 0: it isn't there any more.
 
         Raises:
             DatabaseUnavailable
@@ -83,9 +83,9 @@ class Strikes:
                 # a number is never given twice, but another server may be a restore behind
                 is_another = row.digest != ref.digest or row.base_digest != self._served_base.spec.digest
                 if is_another or row.state == QUARANTINED:
-                    return num_strikes(row.checks)
-                num = num_strikes(row.checks) + 1
-                is_out = num >= MAX_STRIKES
+                    return num_failures(row.checks)
+                num = num_failures(row.checks) + 1
+                is_out = num >= MAX_NUMERIC_FAILURES
                 # A new list: a change inside the old one would go unnoticed.
                 row.checks = [*(check for check in row.checks if check["name"] != NUMERICS), _as_check(num)]
                 repository.touch(adapter, now)
@@ -104,7 +104,7 @@ class Strikes:
         except NotFound:
             # deleted meanwhile
             return 0
-        self.num_strikes += 1
+        self.num_failures += 1
         if is_out:
             self.num_quarantined += 1
             self._on_change(ref.tenant, ref.name)
@@ -115,21 +115,19 @@ class Strikes:
 
     async def _take(self, ref: AdapterRef) -> None:
         try:
-            await self.strike(ref)
+            await self.record(ref)
         except LoraserveError as error:
             # its next answer that isn't finite counts
             logger.warning("an answer of %s@%d that wasn't finite isn't counted: %s", ref.name, ref.version, error)
 
 
-def num_strikes(checks: Iterable[Mapping[str, Any]]) -> int:
+def num_failures(checks: Iterable[Mapping[str, Any]]) -> int:
     """Of the version with these checks."""
     return next((int(check["strikes"]) for check in checks if check["name"] == NUMERICS), 0)
 
 
 def _as_check(num: int) -> dict[str, Any]:
-    status = FAILED if num >= MAX_STRIKES else WARNED
+    status = FAILED if num >= MAX_NUMERIC_FAILURES else WARNED
     noun = "answer was" if num == 1 else "answers were"
-    detail = (
-        f"{num} {noun} not finite ({MAX_STRIKES} end in quarantine): check the adapter's weights, then verify it anew"
-    )
+    detail = f"{num} {noun} not finite ({MAX_NUMERIC_FAILURES} end in quarantine): check the adapter's weights, then verify it anew"
     return {"name": NUMERICS, "status": status, "detail": detail, "strikes": num}

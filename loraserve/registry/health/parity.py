@@ -111,7 +111,7 @@ def _numbers(one: Certificate) -> str:
     )
 
 
-def quarantined(name: str, version: int, checks: Iterable[Mapping[str, Any]]) -> AdapterQuarantined:
+def quarantine_error(name: str, version: int, checks: Iterable[Mapping[str, Any]]) -> AdapterQuarantined:
     """Why this version isn't served: its certificate's numbers, or that its bytes are damaged, or its answers no numbers."""
     names = (STORED, PARITY, NUMERICS)
     failed = (check["detail"] for check in checks if check["name"] in names and check["status"] == FAILED)

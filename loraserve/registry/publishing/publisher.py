@@ -16,19 +16,19 @@ from loraserve.db.idempotency import Once
 from loraserve.db.models import AdapterVersion
 from loraserve.db.session import Clock, Database
 from loraserve.errors import Overloaded
-from loraserve.registry.blob_references import keep, keep_stored
+from loraserve.registry.blob_references import retain, retain_stored
 from loraserve.registry.changes import point_alias
 from loraserve.registry.health.base_names import BaseNames
 from loraserve.registry.health.certificates import Certificates
-from loraserve.registry.health.corruption import is_damaged
+from loraserve.registry.health.corruption import is_corrupt
 from loraserve.registry.health.inspection import Inspected, inspect_upload
 from loraserve.registry.health.parity import SKIPPED, Parity
 from loraserve.registry.model_name import LIVE, check_adapter_name
-from loraserve.registry.publishing.push import Push, Stored, Weights, add_version, checks_of, mend_version
+from loraserve.registry.publishing.push import Push, Stored, Weights, add_version, checks_of, repair_version
 from loraserve.registry.quota import check_quota
 from loraserve.registry.records import CHECKED, QUARANTINED, Published, VersionRecord
 from loraserve.registry.repository import AdapterRepository
-from loraserve.registry.served_base import another_base
+from loraserve.registry.served_base import other_base_error
 from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
 
 MAX_INSPECTIONS = 2
@@ -122,7 +122,7 @@ class Publisher:
         stored = await self._keep(push, known)
         parity = await self._certify(push, known, stored)
         if stored.is_kept:
-            await keep_stored(self._database, self._store, (stored.config_blob, stored.weights_blob))
+            await retain_stored(self._database, self._store, (stored.config_blob, stored.weights_blob))
         published = await self._record(push, known, stored, parity, once)
         self._on_change(tenant, name)
         return published
@@ -190,9 +190,9 @@ class Publisher:
         # Of an equal version that other files hold, these are not needed. The same files are written again: what is acknowledged here
         # is there, though what lay there may have been damaged unnoticed.
         is_same = version is not None and (config_blob, weights_blob) == (version.config_blob, version.weights_blob)
-        if version is not None and not known.was_damaged and not is_same:
+        if version is not None and not known.was_corrupt and not is_same:
             return Stored(Digest(version.config_blob), Digest(version.weights_blob), is_kept=False)
-        await keep(self._database, (config_blob, weights_blob))
+        await retain(self._database, (config_blob, weights_blob))
         await asyncio.to_thread(self._commit, push.config, push.weights)
         return Stored(config_blob, weights_blob, is_kept=True)
 
@@ -202,7 +202,7 @@ class Publisher:
         Raises:
             AdapterRejected: the engine can never serve it.
         """
-        if known.version is not None and not known.was_damaged:
+        if known.version is not None and not known.was_corrupt:
             return None
         ref = AdapterRef(
             tenant=push.tenant,
@@ -254,8 +254,8 @@ class Publisher:
             else:
                 version = found[1]
                 _check_base(push, version)
-                if stored.is_kept and is_damaged(version.checks):
-                    mend_version(session, repository, adapter, version, push, stored, parity, now)
+                if stored.is_kept and is_corrupt(version.checks):
+                    repair_version(session, repository, adapter, version, push, stored, parity, now)
             if push.is_promoting and version.state != QUARANTINED:
                 await point_alias(session, repository, adapter, LIVE, version.number, actor=push.actor, now=now)
             await session.flush()
@@ -286,8 +286,8 @@ class _Known:
     next_number: int
 
     @property
-    def was_damaged(self) -> bool:
-        return self.version is not None and is_damaged(self.version.checks)
+    def was_corrupt(self) -> bool:
+        return self.version is not None and is_corrupt(self.version.checks)
 
 
 def _inspect(config: bytes, weights: Weights, base: BaseSpec, names: BaseNames, pause: Pause) -> Inspected:
@@ -301,4 +301,4 @@ def _check_base(push: Push, version: AdapterVersion) -> None:
     AdapterOfAnotherBase: the version isn't of the base that the push was checked against.
     """
     if version.base_digest != push.base.digest:
-        raise another_base(push.name, version.number, version.base_digest, version.checks, push.base)
+        raise other_base_error(push.name, version.number, version.base_digest, version.checks, push.base)

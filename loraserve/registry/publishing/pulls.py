@@ -28,7 +28,7 @@ class Pulls:
 
     Args:
         allow: patterns of what may be pulled; none: nothing may.
-        monotonic: by which a source's pace is measured.
+        monotonic: by which a source's rate is measured.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class Pulls:
     ) -> Result:
         staged = await self._uploads.stage(tenant)
         try:
-            pace = _Pace(source.address, self._monotonic)
-            fetch = partial(_fetch, source, staged, progress, pace)
+            rate = _MinimumRate(source.address, self._monotonic)
+            fetch = partial(_fetch, source, staged, progress, rate)
             config = await asyncio.get_running_loop().run_in_executor(self._threads, fetch)
             published = await self._publisher.publish(
                 tenant, name, config, staged, actor=actor, is_promoting=is_promoting
@@ -100,7 +100,7 @@ class Pulls:
         }
 
 
-class _Pace:
+class _MinimumRate:
     """How long one pull has waited for its source: `LIMITS.pull_grace_s`, and what its bytes take at `LIMITS.min_pull_bytes_per_s`.
 
     A rate bounds files of any size, also where the source doesn't say it; a time for all would be hours for a small file, or too
@@ -144,16 +144,16 @@ class _Pace:
             )
 
 
-def _fetch(source: Source, weights: StagedBlob, progress: Progress, pace: _Pace) -> bytes:
+def _fetch(source: Source, weights: StagedBlob, progress: Progress, rate: _MinimumRate) -> bytes:
     """The config, after the weights went to `weights`; each bounded while it is read."""
-    config = b"".join(_bounded(source, CONFIG, LIMITS.max_adapter_config_bytes, progress, pace))
-    for piece in _bounded(source, WEIGHTS, LIMITS.max_upload_bytes, progress, pace):
+    config = b"".join(_bounded(source, CONFIG, LIMITS.max_adapter_config_bytes, progress, rate))
+    for piece in _bounded(source, WEIGHTS, LIMITS.max_upload_bytes, progress, rate):
         weights.write(piece)
     return config
 
 
-def _bounded(source: Source, file: str, max_bytes: int, progress: Progress, pace: _Pace) -> Iterator[bytes]:
-    size, pieces = pace.opened(source, file)
+def _bounded(source: Source, file: str, max_bytes: int, progress: Progress, rate: _MinimumRate) -> Iterator[bytes]:
+    size, pieces = rate.opened(source, file)
     # what a source says of itself is no bound: it may send more
     num_bytes = 0
     if size is not None:

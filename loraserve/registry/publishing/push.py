@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraserve.db.models import Adapter, AdapterVersion
 from loraserve.registry.changes import record_change
-from loraserve.registry.health.corruption import mend
+from loraserve.registry.health.corruption import repair
 from loraserve.registry.health.inspection import Inspected
 from loraserve.registry.health.parity import Parity
 from loraserve.registry.records import READY
@@ -102,7 +102,7 @@ def add_version(
     return version
 
 
-def mend_version(
+def repair_version(
     session: AsyncSession,
     repository: AdapterRepository,
     adapter: Adapter,
@@ -113,7 +113,7 @@ def mend_version(
     now: datetime,
 ) -> None:
     """The damaged version is stored in whole blobs, with its audit row."""
-    mend(version, stored.config_blob, stored.weights_blob, push.size_bytes, parity)
+    repair(version, stored.config_blob, stored.weights_blob, push.size_bytes, parity)
     repository.touch(adapter, now)
     record_change(
         session,

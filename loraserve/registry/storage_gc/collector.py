@@ -25,12 +25,12 @@ from ulid import ULID
 from adapters_store.base import BlobStore
 from loraserve import faults
 from loraserve.db.leases import hold_lease
-from loraserve.db.models import DoomedBlob, Upload
+from loraserve.db.models import GcCandidate, Upload
 from loraserve.db.session import Clock, Database, utc_now
 from loraserve.errors import BlobNotFound, LoraserveError, StorageError
 from loraserve.limits import LIMITS
-from loraserve.registry.blob_references import doom, referenced
-from loraserve.registry.storage_gc.deletion_locks import DeletionMarks, Mark
+from loraserve.registry.blob_references import add_gc_candidates, referenced
+from loraserve.registry.storage_gc.deletion_locks import DeletionLock, DeletionLocks
 from loraserve.registry.storage_gc.store_claim import StoreClaim
 from loraserve.registry.uploads.resumable import remove_upload
 from loraserve.types import Digest
@@ -71,9 +71,9 @@ class Collector:
         """Deleted, since the start."""
         self.num_bytes = 0
         """Of them."""
-        self.num_doomed = 0
+        self.num_gc_candidates = 0
         """On the list, at the last pass."""
-        self.marks = DeletionMarks(database, monotonic=monotonic)
+        self.locks = DeletionLocks(database, monotonic=monotonic)
         self._database = database
         self._store = store
         self._claim = claim
@@ -90,7 +90,7 @@ class Collector:
         self._tasks = [
             asyncio.create_task(self.run(), name="collector"),
             # beside it: a pass of a large store takes long, and somebody may wait for what a killed server was deleting
-            asyncio.create_task(self.marks.run(), name="deletion marks"),
+            asyncio.create_task(self.locks.run(), name="deletion marks"),
         ]
 
     async def close(self) -> None:
@@ -158,7 +158,7 @@ class Collector:
                 needless = set(batch) - await referenced(session, batch, now, self._retention)
             if needless:
                 async with self._database.write() as session:
-                    await doom(session, needless, now)
+                    await add_gc_candidates(session, needless, now)
             if not await self._renew():
                 return False
         return True
@@ -167,10 +167,10 @@ class Collector:
         """What is on the list is remembered, with when it was first seen there."""
         now = self._monotonic()
         async with self._database.read() as session:
-            rows = (await session.execute(select(DoomedBlob.digest, DoomedBlob.doomed_at))).all()
-        listed = [(Digest(digest), doomed_at) for digest, doomed_at in rows]
+            rows = (await session.execute(select(GcCandidate.digest, GcCandidate.listed_at))).all()
+        listed = [(Digest(digest), listed_at) for digest, listed_at in rows]
         self._seen = {key: self._seen.get(key, now) for key in listed}
-        self.num_doomed = len(listed)
+        self.num_gc_candidates = len(listed)
 
     async def _delete_due(self) -> bool:
         """Those that were listed long enough are gone, or off the list since something refers to them again."""
@@ -192,35 +192,35 @@ class Collector:
     async def _delete(self, batch: Sequence[Digest]) -> _Deleted:
         """Those of `batch` that nothing refers to are gone, but for what is left."""
         grace = timedelta(seconds=self._grace_s)
-        async with self.marks.put(batch, self._clock(), grace=grace, retention=self._retention) as mark:
-            deleted = await asyncio.to_thread(self._delete_blobs, mark)
+        async with self.locks.hold(batch, self._clock(), grace=grace, retention=self._retention) as lock:
+            deleted = await asyncio.to_thread(self._delete_blobs, lock)
             faults.hit("gc.after_delete")
         return deleted
 
-    def _delete_blobs(self, mark: Mark) -> _Deleted:
+    def _delete_blobs(self, lock: DeletionLock) -> _Deleted:
         left: Sequence[Digest] = ()
         has_failed = False
-        for index, digest in enumerate(mark.digests):
+        for index, digest in enumerate(lock.digests):
             try:
                 num_bytes = self._store.num_bytes(digest)
-                # The last look before the bytes go. Whoever was stopped for long has lost its mark.
-                if not mark.has_time(self._monotonic(), self._clock()):
-                    left, has_failed = mark.digests[index:], index == 0
+                # The last look before the bytes go. Whoever was stopped for long has lost its lock.
+                if not lock.has_time(self._monotonic(), self._clock()):
+                    left, has_failed = lock.digests[index:], index == 0
                     break
                 self._store.delete(digest)
             except BlobNotFound:
-                mark.gone.append(digest)
+                lock.gone.append(digest)
             except StorageError as error:
                 # It stays on the list, and is tried again at the next pass. The store may be away: nobody waits longer.
                 logger.warning("the unneeded blob %s can't be deleted: %s", digest, error)
-                left, has_failed = mark.digests[index + 1 :], True
+                left, has_failed = lock.digests[index + 1 :], True
                 break
             else:
-                mark.gone.append(digest)
+                lock.gone.append(digest)
                 self.num_blobs += 1
                 self.num_bytes += num_bytes
-        if mark.gone:
-            logger.info("%d unneeded blobs are deleted", len(mark.gone))
+        if lock.gone:
+            logger.info("%d unneeded blobs are deleted", len(lock.gone))
         return _Deleted(left, has_failed)
 
 

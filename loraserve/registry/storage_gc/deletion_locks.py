@@ -1,8 +1,8 @@
 """Marks on what a collector is deleting: whoever wants such a blob waits for its end (`loraserve.registry.blob_references.keep`).
 
-A mark is durable: the lock of a row would end with its connection, while the thread that deletes goes on. It ends with its deletions.
+A lock is durable: the lock of a row would end with its connection, while the thread that deletes goes on. It ends with its deletions.
 One that its collector left, since it was killed or couldn't reach the database, ends when it was seen for `LIMITS.gc_mark_s`: by then
-nothing is deleted under it, also where its server lives. No deletion begins later than `DELETING_S` after the mark, by either clock of
+nothing is deleted under it, also where its server lives. No deletion begins later than `DELETING_S` after the lock, by either clock of
 its server, and a store gives one up within three minutes. A server's beats would say no more: one whose connection broke doesn't beat, and deletes.
 """
 
@@ -18,7 +18,7 @@ from datetime import datetime, timedelta
 
 from sqlalchemy import delete, select, update
 
-from loraserve.db.models import DoomedBlob
+from loraserve.db.models import GcCandidate
 from loraserve.db.session import Database
 from loraserve.errors import LoraserveError
 from loraserve.limits import LIMITS
@@ -28,12 +28,12 @@ from loraserve.types import Digest
 logger = logging.getLogger(__name__)
 
 DELETING_S = 5.0
-"""From before a mark on: after so long no deletion is begun under it."""
+"""From before a lock on: after so long no deletion is begun under it."""
 _LOOK_S = 30.0
 
 
 @dataclass(slots=True)
-class Mark:
+class DeletionLock:
     """Blobs that are being deleted."""
 
     at: datetime
@@ -48,14 +48,14 @@ class Mark:
     def has_time(self, now_s: float, now: datetime) -> bool:
         """Whether another deletion may begin, by the monotonic clock and by the wall clock.
 
-        The monotonic one may stand still while a machine is paused, and others have ended the mark meanwhile; the wall clock may be set
-        back. Where it was, nobody knows how old the mark is.
+        The monotonic one may stand still while a machine is paused, and others have ended the lock meanwhile; the wall clock may be set
+        back. Where it was, nobody knows how old the lock is.
         """
         return now_s - self.began_s < DELETING_S and timedelta(0) <= now - self.at < timedelta(seconds=DELETING_S)
 
 
-class DeletionMarks:
-    """The marks of one server, and its look at everybody's. One mark at a time.
+class DeletionLocks:
+    """The marks of one server, and its look at everybody's. One lock at a time.
 
     Args:
         monotonic: by which marks grow old: a clock that jumps must not end one.
@@ -64,59 +64,61 @@ class DeletionMarks:
     def __init__(self, database: Database, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._database = database
         self._monotonic = monotonic
-        self._under_way: Mark | None = None
+        self._under_way: DeletionLock | None = None
         self._left: set[tuple[Digest, datetime]] = set()
         """This server's, whose deletions are over, but not they themselves: the database was away."""
         self._seen: dict[tuple[Digest, datetime], float] = {}
 
     @asynccontextmanager
-    async def put(
+    async def hold(
         self, digests: Collection[Digest], now: datetime, *, grace: timedelta, retention: timedelta
-    ) -> AsyncIterator[Mark]:
-        """A mark for the length of a with block, on those of `digests` that nothing refers to and that were listed for `grace`.
+    ) -> AsyncIterator[DeletionLock]:
+        """A lock for the length of a with block, on those of `digests` that nothing refers to and that were listed for `grace`.
 
-        Afterwards those that are `gone` are off the list, and so is what something refers to. If the block fails, `release` ends the mark.
+        Afterwards those that are `gone` are off the list, and so is what something refers to. If the block fails, `release` ends the lock.
 
         Raises:
             DatabaseUnavailable
         """
-        mark = self._under_way = Mark(now, self._monotonic())
+        lock = self._under_way = DeletionLock(now, self._monotonic())
         is_over = False
         try:
-            await self._begin(mark, digests, now - grace, retention)
-            # No transaction is open: whoever wants to refer to one of these finds the mark, and afterwards finds the bytes gone or
+            await self._begin(lock, digests, now - grace, retention)
+            # No transaction is open: whoever wants to refer to one of these finds the lock, and afterwards finds the bytes gone or
             # still listed, never about to go.
-            yield mark
-            await self._end(mark)
+            yield lock
+            await self._end(lock)
             is_over = True
         finally:
             self._under_way = None
             if not is_over:
-                self._left.update((digest, now) for digest in mark.digests)
+                self._left.update((digest, now) for digest in lock.digests)
 
-    async def _begin(self, mark: Mark, digests: Collection[Digest], cutoff: datetime, retention: timedelta) -> None:
+    async def _begin(
+        self, lock: DeletionLock, digests: Collection[Digest], cutoff: datetime, retention: timedelta
+    ) -> None:
         async with self._database.write() as session:
-            query = select(DoomedBlob.digest).where(
-                DoomedBlob.digest.in_(digests), DoomedBlob.doomed_at <= cutoff, DoomedBlob.deleting_at.is_(None)
+            query = select(GcCandidate.digest).where(
+                GcCandidate.digest.in_(digests), GcCandidate.listed_at <= cutoff, GcCandidate.deleting_at.is_(None)
             )
             # A row that a publish is taking off the list is left to it.
             due = [Digest(digest) for digest in (await session.scalars(query.with_for_update(skip_locked=True))).all()]
-            needed = await referenced(session, due, mark.at, retention)
+            needed = await referenced(session, due, lock.at, retention)
             # before the commit, whose answer may be lost
-            mark.digests = sorted(set(due) - needed)
-            await session.execute(delete(DoomedBlob).where(DoomedBlob.digest.in_(needed)))
-            marked = DoomedBlob.digest.in_(mark.digests)
-            await session.execute(update(DoomedBlob).where(marked).values(deleting_at=mark.at))
+            lock.digests = sorted(set(due) - needed)
+            await session.execute(delete(GcCandidate).where(GcCandidate.digest.in_(needed)))
+            marked = GcCandidate.digest.in_(lock.digests)
+            await session.execute(update(GcCandidate).where(marked).values(deleting_at=lock.at))
 
-    async def _end(self, mark: Mark) -> None:
-        if not mark.digests:
+    async def _end(self, lock: DeletionLock) -> None:
+        if not lock.digests:
             return
-        mine = DoomedBlob.digest.in_(mark.digests) & (DoomedBlob.deleting_at == mark.at)
+        mine = GcCandidate.digest.in_(lock.digests) & (GcCandidate.deleting_at == lock.at)
         async with self._database.write() as session:
             # in the order in which who wants them locks them
-            await session.execute(select(DoomedBlob.digest).where(mine).order_by(DoomedBlob.digest).with_for_update())
-            await session.execute(delete(DoomedBlob).where(mine, DoomedBlob.digest.in_(mark.gone)))
-            await session.execute(update(DoomedBlob).where(mine).values(deleting_at=None))
+            await session.execute(select(GcCandidate.digest).where(mine).order_by(GcCandidate.digest).with_for_update())
+            await session.execute(delete(GcCandidate).where(mine, GcCandidate.digest.in_(lock.gone)))
+            await session.execute(update(GcCandidate).where(mine).values(deleting_at=None))
 
     async def release(self) -> int:
         """Marks that were left are ended; what was under them is listed still. Returns how many blobs.
@@ -125,7 +127,7 @@ class DeletionMarks:
             DatabaseUnavailable
         """
         left = set(self._left)
-        query = select(DoomedBlob.digest, DoomedBlob.deleting_at).where(DoomedBlob.deleting_at.is_not(None))
+        query = select(GcCandidate.digest, GcCandidate.deleting_at).where(GcCandidate.deleting_at.is_not(None))
         async with self._database.read() as session:
             found = {(Digest(digest), at) for digest, at in (await session.execute(query)).all() if at is not None}
         now = self._monotonic()
@@ -139,8 +141,8 @@ class DeletionMarks:
         if over:
             async with self._database.write() as session:
                 for digest, at in over:
-                    row = DoomedBlob.digest == digest, DoomedBlob.deleting_at == at
-                    await session.execute(update(DoomedBlob).where(*row).values(deleting_at=None))
+                    row = GcCandidate.digest == digest, GcCandidate.deleting_at == at
+                    await session.execute(update(GcCandidate).where(*row).values(deleting_at=None))
             logger.info("%d blobs are no longer marked as being deleted: their collector left them", len(over))
         self._left -= left
         return len(over)

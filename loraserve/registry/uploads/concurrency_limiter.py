@@ -17,8 +17,8 @@ _CUT_S, _LOOK_S = 2.0, 0.005
 """Longest time that whatever is cut short may take to give its place back, and time between two looks at that."""
 
 
-class Pace(Protocol):
-    """Pace of the bytes that a place is held for."""
+class Sender(Protocol):
+    """Sender of the bytes that a place is held for."""
 
     @property
     def behind_s(self) -> float:
@@ -30,8 +30,8 @@ class Pace(Protocol):
         ...
 
 
-class Places:
-    """Places for something that takes a while, of which a tenant may have a few, and no more than are free.
+class ConcurrencyLimiter:
+    """ConcurrencyLimiter for something that takes a while, of which a tenant may have a few, and no more than are free.
 
     A tenant that has none finds one all the same where another's is held for bytes that don't come: that one is cut short.
 
@@ -41,10 +41,10 @@ class Places:
 
     def __init__(self, what: str, *, max_in_all: int, max_per_tenant: int) -> None:
         self.shares = Shares(what, what, max_in_all, max_per_holder=max_per_tenant, retry_s=_RETRY_S)
-        self._paces: set[Pace] = set()
+        self._senders: set[Sender] = set()
 
-    def take(self, tenant: TenantId) -> None:
-        """A place is the tenant's until `give_back`.
+    def acquire(self, tenant: TenantId) -> None:
+        """A place is the tenant's until `release`.
 
         Raises:
             RateLimited: the tenant has as many as it may.
@@ -52,46 +52,46 @@ class Places:
         """
         self.shares.take(tenant_holder(tenant))
 
-    async def take_soon(self, tenant: TenantId, pace: Pace | None) -> None:
-        """Take a place as `take` does; where all are taken, wait for that of the request furthest behind.
+    async def acquire_or_displace(self, tenant: TenantId, sender: Sender | None) -> None:
+        """Take a place as `acquire` does; where all are taken, wait for that of the request furthest behind.
 
         It waits only if one is far enough behind.
 
         Args:
-            pace: of the bytes that this place is for; None: they are here already.
+            sender: of the bytes that this place is for; None: they are here already.
 
         Raises:
-            RateLimited, Overloaded: as `take`.
+            RateLimited, Overloaded: as `acquire`.
         """
         holder = tenant_holder(tenant)
         if not self.shares.held(holder) and not self.shares.has_room(holder):
-            slowest = max(self._paces, key=lambda one: one.behind_s, default=None)
+            slowest = max(self._senders, key=lambda one: one.behind_s, default=None)
             if slowest is not None and slowest.behind_s >= LIMITS.stalled_upload_s:
                 slowest.cut()
                 await self._wait_for_room(tenant)
-        self.take(tenant)
-        if pace is not None:
-            self._paces.add(pace)
+        self.acquire(tenant)
+        if sender is not None:
+            self._senders.add(sender)
 
     async def _wait_for_room(self, tenant: TenantId) -> None:
         deadline_s = time.monotonic() + _CUT_S
         while not self.shares.has_room(tenant_holder(tenant)) and time.monotonic() < deadline_s:
             await asyncio.sleep(_LOOK_S)
 
-    def give_back(self, tenant: TenantId, pace: Pace | None = None) -> None:
-        if pace is not None:
-            self._paces.discard(pace)
+    def release(self, tenant: TenantId, sender: Sender | None = None) -> None:
+        if sender is not None:
+            self._senders.discard(sender)
         self.shares.give_back(tenant_holder(tenant))
 
     @asynccontextmanager
-    async def taken_soon(self, tenant: TenantId, pace: Pace | None = None) -> AsyncIterator[None]:
+    async def slot(self, tenant: TenantId, sender: Sender | None = None) -> AsyncIterator[None]:
         """Hold a place for the length of a with block.
 
         Raises:
-            RateLimited, Overloaded: as `take_soon`.
+            RateLimited, Overloaded: as `acquire_or_displace`.
         """
-        await self.take_soon(tenant, pace)
+        await self.acquire_or_displace(tenant, sender)
         try:
             yield
         finally:
-            self.give_back(tenant, pace)
+            self.release(tenant, sender)

@@ -35,10 +35,10 @@ from loraserve.errors import (
     UploadOffsetMismatch,
 )
 from loraserve.limits import KIB, LIMITS, MIB
-from loraserve.registry.blob_references import doom, keep, keep_stored
-from loraserve.registry.quota import check_room
+from loraserve.registry.blob_references import add_gc_candidates, retain, retain_stored
+from loraserve.registry.quota import check_upload_quota
 from loraserve.registry.repository import AdapterRepository
-from loraserve.registry.uploads.concurrency_limiter import Pace, Places
+from loraserve.registry.uploads.concurrency_limiter import ConcurrencyLimiter, Sender
 from loraserve.types import Digest, TenantId
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -72,16 +72,16 @@ class ResumableUploads:
     """The uploads that were announced, each one tenant's.
 
     Args:
-        places: what an upload's pieces take a place of, as whole uploads do.
+        slots: what an upload's pieces take a place of, as whole uploads do.
         throttle: pauses work while an engine computes on this machine's processors.
     """
 
     def __init__(
-        self, database: Database, store: BlobStore, places: Places, *, clock: Clock, throttle: Throttle
+        self, database: Database, store: BlobStore, slots: ConcurrencyLimiter, *, clock: Clock, throttle: Throttle
     ) -> None:
         self._database = database
         self._store = store
-        self._places = places
+        self._slots = slots
         self._clock = clock
         self._throttle = throttle
 
@@ -118,7 +118,7 @@ class ResumableUploads:
             row = await self._begun(session, tenant, sha256, size, now)
             is_new = row is None
             if row is None:
-                await check_room(session, tenant, limits, size, now)
+                await check_upload_quota(session, tenant, limits, size, now)
                 row = Upload(
                     id=str(ULID.from_datetime(now)),
                     tenant_id=tenant,
@@ -143,7 +143,7 @@ class ResumableUploads:
         async with self._database.read() as session:
             return _to_record(await self._row(session, tenant, upload_id))
 
-    async def settle(self, tenant: TenantId, upload_id: str) -> UploadRecord:
+    async def finish(self, tenant: TenantId, upload_id: str) -> UploadRecord:
         """As `get`; but one whose last byte came just before its server ended is completed first.
 
         Raises:
@@ -153,7 +153,7 @@ class ResumableUploads:
         record = await self.get(tenant, upload_id)
         if record.received < record.size or record.is_complete:
             return record
-        async with self._places.taken_soon(tenant):
+        async with self._slots.slot(tenant):
             return await self._complete(tenant, record)
 
     async def delete(self, tenant: TenantId, upload_id: str, *, actor: str) -> None:
@@ -176,7 +176,7 @@ class ResumableUploads:
         end: int,
         size: int,
         body: AsyncIterator[bytes],
-        pace: Pace | None = None,
+        sender: Sender | None = None,
     ) -> UploadRecord:
         """The bytes [start, end) of `size` are durable, and with the last of them the blob; the upload as it is then.
 
@@ -195,7 +195,7 @@ class ResumableUploads:
             raise InvalidRequest(
                 f"The upload has {found.size} bytes in all; the range says another number.", param="Content-Range"
             )
-        async with self._places.taken_soon(tenant, pace):
+        async with self._slots.slot(tenant, sender):
             if start != found.received:
                 if end > found.received:
                     raise _mismatch(found.received)
@@ -249,7 +249,7 @@ class ResumableUploads:
     async def _commit_chunk(self, tenant: TenantId, upload_id: str, start: int, staged: StagedBlob) -> int:
         """The staged bytes are the upload's next; returns how many."""
         digest, size = staged.digest, staged.num_bytes
-        await keep(self._database, [digest])
+        await retain(self._database, [digest])
         await asyncio.to_thread(staged.commit)
         faults.hit("upload.after_chunk")
         now = self._clock()
@@ -273,7 +273,7 @@ class ResumableUploads:
         """The chunks are one blob, durable, if they are what was announced."""
         async with self._database.read() as session:
             chunks = await _chunks(session, upload.id)
-        await keep(self._database, [upload.sha256])
+        await retain(self._database, [upload.sha256])
         broken: _Chunk | None = None
         # of one chunk it is the blob, in the store already
         is_right = len(chunks) == 1 and chunks[0].digest == upload.sha256
@@ -284,7 +284,7 @@ class ResumableUploads:
                 partial(_assemble, self._store, chunks, upload.sha256)
             )
         if is_right:
-            await keep_stored(self._database, self._store, [upload.sha256])
+            await retain_stored(self._database, self._store, [upload.sha256])
         now = self._clock()
         async with self._database.write() as session:
             row = await self._row(session, tenant, upload.id, is_locking=True)
@@ -303,7 +303,7 @@ class ResumableUploads:
                     UploadChunk.upload_id == upload.id, UploadChunk.start >= (0 if is_right else row.received)
                 )
             )
-            await doom(session, (chunk.digest for chunk in gone if chunk.digest != upload.sha256), now)
+            await add_gc_candidates(session, (chunk.digest for chunk in gone if chunk.digest != upload.sha256), now)
             record = _to_record(row)
         faults.hit("upload.after_complete")
         if broken is not None:
@@ -406,7 +406,7 @@ async def remove_upload(session: AsyncSession, row: Upload, now: datetime) -> No
     digests = (await session.scalars(select(UploadChunk.digest).where(UploadChunk.upload_id == row.id))).all()
     await session.execute(delete(UploadChunk).where(UploadChunk.upload_id == row.id))
     await session.delete(row)
-    await doom(session, [*map(Digest, digests), *([Digest(row.sha256)] if row.is_complete else [])], now)
+    await add_gc_candidates(session, [*map(Digest, digests), *([Digest(row.sha256)] if row.is_complete else [])], now)
 
 
 async def _chunks(session: AsyncSession, upload_id: str) -> list[_Chunk]:

@@ -75,7 +75,7 @@ def add_to(totals: Totals, amounts: Iterable[tuple[UsageKey, Amounts]]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class LeftBehind:
+class OrphanedJournal:
     """A journal whose process is gone. Held until `close`: nobody else counts it meanwhile."""
 
     id: str
@@ -201,7 +201,7 @@ class Journal:
         os.close(self._fd)
 
 
-def left_behind(folder: Path) -> Iterator[LeftBehind]:
+def orphaned_journals(folder: Path) -> Iterator[OrphanedJournal]:
     """Journals in the folder whose processes are gone, each locked; the caller closes them."""
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         try:
@@ -217,7 +217,7 @@ def left_behind(folder: Path) -> Iterator[LeftBehind]:
             # Somebody else has counted it meanwhile.
             os.close(fd)
             continue
-        yield LeftBehind(path.stem, path, fd)
+        yield OrphanedJournal(path.stem, path, fd)
 
 
 def _open_locked(path: Path) -> int:

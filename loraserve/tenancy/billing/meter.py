@@ -14,7 +14,15 @@ from pathlib import Path
 from loraserve.db.session import Clock, Database, utc_now
 from loraserve.errors import LoraserveError
 from loraserve.limits import LIMITS
-from loraserve.tenancy.billing.journal import Amounts, Journal, LeftBehind, Totals, UsageKey, add_to, left_behind
+from loraserve.tenancy.billing.journal import (
+    Amounts,
+    Journal,
+    OrphanedJournal,
+    Totals,
+    UsageKey,
+    add_to,
+    orphaned_journals,
+)
 from loraserve.tenancy.billing.usage_hours import count, counted_sequence, forget_journal
 from loraserve.tenancy.prices import Price
 from loraserve.types import TenantId
@@ -96,7 +104,7 @@ class _Unit:
 class UsageMeter:
     """What this server's clients used.
 
-    `record` costs a dictionary's look-up. What was recorded is in the journal `LIMITS.usage_journal_s` later at the latest, or once `seal` has
+    `record` costs a dictionary's look-up. What was recorded is in the journal `LIMITS.usage_journal_s` later at the latest, or once `persist` has
     returned; from then on a kill doesn't lose it. It is in the database, exactly once, within `LIMITS.usage_flush_s`, or as soon as the
     database can be reached again, or when the next server on this folder starts.
     """
@@ -131,7 +139,7 @@ class UsageMeter:
         """The number of the last entry that is known to be in the database."""
         self._oldest_at: float | None = None
         """When the first of what isn't in the database was recorded."""
-        self._turn = asyncio.Lock()
+        self._flush_lock = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._is_closing = asyncio.Event()
         self._warned_at = -_WARN_S
@@ -184,7 +192,7 @@ class UsageMeter:
         if self._oldest_at is None:
             self._oldest_at = self._monotonic()
 
-    def seal(self) -> None:
+    def persist(self) -> None:
         """Everything recorded so far survives a kill, before whoever asked is told that it was used.
 
         A journal that can't be written is counted among `num_failed_writes`, and refuses nobody's answer.
@@ -204,9 +212,9 @@ class UsageMeter:
         Raises:
             DatabaseUnavailable, StorageFull: some of it may not be; it is tried again.
         """
-        async with self._turn:
+        async with self._flush_lock:
             began = self._monotonic()
-            self.seal()
+            self.persist()
             upto = self._journal.sequence
             while self._unit is not None or (self._uncounted and self._counted < upto):
                 await self._count()
@@ -223,7 +231,7 @@ class UsageMeter:
             DatabaseUnavailable, StorageFull: some are still there.
         """
         num = 0
-        for journal in left_behind(self._folder):
+        for journal in orphaned_journals(self._folder):
             try:
                 num += await self._recover(journal)
             finally:
@@ -231,10 +239,10 @@ class UsageMeter:
         self.num_recovered_journals += num
         return num
 
-    async def _recover(self, journal: LeftBehind) -> bool:
+    async def _recover(self, journal: OrphanedJournal) -> bool:
         now = self._clock()
         entries = await asyncio.to_thread(journal.entries)
-        strangers: frozenset[str] = frozenset()
+        unknown_tenants: frozenset[str] = frozenset()
         async with self.database.write() as session:
             counted = await counted_sequence(session, journal.id, now)
             totals: Totals = {}
@@ -242,8 +250,8 @@ class UsageMeter:
                 if entry.sequence > counted:
                     add_to(totals, entry.amounts)
             if totals:
-                strangers = await count(session, journal.id, entries[-1].sequence, totals, now)
-            if strangers:
+                unknown_tenants = await count(session, journal.id, entries[-1].sequence, totals, now)
+            if unknown_tenants:
                 # before the commit: a kill after it would leave a journal that looks counted
                 refused = await asyncio.to_thread(journal.keep)
                 logger.error(
@@ -251,7 +259,7 @@ class UsageMeter:
                     refused,
                 )
         await asyncio.to_thread(journal.remove)
-        if strangers:
+        if unknown_tenants:
             return False
         async with self.database.write() as session:
             await forget_journal(session, journal.id)
@@ -267,13 +275,13 @@ class UsageMeter:
         unit, now = self._unit, self._clock()
         async with self.database.write() as session:
             # A commit may have gone well though its answer never came.
-            strangers: frozenset[str] = frozenset()
+            unknown_tenants: frozenset[str] = frozenset()
             if await counted_sequence(session, self._journal.id, now) < unit.sequence:
-                strangers = await count(session, self._journal.id, unit.sequence, unit.totals, now)
+                unknown_tenants = await count(session, self._journal.id, unit.sequence, unit.totals, now)
         self._unit = None
-        if strangers:
+        if unknown_tenants:
             # Another database was put in its place while the server ran.
-            lost = {str(key): str(amounts) for key, amounts in unit.totals.items() if key.tenant in strangers}
+            lost = {str(key): str(amounts) for key, amounts in unit.totals.items() if key.tenant in unknown_tenants}
             logger.error("the database doesn't know tenants whose usage isn't counted: %s", lost)
         self._counted = unit.sequence
 
@@ -282,7 +290,7 @@ class UsageMeter:
         while not self._is_closing.is_set():
             now = self._monotonic()
             try:
-                self.seal()
+                self.persist()
                 if now - flushed >= LIMITS.usage_flush_s:
                     await self.flush()
                     flushed = self._monotonic()

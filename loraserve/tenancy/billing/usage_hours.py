@@ -38,9 +38,9 @@ async def count(
         Tenants that this database doesn't know. What they used isn't added anywhere.
     """
     insert = _insert(session)
-    strangers = await _strangers(session, {key.tenant for key in totals})
+    unknown_tenants = await _unknown_tenants(session, {key.tenant for key in totals})
     # One order for everybody: two replicas never wait for each other's rows.
-    keys = sorted(key for key in totals if key.tenant not in strangers)
+    keys = sorted(key for key in totals if key.tenant not in unknown_tenants)
     for start in range(0, len(keys), _ROWS_PER_STATEMENT):
         rows = [_row(key, totals[key]) for key in keys[start : start + _ROWS_PER_STATEMENT]]
         statement = insert(UsageHour).values(rows)
@@ -51,10 +51,10 @@ async def count(
     statement = insert(UsageJournal).values(**values)
     moved = {"sequence": sequence, "updated_at": now}
     await session.execute(statement.on_conflict_do_update(index_elements=["id"], set_=moved))
-    return strangers
+    return unknown_tenants
 
 
-async def _strangers(session: AsyncSession, tenants: set[str]) -> frozenset[str]:
+async def _unknown_tenants(session: AsyncSession, tenants: set[str]) -> frozenset[str]:
     known: set[str] = set()
     ordered = sorted(tenants)
     for start in range(0, len(ordered), _ROWS_PER_STATEMENT):

@@ -63,7 +63,7 @@ class TenantChange:
         )
 
 
-_NEVER_LIVED = Tenant.deleted_at == Tenant.created_at
+_IS_PLACEHOLDER = Tenant.deleted_at == Tenant.created_at
 """Rows that stand for tenants that aren't there yet."""
 
 
@@ -82,9 +82,9 @@ async def insert_tenant(
     # The audit row refers to the tenant's: that one goes first.
     await session.flush()
     # the tenant has what owners granted to its name before it was made
-    absent = select(Tenant.id).where(Tenant.name == name, _NEVER_LIVED)
+    absent = select(Tenant.id).where(Tenant.name == name, _IS_PLACEHOLDER)
     await session.execute(update(Grant).where(Grant.tenant_id.in_(absent)).values(tenant_id=row.id))
-    await forget_awaited_tenant(session, name)
+    await remove_tenant_placeholder(session, name)
     audit.record(session, "tenant.create", name, actor=actor, tenant=row.id, at=now, detail=_columns(policy))
     return _to_record(row)
 
@@ -94,7 +94,7 @@ def _columns(policy: TenantPolicy) -> dict[str, Any]:
     return {"limits": asdict(policy.limits), "weight": policy.weight, "prices": prices}
 
 
-async def find_or_await_tenant(session: AsyncSession, name: str, *, now: datetime) -> Tenant:
+async def find_tenant_or_placeholder(session: AsyncSession, name: str, *, now: datetime) -> Tenant:
     """Return the live tenant's row, or one that stands for a tenant of this name that may come: owners mustn't learn which it is.
 
     Raises:
@@ -106,7 +106,7 @@ async def find_or_await_tenant(session: AsyncSession, name: str, *, now: datetim
     named = select(Tenant).where(Tenant.name == name)
     live = (await session.scalars(named.where(Tenant.deleted_at.is_(None)))).one_or_none()
     # asked in any case: the two take the same time
-    absent = (await session.scalars(named.where(_NEVER_LIVED).limit(1))).one_or_none()
+    absent = (await session.scalars(named.where(_IS_PLACEHOLDER).limit(1))).one_or_none()
     row = live or absent
     if row is None:
         row = Tenant(id=str(ULID.from_datetime(now)), name=name, created_at=now, deleted_at=now, **_columns(NO_POLICY))
@@ -115,13 +115,13 @@ async def find_or_await_tenant(session: AsyncSession, name: str, *, now: datetim
     return row
 
 
-async def forget_awaited_tenant(session: AsyncSession, name: str) -> None:
+async def remove_tenant_placeholder(session: AsyncSession, name: str) -> None:
     """Remove the row that stands for a tenant of this name that isn't there yet, if no grant is left to it; no-op if there is none."""
     await _lock_name(session, name)
     is_granted = select(Grant.adapter_id).where(Grant.tenant_id == Tenant.id).exists()
     # a tenant that lived for less than the clock can tell is no such row: its creation was audited
     has_lived = select(AuditRow.id).where(AuditRow.tenant_id == Tenant.id).exists()
-    awaited = Tenant.name == name, _NEVER_LIVED, ~is_granted, ~has_lived
+    awaited = Tenant.name == name, _IS_PLACEHOLDER, ~is_granted, ~has_lived
     await session.execute(delete(Tenant).where(*awaited).execution_options(synchronize_session=False))
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from loraserve.errors import QuotaExceeded, RateLimited
 from loraserve.tenancy.identity.auth import Caller
 from loraserve.tenancy.identity.policy import TenantLimits
-from loraserve.tenancy.limits.rate import MINUTE_S, Bucket
+from loraserve.tenancy.limits.rate import MINUTE_S, LeakyBucket
 from loraserve.types import TenantId
 
 REASONS = ("requests", "tokens", "concurrency")
@@ -27,8 +27,8 @@ _MIN_SWEEP = 1024
 class _Standing:
     """What one tenant uses on this server."""
 
-    requests: Bucket
-    tokens: Bucket
+    requests: LeakyBucket
+    tokens: LeakyBucket
     num_running: int = 0
     duration_s: float | None = None
     """Of its requests, on the average, later ones counting more; None: none has ended."""
@@ -95,7 +95,7 @@ class Admissions:
         """
         now = self._clock()
         standing, limits = self._standings.get(caller.tenant) or (
-            _Standing(Bucket(now), Bucket(now)),
+            _Standing(LeakyBucket(now), LeakyBucket(now)),
             caller.policy.limits,
         )
         headers = {}
@@ -197,7 +197,7 @@ class Admissions:
         if entry is None:
             if len(self._standings) >= self._sweep_at:
                 self._sweep(now)
-            entry = _Standing(Bucket(now), Bucket(now)), limits
+            entry = _Standing(LeakyBucket(now), LeakyBucket(now)), limits
         self._standings[tenant] = entry[0], limits
         return entry[0]
 

@@ -9,7 +9,7 @@ MINUTE_S = 60.0
 
 
 @dataclass(slots=True)
-class Bucket:
+class LeakyBucket:
     """How much of a rate was used of late: what is taken fills it, and it drains by `per_minute` in a minute.
 
     So a minute's worth may be taken at once, and never more than the rate in the long run. More than a minute's worth passes when

@@ -57,7 +57,7 @@ async def test_a_damaged_file_is_refused_and_the_version_quarantined(
     path.write_bytes(data)
     answer = await acme.get(WEIGHTS)
     assert (answer.status_code, answer.json()["code"]) == (503, "adapter_corrupt")
-    await services.registry.damages.close()
+    await services.registry.corruption.close()
     assert (await acme.get("/adapters/sql/versions/1")).json()["state"] == "quarantined"
 
 
@@ -74,10 +74,10 @@ async def test_of_a_damaged_file_in_many_pieces_the_end_never_comes(
     path.write_bytes(data)
     with pytest.raises(_AnswerBroken):
         (await acme.get(WEIGHTS)).raise_for_status()
-    await services.registry.damages.close()
+    await services.registry.corruption.close()
     assert (await acme.get("/adapters/sql/versions/1")).json()["state"] == "quarantined"
     # and its place was given back
-    services.registry.uploads.downloads.take(await tenant_id(services, "acme"))
+    services.registry.uploads.downloads.acquire(await tenant_id(services, "acme"))
 
 
 async def tenant_id(services: Services, name: str) -> Any:
@@ -88,10 +88,10 @@ async def test_the_number_of_downloads_at_a_time_is_bounded(
     acme: httpx2.AsyncClient, push: Any, services: Services
 ) -> None:
     await push(acme)
-    places, tenant = services.registry.uploads.downloads, await tenant_id(services, "acme")
+    slots, tenant = services.registry.uploads.downloads, await tenant_id(services, "acme")
     for _ in range(LIMITS.max_concurrent_downloads_per_tenant):
-        places.take(tenant)
+        slots.acquire(tenant)
     assert (await acme.get(WEIGHTS)).status_code == 429
-    places.give_back(tenant)
+    slots.release(tenant)
     for _ in range(3):
         assert (await acme.get(WEIGHTS)).status_code == 200

@@ -391,7 +391,7 @@ async def test_two_replicas_take_turns_at_one_upload(
     await send(acme, upload, data, 0, 100)
     first = services.registry.uploads.resumable
     second = type(first)(
-        first._database, LocalStore(store.root), first._places, clock=first._clock, throttle=first._throttle
+        first._database, LocalStore(store.root), first._slots, clock=first._clock, throttle=first._throttle
     )
     services.registry.uploads.resumable = second
     assert (await send(acme, upload, data, 100)).json()["is_complete"]

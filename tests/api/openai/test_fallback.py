@@ -59,7 +59,7 @@ async def test_a_fallback_that_isnt_finite_either_has_a_strike_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     strikes = _Strikes()
-    monkeypatch.setattr(services.registry, "strikes", strikes)
+    monkeypatch.setattr(services.registry, "numeric_failures", strikes)
     bind(Binding(versions[2], fallback=Fallback(versions[1])))
     failing.update({1: AdapterNumerics("Not finite."), 2: AdapterNumerics("Not finite.")})
     assert (await ask(client, n=2)).status_code == 503
@@ -212,9 +212,9 @@ async def test_an_answer_that_is_not_finite_is_one_strike_whatever_n_is(
     engine.fail_after, engine.failure = 2, AdapterNumerics("Its logits were not finite.")
     for _ in range(2):
         assert "adapter_numerics" in (await ask(client, n=3, stream=is_stream)).text
-    await services.registry.strikes.close()
+    await services.registry.numeric_failures.close()
     version = await services.registry.get_version(acme.caller.tenant, "sql", 1)
     assert [check["strikes"] for check in version.checks if check["name"] == "numerics"] == [2]
     await ask(client)
-    await services.registry.strikes.close()
+    await services.registry.numeric_failures.close()
     assert (await ask(client)).json()["error"]["code"] == "adapter_quarantined"

@@ -97,7 +97,7 @@ async def test_a_restored_adapter_is_granted_as_it_was(
     await grant()
     await services.registry.delete(acme.caller.tenant, "sql", actor="test")
     assert (await ask(globex, "acme/sql")).status_code == 404
-    await services.registry.tombstones.restore(acme.caller.tenant, "sql", actor="test")
+    await services.registry.restorer.restore(acme.caller.tenant, "sql", actor="test")
     assert (await ask(globex, "acme/sql")).status_code == 200
 
 

@@ -9,7 +9,7 @@ import httpx2
 import pytest
 
 from loraserve.api.services import Services
-from loraserve.registry.records import Aim, SplitPart
+from loraserve.registry.records import AliasTarget, SplitPart
 
 MakeTenant = Callable[[str], Awaitable[Any]]
 COMPLETION = {"prompt": "hello", "max_tokens": 2}
@@ -49,7 +49,7 @@ async def test_a_split_model_is_always_the_same_one_when_it_is_looked_at(
     client: httpx2.AsyncClient, services: Services, acme: Any, publish: Any
 ) -> None:
     await publish(seed=7)
-    split = Aim.at([SplitPart(1, 1), SplitPart(2, 1.5)])
+    split = AliasTarget.over([SplitPart(1, 1), SplitPart(2, 1.5)])
     await services.registry.aliases.set(acme.caller.tenant, "sql", "live", split, actor="x")
     listed = (await client.get("/v1/models")).json()["data"][1]
     for _ in range(8):

@@ -204,7 +204,7 @@ async def test_a_shadows_answer_that_is_not_finite_is_a_strike_against_it(
     scripts[2] = AdapterNumerics("Its logits were not finite.")
     await ask(client)
     await compared(services, acme)
-    await services.registry.strikes.close()
+    await services.registry.numeric_failures.close()
     for number, strikes in ((1, []), (2, [1])):
         version = await services.registry.get_version(acme.caller.tenant, "sql", number)
         assert [check["strikes"] for check in version.checks if check["name"] == "numerics"] == strikes

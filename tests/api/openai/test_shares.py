@@ -17,7 +17,7 @@ from stalled import head, stalled, statuses
 from loraserve.api.http import connection
 from loraserve.api.services import Services
 from loraserve.limits import KIB, LIMITS, Limits
-from loraserve.registry.uploads import concurrency_limiter as places
+from loraserve.registry.uploads import concurrency_limiter
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -242,7 +242,7 @@ async def test_a_stalled_upload_gives_its_place_to_a_tenant_that_has_none(
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
 ) -> None:
-    monkeypatch.setattr(places, "LIMITS", Limits(stalled_upload_s=0.5))
+    monkeypatch.setattr(concurrency_limiter, "LIMITS", Limits(stalled_upload_s=0.5))
     uploads = services.registry.uploads.shares()[0]
     uploads.capacity = 1
     config, weights = make_upload(1)
@@ -263,7 +263,7 @@ async def test_a_stalled_upload_gives_its_place_to_a_tenant_that_has_none(
         assert pushed.status_code == 201, pushed.text
         await until(lambda: connection.status == 408)
     await until(lambda: uploads.total == 0)
-    assert not services.registry.uploads._places._paces
+    assert not services.registry.uploads._slots._senders
     if kind == "piece":
         kept = await globex.get(f"/api/v1/uploads/{made.json()['id']}", headers=acme.headers)
         assert kept.json()["received"] == 100 * KIB

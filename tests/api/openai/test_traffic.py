@@ -74,7 +74,7 @@ async def test_a_quarantined_version_is_answered_for_by_the_fallback_of_its_adap
     assert response.status_code == 200, response.text
     assert await ask(two) == "sql@2"
     bad = await services.registry.resolve(acme.caller.tenant, parse_model("sql@2", "base"))
-    await services.registry.damages.quarantine(bad.digest, bad.weights_blob)
+    await services.registry.corruption.quarantine(bad.digest, bad.weights_blob)
     assert await ask(two) == "sql@1; fallback-from=sql@2; reason=adapter_quarantined"
     await two.patch("/api/v1/adapters/sql", json={"fallback": "base"})
     assert await ask(two) == "org/base:1; fallback-from=sql@2; reason=adapter_quarantined"

@@ -117,7 +117,7 @@ async def test_a_whole_answer_is_billed_as_it_says(
 
 def test_the_cached_count_is_billed_with_the_prompt_whichever_choice_is_first(services: Any, acme: Any) -> None:
     events: list[UsageEvent] = []
-    meter = SimpleNamespace(record=events.append, seal=lambda: None)
+    meter = SimpleNamespace(record=events.append, persist=lambda: None)
     kept = SimpleNamespace(usage=meter, clock=time.time, admissions=services.admissions)
     answering: Any = SimpleNamespace(
         prompts=[Prompt(tuple(range(20)), None)],
@@ -141,7 +141,7 @@ def test_the_cached_count_is_billed_with_the_prompt_whichever_choice_is_first(se
     )
     for index in (1, 0):
         usage.add(index, chunk)
-        usage.hand_over()
+        usage.deliver()
     assert [(event.prompt_tokens, event.cached_tokens) for event in events] == [(20, 16), (0, 0)]
     assert usage.as_dict()["prompt_tokens_details"] == {"cached_tokens": 16}
 

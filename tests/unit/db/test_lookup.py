@@ -271,7 +271,7 @@ async def test_a_flood_of_unknown_keys_is_in_nobody_elses_way() -> None:
     gate.set()
     assert set(await asyncio.gather(*flood)) == {"slow"}
     assert most == 2
-    assert not cache._turns._holders, "nothing is kept of who asks no more"
+    assert not cache._unknown_keys._holders, "nothing is kept of who asks no more"
 
 
 async def test_who_waits_for_a_turn_hears_of_an_outage_at_once() -> None:

@@ -10,13 +10,13 @@ from loraserve.db.models import Grant
 from loraserve.db.session import Database, utc_now
 from loraserve.errors import AdapterQuarantined, Conflict, InvalidRequest, ModelNotFound, VersionNotFound
 from loraserve.registry.model_name import parse_terms
-from loraserve.registry.records import Aim, ShadowPart, SplitPart
+from loraserve.registry.records import AliasTarget, ShadowPart, SplitPart
 from loraserve.registry.registry import Registry
 from loraserve.registry.repository import AdapterRepository
 from loraserve.types import TenantId
 
 SQL = parse_terms("sql", "base")
-CANARY = Aim.at([SplitPart(3, 90), SplitPart(2, 10)])
+CANARY = AliasTarget.over([SplitPart(3, 90), SplitPart(2, 10)])
 
 
 async def publish_three(publish: Any) -> None:
@@ -36,7 +36,7 @@ async def test_a_split_binds_users_to_its_versions_and_names_its_largest(
 ) -> None:
     await publish_three(publish)
     record, is_new = await registry.aliases.set(acme, "sql", "live", CANARY, actor="x")
-    assert (record.version, record.aim, is_new) == (3, CANARY, False)
+    assert (record.version, record.target, is_new) == (3, CANARY, False)
     # a user's place depends on the adapter's random id: of 60 users all were on the version of 90 % in one run of 500
     bound = [await registry.bind(acme, SQL, sticky=str(user)) for user in range(400)]
     assert {one.adapter.version for one in bound if one.adapter} == {2, 3}
@@ -53,7 +53,7 @@ async def test_a_request_keeps_what_it_was_bound_to_when_the_alias_moves(
 ) -> None:
     await publish_three(publish)
     bound = await registry.bind(acme, SQL, sticky=None)
-    await registry.aliases.set(acme, "sql", "live", Aim(1), actor="x")
+    await registry.aliases.set(acme, "sql", "live", AliasTarget(1), actor="x")
     await registry.delete_version(acme, "sql", 3, actor="x")
     assert bound.adapter is not None
     assert bound.adapter.version == 3
@@ -78,7 +78,7 @@ async def test_a_shadow_is_bound_beside_the_version_that_answers(
     publish: Any, registry: Registry, acme: TenantId
 ) -> None:
     await publish_three(publish)
-    await registry.aliases.set(acme, "sql", "live", Aim(3), ShadowPart(1, 0.5), actor="x")
+    await registry.aliases.set(acme, "sql", "live", AliasTarget(3), ShadowPart(1, 0.5), actor="x")
     shadow = (await registry.bind(acme, SQL, sticky=None)).shadow
     assert shadow is not None
     assert (shadow.adapter.version, shadow.share) == (1, 0.5)
@@ -88,7 +88,7 @@ async def test_where_the_shadow_is_all_that_answers_there_is_none(
     publish: Any, registry: Registry, acme: TenantId
 ) -> None:
     await publish_three(publish)
-    await registry.aliases.set(acme, "sql", "live", Aim(3), ShadowPart(1, 0.5), actor="x")
+    await registry.aliases.set(acme, "sql", "live", AliasTarget(3), ShadowPart(1, 0.5), actor="x")
     await publish(seed=1)
     assert (await registry.aliases.get(acme, "sql", "live")).shadow == ShadowPart(1, 0.5)
     await publish(seed=0)
@@ -100,7 +100,7 @@ async def test_a_publish_ends_the_split(publish: Any, registry: Registry, acme: 
     await publish_three(publish)
     await registry.aliases.set(acme, "sql", "live", CANARY, actor="x")
     await publish(seed=9)
-    assert (await registry.aliases.get(acme, "sql", "live")).aim == Aim(4)
+    assert (await registry.aliases.get(acme, "sql", "live")).target == AliasTarget(4)
 
 
 @pytest.mark.parametrize("number", [2, 3])
@@ -109,14 +109,14 @@ async def test_a_version_of_a_split_is_not_deleted(
 ) -> None:
     await publish_three(publish)
     await registry.aliases.set(acme, "sql", "canary", CANARY, actor="x")
-    await registry.aliases.set(acme, "sql", "live", Aim(1), actor="x")
+    await registry.aliases.set(acme, "sql", "live", AliasTarget(1), actor="x")
     with pytest.raises(Conflict, match="aliases canary name it"):
         await registry.delete_version(acme, "sql", number, actor="x")
 
 
 async def test_a_shadow_is_not_deleted(publish: Any, registry: Registry, acme: TenantId) -> None:
     await publish_three(publish)
-    await registry.aliases.set(acme, "sql", "live", Aim(3), ShadowPart(1, 0.5), actor="x")
+    await registry.aliases.set(acme, "sql", "live", AliasTarget(3), ShadowPart(1, 0.5), actor="x")
     with pytest.raises(Conflict, match="the shadow of the aliases live"):
         await registry.delete_version(acme, "sql", 1, actor="x")
 
@@ -124,32 +124,32 @@ async def test_a_shadow_is_not_deleted(publish: Any, registry: Registry, acme: T
 async def test_a_rollback_goes_back_and_the_next_one_forth(publish: Any, registry: Registry, acme: TenantId) -> None:
     await publish_three(publish)
     await registry.aliases.set(acme, "sql", "live", CANARY, actor="x")
-    await registry.aliases.set(acme, "sql", "live", Aim(2), ShadowPart(1, 0.5), actor="x")
+    await registry.aliases.set(acme, "sql", "live", AliasTarget(2), ShadowPart(1, 0.5), actor="x")
     back = await registry.aliases.rollback(acme, "sql", "live", actor="x")
-    assert (back.aim, back.shadow) == (CANARY, ShadowPart(1, 0.5))
+    assert (back.target, back.shadow) == (CANARY, ShadowPart(1, 0.5))
     # a user's place depends on the adapter's random id: of 60 users all were on the version of 90 % in one run of 500
     bound = [await registry.bind(acme, SQL, sticky=str(user)) for user in range(400)]
     assert {one.adapter.version for one in bound if one.adapter} == {2, 3}
-    assert (await registry.aliases.rollback(acme, "sql", "live", actor="x")).aim == Aim(2)
+    assert (await registry.aliases.rollback(acme, "sql", "live", actor="x")).target == AliasTarget(2)
     entry = (await registry.list_audit(acme, limit=2)).items[1]
     assert (entry.action, entry.detail["after"]) == ("alias.rollback", "2=10,3=90")
 
 
 async def test_a_shadow_alone_is_no_move_to_go_back_from(publish: Any, registry: Registry, acme: TenantId) -> None:
     await publish_three(publish)
-    await registry.aliases.set(acme, "sql", "live", Aim(2), actor="x")
-    await registry.aliases.set(acme, "sql", "live", Aim(2), ShadowPart(1, 0.5), actor="x")
-    assert (await registry.aliases.rollback(acme, "sql", "live", actor="x")).aim == Aim(3)
+    await registry.aliases.set(acme, "sql", "live", AliasTarget(2), actor="x")
+    await registry.aliases.set(acme, "sql", "live", AliasTarget(2), ShadowPart(1, 0.5), actor="x")
+    assert (await registry.aliases.rollback(acme, "sql", "live", actor="x")).target == AliasTarget(3)
 
 
 async def test_an_alias_that_never_moved_or_came_from_a_deleted_version_stays(
     publish: Any, registry: Registry, acme: TenantId
 ) -> None:
     await publish_three(publish)
-    await registry.aliases.set(acme, "sql", "new", Aim(1), actor="x")
+    await registry.aliases.set(acme, "sql", "new", AliasTarget(1), actor="x")
     with pytest.raises(Conflict, match="hasn't been moved"):
         await registry.aliases.rollback(acme, "sql", "new", actor="x")
-    await registry.aliases.set(acme, "sql", "new", Aim(2), actor="x")
+    await registry.aliases.set(acme, "sql", "new", AliasTarget(2), actor="x")
     await registry.delete_version(acme, "sql", 1, actor="x")
     with pytest.raises(Conflict, match="led to 1, which is deleted"):
         await registry.aliases.rollback(acme, "sql", "new", actor="x")
@@ -160,22 +160,22 @@ async def test_no_part_of_an_alias_is_absent_or_in_quarantine(
     publish: Any, registry: Registry, database: Database, acme: TenantId
 ) -> None:
     await publish_three(publish)
-    await registry.aliases.set(acme, "sql", "canary", Aim(1), actor="x")
-    await registry.aliases.set(acme, "sql", "canary", Aim(2), actor="x")
+    await registry.aliases.set(acme, "sql", "canary", AliasTarget(1), actor="x")
+    await registry.aliases.set(acme, "sql", "canary", AliasTarget(2), actor="x")
     await quarantine(database, acme, 1)
-    bad = Aim.at([SplitPart(1, 1), SplitPart(3, 1)])
-    absent = Aim.at([SplitPart(3, 1), SplitPart(9, 1)])
-    for aim, shadow, error in (
+    bad = AliasTarget.over([SplitPart(1, 1), SplitPart(3, 1)])
+    absent = AliasTarget.over([SplitPart(3, 1), SplitPart(9, 1)])
+    for target, shadow, error in (
         (bad, None, AdapterQuarantined),
-        (Aim(3), ShadowPart(1, 0.5), AdapterQuarantined),
+        (AliasTarget(3), ShadowPart(1, 0.5), AdapterQuarantined),
         (absent, None, VersionNotFound),
-        (Aim(3), ShadowPart(9, 0.5), VersionNotFound),
+        (AliasTarget(3), ShadowPart(9, 0.5), VersionNotFound),
     ):
         with pytest.raises(error):
-            await registry.aliases.set(acme, "sql", "live", aim, shadow, actor="x")
+            await registry.aliases.set(acme, "sql", "live", target, shadow, actor="x")
     with pytest.raises(AdapterQuarantined):
         await registry.aliases.rollback(acme, "sql", "canary", actor="x")
-    assert (await registry.aliases.get(acme, "sql", "live")).aim == Aim(3)
+    assert (await registry.aliases.get(acme, "sql", "live")).target == AliasTarget(3)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ async def test_no_part_of_an_alias_is_absent_or_in_quarantine(
 )
 def test_what_is_no_split_is_refused(parts: list[tuple[int, float]], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        Aim.at([SplitPart(version, weight) for version, weight in parts])
+        AliasTarget.over([SplitPart(version, weight) for version, weight in parts])
     assert caught.value.param == param
 
 
@@ -200,14 +200,14 @@ async def test_setting_what_is_there_changes_nothing(publish: Any, registry: Reg
     await publish_three(publish)
     shadow = ShadowPart(1, 0.5)
     first, _ = await registry.aliases.set(acme, "sql", "live", CANARY, shadow, actor="x")
-    same = Aim.at([SplitPart(2, 10), SplitPart(3, 90)])
+    same = AliasTarget.over([SplitPart(2, 10), SplitPart(3, 90)])
     assert await registry.aliases.set(acme, "sql", "live", same, shadow, actor="x") == (first, False)
 
 
 async def test_aliases_are_listed_by_name_over_pages(publish: Any, registry: Registry, acme: TenantId) -> None:
     await publish()
     for name in ("b", "a", "c"):
-        await registry.aliases.set(acme, "sql", name, Aim(1), actor="x")
+        await registry.aliases.set(acme, "sql", name, AliasTarget(1), actor="x")
     first = await registry.aliases.list(acme, "sql", limit=3)
     second = await registry.aliases.list(acme, "sql", limit=3, cursor=first.next_cursor)
     assert [record.name for record in first.items + second.items] == ["a", "b", "c", "live"]

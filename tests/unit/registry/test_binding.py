@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 from loraserve.errors import AdapterOfAnotherBase, AdapterQuarantined
-from loraserve.registry.binding import Fallback, Route, Shadow, Target, Way
+from loraserve.registry.binding import Fallback, Route, Shadow, SplitTarget, Target
 from loraserve.registry.records import QUARANTINED, READY
 from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
 
@@ -41,8 +41,8 @@ def make_target(version: int, state: str = READY, base: Digest | None = None) ->
 
 
 def make_split(**weights: float) -> Route:
-    ways = tuple(Way(make_target(int(name[1:])), weight) for name, weight in weights.items())
-    return Route("an adapter", "live", max(ways, key=lambda way: way.weight).target, ways)
+    split = tuple(SplitTarget(make_target(int(name[1:])), weight) for name, weight in weights.items())
+    return Route("an adapter", "live", max(split, key=lambda part: part.weight).target, split)
 
 
 def never() -> float:

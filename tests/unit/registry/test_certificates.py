@@ -30,7 +30,7 @@ from loraserve.errors import (
 from loraserve.limits import LIMITS, Limits
 from loraserve.registry.health import certificates, inspection
 from loraserve.registry.model_name import parse_model
-from loraserve.registry.records import Aim, VersionRecord
+from loraserve.registry.records import AliasTarget, VersionRecord
 from loraserve.registry.registry import Registry
 from loraserve.types import Certificate, TenantId
 
@@ -108,7 +108,7 @@ async def test_no_alias_is_moved_to_a_version_in_quarantine(
     certifying.outcome = failed
     await publish(seed=2, via=certified)
     with pytest.raises(AdapterQuarantined):
-        await certified.aliases.set(acme, "sql", "canary", Aim(2), actor="x")
+        await certified.aliases.set(acme, "sql", "canary", AliasTarget(2), actor="x")
     assert (await certified.get(acme, "sql")).aliases == {"live": 1}
 
 
@@ -288,17 +288,17 @@ def test_an_upload_says_which_kind_it_is(small_base: Any, make_upload: Any, monk
     assert format_of().startswith("VERA with magnitudes (DoRA), the invocation tokens 5 7 (aLoRA): 8 tensors")
 
 
-@pytest.mark.parametrize("was_damaged", [False, True])
+@pytest.mark.parametrize("was_corrupt", [False, True])
 async def test_a_verification_does_not_end_a_quarantine_for_damage_that_was_reported_since_it_began(
-    publish: Any, certified: Registry, certifying: Any, acme: TenantId, was_damaged: bool
+    publish: Any, certified: Registry, certifying: Any, acme: TenantId, was_corrupt: bool
 ) -> None:
     version = (await publish(via=certified)).version
-    if was_damaged:
-        await certified.damages.quarantine(version.digest, version.weights_blob)
+    if was_corrupt:
+        await certified.corruption.quarantine(version.digest, version.weights_blob)
     certifying.gate.clear()
     verifying = asyncio.create_task(certified.certificates.verify(acme, "sql", 1, actor="test"))
     await until_asked(certifying, 2)
-    await certified.damages.quarantine(version.digest, version.weights_blob)
+    await certified.corruption.quarantine(version.digest, version.weights_blob)
     certifying.gate.set()
     verified = await verifying
     assert (verified.state, parity_of(verified)["status"]) == ("quarantined", "passed")

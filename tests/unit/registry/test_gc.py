@@ -17,15 +17,15 @@ from sqlalchemy import delete, select
 
 from adapters_store import LocalStore
 from loraserve import faults
-from loraserve.db.models import AdapterVersion, DoomedBlob
+from loraserve.db.models import AdapterVersion, GcCandidate
 from loraserve.db.session import Database, utc_now
 from loraserve.errors import Overloaded, StorageError
 from loraserve.limits import LIMITS, Limits
 from loraserve.registry import blob_references as references
-from loraserve.registry.blob_references import doom, keep, referenced
+from loraserve.registry.blob_references import add_gc_candidates, referenced, retain
 from loraserve.registry.registry import Registry
 from loraserve.registry.storage_gc import collector as gc
-from loraserve.registry.storage_gc import deletion_locks as deletion_marks
+from loraserve.registry.storage_gc import deletion_locks
 from loraserve.registry.storage_gc.collector import Collector
 from loraserve.registry.storage_gc.store_claim import StoreClaim
 from loraserve.tenancy.identity.auth import Authenticator
@@ -99,7 +99,7 @@ async def test_a_blob_that_nothing_refers_to_goes_after_the_grace_period(
     assert not store.exists(blob)
     assert (collector.num_blobs, collector.num_bytes) == (1, 8)
     await passes(collector, time, 1)
-    assert collector.num_doomed == 0
+    assert collector.num_gc_candidates == 0
 
 
 async def test_what_is_published_stays(
@@ -170,7 +170,7 @@ async def test_publishing_takes_a_blob_off_the_list(
     await passes(collector, time, 0)
     await publish()
     async with database.read() as session:
-        assert (await session.scalars(select(DoomedBlob.digest))).all() == []
+        assert (await session.scalars(select(GcCandidate.digest))).all() == []
     await passes(collector, time, GRACE_S + 1)
     assert store.exists(blob)
 
@@ -180,11 +180,11 @@ async def test_a_reference_that_came_by_another_way_is_seen_before_the_end(
 ) -> None:
     version = (await publish()).version
     async with database.write() as session:
-        await doom(session, [version.weights_blob], time.now())
+        await add_gc_candidates(session, [version.weights_blob], time.now())
     await passes(collector, time, 0, GRACE_S + 1)
     assert store.exists(version.weights_blob)
     await passes(collector, time, 1)
-    assert collector.num_doomed == 0
+    assert collector.num_gc_candidates == 0
 
 
 async def test_who_wants_a_blob_waits_for_its_deletion_and_then_finds_it_gone(
@@ -202,7 +202,7 @@ async def test_who_wants_a_blob_waits_for_its_deletion_and_then_finds_it_gone(
     with faults.arm("blob.delete", wait):
         collecting = asyncio.create_task(collector.collect())
         await asyncio.to_thread(began.wait, 10)
-        keeping = asyncio.create_task(keep(database, [blob]))
+        keeping = asyncio.create_task(retain(database, [blob]))
         await asyncio.sleep(0.1)
         assert not keeping.done()
         may_end.set()
@@ -236,7 +236,7 @@ async def test_a_deletion_is_waited_for_also_after_its_collectors_connection_bro
         collecting = asyncio.create_task(collector.collect())
         await asyncio.to_thread(began.wait, 10)
         await sever(database_url)
-        keeping = asyncio.create_task(keep(database, blobs))
+        keeping = asyncio.create_task(retain(database, blobs))
         await asyncio.sleep(0.3)
         # else its bytes would be written, or found to be there, and deleted afterwards
         assert not keeping.done()
@@ -255,7 +255,7 @@ async def test_no_transaction_is_open_while_blobs_are_deleted(
 
     async def write() -> None:
         async with asyncio.timeout(2), database.write() as session:
-            await doom(session, [Digest("0" * 64)], time.now())
+            await add_gc_candidates(session, [Digest("0" * 64)], time.now())
 
     with faults.arm("blob.delete", lambda: asyncio.run_coroutine_threadsafe(write(), loop).result(5)):
         await passes(collector, time, GRACE_S + 1)
@@ -265,7 +265,7 @@ async def test_no_transaction_is_open_while_blobs_are_deleted(
 async def test_what_a_dead_collector_was_deleting_is_refused_for_some_minutes_and_then_listed_as_before(
     collector: Collector, database: Database, store: LocalStore, time: Time, impatient: None
 ) -> None:
-    blob, others = put(store), make_collector(database, store, time).marks
+    blob, others = put(store), make_collector(database, store, time).locks
     await passes(collector, time, 0)
     with faults.arm("blob.delete", die), pytest.raises(RuntimeError):
         await passes(collector, time, GRACE_S + 1)
@@ -274,10 +274,10 @@ async def test_what_a_dead_collector_was_deleting_is_refused_for_some_minutes_an
         time.passed_s += after_s
         assert await others.release() == 0
         with pytest.raises(Overloaded, match="for now"):
-            await keep(database, [blob])
+            await retain(database, [blob])
     time.passed_s += 1
     assert await others.release() == 1
-    await keep(database, [blob])
+    await retain(database, [blob])
     assert await listed(database) == {}
     assert store.exists(blob)
 
@@ -292,9 +292,9 @@ async def test_what_a_dead_collector_was_deleting_another_one_deletes(
     # before its mark is over nobody touches it
     await passes(other, time, 121, GRACE_S + 1)
     assert store.exists(blob)
-    await other.marks.release()
+    await other.locks.release()
     await passes(other, time, LIMITS.gc_mark_s)
-    assert await other.marks.release() == 1
+    assert await other.locks.release() == 1
     await passes(other, time, 1)
     assert not store.exists(blob)
     assert await listed(database) == {}
@@ -310,7 +310,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 async def listed(database: Database) -> dict[str, bool]:
     """Blobs on the list, and whether they are marked."""
     async with database.read() as session:
-        rows = (await session.execute(select(DoomedBlob.digest, DoomedBlob.deleting_at))).all()
+        rows = (await session.execute(select(GcCandidate.digest, GcCandidate.deleting_at))).all()
     return {digest: deleting_at is not None for digest, deleting_at in rows}
 
 
@@ -326,11 +326,11 @@ async def test_a_living_collector_ends_a_mark_that_it_left_at_once(
     with faults.arm("gc.after_delete", die), pytest.raises(RuntimeError):
         await passes(collector, time, GRACE_S + 1)
     assert await listed(database) == {blob: True}
-    assert await collector.marks.release() == 1
+    assert await collector.locks.release() == 1
     assert await listed(database) == {blob: False}
-    assert await collector.marks.release() == 0
+    assert await collector.locks.release() == 0
     # nothing is remembered of it
-    assert not collector.marks._left
+    assert not collector.locks._left
     await passes(collector, time, 1)
     assert await listed(database) == {}
 
@@ -345,7 +345,7 @@ async def test_a_server_does_not_end_the_mark_under_which_it_deletes(
     def look() -> None:
         for after_s in (0, LIMITS.gc_mark_s + 1):
             time.passed_s += after_s
-            released.append(asyncio.run_coroutine_threadsafe(collector.marks.release(), loop).result(5))
+            released.append(asyncio.run_coroutine_threadsafe(collector.locks.release(), loop).result(5))
 
     with faults.arm("blob.delete", look):
         await passes(collector, time, GRACE_S + 1)
@@ -354,7 +354,7 @@ async def test_a_server_does_not_end_the_mark_under_which_it_deletes(
 
 @pytest.mark.parametrize(
     ("passed_s", "jumped_s"),
-    [(deletion_marks.DELETING_S, 0.0), (0.0, deletion_marks.DELETING_S), (0.0, -1.0)],
+    [(deletion_locks.DELETING_S, 0.0), (0.0, deletion_locks.DELETING_S), (0.0, -1.0)],
     ids=["a slow process", "a machine that was paused", "a clock that was set back"],
 )
 async def test_a_collector_that_was_stopped_for_long_deletes_nothing_under_its_old_mark(
@@ -386,11 +386,11 @@ async def test_servers_look_for_marks_that_were_left(
     collector: Collector, database: Database, store: LocalStore, time: Time, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = replace(Limits(), gc_interval_s=0.001, gc_mark_s=0.0)
-    monkeypatch.setattr(deletion_marks, "LIMITS", limits)
+    monkeypatch.setattr(deletion_locks, "LIMITS", limits)
     monkeypatch.setattr(gc, "LIMITS", replace(limits, gc_interval_s=3600.0))
     blob = put(store)
     async with database.write() as session:
-        session.add(DoomedBlob(digest=blob, doomed_at=time.now(), deleting_at=time.now()))
+        session.add(GcCandidate(digest=blob, listed_at=time.now(), deleting_at=time.now()))
     collector.start()
     async with asyncio.timeout(5):
         while (await listed(database))[blob]:
@@ -403,7 +403,7 @@ async def test_who_waits_for_a_mark_does_not_keep_other_writers_waiting(
 ) -> None:
     blob, num_writes = put(store), 0
     async with database.write() as session:
-        session.add(DoomedBlob(digest=blob, doomed_at=time.now(), deleting_at=time.now()))
+        session.add(GcCandidate(digest=blob, listed_at=time.now(), deleting_at=time.now()))
     write = database.write
 
     @asynccontextmanager
@@ -415,7 +415,7 @@ async def test_who_waits_for_a_mark_does_not_keep_other_writers_waiting(
 
     monkeypatch.setattr(database, "write", count)
     with pytest.raises(Overloaded):
-        await keep(database, [blob])
+        await retain(database, [blob])
     assert num_writes == 0
 
 
@@ -424,15 +424,15 @@ async def test_a_mark_that_comes_right_after_the_look_is_heeded(
 ) -> None:
     blobs = sorted((put(store, b"a"), put(store, b"b")))
     async with database.write() as session:
-        session.add(DoomedBlob(digest=blobs[0], doomed_at=time.now(), deleting_at=None))
-        session.add(DoomedBlob(digest=blobs[1], doomed_at=time.now(), deleting_at=time.now()))
+        session.add(GcCandidate(digest=blobs[0], listed_at=time.now(), deleting_at=None))
+        session.add(GcCandidate(digest=blobs[1], listed_at=time.now(), deleting_at=time.now()))
 
     async def look(*_: Any) -> bool:
         return False
 
     monkeypatch.setattr(references, "_is_any_marked", look)
     with pytest.raises(Overloaded):
-        await keep(database, blobs)
+        await retain(database, blobs)
     assert await listed(database) == {blobs[0]: False, blobs[1]: True}
 
 
@@ -445,11 +445,11 @@ async def test_the_end_of_a_mark_and_who_wants_its_blobs_do_not_wait_for_each_ot
     # the other way round, where rows are found as they lie
     for digest in (second, first):
         async with database.write() as session:
-            await doom(session, [digest], time.now())
-    marks = deletion_marks.DeletionMarks(database, monotonic=time.monotonic)
+            await add_gc_candidates(session, [digest], time.now())
+    locks = deletion_locks.DeletionLocks(database, monotonic=time.monotonic)
 
     async def delete() -> None:
-        async with marks.put([first, second], time.now(), grace=timedelta(), retention=timedelta()):
+        async with locks.hold([first, second], time.now(), grace=timedelta(), retention=timedelta()):
             marked.set()
             await may_end.wait()
 
@@ -459,7 +459,7 @@ async def test_the_end_of_a_mark_and_who_wants_its_blobs_do_not_wait_for_each_ot
     async with asyncio.timeout(10):
         async with database.write() as session:
             for digest in (first, second):
-                await session.execute(select(DoomedBlob).where(DoomedBlob.digest == digest).with_for_update())
+                await session.execute(select(GcCandidate).where(GcCandidate.digest == digest).with_for_update())
                 may_end.set()
                 await asyncio.sleep(0.3)
         await deleting
@@ -478,11 +478,11 @@ async def test_nothing_is_published_restored_or_completed_of_what_is_being_delet
 
     async def mark(*digests: Digest) -> None:
         async with database.write() as session:
-            await session.execute(delete(DoomedBlob))
-            session.add_all(DoomedBlob(digest=each, doomed_at=time.now(), deleting_at=time.now()) for each in digests)
+            await session.execute(delete(GcCandidate))
+            session.add_all(GcCandidate(digest=each, listed_at=time.now(), deleting_at=time.now()) for each in digests)
 
     await mark(version.weights_blob)
-    for refused in (publish, lambda: registry.tombstones.restore_version(acme, "sql", 1, actor="test")):
+    for refused in (publish, lambda: registry.restorer.restore_version(acme, "sql", 1, actor="test")):
         with pytest.raises(Overloaded):
             await refused()
     for digest in (last, upload.sha256):
@@ -491,8 +491,8 @@ async def test_nothing_is_published_restored_or_completed_of_what_is_being_delet
         with pytest.raises(Overloaded):
             await uploads.receive(acme, upload.id, received, 20, 20, pieces(data[received:]))
     await mark()
-    assert (await uploads.settle(acme, upload.id)).is_complete
-    assert (await registry.tombstones.restore_version(acme, "sql", 1, actor="test")).version == 1
+    assert (await uploads.finish(acme, upload.id)).is_complete
+    assert (await registry.restorer.restore_version(acme, "sql", 1, actor="test")).version == 1
 
 
 async def test_a_collector_that_is_stopped_leaves_no_mark(
@@ -517,17 +517,17 @@ async def test_a_collector_that_is_stopped_leaves_no_mark(
             await collecting
     assert not store.exists(blob)
     async with database.read() as session:
-        assert (await session.scalars(select(DoomedBlob.digest))).all() == []
+        assert (await session.scalars(select(GcCandidate.digest))).all() == []
 
 
 async def test_there_may_be_more_blobs_than_a_statement_takes(database: Database) -> None:
     blobs = [Digest(f"{number:064x}") for number in range(33_000)]
     async with database.write() as session:
-        assert await doom(session, blobs, utc_now()) == len(blobs)
+        assert await add_gc_candidates(session, blobs, utc_now()) == len(blobs)
         assert await referenced(session, blobs, utc_now(), timedelta()) == set()
-    await keep(database, blobs)
+    await retain(database, blobs)
     async with database.read() as session:
-        assert (await session.scalars(select(DoomedBlob.digest).limit(1))).all() == []
+        assert (await session.scalars(select(GcCandidate.digest).limit(1))).all() == []
 
 
 async def test_two_servers_do_not_collect_at_the_same_time(

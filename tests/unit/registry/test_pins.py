@@ -230,9 +230,9 @@ async def test_nothing_is_held_for_a_deleted_version_until_it_is_restored(
     await server.sync()
     assert server.engine.held == set()
     if is_alone:
-        await registry.tombstones.restore_version(acme, "sql", 1, actor="x")
+        await registry.restorer.restore_version(acme, "sql", 1, actor="x")
     else:
-        await registry.tombstones.restore(acme, "sql", actor="x")
+        await registry.restorer.restore(acme, "sql", actor="x")
     await server.sync()
     assert server.engine.held == {digest}
 

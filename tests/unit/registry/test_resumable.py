@@ -65,7 +65,7 @@ async def test_a_late_completion_of_bytes_that_have_gone_changes_nothing(
     await gates[0].until_reached()
     gates[1].opened.set()
     with pytest.raises(UploadDigestMismatch):
-        await uploads.settle(acme, upload.id)
+        await uploads.finish(acme, upload.id)
     await send(DATA, 0, 30)
     last = asyncio.create_task(send(DATA, 30, 200))
     await gates[2].until_reached()

@@ -25,7 +25,7 @@ from loraserve.errors import (
 )
 from loraserve.registry.catalog.metadata import Edit
 from loraserve.registry.model_name import ParsedModel, Term, parse_model
-from loraserve.registry.records import Aim, ShadowPart, SplitPart, VersionRecord
+from loraserve.registry.records import AliasTarget, ShadowPart, SplitPart, VersionRecord
 from loraserve.registry.registry import Registry
 from loraserve.types import BaseSpec, Certificate, Digest, TenantId
 
@@ -90,15 +90,15 @@ async def test_nothing_of_it_is_written(publish: Any, here: Registry, there: Reg
     for attempt in (
         bind(there, acme, "sql"),
         there.certificates.verify(acme, "sql", 1, actor="x"),
-        there.aliases.set(acme, "sql", "canary", Aim(1), actor="x"),
+        there.aliases.set(acme, "sql", "canary", AliasTarget(1), actor="x"),
         publish(via=there),
         publish(via=there, is_dry_run=True),
     ):
         with pytest.raises(AdapterOfAnotherBase):
             await attempt
     # one that began before the version was moved may end after it
-    assert await there.strikes.strike(version.ref) == 0
-    assert await there.late_certificates.sweep()
+    assert await there.numeric_failures.record(version.ref) == 0
+    assert await there.certificate_backfill.sweep()
     assert await here.get_version(acme, "sql", 1) == version
     assert (await here.list_audit(acme)).items == audit
 
@@ -108,7 +108,7 @@ async def test_its_fallback_answers_and_says_for_which_error(
 ) -> None:
     await publish(seed=1, via=here)
     await publish(seed=2, via=there)
-    await here.notes.edit(acme, "sql", Edit(fallback="2"), actor="x")
+    await here.metadata.edit(acme, "sql", Edit(fallback="2"), actor="x")
     binding = await bind(there, acme, "sql@1")
     assert (binding.adapter.version, binding.fell_back_from.version) == (2, 1)
     assert binding.fell_back_for == "adapter_base_mismatch"
@@ -116,7 +116,7 @@ async def test_its_fallback_answers_and_says_for_which_error(
     assert (await bind(here, acme, "sql@1")).fallback is None
     with pytest.raises(AdapterOfAnotherBase):
         await bind(here, acme, "sql@2")
-    await here.notes.edit(acme, "sql", Edit(fallback="base"), actor="x")
+    await here.metadata.edit(acme, "sql", Edit(fallback="base"), actor="x")
     there.forget(acme, "sql")
     binding = await bind(there, acme, "sql@1")
     assert (binding.adapter, binding.fell_back_for) == (None, "adapter_base_mismatch")
@@ -129,7 +129,7 @@ async def test_splits_shadows_sums_and_grants_judge_each_version(
     await publish(seed=1, via=here)
     await publish(seed=2, via=here)
     await publish("own", seed=3, via=there)
-    split = Aim.at([SplitPart(1, 1), SplitPart(2, 1)])
+    split = AliasTarget.over([SplitPart(1, 1), SplitPart(2, 1)])
     await here.aliases.set(acme, "sql", "live", split, actor="x")
     await here.certificates.verify(acme, "sql", 1, actor="x")
     await there.certificates.verify(acme, "sql", 2, actor="x", is_rebasing=True)
@@ -140,7 +140,7 @@ async def test_splits_shadows_sums_and_grants_judge_each_version(
     assert {user: await _bound(here, acme, user) for user in found} == {
         user: "adapter_base_mismatch" if version == 2 else 1 for user, version in found.items()
     }
-    await there.aliases.set(acme, "own", "live", Aim(1), actor="x")
+    await there.aliases.set(acme, "own", "live", AliasTarget(1), actor="x")
     with pytest.raises(AdapterOfAnotherBase, match="sql@1"):
         await there.bind(acme, [Term(named("own")), Term(named("sql@1"), Decimal("0.5"))], sticky=None)
     assert (
@@ -163,7 +163,7 @@ async def test_a_shadow_of_another_base_shadows_nothing(
 ) -> None:
     await publish(seed=1, via=here)
     await publish(seed=2, via=here, is_promoting=False)
-    await here.aliases.set(acme, "sql", "live", Aim(1), ShadowPart(2, 1.0), actor="x")
+    await here.aliases.set(acme, "sql", "live", AliasTarget(1), ShadowPart(2, 1.0), actor="x")
     assert (await bind(here, acme, "sql")).shadow.adapter.version == 2
     await there.certificates.verify(acme, "sql", 2, actor="x", is_rebasing=True)
     here.forget(acme, "sql")
@@ -173,9 +173,13 @@ async def test_a_shadow_of_another_base_shadows_nothing(
 async def test_no_alias_is_led_or_led_back_to_it(publish: Any, here: Registry, there: Registry, acme: TenantId) -> None:
     await publish(seed=1, via=here)
     await publish(seed=2, via=there)
-    for aim, shadow in ((Aim(1), None), (Aim.at([SplitPart(1, 1), SplitPart(2, 1)]), None), (Aim(2), ShadowPart(1, 1))):
+    for target, shadow in (
+        (AliasTarget(1), None),
+        (AliasTarget.over([SplitPart(1, 1), SplitPart(2, 1)]), None),
+        (AliasTarget(2), ShadowPart(1, 1)),
+    ):
         with pytest.raises(AdapterOfAnotherBase, match="sql@1"):
-            await there.aliases.set(acme, "sql", "canary", aim, shadow, actor="x")
+            await there.aliases.set(acme, "sql", "canary", target, shadow, actor="x")
     with pytest.raises(AdapterOfAnotherBase, match="sql@1"):
         await there.aliases.rollback(acme, "sql", "live", actor="x")
     assert (await here.aliases.rollback(acme, "sql", "live", actor="x")).version == 1
@@ -289,7 +293,7 @@ async def test_while_the_base_is_not_loaded_nothing_is_judged_and_nothing_is_ser
     loading = Registry(database, store, base)
     with pytest.raises(EngineUnavailable):
         await bind(loading, acme, "sql")
-    assert (await loading.aliases.set(acme, "sql", "canary", Aim(1), actor="x"))[1]
+    assert (await loading.aliases.set(acme, "sql", "canary", AliasTarget(1), actor="x"))[1]
 
 
 async def test_the_base_is_compared_without_a_statement_of_its_own(

@@ -16,10 +16,10 @@ from sqlalchemy import delete, select
 
 from adapters_store import BlobStore, open_store
 from adapters_store.base import MARKER
-from loraserve.db.models import AuditRow, DoomedBlob, RegistryIdentity, StoreStamp
+from loraserve.db.models import AuditRow, GcCandidate, RegistryIdentity, StoreStamp
 from loraserve.db.session import Database, utc_now
 from loraserve.errors import ConfigError, StorageError, StoreMismatch
-from loraserve.registry.blob_references import doom
+from loraserve.registry.blob_references import add_gc_candidates
 from loraserve.registry.registry import Registry
 from loraserve.registry.storage_gc.collector import Collector
 from loraserve.registry.storage_gc.store_claim import Marker, StoreClaim
@@ -147,7 +147,7 @@ async def test_an_empty_registry_is_refused_by_a_store_with_blobs_and_its_collec
     assert set(store.iter_digests()) == blobs
     assert store.read_marker() is None
     async with other.read() as session:
-        assert (await session.scalars(select(DoomedBlob))).all() == []
+        assert (await session.scalars(select(GcCandidate))).all() == []
 
 
 async def test_a_foreign_registry_is_refused_with_both_identities(
@@ -244,7 +244,7 @@ async def test_a_registry_of_an_older_version_adopts_the_store_that_is_provably_
     await publish("french", 1)  # type: ignore[misc]
     leftover = put(store, b"a piece of an upload that is complete")
     async with database.write() as session:
-        await doom(session, [leftover], utc_now())
+        await add_gc_candidates(session, [leftover], utc_now())
     await forget_claims(database, store, url)
     await StoreClaim(database, store).open()
     assert marker_of(store).registry == await identity_of(database)
@@ -264,7 +264,7 @@ async def test_a_registry_of_an_older_version_does_not_adopt_blobs_that_it_does_
         await StoreClaim(database, store).open()
     # what another collector of an older version has listed proves nothing
     async with database.write() as session:
-        await doom(session, foreign, utc_now())
+        await add_gc_candidates(session, foreign, utc_now())
     with pytest.raises(StoreMismatch, match="published 2 of them, knows 4 as"):
         await StoreClaim(database, store).open()
     assert store.read_marker() is None

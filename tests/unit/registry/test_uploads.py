@@ -27,7 +27,7 @@ from loraserve.errors import (
 )
 from loraserve.limits import LIMITS
 from loraserve.registry.model_name import parse_model
-from loraserve.registry.records import Aim, Published
+from loraserve.registry.records import AliasTarget, Published
 from loraserve.registry.registry import Registry
 from loraserve.tenancy.identity.auth import Authenticator
 from loraserve.tenancy.identity.tenants import TenantLimits
@@ -255,7 +255,7 @@ async def test_deleting_and_publishing_again_does_not_fill_the_store(
     with pytest.raises(QuotaExceeded, match="kept for a restore"):
         await publish(seed=2, tenant=small)
     # but what is kept comes back
-    await registry.tombstones.restore(small, "sql", actor="test")
+    await registry.restorer.restore(small, "sql", actor="test")
 
 
 async def test_a_deleted_tenant_publishes_nothing(publish: Any, database: Database, globex: TenantId) -> None:
@@ -298,7 +298,7 @@ async def test_publishes_and_alias_moves_of_one_adapter_do_not_wait_in_a_circle(
 
     async def move(alias: str) -> None:
         for _ in range(15):
-            await registry.aliases.set(acme, "sql", alias, Aim(1), actor="test")
+            await registry.aliases.set(acme, "sql", alias, AliasTarget(1), actor="test")
 
     async def push(first: int) -> None:
         for seed in range(first, first + 8):

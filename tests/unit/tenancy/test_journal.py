@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from loraserve import faults
-from loraserve.tenancy.billing.journal import Amounts, Entry, Journal, UsageKey, left_behind
+from loraserve.tenancy.billing.journal import Amounts, Entry, Journal, UsageKey, orphaned_journals
 
 ACME = UsageKey("acme", 500_000, "", "sql", 3, "")
 GLOBEX = UsageKey("globex", 500_000, "acme", 'a "name" with\nlines', 1, "EUR 0.5 0.05 1.5")
@@ -31,7 +31,7 @@ def abandon(journal: Journal) -> None:
 
 
 def read(folder: Path) -> list[Entry]:
-    found = list(left_behind(folder))
+    found = list(orphaned_journals(folder))
     entries = [entry for one in found for entry in one.entries()]
     for one in found:
         one.close()
@@ -50,13 +50,13 @@ def test_what_was_appended_is_read_after_the_process(journal: Journal, tmp_path:
 
 def test_a_journal_whose_process_lives_is_nobody_elses(journal: Journal, tmp_path: Path) -> None:
     journal.append({ACME: Amounts(1)})
-    assert list(left_behind(tmp_path / "usage")) == []
+    assert list(orphaned_journals(tmp_path / "usage")) == []
 
 
 def test_one_that_is_being_counted_is_counted_by_nobody_else(journal: Journal, tmp_path: Path) -> None:
     abandon(journal)
-    (held,) = left_behind(tmp_path / "usage")
-    assert list(left_behind(tmp_path / "usage")) == []
+    (held,) = orphaned_journals(tmp_path / "usage")
+    assert list(orphaned_journals(tmp_path / "usage")) == []
     held.close()
 
 

@@ -7,11 +7,11 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraserve.tenancy.limits.rate import Bucket
+from loraserve.tenancy.limits.rate import LeakyBucket
 
 
 def test_a_minutes_worth_passes_at_once_and_no_more() -> None:
-    bucket = Bucket(at=0.0)
+    bucket = LeakyBucket(at=0.0)
     for _ in range(60):
         assert bucket.wait_s(1, 60, now=0.0) == 0
         bucket.take(1, 60, now=0.0)
@@ -19,7 +19,7 @@ def test_a_minutes_worth_passes_at_once_and_no_more() -> None:
 
 
 def test_the_wait_that_is_told_is_the_wait_it_takes() -> None:
-    bucket = Bucket(at=0.0)
+    bucket = LeakyBucket(at=0.0)
     bucket.take(100, 120, now=0.0)
     wait_s = bucket.wait_s(50, 120, now=0.0)
     assert wait_s == 15.0
@@ -28,14 +28,14 @@ def test_the_wait_that_is_told_is_the_wait_it_takes() -> None:
 
 
 def test_more_than_a_minutes_worth_passes_when_nothing_is_used_and_is_paid_off() -> None:
-    bucket = Bucket(at=0.0)
+    bucket = LeakyBucket(at=0.0)
     assert bucket.wait_s(90, 60, now=0.0) == 0
     bucket.take(90, 60, now=0.0)
     assert bucket.wait_s(1, 60, now=0.0) == 31.0
 
 
 def test_a_long_pause_saves_up_no_more_than_a_minutes_worth() -> None:
-    bucket = Bucket(at=0.0)
+    bucket = LeakyBucket(at=0.0)
     bucket.take(60, 60, now=0.0)
     assert bucket.remaining(60, now=3600.0) == 60
     bucket.take(60, 60, now=3600.0)
@@ -43,19 +43,19 @@ def test_a_long_pause_saves_up_no_more_than_a_minutes_worth() -> None:
 
 
 def test_what_is_given_back_passes_again() -> None:
-    bucket = Bucket(at=0.0)
+    bucket = LeakyBucket(at=0.0)
     bucket.take(60, 60, now=0.0)
     bucket.take(-20, 60, now=0.0)
     assert bucket.remaining(60, now=0.0) == 20
 
 
 def test_nothing_ever_passes_a_rate_of_none() -> None:
-    assert math.isinf(Bucket(at=0.0).wait_s(1, 0, now=10.0))
+    assert math.isinf(LeakyBucket(at=0.0).wait_s(1, 0, now=10.0))
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(1, 40)), max_size=60))
 def test_no_more_passes_than_a_minutes_worth_and_the_rate(steps: list[tuple[float, int]]) -> None:
-    bucket, now, taken = Bucket(at=0.0), 0.0, 0.0
+    bucket, now, taken = LeakyBucket(at=0.0), 0.0, 0.0
     for pause_s, amount in steps:
         now += pause_s
         if bucket.wait_s(amount, 30, now) == 0:

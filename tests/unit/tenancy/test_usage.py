@@ -87,7 +87,7 @@ async def test_what_was_sealed_outlives_a_kill_and_is_counted_once(
     killed.record(event(acme, 5))
     await killed.flush()
     killed.record(event(acme, 7))
-    killed.seal()
+    killed.persist()
     killed.record(event(acme, 1000))
     die(killed)
     assert await meter.recover() == 1
@@ -170,7 +170,7 @@ async def test_a_journal_that_grows_while_the_database_is_away_is_summed_up_and_
     killed = UsageMeter(database, folder)
     for number in range(50):
         killed.record(event(acme, 1))
-        killed.seal()
+        killed.persist()
         if number == 20:
             with pytest.raises(DatabaseUnavailable):
                 await killed.flush()
@@ -189,7 +189,7 @@ async def test_a_full_disk_refuses_nothing_and_loses_nothing(
 ) -> None:
     with faults.arm("usage.before_write", "ENOSPC"):
         meter.record(event(acme, 5))
-        meter.seal()
+        meter.persist()
         assert meter.num_failed_writes == 1
         await meter.flush()
     assert await counted(database) == [("sql", 1, 0, 5, 12)]
@@ -201,7 +201,7 @@ async def test_a_journal_with_tenants_of_another_database_is_counted_for_the_oth
     stranger = UsageMeter(database, folder)
     stranger.record(event(TenantId("0" * 26), 5))
     stranger.record(event(acme, 2))
-    stranger.seal()
+    stranger.persist()
     die(stranger)
     assert await meter.recover() == 0
     assert f"{stranger._journal.id}.refused" in names(folder)
@@ -215,7 +215,7 @@ async def test_a_kill_between_counting_and_setting_aside_loses_no_stranger(
     stranger = UsageMeter(database, folder)
     stranger.record(event(TenantId("0" * 26), 5))
     stranger.record(event(acme, 2))
-    stranger.seal()
+    stranger.persist()
     die(stranger)
     write = database.write
 

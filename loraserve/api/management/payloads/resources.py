@@ -145,7 +145,7 @@ class AliasResource(Resource):
             adapter=record.adapter,
             name=record.name,
             version=record.version,
-            split=SplitResource.list_of(record.aim.split) or None,
+            split=SplitResource.list_of(record.target.split) or None,
             shadow=None if shadow is None else ShadowResource(version=shadow.version, share=shadow.share),
             revision=record.revision,
             updated_at=record.updated_at,

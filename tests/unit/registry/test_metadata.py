@@ -11,7 +11,7 @@ from loraserve.errors import AliasNotFound, Conflict, InvalidRequest, VersionNot
 from loraserve.limits import LIMITS
 from loraserve.registry.catalog.metadata import Edit
 from loraserve.registry.model_name import parse_terms
-from loraserve.registry.records import Aim
+from loraserve.registry.records import AliasTarget
 from loraserve.registry.registry import Registry
 from loraserve.registry.repository import AdapterRepository
 from loraserve.types import TenantId
@@ -28,10 +28,12 @@ async def quarantine(database: Database, tenant: TenantId, number: int) -> None:
 
 async def test_what_is_not_said_stays(publish: Any, registry: Registry, acme: TenantId) -> None:
     await publish()
-    await registry.notes.edit(acme, "sql", Edit(notes="first\nline", tags={"team": "data"}, fallback="base"), actor="x")
-    record = await registry.notes.edit(acme, "sql", Edit(tags={"env": "prod"}), actor="x")
+    await registry.metadata.edit(
+        acme, "sql", Edit(notes="first\nline", tags={"team": "data"}, fallback="base"), actor="x"
+    )
+    record = await registry.metadata.edit(acme, "sql", Edit(tags={"env": "prod"}), actor="x")
     assert (record.notes, record.tags, record.fallback) == ("first\nline", {"env": "prod"}, "base")
-    emptied = await registry.notes.edit(acme, "sql", Edit(notes="", tags={}, fallback=""), actor="x")
+    emptied = await registry.metadata.edit(acme, "sql", Edit(notes="", tags={}, fallback=""), actor="x")
     assert (emptied.notes, emptied.tags, emptied.fallback) == ("", {}, None)
     assert await registry.get(acme, "sql") == emptied
 
@@ -39,12 +41,12 @@ async def test_what_is_not_said_stays(publish: Any, registry: Registry, acme: Te
 async def test_a_version_has_notes_of_its_own(publish: Any, registry: Registry, acme: TenantId) -> None:
     await publish(seed=1)
     await publish(seed=2)
-    await registry.notes.edit_version(acme, "sql", 1, Edit(notes="the old one", tags={"a": "b"}), actor="x")
+    await registry.metadata.edit_version(acme, "sql", 1, Edit(notes="the old one", tags={"a": "b"}), actor="x")
     found = await registry.get_version(acme, "sql", 1)
     assert (found.notes, found.tags) == ("the old one", {"a": "b"})
     assert (await registry.get_version(acme, "sql", 2)).notes == ""
     with pytest.raises(VersionNotFound):
-        await registry.notes.edit_version(acme, "sql", 3, Edit(notes="x"), actor="x")
+        await registry.metadata.edit_version(acme, "sql", 3, Edit(notes="x"), actor="x")
 
 
 async def test_the_audit_names_what_changed_and_not_what_it_says(
@@ -52,7 +54,7 @@ async def test_the_audit_names_what_changed_and_not_what_it_says(
 ) -> None:
     await publish()
     for _ in range(2):
-        await registry.notes.edit(acme, "sql", Edit(notes="MARKER", tags={"a": "MARKER"}, fallback="1"), actor="x")
+        await registry.metadata.edit(acme, "sql", Edit(notes="MARKER", tags={"a": "MARKER"}, fallback="1"), actor="x")
     entries = [row for row in (await registry.list_audit(acme)).items if row.action == "adapter.edit"]
     assert [row.detail for row in entries] == [{"notes_length": 6, "num_tags": 1, "fallback": "1"}]
 
@@ -88,7 +90,7 @@ async def test_a_fallback_is_the_base_or_something_of_the_adapter(
         ("a b", InvalidRequest),
     ):
         with pytest.raises(error):
-            await registry.notes.edit(acme, "sql", Edit(fallback=fallback), actor="x")
+            await registry.metadata.edit(acme, "sql", Edit(fallback=fallback), actor="x")
     assert (await registry.get(acme, "sql")).fallback is None
 
 
@@ -98,8 +100,8 @@ async def test_a_fallback_answers_for_a_version_in_quarantine(
 ) -> None:
     for seed in range(2):
         await publish(seed=seed)
-    await registry.aliases.set(acme, "sql", "old", Aim(1), actor="x")
-    await registry.notes.edit(acme, "sql", Edit(fallback=fallback), actor="x")
+    await registry.aliases.set(acme, "sql", "old", AliasTarget(1), actor="x")
+    await registry.metadata.edit(acme, "sql", Edit(fallback=fallback), actor="x")
     await quarantine(database, acme, 2)
     registry.forget(acme, "sql")
     bound = await registry.bind(acme, SQL, sticky=None)
@@ -112,11 +114,11 @@ async def test_a_fallback_answers_for_a_version_in_quarantine(
 async def test_what_is_a_fallback_is_not_deleted(publish: Any, registry: Registry, acme: TenantId) -> None:
     for seed in range(2):
         await publish(seed=seed)
-    await registry.notes.edit(acme, "sql", Edit(fallback="1"), actor="x")
+    await registry.metadata.edit(acme, "sql", Edit(fallback="1"), actor="x")
     with pytest.raises(Conflict, match="it is the adapter's fallback"):
         await registry.delete_version(acme, "sql", 1, actor="x")
-    await registry.aliases.set(acme, "sql", "old", Aim(1), actor="x")
-    await registry.notes.edit(acme, "sql", Edit(fallback="old"), actor="x")
+    await registry.aliases.set(acme, "sql", "old", AliasTarget(1), actor="x")
+    await registry.metadata.edit(acme, "sql", Edit(fallback="old"), actor="x")
     with pytest.raises(Conflict, match="it is the adapter's fallback"):
         await registry.aliases.delete(acme, "sql", "old", actor="x")
 
@@ -125,7 +127,7 @@ async def test_a_name_used_again_has_no_notes_of_the_one_before(
     publish: Any, registry: Registry, acme: TenantId
 ) -> None:
     await publish()
-    await registry.notes.edit(acme, "sql", Edit(notes="n", tags={"a": "b"}, fallback="base"), actor="x")
+    await registry.metadata.edit(acme, "sql", Edit(notes="n", tags={"a": "b"}, fallback="base"), actor="x")
     await registry.delete(acme, "sql", actor="x")
     await publish()
     record = await registry.get(acme, "sql")

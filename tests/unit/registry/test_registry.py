@@ -20,7 +20,7 @@ from loraserve.errors import (
     VersionNotFound,
 )
 from loraserve.registry.model_name import parse_model
-from loraserve.registry.records import Aim, Precondition
+from loraserve.registry.records import AliasTarget, Precondition
 from loraserve.registry.registry import Registry
 from loraserve.types import BaseSpec, TenantId
 
@@ -47,7 +47,7 @@ async def test_another_tenants_things_read_byte_for_byte_as_absent(
             registry.get_version(tenant, name, 1),
             registry.list_versions(tenant, name),
             registry.aliases.get(tenant, name, "live"),
-            registry.aliases.set(tenant, name, "live", Aim(1), actor="x"),
+            registry.aliases.set(tenant, name, "live", AliasTarget(1), actor="x"),
             registry.aliases.delete(tenant, name, "live", actor="x"),
             registry.delete_version(tenant, name, 1, actor="x"),
             registry.delete(tenant, name, actor="x"),
@@ -102,10 +102,10 @@ async def test_a_moved_alias_is_resolved_at_once(publish: Any, registry: Registr
     await publish(seed=1)
     await publish(seed=2)
     assert (await registry.resolve(acme, SQL)).version == 2
-    record, is_new = await registry.aliases.set(acme, "sql", "live", Aim(1), actor="x")
+    record, is_new = await registry.aliases.set(acme, "sql", "live", AliasTarget(1), actor="x")
     assert (record.version, is_new) == (1, False)
     assert (await registry.resolve(acme, SQL)).version == 1
-    assert (await registry.aliases.set(acme, "sql", "canary", Aim(2), actor="x"))[1] is True
+    assert (await registry.aliases.set(acme, "sql", "canary", AliasTarget(2), actor="x"))[1] is True
     assert (await registry.resolve(acme, parse_model("sql@canary", "base"))).version == 2
 
 
@@ -116,7 +116,10 @@ async def test_of_two_who_read_the_same_state_one_moves_the_alias(
         await publish(seed=seed)
     seen = Precondition(revisions=frozenset({(await registry.aliases.get(acme, "sql", "live")).revision}))
     results = await asyncio.gather(
-        *(registry.aliases.set(acme, "sql", "live", Aim(number), actor="x", condition=seen) for number in (1, 2)),
+        *(
+            registry.aliases.set(acme, "sql", "live", AliasTarget(number), actor="x", condition=seen)
+            for number in (1, 2)
+        ),
         return_exceptions=True,
     )
     assert sorted(type(result).__name__ for result in results) == ["PreconditionFailed", "tuple"]
@@ -129,25 +132,29 @@ async def test_an_alias_that_moved_away_and_back_is_not_the_state_that_was_read(
     await publish(seed=2)
     seen = Precondition(revisions=frozenset({(await registry.aliases.get(acme, "sql", "live")).revision}))
     await registry.aliases.delete(acme, "sql", "live", actor="x")
-    await registry.aliases.set(acme, "sql", "live", Aim(2), actor="x")
+    await registry.aliases.set(acme, "sql", "live", AliasTarget(2), actor="x")
     with pytest.raises(PreconditionFailed):
-        await registry.aliases.set(acme, "sql", "live", Aim(1), actor="x", condition=seen)
+        await registry.aliases.set(acme, "sql", "live", AliasTarget(1), actor="x", condition=seen)
 
 
 async def test_conditions_on_presence(publish: Any, registry: Registry, acme: TenantId) -> None:
     await publish()
     with pytest.raises(PreconditionFailed):
-        await registry.aliases.set(acme, "sql", "new", Aim(1), actor="x", condition=Precondition(is_present=True))
+        await registry.aliases.set(
+            acme, "sql", "new", AliasTarget(1), actor="x", condition=Precondition(is_present=True)
+        )
     with pytest.raises(PreconditionFailed):
-        await registry.aliases.set(acme, "sql", "live", Aim(1), actor="x", condition=Precondition(is_absent=True))
-    await registry.aliases.set(acme, "sql", "new", Aim(1), actor="x", condition=Precondition(is_absent=True))
+        await registry.aliases.set(
+            acme, "sql", "live", AliasTarget(1), actor="x", condition=Precondition(is_absent=True)
+        )
+    await registry.aliases.set(acme, "sql", "new", AliasTarget(1), actor="x", condition=Precondition(is_absent=True))
 
 
 async def test_an_alias_names_existing_versions_only(publish: Any, registry: Registry, acme: TenantId) -> None:
     await publish()
     for number in (0, 2, -1, 2**31, 2**70):
         with pytest.raises(VersionNotFound):
-            await registry.aliases.set(acme, "sql", "live", Aim(number), actor="x")
+            await registry.aliases.set(acme, "sql", "live", AliasTarget(number), actor="x")
     with pytest.raises(AliasNotFound):
         await registry.aliases.get(acme, "sql", "canary")
 
@@ -157,7 +164,7 @@ async def test_a_version_with_an_alias_is_not_deleted_and_the_refusal_names_it(
 ) -> None:
     await publish(seed=1)
     await publish(seed=2)
-    await registry.aliases.set(acme, "sql", "canary", Aim(2), actor="x")
+    await registry.aliases.set(acme, "sql", "canary", AliasTarget(2), actor="x")
     with pytest.raises(Conflict, match=r"canary, live"):
         await registry.delete_version(acme, "sql", 2, actor="x")
     await registry.delete_version(acme, "sql", 1, actor="x")
@@ -186,7 +193,7 @@ async def test_a_name_used_again_gives_no_number_twice_and_brings_nothing_back(
     publish: Any, registry: Registry, acme: TenantId
 ) -> None:
     await publish(seed=1)
-    await registry.aliases.set(acme, "sql", "canary", Aim(1), actor="x")
+    await registry.aliases.set(acme, "sql", "canary", AliasTarget(1), actor="x")
     await registry.delete(acme, "sql", actor="x")
     published = await publish(seed=1, is_promoting=False)
     assert published.is_new
@@ -201,8 +208,8 @@ async def test_every_change_leaves_an_audit_row(
 ) -> None:
     await publish(seed=1)
     await publish(seed=1)
-    await registry.aliases.set(acme, "sql", "canary", Aim(1), actor="x")
-    await registry.aliases.set(acme, "sql", "canary", Aim(1), actor="x")
+    await registry.aliases.set(acme, "sql", "canary", AliasTarget(1), actor="x")
+    await registry.aliases.set(acme, "sql", "canary", AliasTarget(1), actor="x")
     await registry.aliases.delete(acme, "sql", "canary", actor="x")
     await registry.delete(acme, "sql", actor="x")
     await publish("theirs", tenant=globex)

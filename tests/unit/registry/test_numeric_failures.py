@@ -26,11 +26,11 @@ async def test_the_third_strike_quarantines_the_version(
 ) -> None:
     bad = (await publish()).version
     await publish(tenant=globex)
-    assert [await registry.strikes.strike(bad.ref) for _ in range(2)] == [1, 2]
+    assert [await registry.numeric_failures.record(bad.ref) for _ in range(2)] == [1, 2]
     version = await registry.get_version(acme, "sql", 1)
     assert (version.state, numerics(version)) == ("ready", [("warned", 2)])
     assert (await registry.resolve(acme, SQL)).version == 1
-    assert await registry.strikes.strike(bad.ref) == 3
+    assert await registry.numeric_failures.record(bad.ref) == 3
     # at once, though the name was in the cache
     with pytest.raises(AdapterQuarantined, match="3 answers were not finite"):
         await registry.resolve(acme, SQL)
@@ -38,7 +38,7 @@ async def test_the_third_strike_quarantines_the_version(
     assert (await registry.resolve(globex, SQL)).version == 1, "equal bytes of another tenant go on"
     rows = [row for row in (await registry.list_audit(acme)).items if row.action == "version.quarantine"]
     assert [(row.target, row.actor, row.detail["strikes"]) for row in rows] == [("sql@1", "server", 3)]
-    assert (registry.strikes.num_strikes, registry.strikes.num_quarantined) == (3, 1)
+    assert (registry.numeric_failures.num_failures, registry.numeric_failures.num_quarantined) == (3, 1)
 
 
 async def test_servers_count_together_and_across_starts(
@@ -47,16 +47,16 @@ async def test_servers_count_together_and_across_starts(
     bad = (await publish()).version
     other = Registry(database, store, lambda: small_base)
     for one in (registry, other, registry):
-        await one.strikes.strike(bad.ref)
+        await one.numeric_failures.record(bad.ref)
     assert (await other.get_version(acme, "sql", 1)).state == "quarantined"
 
 
 async def test_after_the_quarantine_nothing_more_is_counted(publish: Any, registry: Registry, acme: TenantId) -> None:
     bad = (await publish()).version
     for _ in range(3):
-        await registry.strikes.strike(bad.ref)
+        await registry.numeric_failures.record(bad.ref)
     before = await registry.get_version(acme, "sql", 1)
-    assert await registry.strikes.strike(bad.ref) == 3
+    assert await registry.numeric_failures.record(bad.ref) == 3
     assert await registry.get_version(acme, "sql", 1) == before
 
 
@@ -65,19 +65,19 @@ async def test_whoever_an_adapter_is_granted_to_can_not_take_it_from_its_owner(
 ) -> None:
     bad = (await publish()).version
     for _ in range(5):
-        registry.strikes.report(globex, bad.ref)
-        await registry.strikes.close()
+        registry.numeric_failures.report(globex, bad.ref)
+        await registry.numeric_failures.close()
     assert numerics(await registry.get_version(acme, "sql", 1)) == []
-    registry.strikes.report(acme, bad.ref)
-    await registry.strikes.close()
+    registry.numeric_failures.report(acme, bad.ref)
+    await registry.numeric_failures.close()
     assert numerics(await registry.get_version(acme, "sql", 1)) == [("warned", 1)]
 
 
 async def test_of_a_sum_no_part_is_blamed(publish: Any, registry: Registry, acme: TenantId) -> None:
     bad = (await publish()).version
     ref = msgspec.structs.replace(bad.ref, parts=(AdapterPart(adapter=bad.ref, weight=2.0),))
-    registry.strikes.report(acme, ref)
-    await registry.strikes.close()
+    registry.numeric_failures.report(acme, ref)
+    await registry.numeric_failures.close()
     assert numerics(await registry.get_version(acme, "sql", 1)) == []
 
 
@@ -86,10 +86,10 @@ async def test_a_verification_ends_the_quarantine_and_begins_the_count_again(
 ) -> None:
     bad = (await publish(via=certified)).version
     for _ in range(3):
-        await certified.strikes.strike(bad.ref)
+        await certified.numeric_failures.record(bad.ref)
     version = await certified.certificates.verify(acme, "sql", 1, actor="x")
     assert (version.state, numerics(version)) == ("ready", [])
-    assert await certified.strikes.strike(bad.ref) == 1
+    assert await certified.numeric_failures.record(bad.ref) == 1
 
 
 async def test_damage_that_is_mended_leaves_the_quarantine_for_numerics(
@@ -97,8 +97,8 @@ async def test_damage_that_is_mended_leaves_the_quarantine_for_numerics(
 ) -> None:
     bad = (await publish()).version
     for _ in range(3):
-        await registry.strikes.strike(bad.ref)
-    await registry.damages.quarantine(bad.digest, bad.weights_blob)
+        await registry.numeric_failures.record(bad.ref)
+    await registry.corruption.quarantine(bad.digest, bad.weights_blob)
     await publish()
     assert (await registry.get_version(acme, "sql", 1)).state == "quarantined"
 
@@ -109,10 +109,10 @@ async def test_a_version_that_is_gone_or_another_is_left_alone(
     first = (await publish()).version
     second = (await publish(seed=1)).version
     mixed = msgspec.structs.replace(first.ref, version=2)
-    assert await registry.strikes.strike(mixed) == 0
+    assert await registry.numeric_failures.record(mixed) == 0
     assert numerics(await registry.get_version(acme, "sql", 2)) == []
     await registry.delete(acme, "sql", actor="x")
-    assert await registry.strikes.strike(second.ref) == 0
+    assert await registry.numeric_failures.record(second.ref) == 0
 
 
 async def test_a_strike_that_the_database_can_not_take_is_not_counted_and_harms_nobody(
@@ -124,7 +124,7 @@ async def test_a_strike_that_the_database_can_not_take_is_not_counted_and_harms_
         raise DatabaseUnavailable("The database is away.")
 
     with monkeypatch.context() as patched:
-        patched.setattr(registry.strikes, "strike", away)
-        registry.strikes.report(acme, bad.ref)
-        await registry.strikes.close()
+        patched.setattr(registry.numeric_failures, "record", away)
+        registry.numeric_failures.report(acme, bad.ref)
+        await registry.numeric_failures.close()
     assert numerics(await registry.get_version(acme, "sql", 1)) == []

@@ -25,7 +25,7 @@ from loraserve.errors import (
     Overloaded,
 )
 from loraserve.limits import LIMITS, Limits
-from loraserve.registry.health import certificate_backfill as late_certificates
+from loraserve.registry.health import certificate_backfill
 from loraserve.registry.health.certificate_backfill import MAX_RETRY_S, RETRY_S
 from loraserve.registry.health.parity import DIED_ONCE, DIED_TWICE, MAX_SETUPS
 from loraserve.registry.model_name import parse_model
@@ -93,13 +93,13 @@ async def test_a_version_published_while_the_engine_was_away_is_verified_once_it
     await publish("whole", 1, via=server)
     assert await parity(server, acme) == "skipped"
     num_asked = len(certifying.asked)
-    assert await server.late_certificates.sweep()
+    assert await server.certificate_backfill.sweep()
     assert await parity(server, acme) == "passed"
-    assert server.late_certificates.num_by_verdict == {"passed": 1}
+    assert server.certificate_backfill.num_by_verdict == {"passed": 1}
     rows = [row for row in (await server.list_audit(acme)).items if row.action == "version.verify"]
     assert [(row.target, row.actor) for row in rows] == [("sql@1", "server")]
     # once: neither it again, nor the one that had its certificate
-    assert await server.late_certificates.sweep()
+    assert await server.certificate_backfill.sweep()
     assert [ref.name for ref in certifying.asked[num_asked:]] == ["sql"]
 
 
@@ -113,12 +113,12 @@ async def test_a_late_certificate_that_failed_is_a_quarantine(
     assert (await server.resolve(acme, sql)).version == 1
     failed = make_certificate(verdict="failed", max_difference=0.31)
     certifying.outcome = AdapterRejected("It takes 4 MiB.") if is_rejected else failed
-    await server.late_certificates.sweep()
+    await server.certificate_backfill.sweep()
     with pytest.raises(AdapterQuarantined):
         await server.resolve(acme, sql)
     # counted as in the other metric, of which this one is a part
     verdict = "rejected" if is_rejected else "failed"
-    assert server.late_certificates.num_by_verdict == {verdict: 1}
+    assert server.certificate_backfill.num_by_verdict == {verdict: 1}
     assert server.certificates.num_by_verdict == {"skipped": 1, verdict: 1}
 
 
@@ -139,12 +139,12 @@ async def test_a_version_that_kills_the_engine_is_tried_twice_by_whatever_server
     for one in [server] if at_upload is DIED else [server, make_server()]:
         assert await detail(server, acme) != DIED_TWICE
         with pytest.raises(EngineDied):
-            await one.late_certificates.sweep()
+            await one.certificate_backfill.sweep()
     assert (await parity(server, acme), await detail(server, acme)) == ("skipped", DIED_TWICE)
     num_asked = len(certifying.asked)
     time.now += MAX_RETRY_S
     for one in (server, make_server()):
-        assert await one.late_certificates.sweep()
+        assert await one.certificate_backfill.sweep()
     assert len(certifying.asked) == num_asked
     # it is served, and whoever asks for a certificate may have one
     assert (await server.resolve(acme, parse_model("sql", "base"))).version == 1
@@ -165,11 +165,11 @@ async def test_an_engine_that_was_away_before_says_nothing_against_a_version(
     for _ in range(3):
         time.now += MAX_RETRY_S
         with pytest.raises(EngineUnavailable):
-            await server.late_certificates.sweep()
+            await server.certificate_backfill.sweep()
     assert await detail(server, acme) == DIED_ONCE
     time.now += MAX_RETRY_S
     certifying.outcome = make_certificate()
-    assert await server.late_certificates.sweep()
+    assert await server.certificate_backfill.sweep()
     assert await parity(server, acme) == "passed"
 
 
@@ -190,7 +190,7 @@ async def test_what_was_left_to_whoever_asks_stays_so(
 ) -> None:
     on_request = make_server(is_certified_at_upload=False)
     await publish(via=on_request)
-    await server.late_certificates.sweep()
+    await server.certificate_backfill.sweep()
     assert (await parity(server, acme), certifying.asked) == ("skipped", [])
 
 
@@ -210,9 +210,9 @@ async def test_versions_of_another_base_and_of_deleted_adapters_are_left_alone(
     certifying.outcome = make_certificate()
     num_asked = len(certifying.asked)
     other = make_server(_other(small_base))
-    assert await other.late_certificates.sweep()
+    assert await other.certificate_backfill.sweep()
     assert len(certifying.asked) == num_asked
-    assert await server.late_certificates.sweep()
+    assert await server.certificate_backfill.sweep()
     assert [ref.name for ref in certifying.asked[num_asked:]] == ["sql"]
 
 
@@ -224,7 +224,7 @@ async def test_a_server_whose_base_is_not_loaded_asks_nothing(database: Database
     def base() -> BaseSpec:
         raise AWAY
 
-    assert not await Registry(database, store, base).late_certificates.sweep()
+    assert not await Registry(database, store, base).certificate_backfill.sweep()
 
 
 async def test_two_servers_do_not_verify_the_same(
@@ -235,10 +235,10 @@ async def test_two_servers_do_not_verify_the_same(
     certifying.outcome = make_certificate()
     certifying.gate.clear()
     num_asked = len(certifying.asked)
-    sweeping = asyncio.create_task(server.late_certificates.sweep())
+    sweeping = asyncio.create_task(server.certificate_backfill.sweep())
     await until_asked(certifying, num_asked + 1)
     async with asyncio.timeout(5):
-        assert not await make_server().late_certificates.sweep()
+        assert not await make_server().certificate_backfill.sweep()
     certifying.gate.set()
     assert await sweeping
     assert len(certifying.asked) == num_asked + 1
@@ -256,12 +256,12 @@ async def test_a_lease_is_held_for_as_long_as_each_certificate_may_take(
     certifying.outcome = make_certificate()
     certifying.gate.clear()
     num_asked = len(certifying.asked)
-    sweeping = asyncio.create_task(one.late_certificates.sweep())
+    sweeping = asyncio.create_task(one.certificate_backfill.sweep())
     for number in range(1, 4):
         await until_asked(certifying, num_asked + number)
         passed_s += LIMITS.verification_timeout_s
         async with asyncio.timeout(5):
-            assert not await other.late_certificates.sweep()
+            assert not await other.certificate_backfill.sweep()
         certifying.gate.set()
         certifying.gate.clear()
     assert await sweeping
@@ -271,8 +271,8 @@ async def test_a_lease_is_held_for_as_long_as_each_certificate_may_take(
     await publish("a3", 3, via=one)
     certifying.outcome = make_certificate()
     passed_s += 3 * LIMITS.verification_timeout_s
-    assert await other.late_certificates.sweep()
-    assert other.late_certificates.num_by_verdict == {"passed": 1}
+    assert await other.certificate_backfill.sweep()
+    assert other.certificate_backfill.num_by_verdict == {"passed": 1}
 
 
 @pytest.mark.parametrize("failure", [AWAY, Overloaded("It has too much to do.")])
@@ -284,11 +284,11 @@ async def test_an_engine_that_is_away_or_busy_is_asked_for_one_version(
         await publish(f"a{number}", number, via=server)
     num_asked = len(certifying.asked)
     with pytest.raises(type(failure)):
-        await server.late_certificates.sweep()
+        await server.certificate_backfill.sweep()
     assert len(certifying.asked) == num_asked + 1
     # the next sweep begins with another: one that takes too long doesn't keep the rest
     with pytest.raises(type(failure)):
-        await server.late_certificates.sweep()
+        await server.certificate_backfill.sweep()
     assert [ref.name for ref in certifying.asked[num_asked:]] == ["a0", "a1"]
 
 
@@ -302,7 +302,7 @@ async def test_a_version_that_can_not_be_verified_is_asked_for_more_and_more_sel
     async def num_asked(after_s: float) -> int:
         before = len(certifying.asked)
         time.now += after_s
-        assert await server.late_certificates.sweep()
+        assert await server.certificate_backfill.sweep()
         return len(certifying.asked) - before
 
     assert [await num_asked(s) for s in (0, RETRY_S - 1, 1, RETRY_S, RETRY_S)] == [2, 0, 2, 0, 2]
@@ -318,13 +318,13 @@ async def test_a_version_that_can_not_be_verified_is_asked_for_more_and_more_sel
 async def test_every_version_is_looked_at_however_many_there_are(
     publish: Any, server: Registry, certifying: Any, make_certificate: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(late_certificates, "_WINDOW", 2)
+    monkeypatch.setattr(certificate_backfill, "_WINDOW", 2)
     for number in range(5):
         certifying.outcome = AWAY if number in (1, 4) else make_certificate()
         await publish(f"a{number}", number, via=server)
     certifying.outcome = make_certificate()
     num_asked = len(certifying.asked)
-    assert await server.late_certificates.sweep()
+    assert await server.certificate_backfill.sweep()
     assert [ref.name for ref in certifying.asked[num_asked:]] == ["a1", "a4"]
 
 
@@ -336,19 +336,19 @@ async def test_one_is_verified_at_a_time_and_none_after_the_end(
     make_certificate: Make,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(late_certificates, "LIMITS", replace(Limits(), late_certificates_interval_s=0.001))
+    monkeypatch.setattr(certificate_backfill, "LIMITS", replace(Limits(), late_certificates_interval_s=0.001))
     certifying.outcome = AWAY
     for number in range(2):
         await publish(f"a{number}", number, via=server)
     certifying.outcome = make_certificate()
     certifying.gate.clear()
     num_asked = len(certifying.asked)
-    server.late_certificates.start()
+    server.certificate_backfill.start()
     await until_asked(certifying, num_asked + 1)
     await asyncio.sleep(0.05)
     assert len(certifying.asked) == num_asked + 1
     async with asyncio.timeout(5):
-        await server.late_certificates.close()
+        await server.certificate_backfill.close()
     certifying.gate.set()
     await asyncio.sleep(0.05)
     assert len(certifying.asked) == num_asked + 1
@@ -363,14 +363,14 @@ async def test_a_failure_does_not_end_the_sweeps(
     make_certificate: Make,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(late_certificates, "LIMITS", replace(Limits(), late_certificates_interval_s=0.001))
+    monkeypatch.setattr(certificate_backfill, "LIMITS", replace(Limits(), late_certificates_interval_s=0.001))
     for number in range(3):
         certifying.outcome = AWAY
         await publish(f"a{number}", number, via=server)
     num_asked = len(certifying.asked)
-    server.late_certificates.start()
+    server.certificate_backfill.start()
     await until_asked(certifying, num_asked + 1)
-    look, num_broken = server.late_certificates._look, 0
+    look, num_broken = server.certificate_backfill._look, 0
 
     async def break_once(after: str, base: Any) -> Any:
         nonlocal num_broken
@@ -379,12 +379,12 @@ async def test_a_failure_does_not_end_the_sweeps(
             raise ValueError("a bug of ours")
         return await look(after, base)
 
-    monkeypatch.setattr(server.late_certificates, "_look", break_once)
+    monkeypatch.setattr(server.certificate_backfill, "_look", break_once)
     certifying.outcome = make_certificate()
     async with asyncio.timeout(5):
         while await parity(server, acme, "a2") != "passed":
             await asyncio.sleep(0.001)
-        await server.late_certificates.close()
+        await server.certificate_backfill.close()
 
 
 @pytest.mark.parametrize("outcome", [None, AdapterNotReady("No place is free."), ValueError("a bug of ours")])
@@ -397,7 +397,7 @@ async def test_the_engine_has_half_of_its_time_for_requests(
     certifying.outcome = make_certificate() if outcome is None else outcome
     certifying.gate.clear()
     num_asked = len(certifying.asked)
-    sweeping = asyncio.create_task(server.late_certificates.sweep())
+    sweeping = asyncio.create_task(server.certificate_backfill.sweep())
     await until_asked(certifying, num_asked + 1)
     time.now += 0.2
     certifying.gate.set()
@@ -420,18 +420,18 @@ async def test_a_pause_follows_a_failure_too_and_another_server_need_not_wait_fo
     certifying.outcome = failure
     await publish(via=server)
     certifying.gate.clear()
-    sweeping = asyncio.create_task(server.late_certificates.sweep())
+    sweeping = asyncio.create_task(server.certificate_backfill.sweep())
     await until_asked(certifying, 2)
     time.now += 30.0
     certifying.gate.set()
     other = make_server()
     async with asyncio.timeout(5):
-        while not server.late_certificates._refusals:
+        while not server.certificate_backfill._refusals:
             await asyncio.sleep(0.001)
         certifying.outcome = make_certificate()
-        while not await other.late_certificates.sweep():
+        while not await other.certificate_backfill.sweep():
             await asyncio.sleep(0.001)
-    assert other.late_certificates.num_by_verdict == {"passed": 1}
+    assert other.certificate_backfill.num_by_verdict == {"passed": 1}
     assert not sweeping.done()
     sweeping.cancel()
     await asyncio.gather(sweeping, return_exceptions=True)
@@ -443,11 +443,11 @@ async def test_a_sick_server_does_not_keep_healthy_ones_from_it(
     certifying.outcome = AWAY
     await publish(via=server)
     with pytest.raises(EngineUnavailable):
-        await server.late_certificates.sweep()
+        await server.certificate_backfill.sweep()
     certifying.outcome = make_certificate()
     other = make_server()
-    assert await other.late_certificates.sweep()
-    assert other.late_certificates.num_by_verdict == {"passed": 1}
+    assert await other.certificate_backfill.sweep()
+    assert other.certificate_backfill.num_by_verdict == {"passed": 1}
 
 
 async def test_servers_of_two_bases_do_not_wait_for_each_other(
@@ -465,7 +465,7 @@ async def test_servers_of_two_bases_do_not_wait_for_each_other(
     certifying.outcome = make_certificate()
     certifying.gate.clear()
     num_asked = len(certifying.asked)
-    sweeping = [asyncio.create_task(one.late_certificates.sweep()) for one in (server, other)]
+    sweeping = [asyncio.create_task(one.certificate_backfill.sweep()) for one in (server, other)]
     await until_asked(certifying, num_asked + 2)
     certifying.gate.set()
     assert await asyncio.gather(*sweeping) == [True, True]
@@ -494,13 +494,13 @@ async def test_a_version_that_a_bug_of_ours_fails_does_not_keep_the_others(
         return await verify(tenant, name, number, actor=actor)
 
     monkeypatch.setattr(server.certificates, "verify", break_on_the_first)
-    assert await server.late_certificates.sweep()
+    assert await server.certificate_backfill.sweep()
     assert await parity(server, acme, "a1") == "passed"
     assert "a bug of ours" in caplog.text
     # put off as any other
-    assert await server.late_certificates.sweep()
+    assert await server.certificate_backfill.sweep()
     time.now += RETRY_S
-    assert await server.late_certificates.sweep()
+    assert await server.certificate_backfill.sweep()
     assert asked == ["a0", "a1", "a0"]
 
 
@@ -522,7 +522,7 @@ async def test_what_is_gone_or_in_quarantine_is_not_verified(
     await server.delete(acme, "adapter", actor="x")
     await server.delete_version(acme, "version", 1, actor="x")
     damaged = await server.get_version(acme, "damaged", 1)
-    await server.damages.quarantine(damaged.digest, damaged.weights_blob)
+    await server.corruption.quarantine(damaged.digest, damaged.weights_blob)
     authenticator = Authenticator(database, admin_key="a" * 32)
     await authenticator.open()
     await authenticator.tenants.delete("globex", actor="test")
@@ -533,7 +533,7 @@ async def test_what_is_gone_or_in_quarantine_is_not_verified(
         raise AdapterNotReady("No place is free.")
 
     monkeypatch.setattr(server.certificates, "verify", verify)
-    assert await server.late_certificates.sweep()
+    assert await server.certificate_backfill.sweep()
     assert asked == [("there", 1), ("version", 2)]
 
 
@@ -542,11 +542,11 @@ async def test_nothing_is_remembered_of_versions_that_are_gone(
 ) -> None:
     certifying.outcome = AdapterNotReady("No place is free.")
     await publish(via=server)
-    await server.late_certificates.sweep()
-    assert len(server.late_certificates._refusals) == 1
+    await server.certificate_backfill.sweep()
+    assert len(server.certificate_backfill._refusals) == 1
     await server.delete(acme, "sql", actor="x")
-    await server.late_certificates.sweep()
-    assert server.late_certificates._refusals == {}
+    await server.certificate_backfill.sweep()
+    assert server.certificate_backfill._refusals == {}
 
 
 async def test_one_that_is_deleted_while_it_is_verified_is_no_failure(
@@ -558,13 +558,13 @@ async def test_one_that_is_deleted_while_it_is_verified_is_no_failure(
     certifying.outcome = make_certificate()
     certifying.gate.clear()
     num_asked = len(certifying.asked)
-    sweeping = asyncio.create_task(server.late_certificates.sweep())
+    sweeping = asyncio.create_task(server.certificate_backfill.sweep())
     await until_asked(certifying, num_asked + 1)
     await server.delete(acme, "a0", actor="x")
     certifying.gate.set()
     assert await sweeping
     assert await parity(server, acme, "a1") == "passed"
-    assert server.late_certificates._refusals == {}
+    assert server.certificate_backfill._refusals == {}
 
 
 async def test_a_quarantine_that_nobody_asked_for_is_in_the_log(
@@ -573,15 +573,15 @@ async def test_a_quarantine_that_nobody_asked_for_is_in_the_log(
     certifying.outcome = AWAY
     await publish(via=server)
     certifying.outcome = make_certificate(verdict="failed", max_difference=0.31)
-    await server.late_certificates.sweep()
+    await server.certificate_backfill.sweep()
     assert [record.levelname for record in caplog.records if "quarantined" in record.message] == ["ERROR"]
 
 
 async def test_a_server_that_certifies_on_request_begins_nothing(make_server: Callable[..., Registry]) -> None:
     server = make_server(is_certified_at_upload=False)
-    server.late_certificates.start()
-    assert server.late_certificates._task is None
-    await server.late_certificates.close()
+    server.certificate_backfill.start()
+    assert server.certificate_backfill._task is None
+    await server.certificate_backfill.close()
 
 
 def computed(base: BaseSpec, **how: str) -> BaseSpec:
@@ -612,12 +612,12 @@ async def test_a_base_that_is_computed_in_another_way_keeps_its_versions_and_ver
     num_asked = len(certifying.asked)
     # served meanwhile
     assert (await other.resolve(acme, parse_model("sql", "base"))).digest == version.digest
-    assert await other.late_certificates.sweep()
+    assert await other.certificate_backfill.sweep()
     assert len(certifying.asked) == num_asked + 1
-    assert other.late_certificates.num_by_verdict == {"passed": 1}
+    assert other.certificate_backfill.num_by_verdict == {"passed": 1}
     # both ways are remembered: servers of one base that compute it differently don't take turns
     for one in (server, other, make_server(), make_server(computed(small_base, **how))):
-        assert await one.late_certificates.sweep()
+        assert await one.certificate_backfill.sweep()
     assert len(certifying.asked) == num_asked + 1
 
 
@@ -630,7 +630,7 @@ async def test_a_certificate_of_a_release_that_did_not_say_how_is_made_anew_once
         row.checks = [{key: value for key, value in check.items() if key != "holds_for"} for check in row.checks]
     num_asked = len(certifying.asked)
     for _ in range(2):
-        assert await server.late_certificates.sweep()
+        assert await server.certificate_backfill.sweep()
     assert len(certifying.asked) == num_asked + 1
 
 
@@ -646,14 +646,14 @@ async def test_what_fails_in_the_other_arithmetic_is_quarantined_and_is_verified
     await publish(via=server)
     other = make_server(computed(small_base, quantization="int8"))
     certifying.outcome = make_certificate(verdict="failed", max_difference=0.31)
-    assert await other.late_certificates.sweep()
+    assert await other.certificate_backfill.sweep()
     with pytest.raises(AdapterQuarantined):
         await other.resolve(acme, parse_model("sql", "base"))
     certifying.outcome = make_certificate()
     await server.certificates.verify(acme, "sql", 1, actor="x")
     num_asked = len(certifying.asked)
     # what it passed on before the failure counts no more
-    assert await other.late_certificates.sweep()
+    assert await other.certificate_backfill.sweep()
     assert len(certifying.asked) == num_asked + 1
 
 
@@ -672,7 +672,7 @@ async def test_an_engine_that_dies_of_a_version_in_another_arithmetic_is_not_ask
     for _ in range(3):
         other = make_server(computed(small_base, quantization="int8"))
         with contextlib.suppress(EngineDied):
-            await other.late_certificates.sweep()
+            await other.certificate_backfill.sweep()
     assert len(certifying.asked) == num_asked + 2
     assert await detail(server, acme) == DIED_TWICE
     assert (await server.resolve(acme, parse_model("sql", "base"))).version == 1
@@ -683,7 +683,7 @@ async def test_of_many_ways_the_oldest_is_forgotten(
 ) -> None:
     await publish(via=server)
     for number in range(MAX_SETUPS):
-        await make_server(computed(small_base, instructions=f"isa-{number}")).late_certificates.sweep()
+        await make_server(computed(small_base, instructions=f"isa-{number}")).certificate_backfill.sweep()
     checks = (await server.get_version(acme, "sql", 1)).checks
     held = next(check["holds_for"] for check in checks if check["name"] == "parity")
     assert [setup.split("(")[1].split(")")[0] for setup in held] == [f"isa-{number}" for number in range(MAX_SETUPS)]

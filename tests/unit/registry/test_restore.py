@@ -22,7 +22,7 @@ from loraserve.errors import (
 )
 from loraserve.registry.catalog.metadata import Edit
 from loraserve.registry.model_name import parse_model
-from loraserve.registry.records import Aim, ShadowPart, SplitPart
+from loraserve.registry.records import AliasTarget, ShadowPart, SplitPart
 from loraserve.registry.registry import Registry
 from loraserve.types import BaseSpec, TenantId
 
@@ -52,16 +52,16 @@ def registry(database: Database, store: LocalStore, small_base: BaseSpec, calend
 async def test_an_adapter_comes_back_with_what_went_with_it(publish: Any, registry: Registry, acme: TenantId) -> None:
     for seed in range(3):
         await publish(seed=seed)
-    await registry.aliases.set(acme, "sql", "live", Aim(3), actor="x")
+    await registry.aliases.set(acme, "sql", "live", AliasTarget(3), actor="x")
     await registry.delete_version(acme, "sql", 2, actor="x")
-    split = Aim.at([SplitPart(1, 1), SplitPart(3, 2)])
+    split = AliasTarget.over([SplitPart(1, 1), SplitPart(3, 2)])
     canary, _ = await registry.aliases.set(acme, "sql", "canary", split, ShadowPart(1, 0.5), actor="x")
-    await registry.notes.edit(acme, "sql", Edit(notes="n", tags={"a": "b"}, fallback="1"), actor="x")
+    await registry.metadata.edit(acme, "sql", Edit(notes="n", tags={"a": "b"}, fallback="1"), actor="x")
     before = await registry.get(acme, "sql")
     await registry.delete(acme, "sql", actor="x")
     with pytest.raises(ModelNotFound):
         await registry.resolve(acme, SQL)
-    after = await registry.tombstones.restore(acme, "sql", actor="x")
+    after = await registry.restorer.restore(acme, "sql", actor="x")
     assert (await registry.resolve(acme, SQL)).version == 3
     shown = ("aliases", "num_versions", "latest_version", "notes", "tags", "fallback", "created_at")
     assert [getattr(after, name) for name in shown] == [getattr(before, name) for name in shown]
@@ -75,7 +75,7 @@ async def test_a_version_comes_back_under_its_number(publish: Any, registry: Reg
     first = await publish(seed=1)
     await publish(seed=2)
     await registry.delete_version(acme, "sql", 1, actor="x")
-    restored = await registry.tombstones.restore_version(acme, "sql", 1, actor="x")
+    restored = await registry.restorer.restore_version(acme, "sql", 1, actor="x")
     assert (restored.digest, restored.aliases) == (first.version.digest, ())
     assert (await registry.resolve(acme, parse_model("sql@1", "base"))).digest == first.version.digest
 
@@ -88,7 +88,7 @@ async def test_bytes_that_were_published_again_are_not_there_twice(
     await registry.delete_version(acme, "sql", 1, actor="x")
     await publish(seed=1)
     with pytest.raises(AlreadyExists, match="sql@3 has the same bytes"):
-        await registry.tombstones.restore_version(acme, "sql", 1, actor="x")
+        await registry.restorer.restore_version(acme, "sql", 1, actor="x")
 
 
 async def test_after_the_retention_it_reads_like_what_never_was(
@@ -101,14 +101,14 @@ async def test_after_the_retention_it_reads_like_what_never_was(
     texts = []
     for number in (1, 9):
         with pytest.raises(VersionNotFound) as caught:
-            await registry.tombstones.restore_version(acme, "sql", number, actor="x")
+            await registry.restorer.restore_version(acme, "sql", number, actor="x")
         texts.append(str(caught.value))
     await registry.delete(acme, "sql", actor="x")
     calendar.offset *= 2
     with pytest.raises(AdapterNotFound) as gone:
-        await registry.tombstones.restore(acme, "sql", actor="x")
+        await registry.restorer.restore(acme, "sql", actor="x")
     with pytest.raises(AdapterNotFound) as absent:
-        await registry.tombstones.restore(acme, "lqs", actor="x")
+        await registry.restorer.restore(acme, "lqs", actor="x")
     assert texts[0] == texts[1]
     assert str(gone.value) == str(absent.value).replace("lqs", "sql")
 
@@ -116,9 +116,9 @@ async def test_after_the_retention_it_reads_like_what_never_was(
 async def test_what_lives_is_not_restored(publish: Any, registry: Registry, acme: TenantId) -> None:
     await publish()
     with pytest.raises(AlreadyExists):
-        await registry.tombstones.restore(acme, "sql", actor="x")
+        await registry.restorer.restore(acme, "sql", actor="x")
     with pytest.raises(AlreadyExists):
-        await registry.tombstones.restore_version(acme, "sql", 1, actor="x")
+        await registry.restorer.restore_version(acme, "sql", 1, actor="x")
 
 
 async def test_another_tenants_tombstones_read_as_absent(
@@ -135,13 +135,13 @@ async def test_another_tenants_tombstones_read_as_absent(
             await call
         return f"{type(caught.value)} {caught.value}"
 
-    tombstones = registry.tombstones
+    restorer = registry.restorer
     for theirs, absent in (
-        (tombstones.restore(globex, "gone", actor="x"), tombstones.restore(globex, "NAME", actor="x")),
-        (tombstones.restore(globex, "sql", actor="x"), tombstones.restore(globex, "NAME", actor="x")),
+        (restorer.restore(globex, "gone", actor="x"), restorer.restore(globex, "NAME", actor="x")),
+        (restorer.restore(globex, "sql", actor="x"), restorer.restore(globex, "NAME", actor="x")),
         (
-            tombstones.restore_version(globex, "sql", 1, actor="x"),
-            tombstones.restore_version(globex, "NAME", 1, actor="x"),
+            restorer.restore_version(globex, "sql", 1, actor="x"),
+            restorer.restore_version(globex, "NAME", 1, actor="x"),
         ),
     ):
         found, other = await text(theirs), await text(absent)
@@ -159,7 +159,7 @@ async def test_a_restore_counts_against_what_the_tenant_may_hold(
             assert tenant is not None
             tenant.limits = limits
         with pytest.raises(QuotaExceeded):
-            await registry.tombstones.restore(acme, "sql", actor="x")
+            await registry.restorer.restore(acme, "sql", actor="x")
     with pytest.raises(AdapterNotFound):
         await registry.get(acme, "sql")
 
@@ -171,4 +171,4 @@ async def test_what_has_lost_its_bytes_stays_deleted(
     await registry.delete(acme, "sql", actor="x")
     await asyncio.to_thread(store.delete, version.weights_blob)
     with pytest.raises(Conflict, match="stored bytes"):
-        await registry.tombstones.restore(acme, "sql", actor="x")
+        await registry.restorer.restore(acme, "sql", actor="x")

@@ -39,7 +39,7 @@ async def test_every_version_in_a_damaged_blob_is_quarantined_and_no_other(
     await publish(seed=1, name="twin")
     await publish(seed=2, name="other")
     assert (await registry.resolve(globex, SQL)).version == 1
-    assert await registry.damages.quarantine(bad.digest, getattr(bad, blob)) == 3
+    assert await registry.corruption.quarantine(bad.digest, getattr(bad, blob)) == 3
     for tenant in (acme, globex):
         # at once, though the name was in the cache
         with pytest.raises(AdapterQuarantined, match="damaged or gone"):
@@ -57,13 +57,13 @@ async def test_a_second_report_changes_nothing_but_its_instant(
     publish: Any, registry: Registry, acme: TenantId
 ) -> None:
     bad = (await publish()).version
-    await registry.damages.quarantine(bad.digest, bad.weights_blob)
+    await registry.corruption.quarantine(bad.digest, bad.weights_blob)
     before = await registry.get_version(acme, "sql", 1)
-    assert await registry.damages.quarantine(bad.digest, bad.weights_blob) == 0
+    assert await registry.corruption.quarantine(bad.digest, bad.weights_blob) == 0
     after = await registry.get_version(acme, "sql", 1)
     assert replace(after, checks=before.checks) == before
     assert check_names(after) == check_names(before)
-    assert registry.damages.num_quarantined == 1
+    assert registry.corruption.num_quarantined == 1
 
 
 async def test_an_equal_version_in_other_files_goes_on(
@@ -76,7 +76,7 @@ async def test_an_equal_version_in_other_files_goes_on(
         spaced = json.dumps(json.loads(config), indent=3).encode()
         twin = (await registry.publisher.publish(globex, "sql", spaced, staged, actor="x")).version
     assert (twin.digest, twin.config_blob == bad.config_blob) == (bad.digest, False)
-    await registry.damages.quarantine(bad.digest, bad.config_blob)
+    await registry.corruption.quarantine(bad.digest, bad.config_blob)
     assert (await registry.resolve(globex, SQL)).version == 1
 
 
@@ -85,7 +85,7 @@ async def test_the_same_files_pushed_again_are_whole_in_the_store_and_served(
 ) -> None:
     bad = (await publish(via=certified)).version
     damage(store, bad.weights_blob)
-    await certified.damages.quarantine(bad.digest, bad.weights_blob)
+    await certified.corruption.quarantine(bad.digest, bad.weights_blob)
     again = await publish(via=certified)
     assert (again.is_new, again.version.version, again.version.state) == (False, 1, "ready")
     assert check_names(again.version) == ["format passed", "base passed", "finite passed", "parity passed"]
@@ -109,7 +109,7 @@ async def test_other_files_of_the_same_adapter_take_the_place_of_damaged_ones(
 ) -> None:
     bad = (await publish()).version
     damage(store, bad.config_blob)
-    await registry.damages.quarantine(bad.digest, bad.config_blob)
+    await registry.corruption.quarantine(bad.digest, bad.config_blob)
     config, weights = make_upload()
     with store.stage() as staged:
         staged.write(weights)
@@ -125,7 +125,7 @@ async def test_a_failed_certificate_outlives_the_damage(
 ) -> None:
     certifying.outcome = make_certificate(verdict="failed", reason="The logits are far off.")
     bad = (await publish(via=certified)).version
-    await certified.damages.quarantine(bad.digest, bad.weights_blob)
+    await certified.corruption.quarantine(bad.digest, bad.weights_blob)
     certifying.outcome = EngineUnavailable("The engine isn't up.")
     version = (await publish(via=certified)).version
     assert (version.state, check_names(version)[-1]) == ("quarantined", "parity failed")
@@ -136,7 +136,7 @@ async def test_a_verification_ends_the_quarantine_of_bytes_that_are_whole_again_
     publish: Any, certified: Registry, certifying: Any, make_certificate: Any, acme: TenantId, is_restored: bool
 ) -> None:
     bad = (await publish(via=certified)).version
-    await certified.damages.quarantine(bad.digest, bad.weights_blob)
+    await certified.corruption.quarantine(bad.digest, bad.weights_blob)
     certifying.outcome = make_certificate() if is_restored else AdapterCorrupt("Damaged.")
     if is_restored:
         version = await certified.certificates.verify(acme, "sql", 1, actor="x")
@@ -154,16 +154,16 @@ async def test_reports_reach_the_database_in_the_background_each_once(
 ) -> None:
     bad = (await publish()).version
     calls = []
-    quarantine = registry.damages.quarantine
+    quarantine = registry.corruption.quarantine
 
     async def counted(digest: Digest, blob: Digest) -> int:
         calls.append(blob)
         return await quarantine(digest, blob)
 
-    monkeypatch.setattr(registry.damages, "quarantine", counted)
+    monkeypatch.setattr(registry.corruption, "quarantine", counted)
     for _ in range(3):
-        registry.damages.report(bad.digest, bad.weights_blob)
-    await registry.damages.close()
+        registry.corruption.report(bad.digest, bad.weights_blob)
+    await registry.corruption.close()
     assert calls == [bad.weights_blob]
     assert (await registry.get_version(acme, "sql", 1)).state == "quarantined"
 
@@ -177,16 +177,16 @@ async def test_a_report_that_the_database_cannot_take_is_taken_again_with_the_ne
         async def away(*_: Any) -> int:
             raise DatabaseUnavailable("The database is away.")
 
-        patched.setattr(registry.damages, "quarantine", away)
-        registry.damages.report(bad.digest, bad.weights_blob)
-        await registry.damages.close()
+        patched.setattr(registry.corruption, "quarantine", away)
+        registry.corruption.report(bad.digest, bad.weights_blob)
+        await registry.corruption.close()
     await asyncio.sleep(0)
-    registry.damages.report(bad.digest, bad.weights_blob)
-    await registry.damages.close()
+    registry.corruption.report(bad.digest, bad.weights_blob)
+    await registry.corruption.close()
     assert (await registry.get_version(acme, "sql", 1)).state == "quarantined"
 
 
 async def test_a_version_deleted_meanwhile_stays_deleted(publish: Any, registry: Registry, acme: TenantId) -> None:
     bad = (await publish(is_promoting=False)).version
     await registry.delete_version(acme, "sql", 1, actor="x")
-    assert await registry.damages.quarantine(bad.digest, bad.weights_blob) == 0
+    assert await registry.corruption.quarantine(bad.digest, bad.weights_blob) == 0
