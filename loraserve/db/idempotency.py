@@ -11,14 +11,14 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from sqlalchemy import delete, func, select, tuple_, update
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraserve.db.models import IdempotencyRow
 from loraserve.db.session import Clock, utc_now
+from loraserve.db.upsert import upsert
 from loraserve.errors import IdempotencyKeyReused, InvalidRequest
 from loraserve.limits import LIMITS
 
@@ -105,24 +105,18 @@ class Once(Generic[T]):
         await session.execute(
             delete(IdempotencyRow).where(identity == (self.owner, self._hash), IdempotencyRow.expires_at <= now)
         )
-        insert: Any = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
-        taken = await session.execute(
-            insert(IdempotencyRow)
-            .values(
-                owner=self.owner,
-                key_hash=self._hash,
-                fingerprint=self.fingerprint,
-                status=0,
-                headers={},
-                body=b"",
-                created_at=now,
-                expires_at=now + timedelta(seconds=LIMITS.idempotency_ttl_s),
-            )
-            # Waits for another transaction that is taking the same key.
-            .on_conflict_do_nothing()
-            .returning(IdempotencyRow.owner)
-        )
-        if taken.first() is None:
+        row = {
+            "owner": self.owner,
+            "key_hash": self._hash,
+            "fingerprint": self.fingerprint,
+            "status": 0,
+            "headers": {},
+            "body": b"",
+            "created_at": now,
+            "expires_at": now + timedelta(seconds=LIMITS.idempotency_ttl_s),
+        }
+        # Waits for another transaction that is taking the same key.
+        if not await upsert(session, IdempotencyRow, [row]):
             await self.check(session)
         await self._drop_oldest(session)
 

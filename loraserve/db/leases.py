@@ -1,45 +1,77 @@
-"""Leases: what one server does for all of them, until it stops renewing.
-
-They save work, they guard nothing: what is done under one must be safe when two do it.
-"""
+"""Coordination of the servers on one database: leases, and the age of rows that other servers keep alive."""
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
-from typing import Any
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Generic, TypeVar
 
 from sqlalchemy import delete, or_
-from sqlalchemy.dialects import postgresql, sqlite
+from ulid import ULID
 
 from loraserve.db.models import Lease
-from loraserve.db.session import Database
+from loraserve.db.session import Clock, Database
+from loraserve.db.upsert import upsert
+
+K = TypeVar("K")
 
 
-async def hold_lease(database: Database, name: str, holder: str, now: datetime, length: timedelta) -> bool:
-    """Whether `holder` does `name` until `now` + `length`: nobody else does, or their lease has ended.
+class LeaseHolder:
+    """One server's hold on the leases of a task that a single server does for all of them.
 
-    Raises:
-        DatabaseUnavailable
+    A lease saves work and guards nothing: the task must be safe when two servers do it.
+
+    Args:
+        length: time after which a lease that isn't renewed ends.
     """
-    async with database.write() as session:
-        insert: Any = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
-        values = {"name": name, "holder": holder, "expires_at": now + length}
-        statement = insert(Lease).values(values)
-        held = await session.scalar(
-            statement.on_conflict_do_update(
-                index_elements=["name"],
-                set_={"holder": holder, "expires_at": now + length},
-                where=or_(Lease.holder == holder, Lease.expires_at <= now),
-            ).returning(Lease.holder)
-        )
-    return bool(held == holder)
+
+    def __init__(self, database: Database, length: timedelta, *, clock: Clock) -> None:
+        self._database = database
+        self._length = length
+        self._clock = clock
+        self._id = str(ULID())
+
+    async def acquire(self, name: str) -> bool:
+        """Take or renew the lease and return True; return False while another server holds it.
+
+        Raises:
+            DatabaseUnavailable
+        """
+        now = self._clock()
+        row = {"name": name, "holder": self._id, "expires_at": now + self._length}
+        is_free = or_(Lease.holder == self._id, Lease.expires_at <= now)
+        async with self._database.write() as session:
+            return bool(await upsert(session, Lease, [row], replace=("holder", "expires_at"), where=is_free))
+
+    async def release(self, name: str) -> None:
+        """Let another server take the lease at once; no-op if this one doesn't hold it.
+
+        Raises:
+            DatabaseUnavailable
+        """
+        async with self._database.write() as session:
+            await session.execute(delete(Lease).where(Lease.name == name, Lease.holder == self._id))
 
 
-async def give_up_lease(database: Database, name: str, holder: str) -> None:
-    """Another server may do `name` at once, if it was `holder` that did.
+class SightingAges(Generic[K]):
+    """Ages of rows by this process's own clock: the time since each was first seen, without a gap.
 
-    Raises:
-        DatabaseUnavailable
+    Clocks of other machines and jumps of the wall clock don't change them.
+
+    Args:
+        monotonic: clock in seconds.
     """
-    async with database.write() as session:
-        await session.execute(delete(Lease).where(Lease.name == name, Lease.holder == holder))
+
+    def __init__(self, monotonic: Callable[[], float]) -> None:
+        self._monotonic = monotonic
+        self._seen_at_s: dict[K, float] = {}
+
+    def update(self, keys: Iterable[K]) -> None:
+        """Note that exactly these keys exist now; a key that comes back later starts at age 0."""
+        now_s = self._monotonic()
+        self._seen_at_s = {key: self._seen_at_s.get(key, now_s) for key in keys}
+
+    def older_than(self, age_s: float) -> list[K]:
+        """Return the keys that were first seen at least so many seconds ago, in the order of the last `update`."""
+        now_s = self._monotonic()
+        return [key for key, seen_at_s in self._seen_at_s.items() if now_s - seen_at_s >= age_s]

@@ -13,16 +13,15 @@ import asyncio
 import time
 from collections.abc import Collection, Iterable, Iterator
 from datetime import datetime, timedelta
-from typing import Any
 
 from sqlalchemy import ColumnElement, delete, or_, select
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import InstrumentedAttribute
 
 from adapters_store.base import BlobStore
 from loraserve.db.models import Adapter, AdapterVersion, GcCandidate, Tenant, Upload, UploadChunk
 from loraserve.db.session import Database
+from loraserve.db.upsert import upsert
 from loraserve.errors import Overloaded
 from loraserve.types import Digest
 
@@ -89,13 +88,7 @@ def _is_kept(deleted_at: InstrumentedAttribute[datetime | None], since: datetime
 
 async def add_gc_candidates(session: AsyncSession, digests: Iterable[Digest], now: datetime) -> int:
     """The blobs are on the list, from `now` on if they weren't yet; returns how many weren't."""
-    insert: Any = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
-    num_added = 0
-    for some in _parts(digests):
-        rows = [{"digest": digest, "listed_at": now} for digest in some]
-        statement = insert(GcCandidate).values(rows).on_conflict_do_nothing().returning(GcCandidate.digest)
-        num_added += len((await session.execute(statement)).all())
-    return num_added
+    return await upsert(session, GcCandidate, [{"digest": one, "listed_at": now} for one in sorted(set(digests))])
 
 
 async def retain(database: Database, digests: Collection[Digest]) -> None:

@@ -7,12 +7,12 @@ from datetime import datetime
 from typing import Any
 
 from sqlalchemy import ColumnElement, Select, delete, func, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 from ulid import ULID
 
 from loraserve.db.models import Adapter, AdapterVersion, Alias, Grant, Tenant
 from loraserve.db.names import is_name
+from loraserve.db.upsert import upsert
 from loraserve.errors import AdapterNotFound, AliasNotFound, AlreadyExists, TenantNotFound, VersionNotFound
 from loraserve.registry.model_name import MAX_VERSION
 from loraserve.registry.records import AdapterRecord, AliasRecord, AliasTarget, ShadowPart, SplitPart, VersionRecord
@@ -48,22 +48,10 @@ class AdapterRepository:
         Returns:
             The row, and whether the tenant has one adapter more than before.
         """
-        insert: Any = postgresql.insert if self._session.get_bind().dialect.name == "postgresql" else sqlite.insert
-        made = await self._session.scalar(
-            insert(Adapter)
-            .values(
-                id=str(ULID.from_datetime(now)),
-                tenant_id=self.tenant,
-                name=name,
-                notes="",
-                tags={},
-                last_version=0,
-                revision=0,
-                created_at=now,
-                updated_at=now,
-            )
-            .on_conflict_do_nothing(index_elements=["tenant_id", "name"])
-            .returning(Adapter.id)
+        fields = {"notes": "", "tags": {}, "last_version": 0, "revision": 0, "created_at": now, "updated_at": now}
+        row_id = str(ULID.from_datetime(now))
+        is_made = await upsert(
+            self._session, Adapter, [{"id": row_id, "tenant_id": self.tenant, "name": name, **fields}]
         )
         query = select(Adapter).where(self._mine(), Adapter.name == name).with_for_update()
         row = (await self._session.scalars(query)).one()
@@ -74,7 +62,7 @@ class AdapterRepository:
             await self._session.execute(delete(Grant).where(Grant.adapter_id == row.id))
             row.deleted_at, row.created_at = None, now
             row.notes, row.tags, row.fallback = "", {}, None
-        return row, made is not None or was_deleted
+        return row, bool(is_made) or was_deleted
 
     async def version(self, adapter: Adapter, number: int) -> AdapterVersion:
         """The row of a version that isn't deleted.

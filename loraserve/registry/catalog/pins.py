@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sqlalchemy import Select, delete, func, select
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraserve.db.idempotency import Once
 from loraserve.db.models import Adapter, AdapterVersion, OperatorPin, Tenant
 from loraserve.db.session import Clock, Database
+from loraserve.db.upsert import upsert
 from loraserve.errors import Conflict, LoraserveError
 from loraserve.limits import LIMITS
 from loraserve.registry.changes import record_change
@@ -257,14 +257,8 @@ class Pins:
 
     async def _add(self, session: AsyncSession, adapter: Adapter, number: int, actor: str) -> bool:
         """Whether the pin is new."""
-        insert: Any = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
-        added = await session.execute(
-            insert(OperatorPin)
-            .values(adapter_id=adapter.id, version=number, created_at=self._clock(), created_by=actor)
-            .on_conflict_do_nothing()
-            .returning(OperatorPin.version)
-        )
-        if added.first() is None:
+        row = {"adapter_id": adapter.id, "version": number, "created_at": self._clock(), "created_by": actor}
+        if not await upsert(session, OperatorPin, [row]):
             return False
         if (await session.scalar(select(func.count()).select_from(OperatorPin)) or 0) > LIMITS.max_operator_pins:
             raise Conflict(f"{LIMITS.max_operator_pins} versions are pinned, the most that may be.", hint="Unpin some.")

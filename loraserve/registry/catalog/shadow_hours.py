@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from sqlalchemy import and_, delete, or_, select
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 
 from loraserve.db.models import ShadowHour
 from loraserve.db.paging import Page, check_limit, decode_cursor, make_page
 from loraserve.db.session import Clock, Database
+from loraserve.db.upsert import upsert
 from loraserve.errors import InvalidRequest, LoraserveError
 from loraserve.limits import LIMITS
 from loraserve.registry.binding import Shadow
@@ -29,8 +28,6 @@ logger = logging.getLogger(__name__)
 MAX_PENDING = 10_000
 """Hours of versions that wait for the database; of more, what was compared is lost, and counted."""
 _AMOUNTS = ("num_requests", "num_failed", "num_equal", "num_tokens", "num_agreed_tokens", "live_ms", "shadow_ms")
-_KEY = ("adapter_id", "alias", "hour", "version", "shadow_version")
-_ROWS_PER_STATEMENT = 500
 _PRUNE_EVERY_S = 3600.0
 
 
@@ -199,14 +196,7 @@ class ShadowHours:
         # One order for everybody: two replicas never wait for each other's rows.
         rows = [{**key._asdict(), **asdict(taken[key])} for key in sorted(taken)]
         async with self._database.write() as session:
-            insert: Callable[..., Any] = (
-                postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
-            )
-            for start in range(0, len(rows), _ROWS_PER_STATEMENT):
-                statement = insert(ShadowHour).values(rows[start : start + _ROWS_PER_STATEMENT])
-                table = ShadowHour.__table__.c
-                grown = {name: table[name] + statement.excluded[name] for name in _AMOUNTS}
-                await session.execute(statement.on_conflict_do_update(index_elements=list(_KEY), set_=grown))
+            await upsert(session, ShadowHour, rows, add=_AMOUNTS)
             if self._pruned_at is None or (now - self._pruned_at).total_seconds() >= _PRUNE_EVERY_S:
                 oldest = now - timedelta(seconds=LIMITS.shadow_retention_s)
                 await session.execute(delete(ShadowHour).where(ShadowHour.hour < oldest))

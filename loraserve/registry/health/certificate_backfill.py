@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from sqlalchemy import Text, cast, not_, or_, select
-from ulid import ULID
 
-from loraserve.db.leases import give_up_lease, hold_lease
+from loraserve.db.leases import LeaseHolder
 from loraserve.db.models import Adapter, AdapterVersion, Tenant
 from loraserve.db.session import Clock, Database
 from loraserve.errors import EngineDied, EngineError, EngineUnavailable, LoraserveError, NotFound, Overloaded
@@ -85,9 +84,8 @@ class CertificateBackfill:
         self._database = database
         self._certificates = certificates
         self._base = base
-        self._clock = clock
         self._monotonic = monotonic
-        self._holder = str(ULID())
+        self._leases = LeaseHolder(database, _LEASE_LENGTH, clock=clock)
         self._refusals: dict[str, _Refusal] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -138,14 +136,14 @@ class CertificateBackfill:
                 refusal = self._refusals.get(due.id)
                 if refusal is not None and self._monotonic() < refusal.retry_at_s:
                     continue
-                if not await hold_lease(self._database, lease, self._holder, self._clock(), _LEASE_LENGTH):
+                if not await self._leases.acquire(lease):
                     return False
                 began = self._monotonic()
                 failure = await self._verify(due)
                 if failure is not None:
                     with contextlib.suppress(LoraserveError):
                         # it ends by itself, where the database is what is away
-                        await give_up_lease(self._database, lease, self._holder)
+                        await self._leases.release(lease)
                 # the engine has requests to answer: half of its time at most, whatever came of it
                 await asyncio.sleep(self._monotonic() - began)
                 if failure is not None:

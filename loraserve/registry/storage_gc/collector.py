@@ -20,11 +20,10 @@ from itertools import islice
 from typing import Any
 
 from sqlalchemy import select
-from ulid import ULID
 
 from adapters_store.base import BlobStore
 from loraserve import faults
-from loraserve.db.leases import hold_lease
+from loraserve.db.leases import LeaseHolder, SightingAges
 from loraserve.db.models import GcCandidate, Upload
 from loraserve.db.session import Clock, Database, utc_now
 from loraserve.errors import BlobNotFound, LoraserveError, StorageError
@@ -81,8 +80,8 @@ class Collector:
         self._grace_s = grace_s
         self._clock = clock
         self._monotonic = monotonic
-        self._holder = str(ULID())
-        self._seen: dict[tuple[Digest, datetime], float] = {}
+        self._lease = LeaseHolder(database, _LEASE_LENGTH, clock=clock)
+        self._candidates: SightingAges[tuple[Digest, datetime]] = SightingAges(monotonic)
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -136,7 +135,7 @@ class Collector:
         return is_done
 
     async def _renew(self) -> bool:
-        return await hold_lease(self._database, LEASE, self._holder, self._clock(), _LEASE_LENGTH)
+        return await self._lease.acquire(LEASE)
 
     async def _expire_uploads(self) -> None:
         while True:
@@ -165,17 +164,14 @@ class Collector:
 
     async def _look(self) -> None:
         """What is on the list is remembered, with when it was first seen there."""
-        now = self._monotonic()
         async with self._database.read() as session:
             rows = (await session.execute(select(GcCandidate.digest, GcCandidate.listed_at))).all()
-        listed = [(Digest(digest), listed_at) for digest, listed_at in rows]
-        self._seen = {key: self._seen.get(key, now) for key in listed}
-        self.num_gc_candidates = len(listed)
+        self._candidates.update((Digest(digest), listed_at) for digest, listed_at in rows)
+        self.num_gc_candidates = len(rows)
 
     async def _delete_due(self) -> bool:
         """Those that were listed long enough are gone, or off the list since something refers to them again."""
-        now = self._monotonic()
-        due = [digest for (digest, _), seen in self._seen.items() if now - seen >= self._grace_s]
+        due = [digest for digest, _ in self._candidates.older_than(self._grace_s)]
         # those that can't be deleted must not be the first at every pass, and the rest never come
         random.shuffle(due)
         num_failures = 0

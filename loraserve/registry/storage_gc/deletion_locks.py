@@ -18,6 +18,7 @@ from datetime import datetime, timedelta
 
 from sqlalchemy import delete, select, update
 
+from loraserve.db.leases import SightingAges
 from loraserve.db.models import GcCandidate
 from loraserve.db.session import Database
 from loraserve.errors import LoraserveError
@@ -67,7 +68,7 @@ class DeletionLocks:
         self._under_way: DeletionLock | None = None
         self._left: set[tuple[Digest, datetime]] = set()
         """This server's, whose deletions are over, but not they themselves: the database was away."""
-        self._seen: dict[tuple[Digest, datetime], float] = {}
+        self._ages: SightingAges[tuple[Digest, datetime]] = SightingAges(monotonic)
 
     @asynccontextmanager
     async def hold(
@@ -130,14 +131,10 @@ class DeletionLocks:
         query = select(GcCandidate.digest, GcCandidate.deleting_at).where(GcCandidate.deleting_at.is_not(None))
         async with self._database.read() as session:
             found = {(Digest(digest), at) for digest, at in (await session.execute(query)).all() if at is not None}
-        now = self._monotonic()
-        self._seen = {key: self._seen.get(key, now) for key in found}
+        self._ages.update(found)
+        abandoned = left | set(self._ages.older_than(LIMITS.gc_mark_s))
         mine = None if self._under_way is None else self._under_way.at
-        over = [
-            (digest, at)
-            for (digest, at), seen in sorted(self._seen.items())
-            if at != mine and ((digest, at) in left or now - seen >= LIMITS.gc_mark_s)
-        ]
+        over = [(digest, at) for digest, at in sorted(found & abandoned) if at != mine]
         if over:
             async with self._database.write() as session:
                 for digest, at in over:

@@ -15,16 +15,15 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 from sqlalchemy import delete, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 from ulid import ULID
 
 from adapters_store.base import MAX_MARKER_BYTES, BlobStore, StagedBlob
 from loraserve.db import audit
 from loraserve.db.models import RegistryIdentity, StoreStamp
 from loraserve.db.session import Clock, Database, utc_now
+from loraserve.db.upsert import upsert
 from loraserve.errors import LoraserveError, StorageError, StoreMismatch
 from loraserve.registry.blob_references import listed, published
 from loraserve.types import Digest
@@ -333,9 +332,8 @@ class StoreClaim:
             found = await session.scalar(select(RegistryIdentity.id))
         if found is None:
             async with self._database.write() as session:
-                insert: Any = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
-                values = {"slot": 1, "id": str(ULID()), "made_at": self._clock()}
-                await session.execute(insert(RegistryIdentity).values(values).on_conflict_do_nothing())
+                row = {"slot": 1, "id": str(ULID()), "made_at": self._clock()}
+                await upsert(session, RegistryIdentity, [row])
                 found = await session.scalar(select(RegistryIdentity.id))
         return str(found)
 

@@ -7,24 +7,20 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from sqlalchemy import delete, select
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraserve.db.models import Tenant, UsageHour, UsageJournal
+from loraserve.db.upsert import upsert
 from loraserve.tenancy.billing.journal import Amounts, UsageKey
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _AMOUNTS = ("num_requests", "prompt_tokens", "cached_tokens", "completion_tokens", "undelivered_tokens")
-_KEY = ("tenant_id", "hour", "owner", "adapter", "version", "price")
-_ROWS_PER_STATEMENT = 500
-"""SQLite takes 32,766 values in one."""
+_IDS_PER_STATEMENT = 500
 
 
 async def counted_sequence(session: AsyncSession, journal: str, now: datetime) -> int:
     """The number of the journal's last entry that is counted, 0 for none. Its row is this transaction's alone from here on."""
-    insert = _insert(session)
-    values = {"id": journal, "sequence": 0, "updated_at": now}
-    await session.execute(insert(UsageJournal).values(**values).on_conflict_do_nothing())
+    await upsert(session, UsageJournal, [{"id": journal, "sequence": 0, "updated_at": now}])
     query = select(UsageJournal.sequence).where(UsageJournal.id == journal).with_for_update()
     return (await session.scalars(query)).one()
 
@@ -37,28 +33,20 @@ async def count(
     Returns:
         Tenants that this database doesn't know. What they used isn't added anywhere.
     """
-    insert = _insert(session)
     unknown_tenants = await _unknown_tenants(session, {key.tenant for key in totals})
     # One order for everybody: two replicas never wait for each other's rows.
     keys = sorted(key for key in totals if key.tenant not in unknown_tenants)
-    for start in range(0, len(keys), _ROWS_PER_STATEMENT):
-        rows = [_row(key, totals[key]) for key in keys[start : start + _ROWS_PER_STATEMENT]]
-        statement = insert(UsageHour).values(rows)
-        table = UsageHour.__table__.c
-        grown = {name: table[name] + statement.excluded[name] for name in _AMOUNTS}
-        await session.execute(statement.on_conflict_do_update(index_elements=list(_KEY), set_=grown))
-    values = {"id": journal, "sequence": sequence, "updated_at": now}
-    statement = insert(UsageJournal).values(**values)
-    moved = {"sequence": sequence, "updated_at": now}
-    await session.execute(statement.on_conflict_do_update(index_elements=["id"], set_=moved))
+    await upsert(session, UsageHour, [_row(key, totals[key]) for key in keys], add=_AMOUNTS)
+    counted = {"id": journal, "sequence": sequence, "updated_at": now}
+    await upsert(session, UsageJournal, [counted], replace=("sequence", "updated_at"))
     return unknown_tenants
 
 
 async def _unknown_tenants(session: AsyncSession, tenants: set[str]) -> frozenset[str]:
     known: set[str] = set()
     ordered = sorted(tenants)
-    for start in range(0, len(ordered), _ROWS_PER_STATEMENT):
-        query = select(Tenant.id).where(Tenant.id.in_(ordered[start : start + _ROWS_PER_STATEMENT]))
+    for start in range(0, len(ordered), _IDS_PER_STATEMENT):
+        query = select(Tenant.id).where(Tenant.id.in_(ordered[start : start + _IDS_PER_STATEMENT]))
         known.update(await session.scalars(query))
     return frozenset(tenants - known)
 
@@ -82,7 +70,3 @@ def _row(key: UsageKey, amounts: Amounts) -> dict[str, Any]:
         "price": key.price,
         **{name: getattr(amounts, name) for name in _AMOUNTS},
     }
-
-
-def _insert(session: AsyncSession) -> Any:
-    return postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert

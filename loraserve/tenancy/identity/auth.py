@@ -9,10 +9,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any
 
 from sqlalchemy import select
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraserve.db import audit
@@ -20,6 +18,7 @@ from loraserve.db.lookup import LookupCache
 from loraserve.db.models import ApiKey, ServerSecret, Tenant
 from loraserve.db.names import is_name
 from loraserve.db.session import Clock, Database, utc_now
+from loraserve.db.upsert import upsert
 from loraserve.errors import AuthenticationError, ConfigError, DatabaseUnavailable, TenantNotFound
 from loraserve.limits import LIMITS
 from loraserve.tenancy.identity.keys import ADMIN_SCOPES, Keys, hash_secret, insert_key, is_usable, is_well_formed
@@ -262,7 +261,6 @@ def _bad_key() -> AuthenticationError:
 
 async def _read_or_make_pepper(session: AsyncSession, now: datetime) -> bytes:
     """The pepper that every process on this database uses."""
-    insert: Any = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
-    values = {"name": PEPPER, "value": secrets.token_bytes(32), "created_at": now}
-    await session.execute(insert(ServerSecret).values(**values).on_conflict_do_nothing())
+    row = {"name": PEPPER, "value": secrets.token_bytes(32), "created_at": now}
+    await upsert(session, ServerSecret, [row])
     return (await session.scalars(select(ServerSecret.value).where(ServerSecret.name == PEPPER))).one()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from sqlalchemy import delete, select, update
 from ulid import ULID
 
+from loraserve.db.leases import SightingAges
 from loraserve.db.models import ServerRow
 from loraserve.db.session import Clock, Database, utc_now
 from loraserve.errors import LoraserveError
@@ -38,9 +39,12 @@ class Servers:
         """This one among them."""
         self._database = database
         self._clock = clock
-        self._monotonic = monotonic
-        self._seen: dict[str, tuple[int, float, bool]] = {}
-        """Others: beats, when they were last seen to change (or first seen), and whether they ever did."""
+        self._num_beats: dict[str, int] = {}
+        """Heartbeats of the other servers, by id, as of the last look."""
+        self._has_beaten: set[str] = set()
+        """Ids of servers whose heartbeats were seen to grow; the others may have left their rows when they were killed."""
+        self._ages: SightingAges[tuple[str, int]] = SightingAges(monotonic)
+        """Time since each server's present number of heartbeats was first seen."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -73,28 +77,19 @@ class Servers:
                 await session.flush()
             rows = (await session.execute(select(ServerRow.id, ServerRow.num_beats).where(~mine))).all()
             found = {row.id: row.num_beats for row in rows}
-            now = self._monotonic()
-            silent = [ident for ident in found if ident in self._seen and now - self._seen[ident][1] > _FORGET_S]
+            self._ages.update(found.items())
+            silent = {ident for ident, _ in self._ages.older_than(_FORGET_S)}
             if silent:
                 await session.execute(delete(ServerRow).where(ServerRow.id.in_(silent)))
-                for ident in silent:
-                    del found[ident]
-        self._look(found, now)
+        self._count({ident: num_beats for ident, num_beats in found.items() if ident not in silent})
 
-    def _look(self, found: dict[str, int], now: float) -> None:
-        seen = {}
-        for ident, num_beats in found.items():
-            before = self._seen.get(ident)
-            if before is None:
-                # perhaps what a killed one left: it counts when it beats
-                seen[ident] = num_beats, now, False
-            elif before[0] != num_beats:
-                seen[ident] = num_beats, now, True
-            else:
-                seen[ident] = before
-        self._seen = seen
-        live = [at for _, at, has_beaten in seen.values() if has_beaten and now - at <= LIMITS.server_silence_s]
-        self.num_live = 1 + len(live)
+    def _count(self, found: dict[str, int]) -> None:
+        grown = {ident for ident, num_beats in found.items() if self._num_beats.get(ident, num_beats) != num_beats}
+        self._has_beaten = (self._has_beaten | grown) & found.keys()
+        self._num_beats = found
+        self._ages.update(found.items())
+        silent = {ident for ident, _ in self._ages.older_than(LIMITS.server_silence_s)}
+        self.num_live = 1 + len(self._has_beaten - silent)
 
     async def _run(self) -> None:
         is_failing = False
