@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from loraserve.errors import AdapterUnavailable
-from loraserve.registry.health.parity import quarantine_error
+from loraserve.registry.health.checks import quarantine_error
 from loraserve.registry.records import QUARANTINED
 from loraserve.registry.served_base import other_base_error
 from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId

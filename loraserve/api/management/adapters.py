@@ -23,7 +23,7 @@ from loraserve.api.management.payloads.resources import (
 from loraserve.api.management.uploads import is_json, publish_stored, sender_of
 from loraserve.api.services import Services, services_of
 from loraserve.errors import InvalidRequest
-from loraserve.registry.health.parity import quarantine_error
+from loraserve.registry.health.checks import quarantine_error
 from loraserve.registry.records import QUARANTINED, Published, VersionRecord
 from loraserve.tenancy.idempotency import Once, StoredResponse
 from loraserve.tenancy.identity.auth import Caller

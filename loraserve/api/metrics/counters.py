@@ -15,7 +15,7 @@ from loraserve.api.metrics.adapter_load import AdapterLoad
 from loraserve.api.metrics.memory import memory_metrics
 from loraserve.api.metrics.tenancy import share_metrics, tenancy_metrics
 from loraserve.registry.health.certificates import REJECTED, VERDICTS
-from loraserve.registry.health.parity import FAILED, PASSED
+from loraserve.registry.health.checks import FAILED, PASSED
 from loraserve.registry.operations import ENDED
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from loraserve.db.session import Clock, Database
 from loraserve.errors import Conflict, InvalidRequest, PreconditionFailed, VersionNotFound
 from loraserve.limits import LIMITS
 from loraserve.registry.changes import move_alias, record_change
-from loraserve.registry.health.parity import quarantine_error
+from loraserve.registry.health.checks import quarantine_error
 from loraserve.registry.model_name import check_alias_name
 from loraserve.registry.records import NO_CONDITION, QUARANTINED, AliasRecord, AliasTarget, Precondition, ShadowPart
 from loraserve.registry.repository import AdapterRepository, shadow_of

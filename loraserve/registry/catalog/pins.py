@@ -21,7 +21,7 @@ from loraserve.db.upsert import upsert
 from loraserve.errors import Conflict, LoraserveError
 from loraserve.limits import LIMITS
 from loraserve.registry.changes import record_change
-from loraserve.registry.health.parity import quarantine_error
+from loraserve.registry.health.checks import quarantine_error
 from loraserve.registry.records import QUARANTINED
 from loraserve.registry.repository import AdapterRepository
 from loraserve.registry.served_base import ServedBase

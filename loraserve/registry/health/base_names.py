@@ -8,7 +8,7 @@ from typing import Any
 
 from loraserve.adapters.strict_json import shown
 from loraserve.errors import AdapterBaseMismatch
-from loraserve.registry.health.parity import PASSED, WARNED
+from loraserve.registry.health.checks import PASSED, WARNED
 from loraserve.types import BaseSpec
 
 FIELD = "base_model_name_or_path"

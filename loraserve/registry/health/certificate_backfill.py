@@ -21,7 +21,8 @@ from loraserve.db.session import Clock, Database
 from loraserve.errors import EngineDied, EngineError, EngineUnavailable, LoraserveError, NotFound, Overloaded
 from loraserve.limits import LIMITS
 from loraserve.registry.health.certificates import Certificates, verdict_of
-from loraserve.registry.health.parity import PARITY, SKIPPED, is_due, setup_of
+from loraserve.registry.health.checks import CERTIFICATE, SKIPPED, find_check
+from loraserve.registry.health.outcome import is_due, setup_of
 from loraserve.registry.records import QUARANTINED, READY
 from loraserve.types import BaseSpec, TenantId
 
@@ -207,7 +208,8 @@ class CertificateBackfill:
             logger.exception("verifying %s@%d of tenant %s failed", due.name, due.number, due.tenant)
             return None
         self._refusals.pop(due.id, None)
-        self.num_by_verdict.update(verdict_of(check) for check in version.checks if check["name"] == PARITY)
+        if (check := find_check(version.checks, CERTIFICATE)) is not None:
+            self.num_by_verdict[verdict_of(check)] += 1
         if version.state == QUARANTINED:
             logger.error(
                 "%s@%d of tenant %s is quarantined: its late certificate failed", due.name, due.number, due.tenant

@@ -27,21 +27,19 @@ from loraserve.errors import (
 from loraserve.limits import LIMITS
 from loraserve.registry.changes import record_change
 from loraserve.registry.health.base_names import BaseNames
-from loraserve.registry.health.inspection import base_check
-from loraserve.registry.health.parity import (
-    DIED_ONCE,
+from loraserve.registry.health.checks import (
+    CERTIFICATE,
     FAILED,
     NUMERICS,
-    ON_REQUEST,
-    PARITY,
     PASSED,
     SKIPPED,
     STORED,
-    Parity,
-    after_death,
-    setup_of,
+    replace_check,
+    set_checks,
 )
-from loraserve.registry.records import QUARANTINED, READY, VersionRecord
+from loraserve.registry.health.inspection import base_check
+from loraserve.registry.health.outcome import DIED_ONCE, ON_REQUEST, CertificateOutcome, after_death, setup_of
+from loraserve.registry.records import VersionRecord
 from loraserve.registry.repository import AdapterRepository
 from loraserve.registry.served_base import BASE, ServedBase, other_base_error
 from loraserve.types import AdapterRef, BaseSpec, Certificate, Digest, TenantId
@@ -96,11 +94,15 @@ class Certificates:
         """Whether uploads are verified."""
         return self._certify is not None and self._is_at_upload
 
-    def check_dry_run(self) -> Parity | None:
+    def check_dry_run(self) -> CertificateOutcome | None:
         """The outcome for bytes that aren't kept; None where nothing is verified."""
-        return None if self._certify is None else Parity(SKIPPED, "a dry run stores nothing that could be served")
+        return (
+            None
+            if self._certify is None
+            else CertificateOutcome(SKIPPED, "a dry run stores nothing that could be served")
+        )
 
-    async def check_upload(self, ref: AdapterRef) -> Parity | None:
+    async def check_upload(self, ref: AdapterRef) -> CertificateOutcome | None:
         """The outcome for committed blobs that aren't a version yet; None where nothing is verified.
 
         An engine that is away or busy is no reason to refuse an upload: the outcome is `SKIPPED` then, and says why; `CertificateBackfill`
@@ -113,17 +115,17 @@ class Certificates:
             return None
         if not self._is_at_upload:
             self.num_by_verdict[SKIPPED] += 1
-            return Parity(SKIPPED, ON_REQUEST)
+            return CertificateOutcome(SKIPPED, ON_REQUEST)
         try:
             return await self._ask(ref)
         except AdapterRejected:
             raise
         except EngineDied:
             self.num_by_verdict[SKIPPED] += 1
-            return Parity(SKIPPED, DIED_ONCE)
+            return CertificateOutcome(SKIPPED, DIED_ONCE)
         except LoraserveError as error:
             self.num_by_verdict[SKIPPED] += 1
-            return Parity(SKIPPED, error.message.rstrip("."))
+            return CertificateOutcome(SKIPPED, error.message.rstrip("."))
 
     async def verify(
         self,
@@ -166,9 +168,9 @@ class Certificates:
             raise other_base_error(name, number, record.base_digest, known, base)
         with self._place(tenant):
             if is_moving:
-                parity = await self._ask_for_move(ref, record, base)
+                outcome = await self._ask_for_move(ref, record, base)
             else:
-                parity = await self._ask_to_stay(ref, actor)
+                outcome = await self._ask_to_stay(ref, actor)
         now = self._clock()
         async with self._database.write() as session:
             if once is not None:
@@ -182,14 +184,13 @@ class Certificates:
             # A new list: a change inside the old one would go unnoticed. The engine has read the stored bytes, and found them whole;
             # but what was reported since it was asked may be newer than what it read.
             answered = [check for check in row.checks if check["name"] in (STORED, NUMERICS) and check in known]
-            checks = [check for check in row.checks if check["name"] != PARITY and check not in answered]
+            checks = [check for check in row.checks if check not in answered]
             if is_moving:
                 checks = [dict(check) for check in _moved(self._names.again(checks, base), row, base)]
                 row.base_digest = base.digest
             else:
-                parity = parity.after(row.checks)
-            row.checks = [*checks, parity.as_check()]
-            row.state = QUARANTINED if any(check["status"] == FAILED for check in row.checks) else READY
+                outcome = outcome.after(row.checks)
+            set_checks(row, replace_check(checks, outcome.as_check()))
             _note(
                 session,
                 repository,
@@ -197,7 +198,7 @@ class Certificates:
                 row,
                 now,
                 actor=actor,
-                verdict=parity.status,
+                verdict=outcome.status,
                 before=before,
                 base_before=record.base_digest if is_moving else None,
             )
@@ -210,7 +211,7 @@ class Certificates:
 
     async def known_failure(
         self, session: AsyncSession, tenant: TenantId, digest: Digest, base_digest: Digest
-    ) -> Parity | None:
+    ) -> CertificateOutcome | None:
         """The failed certificate that a version of the tenant's with these very weights has on this base, under whatever name, deleted or not.
 
         For uploads whose own was skipped: pushing bytes again under another name must not end their quarantine. Of other tenants'
@@ -226,8 +227,10 @@ class Certificates:
         )
         for name, number, checks in (await session.execute(query)).all():
             for check in checks:
-                if check["name"] == PARITY and check["status"] == FAILED:
-                    return Parity(FAILED, f"{check['detail']} (found of the same weights as {name}@{number})")
+                if check["name"] == CERTIFICATE and check["status"] == FAILED:
+                    return CertificateOutcome(
+                        FAILED, f"{check['detail']} (found of the same weights as {name}@{number})"
+                    )
         return None
 
     async def _record_death(self, tenant: TenantId, name: str, number: int, actor: str) -> None:
@@ -241,20 +244,20 @@ class Certificates:
             checks = [after_death(check, setup) for check in row.checks]
             if checks == row.checks:
                 return
-            row.checks = checks
+            set_checks(row, checks)
             _note(session, repository, adapter, row, now, actor=actor, verdict=SKIPPED, before=row.state)
 
-    async def _ask_to_stay(self, ref: AdapterRef, actor: str) -> Parity:
+    async def _ask_to_stay(self, ref: AdapterRef, actor: str) -> CertificateOutcome:
         """Return the outcome for a version of this base; what the engine can never serve has failed."""
         try:
             return await self._ask(ref)
         except AdapterRejected as error:
-            return Parity(FAILED, error.message.rstrip("."))
+            return CertificateOutcome(FAILED, error.message.rstrip("."))
         except EngineDied:
             await self._record_death(ref.tenant, ref.name, ref.version, actor)
             raise
 
-    async def _ask_for_move(self, ref: AdapterRef, record: VersionRecord, base: BaseSpec) -> Parity:
+    async def _ask_for_move(self, ref: AdapterRef, record: VersionRecord, base: BaseSpec) -> CertificateOutcome:
         """Return the outcome for a version of another base, which passed.
 
         Raises:
@@ -262,21 +265,21 @@ class Certificates:
         """
         stays = f"{ref.name}@{ref.version} stays a version of sha256:{record.base_digest[:12]}"
         try:
-            parity = await self._ask(ref)
+            outcome = await self._ask(ref)
         except AdapterRejected as error:
             raise type(error)(f"{stays}: on {base.id}, {error.message}", problems=error.problems) from error
-        if parity.status == FAILED:
-            raise AdapterRejected(f"{stays}: its certificate on {base.id} failed, {parity.detail}.")
-        return parity
+        if outcome.status == FAILED:
+            raise AdapterRejected(f"{stays}: its certificate on {base.id} failed, {outcome.detail}.")
+        return outcome
 
-    async def _ask(self, ref: AdapterRef) -> Parity:
+    async def _ask(self, ref: AdapterRef) -> CertificateOutcome:
         if self._certify is None:
             raise EngineUnavailable("This server has no engine that verifies.")
         try:
             async with asyncio.timeout(LIMITS.verification_timeout_s):
                 certificate = await self._certify(ref)
                 # after it: there may have been no base before
-                parity = Parity.of(certificate, setup_of(self._served_base.spec))
+                outcome = CertificateOutcome.of(certificate, setup_of(self._served_base.spec))
         except TimeoutError:
             raise Overloaded(
                 f"The engine gave no certificate within {LIMITS.verification_timeout_s:g} s.", retry_after_s=10
@@ -284,8 +287,8 @@ class Certificates:
         except AdapterRejected:
             self.num_by_verdict[REJECTED] += 1
             raise
-        self.num_by_verdict[parity.status] += 1
-        return parity
+        self.num_by_verdict[outcome.status] += 1
+        return outcome
 
     @contextmanager
     def _place(self, tenant: TenantId) -> Iterator[None]:

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from loraserve.db.models import AdapterVersion
 from loraserve.db.session import Clock, Database
 from loraserve.errors import LoraserveError, NotFound
 from loraserve.registry.changes import record_change
-from loraserve.registry.health.parity import FAILED, PARITY, SKIPPED, STORED, Parity
-from loraserve.registry.records import QUARANTINED, READY
+from loraserve.registry.health.checks import (
+    CERTIFICATE,
+    FAILED,
+    SKIPPED,
+    STORED,
+    find_check,
+    is_corrupt,
+    replace_check,
+    set_checks,
+)
+from loraserve.registry.health.outcome import CertificateOutcome
 from loraserve.registry.repository import AdapterRepository
 from loraserve.registry.residency import versions_stored_in
 from loraserve.types import Digest, TenantId
@@ -96,10 +105,9 @@ class CorruptionQuarantine:
             was_corrupt = is_corrupt(row.checks)
             # The instant tells this report from an older one: a verification that is under way ends only what it knew of.
             report = {"name": STORED, "status": FAILED, "detail": _DETAIL, "at": now.isoformat()}
-            row.checks = [*(check for check in row.checks if check["name"] != STORED), report]
+            set_checks(row, replace_check(row.checks, report))
             if was_corrupt:
                 return False
-            row.state = QUARANTINED
             repository.touch(adapter, now)
             record_change(
                 session,
@@ -115,22 +123,16 @@ class CorruptionQuarantine:
         return True
 
 
-def is_corrupt(checks: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether the version's bytes are known to be damaged."""
-    return any(check["name"] == STORED and check["status"] == FAILED for check in checks)
-
-
 def repair(
-    row: AdapterVersion, config_blob: Digest, weights_blob: Digest, size_bytes: int, parity: Parity | None
+    row: AdapterVersion, config_blob: Digest, weights_blob: Digest, size_bytes: int, outcome: CertificateOutcome | None
 ) -> None:
     """The version is stored in these blobs, which hold the same adapter as ever; what else was found of it stays.
 
     Args:
-        parity: what came of asking for a certificate of the new bytes. One that was skipped leaves the certificate that there is.
+        outcome: what came of asking for a certificate of the new bytes. One that was skipped leaves the certificate that there is.
     """
     row.config_blob, row.weights_blob, row.size_bytes = config_blob, weights_blob, size_bytes
-    checks = [check for check in row.checks if check["name"] != STORED]
-    if parity is not None and (parity.status != SKIPPED or all(check["name"] != PARITY for check in checks)):
-        checks = [*(check for check in checks if check["name"] != PARITY), parity.as_check()]
-    row.checks = checks
-    row.state = QUARANTINED if any(check["status"] == FAILED for check in checks) else READY
+    checks: list[Mapping[str, Any]] = [check for check in row.checks if check["name"] != STORED]
+    if outcome is not None and (outcome.status != SKIPPED or find_check(checks, CERTIFICATE) is None):
+        checks = replace_check(checks, outcome.as_check())
+    set_checks(row, checks)

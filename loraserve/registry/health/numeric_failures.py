@@ -10,7 +10,7 @@ from typing import Any
 from loraserve.db.session import Clock, Database
 from loraserve.errors import LoraserveError, NotFound
 from loraserve.registry.changes import record_change
-from loraserve.registry.health.parity import FAILED, NUMERICS, WARNED
+from loraserve.registry.health.checks import FAILED, NUMERICS, WARNED, find_check, replace_check, set_checks
 from loraserve.registry.records import QUARANTINED
 from loraserve.registry.repository import AdapterRepository
 from loraserve.registry.served_base import ServedBase
@@ -85,12 +85,10 @@ class NumericFailures:
                 if is_another or row.state == QUARANTINED:
                     return num_failures(row.checks)
                 num = num_failures(row.checks) + 1
-                is_out = num >= MAX_NUMERIC_FAILURES
-                # A new list: a change inside the old one would go unnoticed.
-                row.checks = [*(check for check in row.checks if check["name"] != NUMERICS), _as_check(num)]
+                set_checks(row, replace_check(row.checks, _as_check(num)))
+                is_out = row.state == QUARANTINED
                 repository.touch(adapter, now)
                 if is_out:
-                    row.state = QUARANTINED
                     record_change(
                         session,
                         repository,
@@ -123,7 +121,8 @@ class NumericFailures:
 
 def num_failures(checks: Iterable[Mapping[str, Any]]) -> int:
     """Of the version with these checks."""
-    return next((int(check["strikes"]) for check in checks if check["name"] == NUMERICS), 0)
+    check = find_check(checks, NUMERICS)
+    return 0 if check is None else int(check["strikes"])
 
 
 def _as_check(num: int) -> dict[str, Any]:

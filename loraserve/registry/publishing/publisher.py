@@ -20,9 +20,9 @@ from loraserve.registry.blob_references import retain, retain_stored
 from loraserve.registry.changes import point_alias
 from loraserve.registry.health.base_names import BaseNames
 from loraserve.registry.health.certificates import Certificates
-from loraserve.registry.health.corruption import is_corrupt
+from loraserve.registry.health.checks import SKIPPED, is_corrupt
 from loraserve.registry.health.inspection import Inspected, inspect_upload
-from loraserve.registry.health.parity import SKIPPED, Parity
+from loraserve.registry.health.outcome import CertificateOutcome
 from loraserve.registry.model_name import LIVE, check_adapter_name
 from loraserve.registry.publishing.push import Push, Stored, Weights, add_version, checks_of, repair_version
 from loraserve.registry.quota import check_quota
@@ -120,10 +120,10 @@ class Publisher:
             return await self._preview(push)
         known = await self._look(push)
         stored = await self._keep(push, known)
-        parity = await self._certify(push, known, stored)
+        outcome = await self._certify(push, known, stored)
         if stored.is_kept:
             await retain_stored(self._database, self._store, (stored.config_blob, stored.weights_blob))
-        published = await self._record(push, known, stored, parity, once)
+        published = await self._record(push, known, stored, outcome, once)
         self._on_change(tenant, name)
         return published
 
@@ -196,7 +196,7 @@ class Publisher:
         await asyncio.to_thread(self._commit, push.config, push.weights)
         return Stored(config_blob, weights_blob, is_kept=True)
 
-    async def _certify(self, push: Push, known: _Known, stored: Stored) -> Parity | None:
+    async def _certify(self, push: Push, known: _Known, stored: Stored) -> CertificateOutcome | None:
         """The certificate of a version that is new, or has new bytes in the place of damaged ones; None: it has its own, or nothing is verified.
 
         Raises:
@@ -216,7 +216,12 @@ class Publisher:
         return await self._certificates.check_upload(ref)
 
     async def _record(
-        self, push: Push, known: _Known, stored: Stored, parity: Parity | None, once: Once[Published] | None
+        self,
+        push: Push,
+        known: _Known,
+        stored: Stored,
+        outcome: CertificateOutcome | None,
+        once: Once[Published] | None,
     ) -> Published:
         """The version, in the database: new, mended, or as it was; and named `LIVE`, if it is to be. In one transaction, which locks the tenant."""
         name, now = push.name, self._clock()
@@ -228,18 +233,18 @@ class Publisher:
             adapter, is_new_adapter = await repository.adapter_to_publish(name, now)
             found = await repository.version_of_digest(name, push.inspected.digest)
             if found is None:
-                if known.version is not None and parity is None:
+                if known.version is not None and outcome is None:
                     # what it was found to be went with it: new, it needs a certificate of its own
                     raise Overloaded(
                         f"{name}@{known.version.number} has these bytes, and was deleted meanwhile.",
                         hint="Send the same request again.",
                         retry_after_s=1,
                     )
-                if parity is not None and parity.status == SKIPPED:
+                if outcome is not None and outcome.status == SKIPPED:
                     failure = await self._certificates.known_failure(
                         session, push.tenant, push.inspected.digest, Digest(push.base.digest)
                     )
-                    parity = failure or parity
+                    outcome = failure or outcome
                 await check_quota(
                     session,
                     repository,
@@ -250,12 +255,12 @@ class Publisher:
                     blob=stored.weights_blob,
                     restorable_since=now - self._retention,
                 )
-                version = add_version(session, repository, adapter, push, stored, parity, now)
+                version = add_version(session, repository, adapter, push, stored, outcome, now)
             else:
                 version = found[1]
                 _check_base(push, version)
                 if stored.is_kept and is_corrupt(version.checks):
-                    repair_version(session, repository, adapter, version, push, stored, parity, now)
+                    repair_version(session, repository, adapter, version, push, stored, outcome, now)
             if push.is_promoting and version.state != QUARANTINED:
                 await point_alias(session, repository, adapter, LIVE, version.number, actor=push.actor, now=now)
             await session.flush()

@@ -11,10 +11,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraserve.db.models import Adapter, AdapterVersion
 from loraserve.registry.changes import record_change
+from loraserve.registry.health.checks import state_of
 from loraserve.registry.health.corruption import repair
 from loraserve.registry.health.inspection import Inspected
-from loraserve.registry.health.parity import Parity
-from loraserve.registry.records import READY
+from loraserve.registry.health.outcome import CertificateOutcome
 from loraserve.registry.repository import AdapterRepository
 from loraserve.types import BaseSpec, Digest, TenantId
 
@@ -67,11 +67,12 @@ def add_version(
     adapter: Adapter,
     push: Push,
     stored: Stored,
-    parity: Parity | None,
+    outcome: CertificateOutcome | None,
     now: datetime,
 ) -> AdapterVersion:
     """A new version, with its audit row."""
     inspected = push.inspected
+    checks = checks_of(inspected, outcome)
     version = repository.add_version(
         adapter,
         now,
@@ -84,8 +85,8 @@ def add_version(
         rank=inspected.rank,
         target_modules=list(inspected.target_modules),
         dtype=inspected.dtype,
-        state=READY if parity is None else parity.state,
-        checks=list(checks_of(inspected, parity)),
+        state=state_of(checks),
+        checks=list(checks),
     )
     repository.touch(adapter, now)
     record_change(
@@ -109,11 +110,11 @@ def repair_version(
     version: AdapterVersion,
     push: Push,
     stored: Stored,
-    parity: Parity | None,
+    outcome: CertificateOutcome | None,
     now: datetime,
 ) -> None:
     """The damaged version is stored in whole blobs, with its audit row."""
-    repair(version, stored.config_blob, stored.weights_blob, push.size_bytes, parity)
+    repair(version, stored.config_blob, stored.weights_blob, push.size_bytes, outcome)
     repository.touch(adapter, now)
     record_change(
         session,
@@ -127,6 +128,6 @@ def repair_version(
     )
 
 
-def checks_of(inspected: Inspected, parity: Parity | None) -> tuple[Mapping[str, Any], ...]:
+def checks_of(inspected: Inspected, outcome: CertificateOutcome | None) -> tuple[Mapping[str, Any], ...]:
     """The version's `checks`."""
-    return inspected.checks if parity is None else (*inspected.checks, parity.as_check())
+    return inspected.checks if outcome is None else (*inspected.checks, outcome.as_check())

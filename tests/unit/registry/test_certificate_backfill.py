@@ -27,7 +27,7 @@ from loraserve.errors import (
 from loraserve.limits import LIMITS, Limits
 from loraserve.registry.health import certificate_backfill
 from loraserve.registry.health.certificate_backfill import MAX_RETRY_S, RETRY_S
-from loraserve.registry.health.parity import DIED_ONCE, DIED_TWICE, MAX_SETUPS
+from loraserve.registry.health.outcome import DIED_ONCE, DIED_TWICE, MAX_SETUPS
 from loraserve.registry.model_name import parse_model
 from loraserve.registry.registry import Registry
 from loraserve.tenancy.identity.auth import Authenticator

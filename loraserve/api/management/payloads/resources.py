@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from loraserve.registry.health.parity import WARNED
+from loraserve.registry.health.checks import WARNED
 from loraserve.registry.records import OTHER_BASE
 from loraserve.types import Digest, EngineStats, Tier
 
