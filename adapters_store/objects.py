@@ -357,3 +357,26 @@ def bucket_errors(digest: str) -> Iterator[None]:
         if isinstance(error, PreconditionError):
             raise _Replaced("The object was replaced while it was read.", hint="Try again.") from error
         raise StorageError("The object store can't be reached, or refuses the request.", hint="Try again.") from error
+
+
+def open_object(bucket: str, prefix: str, name: str) -> tuple[int, Iterator[bytes]]:
+    """Return the size and the bytes of the object `name` below the prefix, all of one state of it, in pieces.
+
+    Raises:
+        BlobNotFound: there is no such object.
+        StorageError: the bucket can't be reached or refuses; also raised while the pieces are read.
+    """
+    client = open_bucket(bucket, prefix)
+    with bucket_errors(name):
+        found = obstore.head(client, name)
+        num_bytes, e_tag = int(found["size"]), found["e_tag"]
+
+    def pieces() -> Iterator[bytes]:
+        for start in range(0, num_bytes, PIECE_BYTES):
+            end = min(start + PIECE_BYTES, num_bytes)
+            with bucket_errors(name):
+                options = {"range": (start, end), **({"if_match": e_tag} if e_tag else {})}
+                piece = bytes(obstore.get(client, name, options=options).bytes())  # type: ignore[arg-type]
+            yield piece
+
+    return num_bytes, pieces()

@@ -44,21 +44,24 @@ async def check_quota(
     max_adapters = min(
         LIMITS.max_adapters_per_tenant, _or_none(limits.get("max_adapters"), LIMITS.max_adapters_per_tenant)
     )
-    if is_new_adapter and (others := await repository.num_adapters() - is_counted) >= max_adapters:
+    if is_new_adapter and (others := await _num_adapters(session, repository.tenant) - is_counted) >= max_adapters:
         raise QuotaExceeded(
             f"The tenant has {others} adapters; it may have {max_adapters}.", hint="Delete one, or ask for more."
         )
     max_bytes = limits.get("max_stored_bytes")
     if max_bytes is None:
         return
-    stored = await repository.stored_bytes()
+    stored = await _stored_bytes(session, repository.tenant)
     uploading = await uploading_bytes(session, repository.tenant, now, besides=blob)
     if stored + uploading + size_bytes > max_bytes:
         raise QuotaExceeded(
             f"The tenant stores {stored} bytes, uploads {uploading} and may store {max_bytes}; this takes {size_bytes} more.",
             hint="Delete versions or uploads, or ask for more.",
         )
-    if restorable_since is not None and (kept := await repository.restorable_bytes(restorable_since)) > max_bytes:
+    if (
+        restorable_since is not None
+        and (kept := await _restorable_bytes(session, repository.tenant, restorable_since)) > max_bytes
+    ):
         raise QuotaExceeded(
             f"{kept} bytes of what the tenant deleted are kept for a restore, more than the {max_bytes} that it may store.",
             hint="Wait until they are gone, restore some, or ask for more.",
@@ -84,7 +87,7 @@ async def check_upload_quota(session: AsyncSession, tenant: TenantId, limits: Li
     if max_bytes is None:
         return
     uploading = await uploading_bytes(session, tenant, now)
-    stored = await AdapterRepository(session, tenant).stored_bytes()
+    stored = await _stored_bytes(session, tenant)
     if stored + uploading + size > max_bytes:
         raise QuotaExceeded(
             f"The tenant stores {stored} bytes, uploads {uploading} and may store {max_bytes}; this upload has {size}.",
@@ -105,6 +108,33 @@ async def uploading_bytes(
     is_published = Upload.is_complete & (published.exists() | (Upload.sha256 == (besides or "")))
     query = select(func.sum(Upload.size)).where(Upload.tenant_id == tenant, Upload.expires_at > now, ~is_published)
     return int(await session.scalar(query) or 0)
+
+
+async def _num_adapters(session: AsyncSession, tenant: TenantId) -> int:
+    query = select(func.count()).select_from(Adapter)
+    return await session.scalar(query.where(Adapter.tenant_id == tenant, Adapter.deleted_at.is_(None))) or 0
+
+
+async def _stored_bytes(session: AsyncSession, tenant: TenantId) -> int:
+    """Return the bytes of the tenant's versions that aren't deleted, each counted in full."""
+    query = (
+        select(func.sum(AdapterVersion.size_bytes))
+        .join(Adapter, Adapter.id == AdapterVersion.adapter_id)
+        .where(Adapter.tenant_id == tenant, AdapterVersion.deleted_at.is_(None))
+    )
+    return int(await session.scalar(query) or 0)
+
+
+async def _restorable_bytes(session: AsyncSession, tenant: TenantId, since: datetime) -> int:
+    """Return the bytes of the tenant's versions deleted after `since`, counting versions with the same weights once."""
+    sizes = (
+        select(func.max(AdapterVersion.size_bytes).label("size"))
+        .join(Adapter, Adapter.id == AdapterVersion.adapter_id)
+        .where(Adapter.tenant_id == tenant, AdapterVersion.deleted_at > since)
+        .group_by(AdapterVersion.weights_blob)
+        .subquery()
+    )
+    return int(await session.scalar(select(func.sum(sizes.c.size))) or 0)
 
 
 def _versions_of_upload(tenant: TenantId) -> Select[str]:

@@ -233,10 +233,6 @@ class AdapterRepository:
         query = select(Adapter.id).where(self._mine(), Adapter.name == name, Adapter.deleted_at.is_(None))
         return await self._session.scalar(query) is not None
 
-    async def num_adapters(self) -> int:
-        query = select(func.count()).select_from(Adapter).where(self._mine(), Adapter.deleted_at.is_(None))
-        return await self._session.scalar(query) or 0
-
     async def num_aliases(self, adapter: Adapter) -> int:
         return (
             await self._session.scalar(select(func.count()).select_from(Alias).where(Alias.adapter_id == adapter.id))
@@ -259,26 +255,6 @@ class AdapterRepository:
         users = [f"the aliases {', '.join(naming)} name it"] if naming else []
         users += [f"it is the shadow of the aliases {', '.join(shadowed)}"] if shadowed else []
         return users + (["it is the adapter's fallback"] if adapter.fallback == str(number) else [])
-
-    async def stored_bytes(self) -> int:
-        """Bytes of all versions that aren't deleted, each counted in full."""
-        query = (
-            select(func.sum(AdapterVersion.size_bytes))
-            .join(Adapter, Adapter.id == AdapterVersion.adapter_id)
-            .where(self._mine(), AdapterVersion.deleted_at.is_(None))
-        )
-        return int(await self._session.scalar(query) or 0)
-
-    async def restorable_bytes(self, since: datetime) -> int:
-        """Bytes of the versions that were deleted after `since`, those with the same weights counted once."""
-        sizes = (
-            select(func.max(AdapterVersion.size_bytes).label("size"))
-            .join(Adapter, Adapter.id == AdapterVersion.adapter_id)
-            .where(self._mine(), AdapterVersion.deleted_at > since)
-            .group_by(AdapterVersion.weights_blob)
-            .subquery()
-        )
-        return int(await self._session.scalar(select(func.sum(sizes.c.size))) or 0)
 
     async def adapters(self, *, after: str | None, limit: int) -> Sequence[Adapter]:
         """Live adapters by name, from after `after` on."""

@@ -11,7 +11,7 @@ from loraserve.cli.options import FormatOption, reporting
 from loraserve.cli.output import Format, Output
 
 if TYPE_CHECKING:
-    from loraserve.registry.storage_gc.store_claim import Adoption
+    from loraserve.registry.storage_gc.marker import Adoption
     from loraserve.settings import Settings
 
 app = typer.Typer(help="The registry's tables, and its store.", no_args_is_help=True)

@@ -138,10 +138,10 @@ class _Folder:
     revision: None = None
 
     def open(self, file: str) -> tuple[int | None, Iterator[bytes]]:
-        from adapters_store.remote import open_object
+        from adapters_store.objects import open_object
 
         try:
-            return open_object(self.address, file)
+            return open_object(*bucket_of(self.address), file)
         except BlobNotFound as error:
             raise _no_file(self.address, file) from error
 

@@ -31,7 +31,7 @@ from loraserve.limits import LIMITS
 from loraserve.registry.blob_references import add_gc_candidates, referenced
 from loraserve.registry.storage_gc.deletion_locks import DeletionLock, DeletionLocks
 from loraserve.registry.storage_gc.store_claim import StoreClaim
-from loraserve.registry.uploads.resumable import remove_upload
+from loraserve.registry.uploads.chunks import remove_upload
 from loraserve.types import Digest
 
 logger = logging.getLogger(__name__)

@@ -10,96 +10,31 @@ marker has it; any number of servers of one registry may do this at once.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 
 from sqlalchemy import delete, select, update
 from ulid import ULID
 
-from adapters_store.base import MAX_MARKER_BYTES, BlobStore, StagedBlob
+from adapters_store.base import BlobStore, StagedBlob
 from loraserve.db import audit
 from loraserve.db.models import RegistryIdentity, StoreStamp
 from loraserve.db.session import Clock, Database, utc_now
 from loraserve.db.upsert import upsert
 from loraserve.errors import LoraserveError, StorageError, StoreMismatch
 from loraserve.registry.blob_references import listed, published
+from loraserve.registry.storage_gc.marker import Adoption, Marker, StoreContents
 from loraserve.types import Digest
 
 logger = logging.getLogger(__name__)
 
 ADOPT = "loraserve db adopt-store"
-_FORMAT = "loraserve-store-1"
 _LOOK_S = 30.0
 _LISTED_AT_ONCE = 1000
 _KEPT_STAMPS = 1000
 _NUM_TRIES = 20
 """Attempts at a marker that others change meanwhile."""
-
-
-@dataclass(frozen=True, slots=True)
-class Marker:
-    """Statement of a store about the registry that it belongs to."""
-
-    registry: str
-    stamp: str
-    written_at: str
-
-    @classmethod
-    def parse(cls, data: bytes) -> Marker | None:
-        """Return the marker that `data` is, or None if it is none."""
-        try:
-            found = json.loads(data) if len(data) <= MAX_MARKER_BYTES else None
-        except (ValueError, RecursionError):
-            return None
-        if not isinstance(found, dict) or found.get("format") != _FORMAT:
-            return None
-        fields = [found.get(name) for name in ("registry", "stamp", "written_at")]
-        if not all(isinstance(field, str) and 0 < len(field) <= 64 and field.isprintable() for field in fields):
-            return None
-        return cls(*map(str, fields))
-
-    def encode(self) -> bytes:
-        fields = {"registry": self.registry, "stamp": self.stamp, "written_at": self.written_at}
-        return json.dumps({"format": _FORMAT, **fields}).encode() + b"\n"
-
-
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """A store's blobs, by what this registry knows of them."""
-
-    num_blobs: int
-    num_published: int
-    """Blobs of its versions, deleted ones too."""
-    num_listed: int
-    """Other blobs that came with uploads, or that its collector has listed to delete."""
-
-    @property
-    def num_unknown(self) -> int:
-        return self.num_blobs - self.num_published - self.num_listed
-
-    @property
-    def is_provably_ours(self) -> bool:
-        """Whether a registry that never had a marker made these: nothing is there that it doesn't know, and most is what it published.
-
-        An empty or foreign registry that ran here with an older version may have listed every blob: being listed proves nothing.
-        """
-        return self.num_unknown == 0 and self.num_published > 0 and self.num_published >= self.num_listed
-
-
-@dataclass(frozen=True, slots=True)
-class Adoption:
-    """Outcome of `StoreClaim.adopt`: what it did, or would do."""
-
-    registry: str
-    """This registry's id."""
-    marker: Marker | None
-    """The store's before; None: it had none, or one that can't be read."""
-    contents: Contents
-    is_needed: bool
-    """Whether the store isn't known to be this registry's."""
 
 
 class StoreClaim:
@@ -299,7 +234,7 @@ class StoreClaim:
             "Restore the newest backup, or give a copy a store of its own",
         )
 
-    async def _why_not(self, contents: Contents) -> StoreMismatch | None:
+    async def _why_not(self, contents: StoreContents) -> StoreMismatch | None:
         """Return why a store without a marker isn't claimed by a registry that never claimed one; None if it is."""
         if contents.num_blobs == 0:
             if not await self._has_versions():
@@ -376,7 +311,7 @@ class StoreClaim:
             await session.execute(delete(StoreStamp).where(~this, StoreStamp.id.not_in(kept.scalar_subquery())))
         return True
 
-    async def _survey(self) -> Contents:
+    async def _survey(self) -> StoreContents:
         """Count what is in the store, which is listed before the database is asked: a blob comes before its row."""
         digests = self._store.iter_digests()
         num_blobs = num_published = num_listed = 0
@@ -387,7 +322,7 @@ class StoreClaim:
             num_blobs += len(batch)
             num_published += len(ours)
             num_listed += len(others)
-        return Contents(num_blobs, num_published, num_listed)
+        return StoreContents(num_blobs, num_published, num_listed)
 
 
 def _take(digests: Iterator[Digest]) -> list[Digest]:

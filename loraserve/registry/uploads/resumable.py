@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
@@ -19,15 +19,12 @@ from ulid import ULID
 
 from adapters_store.base import BlobStore, StagedBlob
 from loraserve import faults
-from loraserve.background import Pause, Throttle
+from loraserve.background import Throttle
 from loraserve.db import audit
 from loraserve.db.idempotency import Once
 from loraserve.db.models import Upload, UploadChunk
 from loraserve.db.session import Clock, Database
 from loraserve.errors import (
-    BlobCorrupt,
-    BlobNotFound,
-    Conflict,
     InvalidRequest,
     PayloadTooLarge,
     UploadDigestMismatch,
@@ -38,6 +35,7 @@ from loraserve.limits import KIB, LIMITS, MIB
 from loraserve.registry.blob_references import add_gc_candidates, retain, retain_stored
 from loraserve.registry.quota import check_upload_quota
 from loraserve.registry.repository import AdapterRepository
+from loraserve.registry.uploads.chunks import Chunk, StoredWeights, assemble, chunks_of, remove_upload
 from loraserve.registry.uploads.concurrency_limiter import ConcurrencyLimiter, Sender
 from loraserve.types import Digest, TenantId
 
@@ -59,13 +57,6 @@ class UploadRecord:
     """Bytes from the first on that are durable: where the next piece begins."""
     is_complete: bool
     expires_at: datetime
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    start: int
-    size: int
-    digest: Digest
 
 
 class ResumableUploads:
@@ -272,23 +263,21 @@ class ResumableUploads:
     async def _complete(self, tenant: TenantId, upload: UploadRecord) -> UploadRecord:
         """The chunks are one blob, durable, if they are what was announced."""
         async with self._database.read() as session:
-            chunks = await _chunks(session, upload.id)
+            chunks = await chunks_of(session, upload.id)
         await retain(self._database, [upload.sha256])
-        broken: _Chunk | None = None
+        broken: Chunk | None = None
         # of one chunk it is the blob, in the store already
         is_right = len(chunks) == 1 and chunks[0].digest == upload.sha256
         if is_right and not await asyncio.to_thread(self._store.exists, upload.sha256):
             is_right, broken = False, chunks[0]
         if len(chunks) > 1:
-            is_right, broken = await self._throttle.run_in_pieces(
-                partial(_assemble, self._store, chunks, upload.sha256)
-            )
+            is_right, broken = await self._throttle.run_in_pieces(partial(assemble, self._store, chunks, upload.sha256))
         if is_right:
             await retain_stored(self._database, self._store, [upload.sha256])
         now = self._clock()
         async with self._database.write() as session:
             row = await self._row(session, tenant, upload.id, is_locking=True)
-            if row.is_complete or row.received != upload.received or await _chunks(session, upload.id) != chunks:
+            if row.is_complete or row.received != upload.received or await chunks_of(session, upload.id) != chunks:
                 # another request did it, or began anew: what was found is of bytes that have gone
                 return _to_record(row)
             if is_right:
@@ -368,68 +357,6 @@ class ResumableUploads:
         if row is not None:
             row.expires_at = _expiry(now)
         return row
-
-
-class BytesLost(Conflict):
-    """What was uploaded is no longer stored as it came: it must come again."""
-
-
-class StoredWeights:
-    """A blob that is in the store already, in the place of staged bytes."""
-
-    def __init__(self, store: BlobStore, digest: Digest, num_bytes: int) -> None:
-        self._store = store
-        self.digest = digest
-        self.num_bytes = num_bytes
-
-    def read(self) -> memoryview:
-        """Raises:
-        BytesLost: what is stored isn't what came.
-        StorageError
-        """
-        try:
-            return self._store.read(self.digest)
-        except (BlobCorrupt, BlobNotFound):
-            raise _lost() from None
-
-    def commit(self) -> Digest:
-        """Nothing more to do: it was durable when its upload was complete."""
-        return self.digest
-
-
-def _lost() -> BytesLost:
-    return BytesLost("The uploaded bytes are damaged or gone.", hint="Announce the upload anew, and send it again.")
-
-
-async def remove_upload(session: AsyncSession, row: Upload, now: datetime) -> None:
-    """The upload and its chunks are gone, their bytes on the list of what nobody needs."""
-    digests = (await session.scalars(select(UploadChunk.digest).where(UploadChunk.upload_id == row.id))).all()
-    await session.execute(delete(UploadChunk).where(UploadChunk.upload_id == row.id))
-    await session.delete(row)
-    await add_gc_candidates(session, [*map(Digest, digests), *([Digest(row.sha256)] if row.is_complete else [])], now)
-
-
-async def _chunks(session: AsyncSession, upload_id: str) -> list[_Chunk]:
-    """What has come of the upload, in order."""
-    query = select(UploadChunk).where(UploadChunk.upload_id == upload_id).order_by(UploadChunk.start)
-    return [_Chunk(row.start, row.size, Digest(row.digest)) for row in (await session.scalars(query)).all()]
-
-
-def _assemble(store: BlobStore, chunks: Sequence[_Chunk], sha256: Digest, pause: Pause) -> tuple[bool, _Chunk | None]:
-    """Whether the chunks make the blob `sha256`, which is committed then; and the first of them that is damaged or gone."""
-    with store.stage() as staged:
-        for chunk in chunks:
-            try:
-                for piece in store.read_pieces(chunk.digest):
-                    staged.write(piece)
-                    pause()
-            except (BlobCorrupt, BlobNotFound):
-                return False, chunk
-        if staged.digest != sha256:
-            return False, None
-        faults.hit("upload.before_assembled")
-        staged.commit()
-    return True, None
 
 
 def _mismatch(received: int) -> UploadOffsetMismatch:

@@ -20,7 +20,7 @@ from loraserve.db.session import Database, utc_now
 from loraserve.doctor.checks import Check, run
 from loraserve.doctor.storage import check_bases, check_data_dir, check_database, check_disk, check_files, check_store
 from loraserve.limits import GIB, LIMITS, MIB
-from loraserve.registry.storage_gc.store_claim import Marker
+from loraserve.registry.storage_gc.marker import Marker
 
 Usage = namedtuple("Usage", "total used free")
 

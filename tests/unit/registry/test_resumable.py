@@ -37,7 +37,7 @@ class Gate:
 def gates(monkeypatch: pytest.MonkeyPatch) -> Sequence[Gate]:
     """One for each completion, in their order."""
     gates, numbers = [Gate() for _ in range(3)], iter(range(3))
-    assemble = resumable._assemble
+    assemble = resumable.assemble
 
     def wait(*args: Any) -> Any:
         gate = gates[next(numbers)]
@@ -46,7 +46,7 @@ def gates(monkeypatch: pytest.MonkeyPatch) -> Sequence[Gate]:
         gate.opened.wait(10)
         return found
 
-    monkeypatch.setattr(resumable, "_assemble", wait)
+    monkeypatch.setattr(resumable, "assemble", wait)
     return gates
 
 

@@ -22,7 +22,8 @@ from loraserve.errors import ConfigError, StorageError, StoreMismatch
 from loraserve.registry.blob_references import add_gc_candidates
 from loraserve.registry.registry import Registry
 from loraserve.registry.storage_gc.collector import Collector
-from loraserve.registry.storage_gc.store_claim import Marker, StoreClaim
+from loraserve.registry.storage_gc.marker import Marker
+from loraserve.registry.storage_gc.store_claim import StoreClaim
 from loraserve.types import BaseSpec, Digest, TenantId
 
 

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraserve.tenancy.limits.rate import LeakyBucket
+from loraserve.tenancy.limits.admission import LeakyBucket
 
 
 def test_a_minutes_worth_passes_at_once_and_no_more() -> None:

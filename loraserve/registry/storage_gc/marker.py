@@ -1,0 +1,73 @@
+"""Marker of a store: the registry that it belongs to, and what is known of the store's contents."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from adapters_store.base import MAX_MARKER_BYTES
+
+_FORMAT = "loraserve-store-1"
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """Statement of a store about the registry that it belongs to."""
+
+    registry: str
+    stamp: str
+    written_at: str
+
+    @classmethod
+    def parse(cls, data: bytes) -> Marker | None:
+        """Return the marker that `data` is, or None if it is none."""
+        try:
+            found = json.loads(data) if len(data) <= MAX_MARKER_BYTES else None
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(found, dict) or found.get("format") != _FORMAT:
+            return None
+        fields = [found.get(name) for name in ("registry", "stamp", "written_at")]
+        if not all(isinstance(field, str) and 0 < len(field) <= 64 and field.isprintable() for field in fields):
+            return None
+        return cls(*map(str, fields))
+
+    def encode(self) -> bytes:
+        fields = {"registry": self.registry, "stamp": self.stamp, "written_at": self.written_at}
+        return json.dumps({"format": _FORMAT, **fields}).encode() + b"\n"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreContents:
+    """A store's blobs, by what this registry knows of them."""
+
+    num_blobs: int
+    num_published: int
+    """Blobs of its versions, deleted ones too."""
+    num_listed: int
+    """Other blobs that came with uploads, or that its collector has listed to delete."""
+
+    @property
+    def num_unknown(self) -> int:
+        return self.num_blobs - self.num_published - self.num_listed
+
+    @property
+    def is_provably_ours(self) -> bool:
+        """Whether a registry that never had a marker made these: nothing is there that it doesn't know, and most is what it published.
+
+        An empty or foreign registry that ran here with an older version may have listed every blob: being listed proves nothing.
+        """
+        return self.num_unknown == 0 and self.num_published > 0 and self.num_published >= self.num_listed
+
+
+@dataclass(frozen=True, slots=True)
+class Adoption:
+    """Outcome of `StoreClaim.adopt`: what it did, or would do."""
+
+    registry: str
+    """This registry's id."""
+    marker: Marker | None
+    """The store's before; None: it had none, or one that can't be read."""
+    contents: StoreContents
+    is_needed: bool
+    """Whether the store isn't known to be this registry's."""

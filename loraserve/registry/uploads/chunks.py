@@ -1,0 +1,89 @@
+"""Stored bytes of resumable uploads: the chunks, the blob that they make, and that blob as weights to publish."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from sqlalchemy import delete, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from adapters_store.base import BlobStore
+from loraserve import faults
+from loraserve.db.models import Upload, UploadChunk
+from loraserve.errors import BlobCorrupt, BlobNotFound, Conflict
+from loraserve.registry.blob_references import add_gc_candidates
+from loraserve.rests import Rest
+from loraserve.types import Digest
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A run of an upload's bytes, stored as a blob of its own until the upload is complete."""
+
+    start: int
+    size: int
+    digest: Digest
+
+
+async def chunks_of(session: AsyncSession, upload_id: str) -> list[Chunk]:
+    """What has come of the upload, in order."""
+    query = select(UploadChunk).where(UploadChunk.upload_id == upload_id).order_by(UploadChunk.start)
+    return [Chunk(row.start, row.size, Digest(row.digest)) for row in (await session.scalars(query)).all()]
+
+
+async def remove_upload(session: AsyncSession, row: Upload, now: datetime) -> None:
+    """The upload and its chunks are gone, their bytes on the list of what nobody needs."""
+    digests = (await session.scalars(select(UploadChunk.digest).where(UploadChunk.upload_id == row.id))).all()
+    await session.execute(delete(UploadChunk).where(UploadChunk.upload_id == row.id))
+    await session.delete(row)
+    await add_gc_candidates(session, [*map(Digest, digests), *([Digest(row.sha256)] if row.is_complete else [])], now)
+
+
+def assemble(store: BlobStore, chunks: Sequence[Chunk], sha256: Digest, rest: Rest) -> tuple[bool, Chunk | None]:
+    """Whether the chunks make the blob `sha256`, which is committed then; and the first of them that is damaged or gone."""
+    with store.stage() as staged:
+        for chunk in chunks:
+            try:
+                for piece in store.read_pieces(chunk.digest):
+                    staged.write(piece)
+                    rest()
+            except (BlobCorrupt, BlobNotFound):
+                return False, chunk
+        if staged.digest != sha256:
+            return False, None
+        faults.hit("upload.before_assembled")
+        staged.commit()
+    return True, None
+
+
+class BytesLost(Conflict):
+    """What was uploaded is no longer stored as it came: it must come again."""
+
+
+class StoredWeights:
+    """A blob that is in the store already, in the place of staged bytes."""
+
+    def __init__(self, store: BlobStore, digest: Digest, num_bytes: int) -> None:
+        self._store = store
+        self.digest = digest
+        self.num_bytes = num_bytes
+
+    def read(self) -> memoryview:
+        """Raises:
+        BytesLost: what is stored isn't what came.
+        StorageError
+        """
+        try:
+            return self._store.read(self.digest)
+        except (BlobCorrupt, BlobNotFound):
+            raise _lost() from None
+
+    def commit(self) -> Digest:
+        """Nothing more to do: it was durable when its upload was complete."""
+        return self.digest
+
+
+def _lost() -> BytesLost:
+    return BytesLost("The uploaded bytes are damaged or gone.", hint="Announce the upload anew, and send it again.")
