@@ -1,4 +1,4 @@
-"""The way in: from bytes, staged or in the store, to a version that resolves."""
+"""Publishing of versions: from staged or stored bytes to a version that resolves."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from loraserve.registry.served_base import other_base_error
 from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
 
 MAX_INSPECTIONS = 2
-"""Uploads that are checked at the same time: each holds a thread, and its bytes in memory."""
+"""Uploads inspected at the same time; each occupies a thread and keeps its bytes in memory."""
 
 
 class Publisher:
-    """Publishes versions: blobs first (bytes, fsync, rename, fsync of the folder), then the certificate, the database's commit, and the answer.
+    """Publish versions: first the blobs, durably, then the certificate, the database's commit, and the answer.
 
     Args:
         base: the resident base model; may raise `EngineUnavailable` while there is none.
-        certificates: asked for one per new version.
-        on_change: told whose name it was after a publish is durable.
-        retention_s: for so long the bytes of deleted versions are kept.
+        certificates: issues the certificate of each new version.
+        on_change: called with tenant and adapter name after a publish is durable.
+        retention_s: time for which the bytes of deleted versions are retained.
         throttle: pauses work while an engine computes on this machine's processors.
-        names: what the base is called.
+        names: names of the base.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Publisher:
         self._inspections = asyncio.Semaphore(MAX_INSPECTIONS)
 
     def check_name(self, name: str) -> str:
-        """`name` if an adapter may be called so; before a byte of its upload is read.
+        """Return `name` if it is a valid adapter name; call this before reading the upload.
 
         Raises:
             InvalidRequest
@@ -91,21 +91,22 @@ class Publisher:
         is_dry_run: bool = False,
         once: Once[Published] | None = None,
     ) -> Published:
-        """The version that holds these files; durable, checked against the base, certified, and named `LIVE` if `is_promoting`.
+        """Publish these files as a version: durable, checked against the base and certified.
 
-        A version whose certificate failed is quarantined: no alias is moved to it. The same bytes again give the version that has
-        them, with the certificate that it has (and `LIVE` moves to it); they are written again, and a version whose stored bytes were
-        damaged has whole ones, and a new certificate: that ends its quarantine. A dry run checks the same things but for the certificate,
-        which takes stored bytes, and leaves nothing behind. `weights` that were staged stay the caller's to `Uploads.release`.
+        The alias `LIVE` moves to the version if `is_promoting`, unless its certificate failed: then it is quarantined.
+        Publishing the same bytes again returns the existing version with its certificate, and moves `LIVE` to it. The bytes
+        are written again, so that a corrupt version is repaired, gets a new certificate and leaves its quarantine. A dry run
+        makes the same checks except for the certificate, which needs stored bytes, and leaves nothing behind. The caller
+        still has to `Uploads.release` staged `weights`.
 
         Raises:
-            AdapterRejected: the files can't be served, by their own look or by the engine's word; it lists every reason.
-            AdapterOfAnotherBase: the version that has these bytes was made for another base. It stays that one's: servers of it may be there.
-            InvalidRequest: the name can't be an adapter's.
-            QuotaExceeded: the tenant may not hold another adapter or as many bytes.
-            StorageFull, StorageError: the bytes can't be kept.
-            Conflict: those that are in the store already are damaged: they must be uploaded again.
-            Overloaded: they were collected, or the version that has them deleted, meanwhile; the same request works again.
+            AdapterRejected: the files can't be served, according to inspection or the engine; lists every reason.
+            AdapterOfAnotherBase: the version with these bytes belongs to another base, which other servers may serve.
+            InvalidRequest: the name isn't valid for an adapter.
+            QuotaExceeded: another adapter or these bytes would exceed the tenant's quota.
+            StorageFull, StorageError: the bytes can't be stored.
+            Conflict: the bytes in the store are corrupt and must be uploaded again.
+            Overloaded: the bytes were collected, or their version was deleted, meanwhile; the same request works again.
             Replay: `once` was used before.
         """
         self.check_name(name)
@@ -119,16 +120,16 @@ class Publisher:
         if is_dry_run:
             return await self._preview(push)
         known = await self._look(push)
-        stored = await self._keep(push, known)
+        stored = await self._store_blobs(push, known)
         outcome = await self._certify(push, known, stored)
-        if stored.is_kept:
+        if stored.is_uploaded:
             await retain_stored(self._database, self._store, (stored.config_blob, stored.weights_blob))
         published = await self._record(push, known, stored, outcome, once)
         self._on_change(tenant, name)
         return published
 
     async def _preview(self, push: Push) -> Published:
-        """What a publish would give, but for its certificate."""
+        """Return what a publish would return, without the certificate."""
         async with self._database.read() as session:
             repository = AdapterRepository(session, push.tenant)
             found = await repository.version_of_digest(push.name, push.inspected.digest)
@@ -156,11 +157,13 @@ class Publisher:
         return Published(version, is_new=True)
 
     async def _look(self, push: Push) -> _Known:
-        """What the registry has of it now.
+        """Return what the registry has before the publish.
+
+        Check the quota early, so that a refused publish stores no bytes and doesn't occupy the engine. The check under the
+        lock in `_record` is the one that counts.
 
         Raises:
-            AdapterOfAnotherBase
-            QuotaExceeded: what will be refused keeps no bytes, and the engine isn't asked. What counts is the look under the lock in `_record`.
+            AdapterOfAnotherBase, QuotaExceeded
         """
         async with self._database.read() as session:
             repository = AdapterRepository(session, push.tenant)
@@ -183,31 +186,31 @@ class Publisher:
                 )
         return _Known(None if found is None else found[1], next_number)
 
-    async def _keep(self, push: Push, known: _Known) -> Stored:
-        """The version's blobs, in the store: these files, or those of an equal version that other files hold."""
+    async def _store_blobs(self, push: Push, known: _Known) -> Stored:
+        """Store the files and return the version's blobs; an equal version's blobs are reused if they come from other files."""
         config_blob, weights_blob = Digest(hashlib.sha256(push.config).hexdigest()), push.weights.digest
         version = known.version
-        # Of an equal version that other files hold, these are not needed. The same files are written again: what is acknowledged here
-        # is there, though what lay there may have been damaged unnoticed.
+        # These files aren't needed if an equal version has others. The same files are written again: the stored ones may
+        # have become corrupt unnoticed, and this call acknowledges that they are there.
         is_same = version is not None and (config_blob, weights_blob) == (version.config_blob, version.weights_blob)
         if version is not None and not known.was_corrupt and not is_same:
-            return Stored(Digest(version.config_blob), Digest(version.weights_blob), is_kept=False)
+            return Stored(Digest(version.config_blob), Digest(version.weights_blob), is_uploaded=False)
         await retain(self._database, (config_blob, weights_blob))
         await asyncio.to_thread(self._commit, push.config, push.weights)
-        return Stored(config_blob, weights_blob, is_kept=True)
+        return Stored(config_blob, weights_blob, is_uploaded=True)
 
     async def _certify(self, push: Push, known: _Known, stored: Stored) -> CertificateOutcome | None:
-        """The certificate of a version that is new, or has new bytes in the place of damaged ones; None: it has its own, or nothing is verified.
+        """Ask for a certificate if the version is new or repaired; return None if it has one or nothing is verified.
 
         Raises:
-            AdapterRejected: the engine can never serve it.
+            AdapterRejected: the engine can never serve the version.
         """
         if known.version is not None and not known.was_corrupt:
             return None
         ref = AdapterRef(
             tenant=push.tenant,
             name=push.name,
-            # For people: another upload may take the number first.
+            # Shown to people only: another upload may take the number first.
             version=known.next_number if known.version is None else known.version.number,
             digest=push.inspected.digest,
             config_blob=stored.config_blob,
@@ -223,7 +226,10 @@ class Publisher:
         outcome: CertificateOutcome | None,
         once: Once[Published] | None,
     ) -> Published:
-        """The version, in the database: new, mended, or as it was; and named `LIVE`, if it is to be. In one transaction, which locks the tenant."""
+        """Write the version to the database: add it, repair it or leave it as it is, and move `LIVE`.
+
+        All of it is one transaction, which locks the tenant.
+        """
         name, now = push.name, self._clock()
         async with self._database.write() as session:
             if once is not None:
@@ -234,7 +240,7 @@ class Publisher:
             found = await repository.version_of_digest(name, push.inspected.digest)
             if found is None:
                 if known.version is not None and outcome is None:
-                    # what it was found to be went with it: new, it needs a certificate of its own
+                    # its certificate was deleted with it: a new version needs one of its own
                     raise Overloaded(
                         f"{name}@{known.version.number} has these bytes, and was deleted meanwhile.",
                         hint="Send the same request again.",
@@ -259,7 +265,7 @@ class Publisher:
             else:
                 version = found[1]
                 _check_base(push, version)
-                if stored.is_kept and is_corrupt(version.checks):
+                if stored.is_uploaded and is_corrupt(version.checks):
                     repair_version(session, repository, adapter, version, push, stored, outcome, now)
             if push.is_promoting and version.state != QUARANTINED:
                 await point_alias(session, repository, adapter, LIVE, version.number, actor=push.actor, now=now)
@@ -284,10 +290,10 @@ class Publisher:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What the registry had before a publish; another may change it meanwhile."""
+    """State of the registry before a publish; another publish may change it meanwhile."""
 
     version: AdapterVersion | None
-    """The adapter's version that has these very weights."""
+    """The adapter's version with the same weights."""
     next_number: int
 
     @property

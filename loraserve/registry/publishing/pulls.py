@@ -1,4 +1,4 @@
-"""Pulls: an adapter fetched by the server itself, from where the operator allows, and published like any other."""
+"""Pulls: the server fetches an adapter from a source that the operator allows, and publishes it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 class Pulls:
-    """Begins operations that pull.
+    """Begin operations that pull.
 
     Args:
-        allow: patterns of what may be pulled; none: nothing may.
-        monotonic: by which a source's rate is measured.
+        allow: patterns of the sources that may be pulled from; nothing is allowed without any.
+        monotonic: clock that measures a source's rate.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Pulls:
         self._operations = operations
         self._allow = tuple(allow)
         self._monotonic = monotonic
-        # their own: a pull may wait for its source for hours
+        # threads of their own: a pull may wait for its source for hours
         self._threads = ThreadPoolExecutor(
             LIMITS.max_concurrent_operations, "pull", initializer=lower_thread_priority, initargs=(SERVER_NICENESS,)
         )
@@ -60,11 +60,11 @@ class Pulls:
         is_promoting: bool = True,
         once: Once[OperationRecord] | None = None,
     ) -> OperationRecord:
-        """An operation that publishes the adapter at `source` as a version of the tenant's `name`.
+        """Begin an operation that publishes the adapter at `source` as a version of the tenant's `name`.
 
         Raises:
-            InvalidRequest: the name or the source can't be one.
-            PermissionDenied: the operator doesn't allow it.
+            InvalidRequest: the name or the source isn't valid.
+            PermissionDenied: the operator doesn't allow this source.
             Overloaded, Replay: as `Operations.begin`.
         """
         self._publisher.check_name(name)
@@ -101,10 +101,10 @@ class Pulls:
 
 
 class _MinimumRate:
-    """How long one pull has waited for its source: `LIMITS.pull_grace_s`, and what its bytes take at `LIMITS.min_pull_bytes_per_s`.
+    """Bound the time that one pull waits for its source.
 
-    A rate bounds files of any size, also where the source doesn't say it; a time for all would be hours for a small file, or too
-    short for a large one. What we take to write the bytes doesn't count.
+    It may wait for `LIMITS.pull_grace_s` plus the time that its bytes take at `LIMITS.min_pull_bytes_per_s`. A rate fits files
+    of any size, also where the source doesn't state the size. The time to write the bytes doesn't count.
     """
 
     def __init__(self, address: str, monotonic: Callable[[], float]) -> None:
@@ -114,10 +114,10 @@ class _MinimumRate:
         self._num_bytes = 0
 
     def opened(self, source: Source, file: str) -> tuple[int | None, Iterator[bytes]]:
-        """What `source.open` gives; of its pieces, each in time.
+        """Open the file as `source.open` does, and bound the time that its pieces take.
 
         Raises:
-            SourceTooSlow: now, or while the pieces are taken.
+            SourceTooSlow: also while the pieces are read.
         """
         began = self._monotonic()
         size, pieces = source.open(file)
@@ -145,7 +145,7 @@ class _MinimumRate:
 
 
 def _fetch(source: Source, weights: StagedBlob, progress: Progress, rate: _MinimumRate) -> bytes:
-    """The config, after the weights went to `weights`; each bounded while it is read."""
+    """Write the weights to `weights` and return the config; check the sizes of both while they are read."""
     config = b"".join(_bounded(source, CONFIG, LIMITS.max_adapter_config_bytes, progress, rate))
     for piece in _bounded(source, WEIGHTS, LIMITS.max_upload_bytes, progress, rate):
         weights.write(piece)
@@ -154,7 +154,7 @@ def _fetch(source: Source, weights: StagedBlob, progress: Progress, rate: _Minim
 
 def _bounded(source: Source, file: str, max_bytes: int, progress: Progress, rate: _MinimumRate) -> Iterator[bytes]:
     size, pieces = rate.opened(source, file)
-    # what a source says of itself is no bound: it may send more
+    # the source may send more than the size that it states
     num_bytes = 0
     if size is not None:
         progress.bytes_total = progress.bytes_done + size

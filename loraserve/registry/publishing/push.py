@@ -1,4 +1,4 @@
-"""One push: what was sent, what it was found to be, where it is stored, and the version's row that comes of it."""
+"""One push: its files, its inspection, its blobs, and the row of the version that it makes or repairs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from loraserve.types import BaseSpec, Digest, TenantId
 
 
 class Weights(Protocol):
-    """The bytes of a version's weights: staged, or in the store already."""
+    """Weights of a version, staged or in the store already."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -35,7 +35,7 @@ class Weights(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """One publish: what was sent, and what it was found to be."""
+    """Files of one publish, and the result of their inspection."""
 
     tenant: TenantId
     name: str
@@ -53,12 +53,12 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The blobs that hold a version."""
+    """Blobs that hold a version."""
 
     config_blob: Digest
     weights_blob: Digest
-    is_kept: bool
-    """Whether they are the files that were sent."""
+    is_uploaded: bool
+    """Whether they hold the uploaded files, rather than those of an equal version."""
 
 
 def add_version(
@@ -70,7 +70,7 @@ def add_version(
     outcome: CertificateOutcome | None,
     now: datetime,
 ) -> AdapterVersion:
-    """A new version, with its audit row."""
+    """Add a version with its audit row."""
     inspected = push.inspected
     checks = checks_of(inspected, outcome)
     version = repository.add_version(
@@ -113,7 +113,7 @@ def repair_version(
     outcome: CertificateOutcome | None,
     now: datetime,
 ) -> None:
-    """The damaged version is stored in whole blobs, with its audit row."""
+    """Point a corrupt version to whole blobs, and write the audit row."""
     repair(version, stored.config_blob, stored.weights_blob, push.size_bytes, outcome)
     repository.touch(adapter, now)
     record_change(
@@ -129,5 +129,5 @@ def repair_version(
 
 
 def checks_of(inspected: Inspected, outcome: CertificateOutcome | None) -> tuple[Mapping[str, Any], ...]:
-    """The version's `checks`."""
+    """Return the checks of a version with this inspection and certificate."""
     return inspected.checks if outcome is None else (*inspected.checks, outcome.as_check())

@@ -1,4 +1,4 @@
-"""Where an adapter can be pulled from: a repository of the hub, or a folder of a bucket. Nothing but what the operator allows."""
+"""Sources of pulls: a repository of the hub or a folder of a bucket, if the operator allows it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from loraserve.errors import (
 )
 
 _HUB = re.compile(
-    # A revision is a branch, a tag or a commit. Others may lie below refs/: a proposal (refs/pr/N) is anybody's, not the repository's owner's.
+    # A revision is a branch, a tag or a commit. Anyone can propose what lies below refs/ (refs/pr/N), so that is refused.
     r"hf://(?P<repo>[\w][\w.-]{0,95}/[\w][\w.-]{0,95})(@(?!refs(/|$))(?P<revision>[\w][\w./-]{0,127}))?",
     re.ASCII,
 )
@@ -33,34 +33,34 @@ _EXPECTED = "Expected hf://ORG/NAME, hf://ORG/NAME@REVISION or s3://BUCKET/PREFI
 
 
 class Source(Protocol):
-    """Files to pull. Its calls block, and belong on a thread."""
+    """Files to pull. The methods block, so call them on a thread."""
 
     @property
     def address(self) -> str:
-        """What the operator's patterns are compared with."""
+        """Address that the operator's patterns are compared with."""
         ...
 
     def open(self, file: str) -> tuple[int | None, Iterator[bytes]]:
-        """The file's size, where it is told, and its bytes, each piece soon after it came: whoever takes them sees how slow they are.
+        """Return the file's size, if the source states it, and an iterator of its bytes that yields each piece as it arrives.
 
         Raises:
             AdapterFormatError: there is no such file.
-            StorageError: the source can't be reached, or refuses; also while the bytes are taken.
+            StorageError: the source can't be reached or refuses; also raised while the bytes are read.
         """
         ...
 
     @property
     def revision(self) -> str | None:
-        """Which state of it was read, once a file was opened; None: it has no such thing."""
+        """Revision that was read, once a file was opened; None if the source has no revisions."""
         ...
 
 
 def parse_source(text: str) -> Source:
-    """The source that `text` names.
+    """Parse the address of a source.
 
     Raises:
-        InvalidRequest: it names none.
-        UnsupportedParameter: the package that reads it isn't installed.
+        InvalidRequest: the text isn't such an address.
+        UnsupportedParameter: the package that reads this kind of source isn't installed.
     """
     match = _HUB.fullmatch(text)
     if match is not None and ".." not in text:
@@ -73,12 +73,12 @@ def parse_source(text: str) -> Source:
         raise InvalidRequest("The source can't be read.", param="source", hint=_EXPECTED) from None
     if find_spec("obstore") is None:
         raise UnsupportedParameter("This server can't read buckets.", param="source", hint="loraserve[s3]")
-    # as it is read, not as it was written: that is what the operator's patterns are compared with
+    # normalized, because the operator's patterns are compared with it
     return _Folder(f"s3://{bucket}/{prefix}" if prefix else f"s3://{bucket}")
 
 
 def check_allowed(source: Source, patterns: Sequence[str]) -> None:
-    """Return if the operator allows the source: a pattern's ``*`` stands for anything, slashes included.
+    """Check that a pattern of the operator matches the source; ``*`` in a pattern matches anything, slashes included.
 
     Raises:
         PermissionDenied
@@ -94,7 +94,7 @@ def check_allowed(source: Source, patterns: Sequence[str]) -> None:
 
 @dataclass(slots=True)
 class _Repository:
-    """A repository of the hub (HF_ENDPOINT, HF_TOKEN). All files are of the commit that the first one was of."""
+    """A repository of the hub (HF_ENDPOINT, HF_TOKEN). All files come from the commit of the first one."""
 
     repo: str
     wanted: str | None
@@ -148,9 +148,9 @@ class _Folder:
 
 def _download(url: str, headers: dict[str, str], address: str) -> Iterator[bytes]:
     try:
-        # What is encoded may come for ever and give no byte.
+        # Encoded data could go on forever without yielding a byte.
         headers = {**headers, "Accept-Encoding": "identity"}
-        # A redirect to another host is followed without our token: the client sees to that.
+        # The client drops our token when it follows a redirect to another host.
         with (
             httpx2.Client(timeout=_TIMEOUT, follow_redirects=True) as client,
             client.stream("GET", url, headers=headers) as answer,

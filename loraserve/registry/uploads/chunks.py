@@ -28,13 +28,13 @@ class Chunk:
 
 
 async def chunks_of(session: AsyncSession, upload_id: str) -> list[Chunk]:
-    """What has come of the upload, in order."""
+    """Return the upload's chunks in order."""
     query = select(UploadChunk).where(UploadChunk.upload_id == upload_id).order_by(UploadChunk.start)
     return [Chunk(row.start, row.size, Digest(row.digest)) for row in (await session.scalars(query)).all()]
 
 
 async def remove_upload(session: AsyncSession, row: Upload, now: datetime) -> None:
-    """The upload and its chunks are gone, their bytes on the list of what nobody needs."""
+    """Delete the upload and its chunks, and make their blobs candidates for collection."""
     digests = (await session.scalars(select(UploadChunk.digest).where(UploadChunk.upload_id == row.id))).all()
     await session.execute(delete(UploadChunk).where(UploadChunk.upload_id == row.id))
     await session.delete(row)
@@ -42,7 +42,11 @@ async def remove_upload(session: AsyncSession, row: Upload, now: datetime) -> No
 
 
 def assemble(store: BlobStore, chunks: Sequence[Chunk], sha256: Digest, rest: Rest) -> tuple[bool, Chunk | None]:
-    """Whether the chunks make the blob `sha256`, which is committed then; and the first of them that is damaged or gone."""
+    """Commit the blob `sha256` if the chunks make it.
+
+    Returns:
+        Whether they do, and the first chunk that is corrupt or missing.
+    """
     with store.stage() as staged:
         for chunk in chunks:
             try:
@@ -59,11 +63,11 @@ def assemble(store: BlobStore, chunks: Sequence[Chunk], sha256: Digest, rest: Re
 
 
 class BytesLost(Conflict):
-    """What was uploaded is no longer stored as it came: it must come again."""
+    """The uploaded bytes are corrupt or gone and must be uploaded again."""
 
 
 class StoredWeights:
-    """A blob that is in the store already, in the place of staged bytes."""
+    """Weights to publish whose blob is in the store already."""
 
     def __init__(self, store: BlobStore, digest: Digest, num_bytes: int) -> None:
         self._store = store
@@ -72,7 +76,7 @@ class StoredWeights:
 
     def read(self) -> memoryview:
         """Raises:
-        BytesLost: what is stored isn't what came.
+        BytesLost: the blob is corrupt or gone.
         StorageError
         """
         try:
@@ -81,7 +85,7 @@ class StoredWeights:
             raise _lost() from None
 
     def commit(self) -> Digest:
-        """Nothing more to do: it was durable when its upload was complete."""
+        """Return the digest; the blob has been durable since its upload completed."""
         return self.digest
 
 

@@ -1,4 +1,4 @@
-"""How many of something are under way: bounded for each tenant, so that nobody takes every place, and for all."""
+"""Limit of concurrent transfers, per tenant and in all, so that no tenant occupies every slot."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from loraserve.types import TenantId
 
 _RETRY_S = 5.0
 _CUT_S, _LOOK_S = 2.0, 0.005
-"""Longest time that whatever is cut short may take to give its place back, and time between two looks at that."""
+"""Maximum time, and polling interval, in seconds to wait for a displaced transfer to release its slot."""
 
 
 class Sender(Protocol):
-    """Sender of the bytes that a place is held for."""
+    """Client that sends the bytes of a transfer."""
 
     @property
     def behind_s(self) -> float:
-        """Seconds by which they are behind the least rate; 0 while nothing is waited for."""
+        """Seconds by which the sender lags behind the minimum rate; 0 while no bytes are awaited."""
         ...
 
     def cut(self) -> None:
-        """Wait for no more of them."""
+        """Stop waiting for more bytes."""
         ...
 
 
 class ConcurrencyLimiter:
-    """ConcurrencyLimiter for something that takes a while, of which a tenant may have a few, and no more than are free.
+    """Slots for transfers, of which each tenant may hold a few and no more than are free.
 
-    A tenant that has none finds one all the same where another's is held for bytes that don't come: that one is cut short.
+    A tenant without a slot displaces the slowest transfer if that one's sender has stalled.
 
     Args:
-        what: what they are called in messages and metrics, in the plural.
+        what: name of the transfers in messages and metrics, in the plural.
     """
 
     def __init__(self, what: str, *, max_in_all: int, max_per_tenant: int) -> None:
@@ -44,21 +44,21 @@ class ConcurrencyLimiter:
         self._senders: set[Sender] = set()
 
     def acquire(self, tenant: TenantId) -> None:
-        """A place is the tenant's until `release`.
+        """Take a slot for the tenant until `release`.
 
         Raises:
-            RateLimited: the tenant has as many as it may.
-            Overloaded: all are taken.
+            RateLimited: the tenant holds its maximum.
+            Overloaded: all slots are taken.
         """
         self.shares.take(tenant_holder(tenant))
 
     async def acquire_or_displace(self, tenant: TenantId, sender: Sender | None) -> None:
-        """Take a place as `acquire` does; where all are taken, wait for that of the request furthest behind.
+        """Take a slot as `acquire` does; if none is free, stop the transfer that lags most and wait for its slot.
 
-        It waits only if one is far enough behind.
+        A transfer is stopped only if it lags by `LIMITS.stalled_upload_s` or more.
 
         Args:
-            sender: of the bytes that this place is for; None: they are here already.
+            sender: client that sends this transfer's bytes; None if they have arrived already.
 
         Raises:
             RateLimited, Overloaded: as `acquire`.
@@ -85,7 +85,7 @@ class ConcurrencyLimiter:
 
     @asynccontextmanager
     async def slot(self, tenant: TenantId, sender: Sender | None = None) -> AsyncIterator[None]:
-        """Hold a place for the length of a with block.
+        """Hold a slot for the length of a with block.
 
         Raises:
             RateLimited, Overloaded: as `acquire_or_displace`.

@@ -1,7 +1,7 @@
-"""Resumable uploads: a blob's bytes in pieces, over as many connections as it takes, to whichever server.
+"""Resumable uploads: a blob's bytes in pieces, over any number of connections, to any server.
 
-What has come is durable chunk by chunk, each a blob of its own, so that any replica can take the next piece and a broken connection
-costs one chunk at most. The last one makes them one blob, under the digest that was announced.
+The bytes become durable chunk by chunk, each chunk a blob of its own. Any replica can receive the next piece, and a broken
+connection loses one chunk at most. The last piece assembles them into one blob under the announced digest.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _CHUNK_BYTES = LIMITS.upload_chunk_bytes
 _FLUSH_BYTES = 1 * MIB
 _WORTH_KEEPING_BYTES = 64 * KIB
-"""Of what came before a connection broke: fewer aren't worth a chunk."""
+"""Minimum size of the chunk that is stored when a connection breaks."""
 
 
 @dataclass(frozen=True, slots=True)
 class UploadRecord:
-    """A resumable upload as it stands."""
+    """State of a resumable upload."""
 
     id: str
     sha256: Digest
     size: int
     received: int
-    """Bytes from the first on that are durable: where the next piece begins."""
+    """Number of durable bytes; the next piece starts at this offset."""
     is_complete: bool
     expires_at: datetime
 
 
 class ResumableUploads:
-    """The uploads that were announced, each one tenant's.
+    """Announced uploads of all tenants.
 
     Args:
-        slots: what an upload's pieces take a place of, as whole uploads do.
+        slots: limiter that pieces and whole uploads share.
         throttle: pauses work while an engine computes on this machine's processors.
     """
 
@@ -85,13 +85,13 @@ class ResumableUploads:
         actor: str,
         once: Once[tuple[UploadRecord, bool]] | None = None,
     ) -> tuple[UploadRecord, bool]:
-        """The tenant's upload of these bytes, and whether it is new: one that was begun goes on.
+        """Announce an upload, or resume the one that the tenant began; return it, and whether it is new.
 
-        Nothing is said of what others hold: the bytes must be sent, whoever has them.
+        The bytes must be sent even if another tenant's are equal: the answer doesn't reveal what others hold.
 
         Raises:
-            InvalidRequest: `sha256` or `size` can't be one.
-            PayloadTooLarge: over `LIMITS.max_upload_bytes`.
+            InvalidRequest: `sha256` or `size` isn't valid.
+            PayloadTooLarge: `size` is over `LIMITS.max_upload_bytes`.
             QuotaExceeded: the tenant has `LIMITS.max_open_uploads_per_tenant`, or may not store as many bytes.
             Replay: `once` was used before.
         """
@@ -106,7 +106,7 @@ class ResumableUploads:
             if once is not None:
                 await once.begin(session)
             limits = (await AdapterRepository(session, tenant).lock_tenant()).limits
-            row = await self._begun(session, tenant, sha256, size, now)
+            row = await self._resume(session, tenant, sha256, size, now)
             is_new = row is None
             if row is None:
                 await check_upload_quota(session, tenant, limits, size, now)
@@ -129,13 +129,13 @@ class ResumableUploads:
 
     async def get(self, tenant: TenantId, upload_id: str) -> UploadRecord:
         """Raises:
-        UploadNotFound: absent, expired, or another tenant's: one text.
+        UploadNotFound: the upload is absent, expired, or another tenant's; the text is the same.
         """
         async with self._database.read() as session:
             return _to_record(await self._row(session, tenant, upload_id))
 
     async def finish(self, tenant: TenantId, upload_id: str) -> UploadRecord:
-        """As `get`; but one whose last byte came just before its server ended is completed first.
+        """Return the upload, after completing it if its server ended right after the last byte arrived.
 
         Raises:
             UploadNotFound
@@ -148,7 +148,7 @@ class ResumableUploads:
             return await self._complete(tenant, record)
 
     async def delete(self, tenant: TenantId, upload_id: str, *, actor: str) -> None:
-        """The upload is gone; what came of it is collected.
+        """Delete the upload; its bytes are collected later.
 
         Raises:
             UploadNotFound
@@ -169,16 +169,16 @@ class ResumableUploads:
         body: AsyncIterator[bytes],
         sender: Sender | None = None,
     ) -> UploadRecord:
-        """The bytes [start, end) of `size` are durable, and with the last of them the blob; the upload as it is then.
+        """Receive the bytes [start, end) of `size` durably, and complete the blob with the last of them; return the upload.
 
-        A piece that is there already is read and dropped. Of one that ends early, what came is kept.
+        A piece that is stored already is read and dropped. If a piece ends early, the bytes that arrived are stored.
 
         Raises:
             UploadNotFound
-            UploadOffsetMismatch: the piece doesn't begin where the last one ended, or another piece came at the same time.
-            UploadDigestMismatch: all are there, and hash to something else: they are dropped, and the upload starts again.
-            InvalidRequest: the range or the body's length doesn't fit.
-            RateLimited, Overloaded: too many uploads are under way.
+            UploadOffsetMismatch: the piece doesn't start where the last one ended, or another one came at the same time.
+            UploadDigestMismatch: the bytes hash to another digest; they are dropped, and the upload starts again.
+            InvalidRequest: the range doesn't fit the upload, or the body's length doesn't fit the range.
+            RateLimited, Overloaded: too many uploads are running.
             StorageFull, StorageError
         """
         found = await self.get(tenant, upload_id)
@@ -189,18 +189,20 @@ class ResumableUploads:
         async with self._slots.slot(tenant, sender):
             if start != found.received:
                 if end > found.received:
-                    raise _mismatch(found.received)
+                    raise _offset_mismatch(found.received)
                 async for _ in body:
-                    # there already; read to its end, for the connection's next request
+                    # stored already; read to its end, for the connection's next request
                     pass
             else:
-                await self._take(tenant, upload_id, start, end, body)
+                await self._receive_chunks(tenant, upload_id, start, end, body)
             record = await self.get(tenant, upload_id)
             if record.received == record.size and not record.is_complete:
                 record = await self._complete(tenant, record)
         return record
 
-    async def _take(self, tenant: TenantId, upload_id: str, start: int, end: int, body: AsyncIterator[bytes]) -> None:
+    async def _receive_chunks(
+        self, tenant: TenantId, upload_id: str, start: int, end: int, body: AsyncIterator[bytes]
+    ) -> None:
         position = start
         pending = bytearray()
         broken: Exception | None = None
@@ -211,7 +213,7 @@ class ResumableUploads:
                 try:
                     data = await anext(pieces, None)
                 except Exception as error:
-                    # The connection broke, or the client is too slow: what came needn't come again.
+                    # The connection broke or the client is too slow: store what has arrived.
                     broken = error
                     break
                 if data is None:
@@ -238,7 +240,7 @@ class ResumableUploads:
             )
 
     async def _commit_chunk(self, tenant: TenantId, upload_id: str, start: int, staged: StagedBlob) -> int:
-        """The staged bytes are the upload's next; returns how many."""
+        """Store the staged bytes as the upload's next chunk, and return their number."""
         digest, size = staged.digest, staged.num_bytes
         await retain(self._database, [digest])
         await asyncio.to_thread(staged.commit)
@@ -247,7 +249,7 @@ class ResumableUploads:
         async with self._database.write() as session:
             row = await self._row(session, tenant, upload_id, is_locking=True)
             if row.received != start:
-                raise _mismatch(row.received)
+                raise _offset_mismatch(row.received)
             query = select(func.count()).select_from(UploadChunk).where(UploadChunk.upload_id == upload_id)
             if (await session.scalar(query) or 0) >= LIMITS.max_upload_chunks:
                 raise InvalidRequest(
@@ -261,12 +263,12 @@ class ResumableUploads:
         return size
 
     async def _complete(self, tenant: TenantId, upload: UploadRecord) -> UploadRecord:
-        """The chunks are one blob, durable, if they are what was announced."""
+        """Assemble the chunks into one durable blob, if they hash to the announced digest."""
         async with self._database.read() as session:
             chunks = await chunks_of(session, upload.id)
         await retain(self._database, [upload.sha256])
         broken: Chunk | None = None
-        # of one chunk it is the blob, in the store already
+        # a single chunk is the blob, which is in the store already
         is_right = len(chunks) == 1 and chunks[0].digest == upload.sha256
         if is_right and not await asyncio.to_thread(self._store.exists, upload.sha256):
             is_right, broken = False, chunks[0]
@@ -278,7 +280,7 @@ class ResumableUploads:
         async with self._database.write() as session:
             row = await self._row(session, tenant, upload.id, is_locking=True)
             if row.is_complete or row.received != upload.received or await chunks_of(session, upload.id) != chunks:
-                # another request did it, or began anew: what was found is of bytes that have gone
+                # another request completed or restarted the upload: this result is about bytes that are gone
                 return _to_record(row)
             if is_right:
                 row.is_complete = True
@@ -296,7 +298,7 @@ class ResumableUploads:
             record = _to_record(row)
         faults.hit("upload.after_complete")
         if broken is not None:
-            raise _mismatch(record.received)
+            raise _offset_mismatch(record.received)
         if not is_right:
             raise UploadDigestMismatch(
                 "The bytes that came don't hash to the sha256 that was announced; they are dropped.",
@@ -305,10 +307,10 @@ class ResumableUploads:
         return record
 
     async def stored(self, tenant: TenantId, sha256: str) -> StoredWeights:
-        """The blob of the tenant's complete upload, as `Publisher.publish` takes weights.
+        """Return the blob of the tenant's complete upload, as weights for `Publisher.publish`.
 
         Raises:
-            UploadNotFound: the tenant has no upload of it, or one that isn't complete.
+            UploadNotFound: the tenant has no complete upload of this blob.
         """
         query = select(Upload).where(
             Upload.tenant_id == tenant, Upload.sha256 == sha256, Upload.expires_at > self._clock()
@@ -323,7 +325,7 @@ class ResumableUploads:
         return StoredWeights(self._store, Digest(row.sha256), row.size)
 
     async def forget(self, tenant: TenantId, sha256: Digest) -> None:
-        """The tenant's complete uploads of these bytes are gone: what is stored isn't what came, and must come again."""
+        """Delete the tenant's complete uploads of a blob that is corrupt or gone, so that it must be uploaded again."""
         now = self._clock()
         async with self._database.write() as session:
             query = select(Upload).where(Upload.tenant_id == tenant, Upload.sha256 == sha256).with_for_update()
@@ -336,7 +338,7 @@ class ResumableUploads:
         query = select(Upload).where(
             Upload.id == upload_id[:64], Upload.tenant_id == tenant, Upload.expires_at > self._clock()
         )
-        # an id that no database would take isn't one of ours
+        # we never issued an id that a database would reject
         is_plain = upload_id.isascii() and upload_id.isalnum()
         found = await session.scalars(query.with_for_update() if is_locking else query) if is_plain else None
         row = None if found is None else found.one_or_none()
@@ -344,7 +346,7 @@ class ResumableUploads:
             raise UploadNotFound("There is no such upload.", hint="Announce it with POST /api/v1/uploads.")
         return row
 
-    async def _begun(
+    async def _resume(
         self, session: AsyncSession, tenant: TenantId, sha256: str, size: int, now: datetime
     ) -> Upload | None:
         query = (
@@ -359,7 +361,7 @@ class ResumableUploads:
         return row
 
 
-def _mismatch(received: int) -> UploadOffsetMismatch:
+def _offset_mismatch(received: int) -> UploadOffsetMismatch:
     return UploadOffsetMismatch(
         f"{received} bytes of the upload are there; the next piece begins there.", received=received
     )

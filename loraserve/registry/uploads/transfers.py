@@ -1,4 +1,4 @@
-"""Uploads on their way in and downloads on their way out: how many are under way, and where bytes wait for their publish."""
+"""Running uploads and downloads: their limits, and the staged bytes that wait to be published."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from loraserve.types import TenantId
 
 
 class Uploads:
-    """Every tenant's uploads, until `Publisher` takes their bytes.
+    """Uploads and downloads of all tenants.
 
-    `resumable` are those that come in pieces; complete, their blobs are published as staged ones are.
+    `resumable` are the uploads that arrive in pieces. Completed, their blobs are published as staged ones are.
 
     Args:
         throttle: pauses work while an engine computes on this machine's processors.
@@ -33,29 +33,29 @@ class Uploads:
             max_per_tenant=LIMITS.max_concurrent_uploads_per_tenant,
         )
         self._senders: dict[int, Sender] = {}
-        """Paces of the uploads under way, by the identity of what is staged."""
+        """Senders of the running uploads, by the identity of the staged blob."""
         self.downloads = ConcurrencyLimiter(
             "downloads",
             max_in_all=LIMITS.max_concurrent_downloads,
             max_per_tenant=LIMITS.max_concurrent_downloads_per_tenant,
         )
-        """Files on their way out."""
+        """Slots for downloads."""
         self.resumable = ResumableUploads(database, store, self._slots, clock=clock, throttle=throttle)
 
     def shares(self) -> tuple[Shares, ...]:
-        """Return how the places are divided, for metrics."""
+        """Return the shares of the upload and download slots, for metrics."""
         return self._slots.shares, self.downloads.shares
 
     async def stage(self, tenant: TenantId, sender: Sender | None = None) -> StagedBlob:
-        """A place for an upload's weights; `Publisher.publish` takes it, or the caller discards it (`release`).
+        """Take a slot and stage a blob for an upload's weights; the caller calls `release` after publishing or on failure.
 
         Args:
-            sender: of the bytes that come; None: they come from a source of the operator's.
+            sender: client that sends the bytes; None if they come from a pull's source.
 
         Raises:
-            RateLimited: the tenant has as many as are free, or `LIMITS.max_concurrent_uploads_per_tenant`.
-            Overloaded: `LIMITS.max_concurrent_uploads` are under way.
-            StorageFull: no room.
+            RateLimited: the tenant has as many uploads as are free, or `LIMITS.max_concurrent_uploads_per_tenant`.
+            Overloaded: `LIMITS.max_concurrent_uploads` are running.
+            StorageFull: the disk is full.
         """
         await self._slots.acquire_or_displace(tenant, sender)
         try:
@@ -68,7 +68,7 @@ class Uploads:
         return staged
 
     def slot(self, tenant: TenantId) -> AbstractAsyncContextManager[None]:
-        """An upload's place, for what publishes bytes that are in the store already: it holds them in memory too.
+        """Hold an upload's slot to publish stored bytes, which occupy memory as an upload's do.
 
         Raises:
             RateLimited, Overloaded: as `stage`.
@@ -76,6 +76,6 @@ class Uploads:
         return self._slots.slot(tenant)
 
     async def release(self, tenant: TenantId, staged: StagedBlob) -> None:
-        """Ends what `stage` began: what isn't committed is removed."""
+        """Release the slot that `stage` took, and discard the blob if it isn't committed."""
         self._slots.release(tenant, self._senders.pop(id(staged), None))
         await asyncio.to_thread(staged.discard)
