@@ -11,10 +11,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from adapters_store.base import BlobStore
 from loraserve import faults
+from loraserve.background import Pause
 from loraserve.db.models import Upload, UploadChunk
 from loraserve.errors import BlobCorrupt, BlobNotFound, Conflict
 from loraserve.registry.blob_references import add_gc_candidates
-from loraserve.rests import Rest
 from loraserve.types import Digest
 
 
@@ -41,7 +41,7 @@ async def remove_upload(session: AsyncSession, row: Upload, now: datetime) -> No
     await add_gc_candidates(session, [*map(Digest, digests), *([Digest(row.sha256)] if row.is_complete else [])], now)
 
 
-def assemble(store: BlobStore, chunks: Sequence[Chunk], sha256: Digest, rest: Rest) -> tuple[bool, Chunk | None]:
+def assemble(store: BlobStore, chunks: Sequence[Chunk], sha256: Digest, pause: Pause) -> tuple[bool, Chunk | None]:
     """Commit the blob `sha256` if the chunks make it.
 
     Returns:
@@ -52,7 +52,7 @@ def assemble(store: BlobStore, chunks: Sequence[Chunk], sha256: Digest, rest: Re
             try:
                 for piece in store.read_pieces(chunk.digest):
                     staged.write(piece)
-                    rest()
+                    pause()
             except (BlobCorrupt, BlobNotFound):
                 return False, chunk
         if staged.digest != sha256:
