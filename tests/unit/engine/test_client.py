@@ -7,10 +7,12 @@ import itertools
 import os
 import signal
 import sys
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
 import msgspec
 import pytest
+import pytest_asyncio
 
 from loraserve.engine_client.client import EngineClient
 from loraserve.engine_client.messages import GenerateRequest
@@ -40,6 +42,16 @@ async def running(world: World, environment: dict[str, str] | None = None, **cha
         yield client
     finally:
         await client.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(world: World) -> AsyncIterator[EngineClient]:
+    """An engine that several tests use, one after the other: none kills it."""
+    async with running(world) as running_client:
+        yield running_client
+
+
+on_shared_loop = pytest.mark.asyncio(loop_scope="module")
 
 
 def make(world: World, prompt: list[int], adapter: str | None = None, *, stop: tuple[str, ...] = (), **params: object):
@@ -75,53 +87,55 @@ def prompt(n: int) -> list[int]:
     return [(n * 37 + i * 11) % 320 for i in range(5 + n % 20)]
 
 
-async def test_requests_are_answered_together_and_leave_nothing(world):
-    async with running(world) as client:
-        tokenizer = Tokenizer(world.model_dir)
-        requests = [make(world, prompt(n), NAMES[n % len(NAMES)]) for n in range(10)]
-        answers = await asyncio.gather(*(collect(client, request) for request in requests))
-        for n, (text, tokens, last) in enumerate(answers):
-            assert tokens == world.expected(NAMES[n % len(NAMES)], prompt(n), 16)
-            stream = tokenizer.decode_stream(prompt_token_ids=prompt(n))
-            assert text == stream.push(tokens) + stream.finish()
-            assert last.finish_reason is FinishReason.LENGTH
-        assert client.num_live_requests == 0
-        await until(lambda: client.stats.num_steps > 0)
-        await until(lambda: client.stats.num_kv_blocks_used == client.stats.num_pins == client.stats.num_running == 0)
+@on_shared_loop
+async def test_requests_are_answered_together_and_leave_nothing(world, client):
+    num_steps = client.stats.num_steps
+    tokenizer = Tokenizer(world.model_dir)
+    requests = [make(world, prompt(n), NAMES[n % len(NAMES)]) for n in range(10)]
+    answers = await asyncio.gather(*(collect(client, request) for request in requests))
+    for n, (text, tokens, last) in enumerate(answers):
+        assert tokens == world.expected(NAMES[n % len(NAMES)], prompt(n), 16)
+        stream = tokenizer.decode_stream(prompt_token_ids=prompt(n))
+        assert text == stream.push(tokens) + stream.finish()
+        assert last.finish_reason is FinishReason.LENGTH
+    assert client.num_live_requests == 0
+    await until(lambda: client.stats.num_steps > num_steps)
+    await until(lambda: client.stats.num_kv_blocks_used == client.stats.num_pins == client.stats.num_running == 0)
 
 
-async def test_it_knows_when_this_machines_processors_compute_for_somebody(world):
-    async with running(world) as client:
-        assert not client.is_computing_here
-        answers = client.generate(make(world, prompt(1), max_tokens=40))
-        await anext(answers)
-        assert client.is_computing_here
-        # as an engine on a GPU would have said
-        client._device = "cuda"
-        assert not client.is_computing_here
-        client._device = "cpu"
-        await answers.aclose()
-        assert not client.is_computing_here
+@on_shared_loop
+async def test_it_knows_when_this_machines_processors_compute_for_somebody(world, client):
+    assert not client.is_computing_here
+    answers = client.generate(make(world, prompt(1), max_tokens=40))
+    await anext(answers)
+    assert client.is_computing_here
+    # as an engine on a GPU would have said
+    client._device = "cuda"
+    assert not client.is_computing_here
+    client._device = "cpu"
+    await answers.aclose()
+    assert not client.is_computing_here
 
 
-async def test_a_stop_string_ends_the_text_and_the_request(world):
-    async with running(world) as client:
-        whole, tokens, _ = await collect(client, make(world, prompt(1), max_tokens=60))
-        stop = whole[10:12]
-        text, taken, last = await collect(client, make(world, prompt(1), stop=(stop,), max_tokens=60))
-        assert text == whole[: whole.index(stop)]
-        assert taken == tokens[: len(taken)]
-        assert (last.finish_reason, last.stop_reason) == (FinishReason.STOP, stop)
-        await until(lambda: client.stats.num_running == 0 and client.num_live_requests == 0)
+@on_shared_loop
+async def test_a_stop_string_ends_the_text_and_the_request(world, client):
+    whole, tokens, _ = await collect(client, make(world, prompt(1), max_tokens=60))
+    stop = whole[10:12]
+    text, taken, last = await collect(client, make(world, prompt(1), stop=(stop,), max_tokens=60))
+    assert text == whole[: whole.index(stop)]
+    assert taken == tokens[: len(taken)]
+    assert (last.finish_reason, last.stop_reason) == (FinishReason.STOP, stop)
+    await until(lambda: client.stats.num_running == 0 and client.num_live_requests == 0)
 
 
-async def test_a_reader_that_leaves_frees_its_request(world):
-    async with running(world) as client:
-        async with aclosing(client.generate(make(world, prompt(2), "r8", max_tokens=200, ignore_eos=True))) as chunks:
-            await anext(chunks)
-        assert client.num_live_requests == 0
-        await until(lambda: client.stats.num_steps > 0 and client.stats.num_running == 0)
-        assert client.stats.num_kv_blocks_used == client.stats.num_pins == 0
+@on_shared_loop
+async def test_a_reader_that_leaves_frees_its_request(world, client):
+    num_steps = client.stats.num_steps
+    async with aclosing(client.generate(make(world, prompt(2), "r8", max_tokens=200, ignore_eos=True))) as chunks:
+        await anext(chunks)
+    assert client.num_live_requests == 0
+    await until(lambda: client.stats.num_steps > num_steps and client.stats.num_running == 0)
+    assert client.stats.num_kv_blocks_used == client.stats.num_pins == 0
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 7}])
@@ -161,11 +175,13 @@ async def test_an_engine_computes_with_the_kernels_of_the_one_before_it(world, m
     monkeypatch.setattr("loraserve.engine_client.client.EngineProcess", process)
     async with running(world, quantize="int8") as client:
         assert client.base.kernels == "widened"
-        wanted = await collect(client, make(world, prompt(3)))
+        *wanted, _last_chunk = await collect(client, make(world, prompt(3)))
         os.kill(client.pid, signal.SIGKILL)
         await until(lambda: client.num_restarts == 1 and client.is_ready)
         assert client.base.kernels == "widened"
-        assert await collect(client, make(world, prompt(3))) == wanted
+        # How many tokens come in one chunk depends on how busy the machine is.
+        *found, _last_chunk = await collect(client, make(world, prompt(3)))
+        assert found == wanted
 
 
 async def test_a_request_that_only_was_near_gets_its_whole_answer(world):
@@ -256,16 +272,15 @@ async def test_a_message_that_makes_no_sense_replaces_the_engine(world, monkeypa
         assert client.num_restarts == 1
 
 
-async def test_a_request_whose_text_cannot_begin_is_not_left_behind(world, monkeypatch):
-    async with running(world) as client:
+@on_shared_loop
+async def test_a_request_whose_text_cannot_begin_is_not_left_behind(world, client, monkeypatch):
+    def broken(*_arguments, **_options):
+        raise ValueError("no such token")
 
-        def broken(*_arguments, **_options):
-            raise ValueError("no such token")
-
-        monkeypatch.setattr(client._tokenizer, "decode_stream", broken)
-        with pytest.raises(ValueError, match="no such token"):
-            await collect(client, make(world, prompt(3)))
-        assert client.num_live_requests == 0
+    monkeypatch.setattr(client._tokenizer, "decode_stream", broken)
+    with pytest.raises(ValueError, match="no such token"):
+        await collect(client, make(world, prompt(3)))
+    assert client.num_live_requests == 0
 
 
 async def test_a_long_replay_does_not_keep_the_server_from_being_ready(world, monkeypatch):
@@ -320,21 +335,21 @@ async def test_a_full_queue_refuses_and_says_so(world):
             await asyncio.gather(waiting, return_exceptions=True)
 
 
-async def test_an_adapter_whose_bytes_are_gone_fails_its_request_alone(world):
-    async with running(world) as client:
-        gone = make(world, prompt(9))
-        gone = GenerateRequest(
-            request_id=gone.request_id,
-            tenant=gone.tenant,
-            adapter=make_ref("gone"),
-            prompt_token_ids=gone.prompt_token_ids,
-            params=gone.params,
-        )
-        results = await asyncio.gather(
-            collect(client, gone), collect(client, make(world, prompt(9))), return_exceptions=True
-        )
-        assert isinstance(results[0], AdapterCorrupt)
-        assert results[1][1] == world.expected(None, prompt(9), 16)
+@on_shared_loop
+async def test_an_adapter_whose_bytes_are_gone_fails_its_request_alone(world, client):
+    gone = make(world, prompt(9))
+    gone = GenerateRequest(
+        request_id=gone.request_id,
+        tenant=gone.tenant,
+        adapter=make_ref("gone"),
+        prompt_token_ids=gone.prompt_token_ids,
+        params=gone.params,
+    )
+    results = await asyncio.gather(
+        collect(client, gone), collect(client, make(world, prompt(9))), return_exceptions=True
+    )
+    assert isinstance(results[0], AdapterCorrupt)
+    assert results[1][1] == world.expected(None, prompt(9), 16)
 
 
 async def test_a_warmed_adapter_is_resident_and_a_pin_survives_a_restart(world):
