@@ -28,7 +28,8 @@ from benchmarks.synthetic import Adapters
 from loraserve.adapters.digest import adapter_digest
 from loraserve.adapters.format.peft_format import read_adapter
 from loraserve.limits import GIB
-from loraserve.memory.devices.device import CpuDevice, Placed
+from loraserve.memory.devices.base import PlacedAdapter
+from loraserve.memory.devices.cpu import CpuDevice
 from loraserve.memory.loading.load import load_adapter
 from loraserve.types import AdapterRef, BaseSpec, TenantId
 
@@ -77,7 +78,7 @@ class Loading:
     def __init__(self, base: BaseSpec, store: BlobStore, num_bytes: int) -> None:
         self._base, self._store = base, store
         self._device = CpuDevice(base, num_bytes)
-        self._placed: list[Placed] = []
+        self._placed: list[PlacedAdapter] = []
 
     def load(self, ref: AdapterRef) -> float:
         """Seconds to read an adapter's blobs, verify them, compile and copy."""

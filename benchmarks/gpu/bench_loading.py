@@ -16,8 +16,8 @@ from benchmarks.gpu.limits import quantile
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.parts import Case, Row
 from benchmarks.gpu.shapes import llama, module_shapes
-from loraserve.memory.devices.device import HostAdapter, Placed
-from loraserve.memory.devices.gpu_device import GpuDevice
+from loraserve.memory.devices.base import HostAdapter, PlacedAdapter
+from loraserve.memory.devices.gpu import GpuDevice
 from loraserve.types import BaseSpec, Digest
 from loraserve_kernels.cpu.lora.layout import LAYER_MODULES
 
@@ -37,7 +37,7 @@ class Loading:
     machine: Machine
     device: GpuDevice
     world: World
-    resident: list[Placed]
+    resident: list[PlacedAdapter]
     spare: list[HostAdapter]
     pack_s: list[float]
     landed_s: list[float] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Loading:
     def step_times_ms(self, *, with_loads: bool) -> tuple[list[float], int]:
         """Milliseconds from the end of each step to that of the next; how many adapters landed meanwhile."""
         is_cuda, marks = self.machine.device.type == "cuda", []
-        placed: Placed | None = None
+        placed: PlacedAdapter | None = None
         started_s, turn, num_loads = 0.0, 0, 0
 
         def after() -> None:

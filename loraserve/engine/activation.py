@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from loraserve.memory.kv_cache import Activation
+from loraserve.memory.kv.prefix_cache import Activation
 from loraserve.types import Digest
 
 

@@ -25,8 +25,9 @@ from loraserve.engine.scheduled import ScheduledRequest
 from loraserve.engine.scheduling.scheduler import Scheduler
 from loraserve.engine_client.messages import AddRequest
 from loraserve.errors import EngineError
-from loraserve.memory.arena import Tenure
-from loraserve.memory.kv_cache import KVCache, prefix_root
+from loraserve.memory.arena import Owner
+from loraserve.memory.kv.block_pool import BlockPool
+from loraserve.memory.kv.prefix_cache import prefix_root
 from loraserve.memory.residency.pager import Pager
 from loraserve.memory.timings import Timings
 from loraserve.progress import Progress
@@ -78,7 +79,7 @@ class Engine:
         pager: Pager,
         *,
         overlap: bool = False,
-        kv: KVCache | None = None,
+        kv: BlockPool | None = None,
         throttle: Throttle | None = None,
         progress: Progress | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -99,7 +100,7 @@ class Engine:
         self._clock = clock
         self._kv_dtype = config.dtype
         if kv is None:
-            kv = KVCache(runner.num_blocks, config.block_size, enable_prefix_cache=config.enable_prefix_cache)
+            kv = BlockPool(runner.num_blocks, config.block_size, enable_prefix_cache=config.enable_prefix_cache)
         self._kv = kv
         self._scheduler = Scheduler(
             self._kv,
@@ -144,7 +145,7 @@ class Engine:
             return False
         if scheduler.num_running:
             return False
-        return self.pager.is_line_closed or scheduler.num_waiting == scheduler.num_waiting_for_adapter
+        return self.pager.is_admission_paused or scheduler.num_waiting == scheduler.num_waiting_for_adapter
 
     def add(self, message: AddRequest) -> None:
         """Queue a request, or the rest of one whose first tokens were sent before a crash."""
@@ -183,7 +184,7 @@ class Engine:
         )
         request = self._probe_request(probe, ref)
         request.pin = self.pager.pin(digest, is_use=False)
-        invocation_token_ids = self.pager.facts(digest).invocation_token_ids
+        invocation_token_ids = self.pager.metadata(digest).invocation_token_ids
         request.activation = find_activation(digest, invocation_token_ids, request.prompt_token_ids)
         self._scheduler.add(request)
 
@@ -258,7 +259,7 @@ class Engine:
         """A step of mostly prompts says what it costs to compute tokens anew; with `overlap` it's as long as the one that ran meanwhile."""
         num_tokens = sum(entry.num_tokens for entry in scheduled)
         if num_tokens >= MIN_PREFILL_ROWS + 2 * len(scheduled):
-            self._kv.prefill_pace.note(num_tokens, seconds)
+            self._kv.prefix_cache.prefill_cost.note(num_tokens, seconds)
 
     def _launch(self, scheduled: Sequence[ScheduledRequest]) -> list[TokenOutput]:
         """The scheduled rows are in flight. When launching them raised they aren't, and everything was computed apart."""
@@ -356,13 +357,13 @@ class Engine:
             num_kv_blocks=kv.num_blocks,
             num_kv_blocks_used=kv.num_held,
             num_kv_blocks_cached=kv.num_idle,
-            prefix_tokens_hit=kv.prefix_tokens_hit,
-            prefix_tokens_queried=kv.prefix_tokens_queried,
+            prefix_tokens_hit=kv.prefix_cache.num_tokens_hit,
+            prefix_tokens_queried=kv.prefix_cache.num_tokens_queried,
             base_prefix_tokens_hit=scheduler.base_prefix_tokens_hit,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             kv_evictions=kv.num_evictions_for.total(),
-            kv_evictions_for_adapters=kv.num_evictions_for[Tenure.ADAPTERS],
+            kv_evictions_for_adapters=kv.num_evictions_for[Owner.ADAPTERS],
             adapter_lookups_device=self._lookups[Tier.DEVICE],
             adapter_lookups_host=self._lookups[Tier.HOST],
             adapter_lookups_disk=self._lookups[Tier.DISK],

@@ -8,7 +8,7 @@ from enum import Enum, auto
 from typing import Protocol
 
 from loraserve.engine.probe import Probe
-from loraserve.memory.kv_cache import Activation, PrefixKey
+from loraserve.memory.kv.prefix_cache import Activation, PrefixKey
 from loraserve.types import AdapterRef, FinishReason, RequestId, SamplingParams, TenantId, TokenLogprobs
 
 

@@ -1,4 +1,4 @@
-"""One device's memory beside the base's weights: pages of one size, rented by the KV cache and by adapters. What is idle gives way by value, whoever's it is."""
+"""One pool of equal pages that the KV cache and adapters share: the least valuable idle content is evicted, in whichever cache it is."""
 
 from __future__ import annotations
 
@@ -9,229 +9,234 @@ from typing import Protocol
 from loraserve.errors import InvariantViolation
 
 
-class Tenure(StrEnum):
-    """Who rents."""
+class Owner(StrEnum):
+    """What a page holds."""
 
     KV = "kv"
     ADAPTERS = "adapters"
 
 
-class Renter(Protocol):
-    """Who holds pages, and has some that nobody uses now."""
+class EvictableCache(Protocol):
+    """A cache in the arena's pages that can evict its idle content."""
 
     @property
     def num_idle_pages(self) -> int:
-        """Pages that would be free if everything idle left."""
+        """Pages that would be free if all idle content was evicted."""
         ...
 
-    def least_value(self) -> float | None:
-        """What the idle thing that is worth least is worth: seconds to bring it back × uses per second ÷ bytes. None where nothing is idle."""
+    def victim_value(self) -> float | None:
+        """Return the value of what this cache would evict first: seconds to restore it × uses per second ÷ bytes. None if nothing is idle."""
         ...
 
-    def evict_least(self, cause: Tenure, num_wanted: int) -> None:
-        """That thing has left, and its pages, one at least, are free; of what is worth nothing, as much as is wanted.
+    def evict_victim(self, cause: Owner, num_pages: int) -> None:
+        """Evict the least valuable idle content and free its pages, at least one; of content without value, as much as is wanted.
 
         Args:
-            cause: for whom.
-            num_wanted: pages.
+            cause: the owner that needs the pages.
+            num_pages: pages wanted.
         """
         ...
 
 
-class Lease:
-    """One renter's part of an arena. Its owner calls `join` before anybody rents."""
+class ArenaClient:
+    """One owner's access to the arena. Its cache is registered before any client allocates.
 
-    def __init__(self, arena: Arena, name: Tenure) -> None:
+    Attributes:
+        num_allocated: pages that this client holds.
+        pages: their numbers, in an indexed arena.
+        cache: the cache that evicts idle content for other clients.
+    """
+
+    def __init__(self, arena: Arena, owner: Owner) -> None:
         self.arena = arena
-        self.name = name
-        self.num_rented = 0
-        self.renter: Renter | None = None
-        # in an arena with places, its pages
+        self.owner = owner
+        self.num_allocated = 0
+        self.cache: EvictableCache | None = None
         self.pages: set[int] = set()
 
-    def join(self, renter: Renter) -> None:
-        """`renter` says from now on what of this part is idle, and gives it up for others."""
-        self.renter = renter
+    def register(self, cache: EvictableCache) -> None:
+        """Make `cache` the one that evicts this client's idle content for others."""
+        self.cache = cache
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody rents."""
+        """Free pages of the arena."""
         return self.arena.num_free
 
     @property
     def num_obtainable(self) -> int:
-        """Pages that nobody rents, or that others would give up."""
+        """Pages that are free, or would be if the other clients evicted all idle content."""
         return self.arena.num_free + self.arena.num_idle_besides(self)
 
-    def rent(self, count: int) -> None:
-        """So many pages more are rented, of an arena without places.
+    def allocate(self, count: int) -> None:
+        """Allocate pages of a counted arena.
 
         Raises:
-            InvariantViolation: as many aren't free. The caller has made sure that they are.
+            InvariantViolation: fewer are free. The caller has made sure that there are enough.
         """
         self.arena._move(self, count)
 
-    def give_back(self, count: int) -> None:
-        """So many pages are free again, of an arena without places.
+    def free(self, count: int) -> None:
+        """Free pages of a counted arena.
 
         Raises:
-            InvariantViolation: fewer are rented.
+            InvariantViolation: this client holds fewer.
         """
         self.arena._move(self, -count)
 
-    def take(self, count: int) -> list[int]:
-        """Rent so many pages, and say which.
+    def allocate_pages(self, count: int) -> list[int]:
+        """Allocate pages of an indexed arena and return their numbers.
 
         Raises:
-            InvariantViolation: as many aren't free.
+            InvariantViolation: fewer are free.
         """
-        return self.arena._take(self, count)
+        return self.arena._allocate_pages(self, count)
 
-    def put_back(self, pages: Sequence[int]) -> None:
-        """These pages are free again.
+    def free_pages(self, pages: Sequence[int]) -> None:
+        """Free these pages of an indexed arena.
 
         Raises:
-            InvariantViolation: one isn't rented here.
+            InvariantViolation: this client doesn't hold one of them.
         """
-        self.arena._put_back(self, pages)
+        self.arena._free_pages(self, pages)
 
-    def least_value_of_others(self) -> float | None:
-        """What the least valuable that others have idle is worth; None where they have nothing idle."""
-        offer = self.arena.least_offer(besides=self)
-        return None if offer is None else offer[0]
+    def victim_value_of_others(self) -> float | None:
+        """Return the value of the least valuable idle content of other clients; None if they have none."""
+        victim = self.arena.victim(besides=self)
+        return None if victim is None else victim[0]
 
-    def evict_least_of_others(self, num_wanted: int) -> None:
-        """That has left, and its pages are free.
+    def evict_victim_of_others(self, num_pages: int) -> None:
+        """Evict the least valuable idle content of other clients.
 
         Raises:
-            InvariantViolation: others have nothing idle.
+            InvariantViolation: they have none.
         """
-        offer = self.arena.least_offer(besides=self)
-        if offer is None:
-            raise InvariantViolation(f"{self.name} wants others to give up pages, who have nothing idle.")
-        self.arena.evict(offer[1], self, num_wanted)
+        victim = self.arena.victim(besides=self)
+        if victim is None:
+            raise InvariantViolation(f"{self.owner} wants other clients to free pages, and they have nothing idle.")
+        self.arena.evict(victim[1], self, num_pages)
 
     def make_room(self, num_pages: int) -> bool:
-        """So many pages are free, the least valuable idle things of any renter having left for them; False, and nothing has changed, where that can't be."""
+        """Evict the least valuable idle content of any client until this many pages are free; evict nothing and return False if that can't be."""
         return self.arena.make_room(self, num_pages)
 
 
 class Arena:
-    """A number of pages of one size. Used by the step's thread alone.
+    """A number of pages of one size, used by the step's thread alone.
 
     Invariants (`check`):
-        free + rented by KV + rented by adapters == num_pages; with places, each page is free or of one renter.
+        free + allocated to KV + allocated to adapters == num_pages; in an indexed arena each page is free or has one owner.
     """
 
-    def __init__(self, num_pages: int, page_num_bytes: int, *, has_places: bool = False) -> None:
+    def __init__(self, num_pages: int, page_num_bytes: int, *, is_indexed: bool = False) -> None:
         """
         Args:
-            has_places: pages are numbered from 0 and rented by number, where bytes lie in one piece of memory; else they are only counted.
+            is_indexed: pages are parts of one piece of memory, allocated by number from 0; otherwise they are only counted.
         """
         self.num_pages = num_pages
         self.page_num_bytes = page_num_bytes
-        self.has_places = has_places
+        self.is_indexed = is_indexed
         self.num_free = num_pages
-        # the lowest first
-        self._free = list(range(num_pages - 1, -1, -1)) if has_places else []
-        self._leases = {name: Lease(self, name) for name in Tenure}
+        # the lowest number is allocated first
+        self._free = list(range(num_pages - 1, -1, -1)) if is_indexed else []
+        self._clients = {owner: ArenaClient(self, owner) for owner in Owner}
 
-    def lease(self, name: Tenure) -> Lease:
-        """That renter's part."""
-        return self._leases[name]
+    def client(self, owner: Owner) -> ArenaClient:
+        """Return that owner's client."""
+        return self._clients[owner]
 
     def pages_of(self, num_bytes: int) -> int:
-        """Pages that hold so many bytes."""
+        """Return the number of pages that hold this many bytes."""
         return -(-num_bytes // self.page_num_bytes)
 
-    def num_idle_besides(self, lease: Lease) -> int:
-        """Pages that the others would give up."""
+    def num_idle_besides(self, client: ArenaClient) -> int:
+        """Return the pages that the other clients could free by evicting idle content."""
         return sum(
-            other.renter.num_idle_pages
-            for other in self._leases.values()
-            if other is not lease and other.renter is not None
+            other.cache.num_idle_pages
+            for other in self._clients.values()
+            if other is not client and other.cache is not None
         )
 
-    def make_room(self, lease: Lease, num_pages: int) -> bool:
-        """As `Lease.make_room`."""
-        num_idle = sum(lease.renter.num_idle_pages for lease in self._leases.values() if lease.renter is not None)
+    def make_room(self, client: ArenaClient, num_pages: int) -> bool:
+        """Do what `ArenaClient.make_room` says."""
+        num_idle = sum(one.cache.num_idle_pages for one in self._clients.values() if one.cache is not None)
         if num_pages > self.num_free + num_idle:
             return False
         while num_pages > self.num_free:
-            offer = self.least_offer()
-            if offer is None:
+            victim = self.victim()
+            if victim is None:
                 raise InvariantViolation(
-                    f"{num_pages} pages are wanted, {self.num_free} free; renters count others as idle, and offer none."
+                    f"{num_pages} pages are wanted and {self.num_free} are free; caches count idle pages but have no victim."
                 )
-            self.evict(offer[1], lease, num_pages - self.num_free)
+            self.evict(victim[1], client, num_pages - self.num_free)
         return True
 
-    def least_offer(self, besides: Lease | None = None) -> tuple[float, Renter] | None:
-        """The least valuable idle thing, as what it's worth and whose it is; of equals the KV cache's."""
-        offers = [
-            (value, lease.renter)
-            for lease in self._leases.values()
-            if lease is not besides and lease.renter is not None and (value := lease.renter.least_value()) is not None
+    def victim(self, besides: ArenaClient | None = None) -> tuple[float, EvictableCache] | None:
+        """Return the value of the least valuable idle content and its cache; of equals the KV cache's. None if nothing is idle."""
+        victims = [
+            (value, client.cache)
+            for client in self._clients.values()
+            if client is not besides and client.cache is not None and (value := client.cache.victim_value()) is not None
         ]
-        return min(offers, key=lambda offer: offer[0], default=None)
+        return min(victims, key=lambda victim: victim[0], default=None)
 
-    def evict(self, renter: Renter, lease: Lease, num_wanted: int) -> None:
-        """What the renter has offered has left for the lease's owner.
+    def evict(self, cache: EvictableCache, client: ArenaClient, num_pages: int) -> None:
+        """Evict the cache's victim on behalf of the client.
 
         Raises:
-            InvariantViolation: no page is free by that.
+            InvariantViolation: no page became free.
         """
         num_free = self.num_free
-        renter.evict_least(lease.name, num_wanted)
+        cache.evict_victim(client.owner, num_pages)
         if self.num_free <= num_free:
-            raise InvariantViolation("A renter has evicted something, and no page is free by that.")
+            raise InvariantViolation("A cache has evicted its victim, and no page became free.")
 
     def check(self) -> list[str]:
-        """Every broken invariant, in words; empty when all hold."""
-        leases = self._leases.values()
+        """Return every broken invariant, in words; empty when all hold."""
+        clients = self._clients.values()
         problems = []
-        rented = sum(lease.num_rented for lease in leases)
-        if self.num_free + rented != self.num_pages or self.num_free < 0:
-            problems.append(f"arena: free {self.num_free} + rented {rented} != {self.num_pages} pages")
-        if any(lease.num_rented < 0 for lease in leases):
-            problems.append("arena: somebody rents fewer than no pages")
-        if self.has_places:
-            places = [*self._free, *(page for lease in leases for page in lease.pages)]
-            if sorted(places) != list(range(self.num_pages)):
-                problems.append("arena: a page is free and rented, or rented twice, or lost")
-            if len(self._free) != self.num_free or any(len(lease.pages) != lease.num_rented for lease in leases):
-                problems.append("arena: pages are counted otherwise than they are rented")
+        num_allocated = sum(client.num_allocated for client in clients)
+        if self.num_free + num_allocated != self.num_pages or self.num_free < 0:
+            problems.append(f"arena: free {self.num_free} + allocated {num_allocated} != {self.num_pages} pages")
+        if any(client.num_allocated < 0 for client in clients):
+            problems.append("arena: a client holds fewer than no pages")
+        if self.is_indexed:
+            numbers = [*self._free, *(page for client in clients for page in client.pages)]
+            if sorted(numbers) != list(range(self.num_pages)):
+                problems.append("arena: a page is free and allocated, or allocated twice, or lost")
+            if len(self._free) != self.num_free or any(len(one.pages) != one.num_allocated for one in clients):
+                problems.append("arena: pages are counted otherwise than they are allocated")
         problems += [
-            f"arena: {lease.name} offers more pages than it rents"
-            for lease in leases
-            if lease.renter is not None and not 0 <= lease.renter.num_idle_pages <= lease.num_rented
+            f"arena: {client.owner} counts more idle pages than it holds"
+            for client in clients
+            if client.cache is not None and not 0 <= client.cache.num_idle_pages <= client.num_allocated
         ]
         return problems
 
-    def _move(self, lease: Lease, count: int) -> None:
-        if self.has_places:
-            raise InvariantViolation("Pages of this arena have places: they are taken and put back by number.")
-        self._count(lease, count)
+    def _move(self, client: ArenaClient, count: int) -> None:
+        if self.is_indexed:
+            raise InvariantViolation("This arena is indexed: its pages are allocated and freed by number.")
+        self._count(client, count)
 
-    def _count(self, lease: Lease, count: int) -> None:
-        if count > self.num_free or lease.num_rented + count < 0:
+    def _count(self, client: ArenaClient, count: int) -> None:
+        if count > self.num_free or client.num_allocated + count < 0:
             raise InvariantViolation(
-                f"{lease.name} has {lease.num_rented} pages and wants {count:+} of {self.num_free} that are free."
+                f"{client.owner} holds {client.num_allocated} pages and wants {count:+} of {self.num_free} free ones."
             )
         self.num_free -= count
-        lease.num_rented += count
+        client.num_allocated += count
 
-    def _take(self, lease: Lease, count: int) -> list[int]:
-        if not self.has_places:
-            raise InvariantViolation("Pages of this arena have no places: they are only counted.")
-        self._count(lease, count)
+    def _allocate_pages(self, client: ArenaClient, count: int) -> list[int]:
+        if not self.is_indexed:
+            raise InvariantViolation("This arena isn't indexed: its pages are only counted.")
+        self._count(client, count)
         pages = [self._free.pop() for _ in range(count)]
-        lease.pages.update(pages)
+        client.pages.update(pages)
         return pages
 
-    def _put_back(self, lease: Lease, pages: Sequence[int]) -> None:
-        if not lease.pages.issuperset(pages) or len(set(pages)) != len(pages):
-            raise InvariantViolation(f"{lease.name} gives back pages that it doesn't rent.")
-        self._count(lease, -len(pages))
-        lease.pages.difference_update(pages)
+    def _free_pages(self, client: ArenaClient, pages: Sequence[int]) -> None:
+        if not client.pages.issuperset(pages) or len(set(pages)) != len(pages):
+            raise InvariantViolation(f"{client.owner} frees pages that it doesn't hold.")
+        self._count(client, -len(pages))
+        client.pages.difference_update(pages)
         self._free.extend(reversed(pages))

@@ -12,7 +12,7 @@ GPU_BLOCK_ALIGNMENT = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class MemoryPlan:
     """
     Attributes:
         num_pages: of the arena.
@@ -20,7 +20,7 @@ class Division:
         block_num_bytes: from one KV block to the next.
         blocks_per_page: where pages have places, on a GPU; else 1.
         pages_per_block: where they are only counted, on a CPU; else 1.
-        num_own_pages: of the same size, behind the arena's: for KV blocks alone.
+        num_dedicated_pages: of the same size, behind the arena's: for KV blocks alone.
         num_kv_pages: of the arena's, those that adapters must leave: with the own ones they hold one sequence of the model's full length.
     """
 
@@ -29,17 +29,17 @@ class Division:
     block_num_bytes: int
     blocks_per_page: int = 1
     pages_per_block: int = 1
-    num_own_pages: int = 0
+    num_dedicated_pages: int = 0
     num_kv_pages: int = 0
 
     @property
     def num_blocks(self) -> int:
         """KV blocks, if there were no adapters."""
-        return self.num_pages // self.pages_per_block * self.blocks_per_page + self.num_own_blocks
+        return self.num_pages // self.pages_per_block * self.blocks_per_page + self.num_dedicated_blocks
 
     @property
-    def num_own_blocks(self) -> int:
-        return self.num_own_pages * self.blocks_per_page
+    def num_dedicated_blocks(self) -> int:
+        return self.num_dedicated_pages * self.blocks_per_page
 
     @property
     def max_adapter_pages(self) -> int:
@@ -51,7 +51,7 @@ class Division:
         return self.max_adapter_pages * self.page_num_bytes
 
 
-def divide_on_cpu(budget_bytes: int, kv_block_bytes: int, num_needed_blocks: int, page_num_bytes: int) -> Division:
+def plan_cpu_memory(budget_bytes: int, kv_block_bytes: int, num_needed_blocks: int, page_num_bytes: int) -> MemoryPlan:
     """Divide a budget into pages that are counted: a KV block takes as many as its bytes, as does an adapter.
 
     Args:
@@ -63,7 +63,7 @@ def divide_on_cpu(budget_bytes: int, kv_block_bytes: int, num_needed_blocks: int
         ConfigError: such a sequence doesn't fit.
     """
     pages_per_block = -(-kv_block_bytes // page_num_bytes)
-    division = Division(
+    division = MemoryPlan(
         num_pages=budget_bytes // page_num_bytes,
         page_num_bytes=page_num_bytes,
         block_num_bytes=pages_per_block * page_num_bytes,
@@ -74,9 +74,9 @@ def divide_on_cpu(budget_bytes: int, kv_block_bytes: int, num_needed_blocks: int
     return division
 
 
-def divide_on_gpu(
+def plan_gpu_memory(
     budget_bytes: int, kv_block_bytes: int, num_needed_blocks: int, widest_row_bytes: int, max_pool_bytes: int
-) -> Division:
+) -> MemoryPlan:
     """Divide a budget into pages with places: each is a KV block, or as many as the widest row of an adapter takes, which must lie in one page.
 
     Args:
@@ -94,19 +94,19 @@ def divide_on_gpu(
     page_num_bytes = blocks_per_page * block_num_bytes
     total = budget_bytes // page_num_bytes
     num_pages = min(total, max_pool_bytes // page_num_bytes)
-    division = Division(
+    division = MemoryPlan(
         num_pages=num_pages,
         page_num_bytes=page_num_bytes,
         block_num_bytes=block_num_bytes,
         blocks_per_page=blocks_per_page,
-        num_own_pages=total - num_pages,
+        num_dedicated_pages=total - num_pages,
         num_kv_pages=max(0, -(-num_needed_blocks // blocks_per_page) - (total - num_pages)),
     )
     _refuse_small(division, num_needed_blocks, budget_bytes)
     return division
 
 
-def _refuse_small(division: Division, num_needed_blocks: int, budget_bytes: int) -> None:
+def _refuse_small(division: MemoryPlan, num_needed_blocks: int, budget_bytes: int) -> None:
     if division.num_blocks < num_needed_blocks:
         raise ConfigError(
             f"The memory budget, {budget_bytes / MIB:.1f} MiB, holds {division.num_blocks} KV blocks; one sequence of the model's full length "

@@ -10,7 +10,7 @@ import numpy as np
 from loraserve.config import EngineConfig
 from loraserve.errors import ConfigError
 from loraserve.limits import GIB, MIB
-from loraserve.memory.plan import Division, divide_on_cpu, divide_on_gpu
+from loraserve.memory.plan import MemoryPlan, plan_cpu_memory, plan_gpu_memory
 from loraserve.planning.base import BasePlan
 from loraserve_kernels.common.sizes import MAX_RANK, RANK_TILE, RECORD, UNIT_BYTES, row_num_bytes
 
@@ -55,7 +55,7 @@ class Arena:
 
     budget_bytes: int
     source: str
-    division: Division
+    division: MemoryPlan
     kv_block_bytes: int
     block_size: int
     sequence_blocks: int
@@ -82,7 +82,7 @@ class Arena:
     def kv_pages(self, num_blocks: int) -> int:
         """Pages that so many KV blocks rent; fewer where the cache has some of its own."""
         pages = -(-num_blocks // self.division.blocks_per_page) * self.division.pages_per_block
-        return max(0, pages - self.division.num_own_pages)
+        return max(0, pages - self.division.num_dedicated_pages)
 
     def kv_bytes(self, num_tokens: int) -> int:
         """What the KV of a sequence of so many tokens takes, whole blocks."""
@@ -95,7 +95,7 @@ class Arena:
     def kv_tokens_beside(self, num_adapter_pages: int) -> int:
         """Tokens whose KV fits beside adapters that take so many pages."""
         division = self.division
-        num_groups = (self.num_pages - num_adapter_pages) // division.pages_per_block + division.num_own_pages
+        num_groups = (self.num_pages - num_adapter_pages) // division.pages_per_block + division.num_dedicated_pages
         return num_groups * division.blocks_per_page * self.block_size
 
     def adapter_pages_beside(self, num_sequences: int, num_tokens: int) -> int | None:
@@ -138,11 +138,13 @@ def plan_arena(base: BasePlan, config: EngineConfig, step: StepPlan, device_byte
     block, sequence_blocks = base.kv_block_bytes(config.block_size), -(-base.max_model_len // config.block_size)
     max_tiles = 0
     if base.device == "cpu":
-        division = divide_on_cpu(budget, block, sequence_blocks, mmap.PAGESIZE)
+        division = plan_cpu_memory(budget, block, sequence_blocks, mmap.PAGESIZE)
     else:
         max_tiles = _max_tiles(base, budget)
         tables_bytes = max_tiles * _tile_bytes(base)
-        division = divide_on_gpu(budget - tables_bytes, block, sequence_blocks, _widest_row_bytes(base), GPU_POOL_BYTES)
+        division = plan_gpu_memory(
+            budget - tables_bytes, block, sequence_blocks, _widest_row_bytes(base), GPU_POOL_BYTES
+        )
     return Arena(budget, source, division, block, config.block_size, sequence_blocks, max_tiles)
 
 
@@ -176,7 +178,7 @@ def _tile_bytes(base: BasePlan) -> int:
 
 
 def _max_tiles(base: BasePlan, budget_bytes: int) -> int:
-    """As `memory.gpu_device` has it."""
+    """As `memory.devices.gpu` has it."""
     largest = len(base.spec.modules) * MAX_RANK // RANK_TILE
     floor = min(4 * largest, budget_bytes // 8 // _tile_bytes(base))
     return max(1, floor, budget_bytes // 128 // _tile_bytes(base))

@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TypeVar
 
-from loraserve.memory.popularity import MAX_NAMES, NEVER, Uses
+from loraserve.memory.eviction import MAX_NAMES, NEVER, Uses
 from loraserve.registry.catalog.last_used import UsedVersion, VersionKey, version_key
 from loraserve.registry.composition import versions_of
 from loraserve.types import AdapterRef, TenantId

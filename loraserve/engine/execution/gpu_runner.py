@@ -22,7 +22,7 @@ from loraserve.engine.execution.sampler import Sampler, has_penalties
 from loraserve.engine.execution.step_rows import StepRows
 from loraserve.engine.request import Request
 from loraserve.errors import InvariantViolation
-from loraserve.memory.devices.gpu_device import GpuDevice
+from loraserve.memory.devices.gpu import GpuDevice
 from loraserve.model.decoder import Decoder
 from loraserve.model.inputs import GpuInputs, KVTensors
 from loraserve.types import SamplingParams

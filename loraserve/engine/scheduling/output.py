@@ -8,7 +8,8 @@ from typing import Any
 from loraserve.engine.request import Request
 from loraserve.engine.scheduled import ScheduledRequest, StepResult
 from loraserve.errors import AdapterNotReady, AdapterNumerics, EngineError, InvariantViolation, LoraserveError
-from loraserve.memory.kv_cache import BlockId, KVCache
+from loraserve.memory.kv.block_pool import BlockPool
+from loraserve.memory.kv.prefix_cache import BlockId
 from loraserve.memory.residency.pager import Residency
 from loraserve.types import FinishReason, TokenOutput
 
@@ -16,7 +17,7 @@ from loraserve.types import FinishReason, TokenOutput
 class OutputProcessor:
     """Give requests what was computed and sampled, and publish their full blocks."""
 
-    def __init__(self, kv: KVCache, eos_token_ids: frozenset[int], clock: Callable[[], float]) -> None:
+    def __init__(self, kv: BlockPool, eos_token_ids: frozenset[int], clock: Callable[[], float]) -> None:
         self._kv, self._eos_token_ids, self._clock = kv, eos_token_ids, clock
 
     def process(self, entry: ScheduledRequest, result: StepResult) -> TokenOutput | None:
@@ -54,9 +55,11 @@ class OutputProcessor:
     def _publish(self, request: Request, num_tokens: int) -> None:
         size = self._kv.block_size
         for index in range(len(request.block_keys), num_tokens // size):
-            parent = self._kv.parent_key(request.prefix_root, request.activation, request.block_keys, index)
+            parent = self._kv.prefix_cache.parent_key(
+                request.prefix_root, request.activation, request.block_keys, index
+            )
             content = request.token_ids[index * size : (index + 1) * size]
-            request.block_keys.append(self._kv.publish(BlockId(request.blocks[index]), parent, content))
+            request.block_keys.append(self._kv.prefix_cache.publish(BlockId(request.blocks[index]), parent, content))
 
     def _finish_reason(self, request: Request, token_id: int | None) -> tuple[FinishReason | None, int | None]:
         params = request.params

@@ -9,7 +9,8 @@ from collections.abc import Collection, Sequence
 from loraserve.engine.request import Request, Status
 from loraserve.engine.scheduled import ScheduledRequest
 from loraserve.engine.scheduling.fair_queue import FairQueue, TenantFlow
-from loraserve.memory.kv_cache import BlockId, KVCache
+from loraserve.memory.kv.block_pool import BlockPool
+from loraserve.memory.kv.prefix_cache import BlockId
 
 
 class ResourceQuota:
@@ -19,7 +20,7 @@ class ResourceQuota:
     a live request. Internal requests have none.
     """
 
-    def __init__(self, kv: KVCache, fair_queue: FairQueue, max_num_seqs: int) -> None:
+    def __init__(self, kv: BlockPool, fair_queue: FairQueue, max_num_seqs: int) -> None:
         self._kv, self._fair_queue, self._max_num_seqs = kv, fair_queue, max_num_seqs
 
     def attach_prefix(self, request: Request) -> None:

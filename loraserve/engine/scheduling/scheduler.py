@@ -33,7 +33,7 @@ from loraserve.engine.scheduling.waits import AdapterPrefetch, AdapterSource, Ad
 from loraserve.engine_client.timeouts import TIMEOUT, timeout_error
 from loraserve.errors import InvariantViolation, LoraserveError
 from loraserve.limits import LIMITS
-from loraserve.memory.kv_cache import KVCache
+from loraserve.memory.kv.block_pool import BlockPool
 from loraserve.memory.residency.pager import Residency
 from loraserve.memory.timings import Timings
 from loraserve.types import AdapterRef, Digest, FinishReason, RequestId, TokenOutput
@@ -58,7 +58,7 @@ class Scheduler:
 
     def __init__(
         self,
-        kv: KVCache,
+        kv: BlockPool,
         adapters: AdapterSource,
         *,
         max_num_seqs: int,
@@ -87,7 +87,7 @@ class Scheduler:
         self._waits = AdapterWaits(
             adapters,
             self._queue,
-            kv.prefill_pace,
+            kv.prefix_cache.prefill_cost,
             max_load_cost=token_budget * PROMPT_COST,
             deadline_s=adapter_deadline_s,
             clock=clock,
@@ -208,7 +208,7 @@ class Scheduler:
         self._end_overdue(now)
         self._fail_overdue(now)
         self._fair_queue.age(now)
-        self._queue.blocked.unpark_ready(self._changed, now, is_admission_paused=self._adapters.is_line_closed)
+        self._queue.blocked.unpark_ready(self._changed, now, is_admission_paused=self._adapters.is_admission_paused)
         # a waiting request starts because it was just added, or its adapter just arrived
         may_start = self._has_arrivals or self._is_any_awaited(self._changed)
         self._has_arrivals = False
@@ -283,7 +283,7 @@ class Scheduler:
             step.scheduled,
             now_s=step.now_s,
             is_admitting=is_admitting,
-            is_admission_paused=self._adapters.is_line_closed,
+            is_admission_paused=self._adapters.is_admission_paused,
         )
         for request in visits:
             count = min(request.num_pending_tokens, self._room(request, step))
@@ -371,7 +371,7 @@ class Scheduler:
             request.first_scheduled_s = self._clock()
             request.num_cached_tokens = request.num_computed_tokens
             if request.can_use_prefix_cache:
-                self._kv.note_lookup(request.num_tokens, request.num_cached_tokens)
+                self._kv.prefix_cache.note_lookup(request.num_tokens, request.num_cached_tokens)
             if request.adapter is not None:
                 self.base_prefix_tokens_hit += min(request.num_cached_tokens, request.num_base_tokens)
         insort(self._running, request, key=_ORDER)
@@ -422,7 +422,7 @@ class Scheduler:
         """
         if request.pin is not None:
             return True
-        if self._adapters.is_line_closed and request.adapter_wait_started_s is None:
+        if self._adapters.is_admission_paused and request.adapter_wait_started_s is None:
             # An adapter waits for memory that running requests hold. Those with a pin go on; so do
             # those whose adapter has just arrived, which would lose it again to the one that waits
             # now, and so on in turn.
@@ -438,7 +438,7 @@ class Scheduler:
                 # holds KV can run.
                 digest = request.adapter.digest
                 request.pin = self._adapters.pin(digest, is_use=not request.is_internal)
-                invocation_token_ids = self._adapters.facts(digest).invocation_token_ids
+                invocation_token_ids = self._adapters.metadata(digest).invocation_token_ids
                 # in the prompt alone: neither an answer nor output from before a crash moves it
                 request.activation = find_activation(digest, invocation_token_ids, request.prompt_token_ids)
                 self._waits.end(request)

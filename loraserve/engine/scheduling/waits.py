@@ -12,8 +12,8 @@ from loraserve.engine.request import Pin, Request, Status
 from loraserve.engine.scheduling.fair_queue import PROMPT_COST
 from loraserve.engine.scheduling.queue import WaitingQueue
 from loraserve.errors import LoraserveError
-from loraserve.memory.cost_estimate import Pace
-from loraserve.memory.loading.adapter_metadata import AdapterFacts
+from loraserve.memory.eviction import CostEstimate
+from loraserve.memory.loading.adapter_metadata import AdapterMetadata
 from loraserve.memory.residency.pager import Residency
 from loraserve.types import AdapterRef, Digest, RequestId
 
@@ -27,13 +27,13 @@ class AdapterSource(Protocol):
     """What the scheduler asks of the pager. None of the calls blocks."""
 
     @property
-    def is_line_closed(self) -> bool: ...
+    def is_admission_paused(self) -> bool: ...
     @property
     def mean_load_s(self) -> float: ...
     def request(self, ref: AdapterRef) -> Residency: ...
     def error(self, digest: Digest) -> LoraserveError | None: ...
     def pin(self, digest: Digest, *, is_use: bool = True) -> Pin: ...
-    def facts(self, digest: Digest) -> AdapterFacts: ...
+    def metadata(self, digest: Digest) -> AdapterMetadata: ...
     def prefetch(self, refs: Sequence[AdapterRef]) -> None: ...
 
 
@@ -41,7 +41,7 @@ class AdapterWaits:
     """Requests that wait for an adapter that isn't resident, the longest wait first.
 
     Args:
-        prefill_pace: seconds per token: a load is charged as the tokens that could have been
+        prefill_cost: seconds per token: a load is charged as the tokens that could have been
             computed meanwhile.
         max_load_cost: cap on that charge.
         deadline_s: seconds after which such a request fails.
@@ -51,14 +51,14 @@ class AdapterWaits:
         self,
         adapters: AdapterSource,
         queue: WaitingQueue,
-        prefill_pace: Pace,
+        prefill_cost: CostEstimate,
         *,
         max_load_cost: float,
         deadline_s: float,
         clock: Callable[[], float],
     ) -> None:
         self.deadline_s = deadline_s
-        self._adapters, self._queue, self._prefill_pace = adapters, queue, prefill_pace
+        self._adapters, self._queue, self._prefill_pace = adapters, queue, prefill_cost
         self._max_load_cost, self._clock = max_load_cost, clock
         self._blocked: OrderedDict[RequestId, Request] = OrderedDict()
         self._num_blocked: Counter[Digest] = Counter()

@@ -18,7 +18,7 @@ from loraserve.adapters.ir import AdapterIR
 from loraserve.background import BACKGROUND_NICENESS, Pause, Throttle, lower_thread_priority
 from loraserve.engine.verification.comparison import probe_sequences
 from loraserve.limits import MIB
-from loraserve.memory.loading.base_weights import beside_steps
+from loraserve.memory.loading.base_weights import background_compute
 from loraserve.memory.loading.load import read_blobs
 from loraserve.memory.loading.lowering import with_saved_base
 from loraserve.model.reference_model import Evaluation, PlainBase, Stopped, Subject, evaluate
@@ -146,7 +146,7 @@ class References:
                 read = read_adapter(config, weights)
                 ir = compile_adapter(read.config, read.tensors, self._spec)
                 if ir.saved_base:
-                    with beside_steps(self._base.device):
+                    with background_compute(self._base.device):
                         ir = with_saved_base(ir, self._spec, self._base)
                 terms.append((ir, weight))
             sequences = tuple(probe_sequences(self._spec, [ir for ir, _ in terms]))
@@ -203,7 +203,7 @@ class References:
         Raises:
             Stopped: nobody wants it any more, or it may not go on.
         """
-        with beside_steps(self._base.device):
+        with background_compute(self._base.device):
             return evaluate(
                 self._base,
                 [one.subject for one in read],

@@ -42,7 +42,7 @@ from loraserve.errors import (
     error_from_code,
 )
 from loraserve.limits import LIMITS
-from loraserve.memory.loading.base_weights import beside_steps
+from loraserve.memory.loading.base_weights import background_compute
 from loraserve.model.reference_model import Evaluation, PlainBase
 from loraserve.types import AdapterRef, Certificate, FinishReason, RequestId, TokenOutput
 
@@ -190,7 +190,7 @@ class Verifications:
                 certificate = self._advance(verification)
             except LoraserveError as error:
                 if isinstance(error, AdapterCorrupt):
-                    self._engine.pager.note_damage(error)
+                    self._engine.pager.note_corruption(error)
                 self._end(verification)
                 self._replies.append(_refused(verification.call_id, error))
             except Exception as error:
@@ -263,7 +263,7 @@ class Verifications:
             first = v.alone or v.mixed
             if all(probe.num_captured >= probe.num_prompt_tokens for probe in first):
                 # their adapter is there, and pinned by them
-                v.precision_loss = self._engine.pager.facts(v.ref.digest).precision_loss
+                v.precision_loss = self._engine.pager.metadata(v.ref.digest).precision_loss
                 self._mix(v, sequences)
             return None
         if v.is_probing or not v.reference.evaluation.done():
@@ -357,7 +357,7 @@ class Verifications:
         Raises:
             EngineError: the base alone answers otherwise than it should: that is no adapter's fault, and no verdict on one can be had.
         """
-        with beside_steps(self._base.device):
+        with background_compute(self._base.device):
             if v.known_base is None:
                 v.known_base = _BaseAnswers(tuple(_logits(v.base)), reference.base)
             rounds = [_logits(probes) for probes in (v.alone, v.mixed) if probes]

@@ -152,7 +152,7 @@ class Worker:
                 self._is_stopping = True
 
     def _tell_damages(self) -> None:
-        for damage in self._engine.pager.take_damages():
+        for damage in self._engine.pager.take_corruptions():
             logger.error("blob %s of adapter %s is damaged or gone", damage.blob, damage.digest)
             self._send(m.AdapterDamaged(digest=damage.digest, blob=damage.blob))
 

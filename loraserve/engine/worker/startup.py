@@ -21,14 +21,14 @@ from loraserve.engine.verification.verifier import Verifications
 from loraserve.engine_client import messages as m
 from loraserve.errors import ConfigError
 from loraserve.limits import GIB
-from loraserve.memory.arena import Arena, Tenure
-from loraserve.memory.devices.device import AdapterDevice, CpuDevice, cpu_adapter_dtype
-from loraserve.memory.devices.host_memory import HostMemory
-from loraserve.memory.kv_cache import KVCache, RentedBlocks
+from loraserve.memory.arena import Arena, Owner
+from loraserve.memory.devices.base import AdapterDevice
+from loraserve.memory.devices.cpu import CpuDevice, HostMemory, cpu_adapter_dtype
+from loraserve.memory.kv.block_pool import BlockLayout, BlockPool
 from loraserve.memory.loading.lowering import FILE_DTYPES
 from loraserve.memory.loading.precision import Precision
-from loraserve.memory.plan import Division, divide_on_cpu
-from loraserve.memory.residency.device_cache import AdapterPool
+from loraserve.memory.plan import MemoryPlan, plan_cpu_memory
+from loraserve.memory.residency.device_cache import DeviceCache
 from loraserve.memory.residency.host_cache import HostCache
 from loraserve.memory.residency.pager import Pager
 from loraserve.model.checkpoint.loader import load_model
@@ -86,7 +86,7 @@ def build_engine(
     pager = Pager(
         store=store,
         base=decoder.spec,
-        pool=AdapterPool(device),
+        pool=DeviceCache(device),
         host_cache=HostCache(config.host_cache_bytes),
         num_threads=config.loader_threads,
         weights=decoder,
@@ -150,8 +150,8 @@ def _has_triton() -> bool:
     return True
 
 
-def _on_cpu(decoder: Decoder, config: EngineConfig, progress: Progress) -> tuple[Runner, AdapterDevice, KVCache]:
-    division = divide_on_cpu(
+def _on_cpu(decoder: Decoder, config: EngineConfig, progress: Progress) -> tuple[Runner, AdapterDevice, BlockPool]:
+    division = plan_cpu_memory(
         config.memory_budget_bytes,
         kv_block_bytes(decoder, config.block_size),
         num_needed_blocks(decoder, config),
@@ -167,29 +167,29 @@ def _on_cpu(decoder: Decoder, config: EngineConfig, progress: Progress) -> tuple
         warm_up(dtype)  # no step shall wait for a compiler
         progress.advance(number + 1)
 
-    def give_back(blocks: Sequence[int]) -> None:
+    def release(blocks: Sequence[int]) -> None:
         for first, count in runs(blocks):
-            memory.give_back(first * division.block_num_bytes, count * division.block_num_bytes)
+            memory.release(first * division.block_num_bytes, count * division.block_num_bytes)
 
-    device = CpuDevice(decoder.spec, division.max_adapter_bytes, held, arena.lease(Tenure.ADAPTERS))
-    return runner, device, _kv_cache(config, division, arena, give_back)
+    device = CpuDevice(decoder.spec, division.max_adapter_bytes, held, arena.client(Owner.ADAPTERS))
+    return runner, device, _kv_cache(config, division, arena, release)
 
 
 def _kv_cache(
     config: EngineConfig,
-    division: Division,
+    division: MemoryPlan,
     arena: Arena,
-    when_given_back: Callable[[Sequence[int]], None] | None = None,
-) -> KVCache:
-    rented = RentedBlocks(
-        arena.lease(Tenure.KV),
+    on_freed: Callable[[Sequence[int]], None] | None = None,
+) -> BlockPool:
+    layout = BlockLayout(
+        arena.client(Owner.KV),
         division.block_num_bytes,
         division.blocks_per_page,
         division.pages_per_block,
-        when_given_back,
+        on_freed,
     )
-    return KVCache(
-        division.num_blocks, config.block_size, enable_prefix_cache=config.enable_prefix_cache, rented=rented
+    return BlockPool(
+        division.num_blocks, config.block_size, enable_prefix_cache=config.enable_prefix_cache, layout=layout
     )
 
 
@@ -209,11 +209,11 @@ def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
     return found
 
 
-def _on_gpu(decoder: Decoder, config: EngineConfig, progress: Progress) -> tuple[StepRunner, AdapterDevice, KVCache]:
+def _on_gpu(decoder: Decoder, config: EngineConfig, progress: Progress) -> tuple[StepRunner, AdapterDevice, BlockPool]:
     # Triton is loaded for GPUs alone
     from loraserve.engine.execution import gpu_memory as gpu_budget
     from loraserve.engine.execution import gpu_runner
-    from loraserve.memory.devices.gpu_device import GpuDevice, adapter_dtype, divide
+    from loraserve.memory.devices.gpu import GpuDevice, adapter_dtype, divide
 
     progress.begin("measuring the GPU's memory")
     budget = config.memory_budget_bytes or gpu_budget.free_bytes(decoder, config)
@@ -222,11 +222,11 @@ def _on_gpu(decoder: Decoder, config: EngineConfig, progress: Progress) -> tuple
         decoder.spec, budget, kv_block_bytes(decoder, config.block_size), num_needed_blocks(decoder, config)
     )
     data = torch.empty(
-        (division.num_pages + division.num_own_pages) * division.page_num_bytes, dtype=torch.uint8, device=device
+        (division.num_pages + division.num_dedicated_pages) * division.page_num_bytes, dtype=torch.uint8, device=device
     )
     dtype = adapter_dtype(config.adapter_dtype, decoder.kv_dtype)
-    arena = Arena(division.num_pages, division.page_num_bytes, has_places=True)
-    adapters = GpuDevice.in_arena(decoder.spec, data, arena.lease(Tenure.ADAPTERS), division, budget, dtype)
+    arena = Arena(division.num_pages, division.page_num_bytes, is_indexed=True)
+    adapters = GpuDevice.in_arena(decoder.spec, data, arena.client(Owner.ADAPTERS), division, budget, dtype)
     kv = view_kv(decoder, data, division.block_num_bytes, config.block_size)
     logger.info(
         "%s: %.1f GiB in pages of %d KV blocks of %d tokens, at most %d blocks or %.1f GiB of adapters in %s",

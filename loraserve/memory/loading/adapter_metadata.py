@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loraserve.memory.devices.device import HostAdapter
+from loraserve.memory.devices.base import HostAdapter
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterFacts:
+class AdapterMetadata:
     """
     Attributes:
         invocation_token_ids: aLoRA's: the adapter acts from their last occurrence in a prompt on, and not at all where they don't occur. Empty: on every token.
@@ -22,11 +22,11 @@ class AdapterFacts:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Loaded:
+class LoadedAdapter:
     """An adapter in host memory, as its device wants it, and what is known of it."""
 
     host: HostAdapter
-    facts: AdapterFacts
+    metadata: AdapterMetadata
 
     @property
     def num_bytes(self) -> int:

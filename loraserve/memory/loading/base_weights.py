@@ -33,7 +33,7 @@ class BaseWeights(Protocol):
 
 
 @contextlib.contextmanager
-def beside_steps(device: torch.device) -> Iterator[None]:
+def background_compute(device: torch.device) -> Iterator[None]:
     """In the block, this thread's work holds up no step: on a CPU it takes this thread alone, on a GPU a stream of its own."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode())
@@ -60,7 +60,7 @@ def dora_delta(m: LoraModule, magnitude: Tensor, weights: BaseWeights) -> Tensor
     if not bool(delta.isfinite().all()):
         row = int(delta.isfinite().logical_not().nonzero()[0])
         raise AdapterUnservable(
-            f"{place_name(m)}: the norm of row {row} of the updated weight is {float(norms[row]):g}, and DoRA divides by it.",
+            f"{module_label(m)}: the norm of row {row} of the updated weight is {float(norms[row]):g}, and DoRA divides by it.",
             hint="Was the adapter trained on this base?",
         )
     return delta
@@ -149,6 +149,6 @@ def changed_rows(layer: int, module: str, saved: Tensor, weights: BaseWeights) -
     return torch.cat(found)
 
 
-def place_name(m: LoraModule) -> str:
+def module_label(m: LoraModule) -> str:
     """As messages say it: ``Layer 3 q_proj``, ``lm_head``."""
     return f"Layer {m.layer} {m.module}" if m.module in LAYER_MODULES else m.module

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from loraserve.errors import InvalidRequest
 from loraserve.limits import LIMITS
-from loraserve.memory.loading.base_weights import place_name
-from loraserve.memory.loading.lowering import Lowered
+from loraserve.memory.loading.base_weights import module_label
+from loraserve.memory.loading.lowering import LoweredAdapter
 from loraserve.types import AdapterPart
 from loraserve_kernels.cpu.lora.layout import MODULE_INDEX, LoraModule
 
@@ -27,10 +27,10 @@ class Composer:
     """Takes a sum's terms one by one, so that what can't be added is refused before the next is read."""
 
     def __init__(self) -> None:
-        self._terms: list[tuple[Lowered, float]] = []
+        self._terms: list[tuple[LoweredAdapter, float]] = []
         self._ranks: Counter[Place] = Counter()
 
-    def add(self, part: AdapterPart, lowered: Lowered) -> None:
+    def add(self, part: AdapterPart, lowered: LoweredAdapter) -> None:
         """The sum has one more term.
 
         Raises:
@@ -49,19 +49,19 @@ class Composer:
             self._ranks[m.layer, m.module] += m.lora_a.shape[0]
             if self._ranks[m.layer, m.module] > LIMITS.max_rank:
                 raise InvalidRequest(
-                    f"The adapters' ranks add up to {self._ranks[m.layer, m.module]} or more on {place_name(m)}; at most {LIMITS.max_rank} are served.",
+                    f"The adapters' ranks add up to {self._ranks[m.layer, m.module]} or more on {module_label(m)}; at most {LIMITS.max_rank} are served.",
                     param="model",
                     hint="Compose fewer adapters, or such of lower ranks.",
                 )
             largest = part.weight * float(torch.as_tensor(m.scaling).abs().max()) if m.lora_a.shape[0] else 0.0
             if not math.isfinite(part.weight) or abs(largest) > LIMITS.max_scaling:
                 raise InvalidRequest(
-                    f"{name}: a weight of {part.weight:g} makes its scaling {largest:g} on {place_name(m)}; at most {LIMITS.max_scaling:g} is taken.",
+                    f"{name}: a weight of {part.weight:g} makes its scaling {largest:g} on {module_label(m)}; at most {LIMITS.max_scaling:g} is taken.",
                     param="model",
                 )
         self._terms.append((lowered, part.weight))
 
-    def compose(self) -> Lowered:
+    def compose(self) -> LoweredAdapter:
         """Return the sum; its matrices are copies. They're of the terms' common dtype, or float32 where that differs."""
         dtypes = {lowered.stored for lowered, _ in self._terms}
         stored = dtypes.pop() if len(dtypes) == 1 else torch.float32
@@ -71,21 +71,21 @@ class Composer:
                 by_place.setdefault((m.layer, m.module), []).append((m, weight))
         places = sorted(by_place, key=lambda place: (place[0], MODULE_INDEX[place[1]]))
         modules = tuple(_sum(by_place[place], stored) for place in places)
-        return Lowered(modules, (), stored, {})
+        return LoweredAdapter(modules, (), stored, {})
 
 
-def _what_does_not_add_up(lowered: Lowered) -> str | None:
+def _what_does_not_add_up(lowered: LoweredAdapter) -> str | None:
     if lowered.invocation_token_ids:
         return "an invocation (aLoRA)"
     if lowered.norms:
         return f"a norm of its own ({lowered.norms[0].norm})"
     for m in lowered.modules:
         if (m.layer, m.module) in lowered.magnitudes:
-            return f"magnitudes (DoRA) on {place_name(m)}"
+            return f"magnitudes (DoRA) on {module_label(m)}"
         if m.delta is not None:
-            return f"a factor of its own (IA3) on {place_name(m)}"
+            return f"a factor of its own (IA3) on {module_label(m)}"
         if m.rows is not None:
-            return f"a trained weight of {place_name(m)} itself"
+            return f"a trained weight of {module_label(m)} itself"
     return None
 
 

@@ -22,12 +22,12 @@ from loraserve.errors import (
     BlobNotFound,
     StorageError,
 )
-from loraserve.memory.devices.device import DTYPE_NAMES, AdapterDevice, refuse_out_of_range
-from loraserve.memory.loading.adapter_metadata import AdapterFacts, Loaded
-from loraserve.memory.loading.base_weights import BaseWeights, beside_steps, dora_delta
+from loraserve.memory.devices.base import DTYPE_NAMES, AdapterDevice, refuse_out_of_range
+from loraserve.memory.loading.adapter_metadata import AdapterMetadata, LoadedAdapter
+from loraserve.memory.loading.base_weights import BaseWeights, background_compute, dora_delta
 from loraserve.memory.loading.composition import Composer
-from loraserve.memory.loading.lowering import Lowered, lower, needed
-from loraserve.memory.loading.precision import EXACT, Precision, as_held, loss, refuse_lossy, truncate
+from loraserve.memory.loading.lowering import LoweredAdapter, lower, require_base_weights
+from loraserve.memory.loading.precision import EXACT, Precision, loss, refuse_lossy, round_to_held, truncate
 from loraserve.types import AdapterRef, BaseSpec
 from loraserve_kernels.cpu import threads
 from loraserve_kernels.cpu.lora.layout import LoraModule
@@ -41,7 +41,7 @@ def load_adapter(
     device: AdapterDevice,
     base_weights: BaseWeights | None = None,
     precision: Precision = EXACT,
-) -> Loaded:
+) -> LoadedAdapter:
     """The adapter's weights, read, verified against their digests, compiled for `base` and packed as `device` wants them, and what is known of them.
 
     Beside the file's bytes and what is packed, it takes memory for a copy of each part of a composition, of what `precision` cuts, and for a few float32 copies of
@@ -82,7 +82,7 @@ def load_adapter(
         raise AdapterUnservable(
             f"This adapter version can't be served on this device: {error}", hint="Push it again with other settings."
         ) from error
-    return Loaded(host, AdapterFacts(uploaded.invocation_token_ids, lost, DTYPE_NAMES[dtype]))
+    return LoadedAdapter(host, AdapterMetadata(uploaded.invocation_token_ids, lost, DTYPE_NAMES[dtype]))
 
 
 def read_blobs(store: BlobStore, ref: AdapterRef) -> tuple[memoryview, memoryview]:
@@ -111,7 +111,7 @@ def read_blobs(store: BlobStore, ref: AdapterRef) -> tuple[memoryview, memoryvie
         ) from error
 
 
-def _read(store: BlobStore, ref: AdapterRef, base: BaseSpec, base_weights: BaseWeights | None) -> Lowered:
+def _read(store: BlobStore, ref: AdapterRef, base: BaseSpec, base_weights: BaseWeights | None) -> LoweredAdapter:
     """One adapter, read, verified, compiled and lowered."""
     config, weights = read_blobs(store, ref)
     try:
@@ -125,7 +125,7 @@ def _read(store: BlobStore, ref: AdapterRef, base: BaseSpec, base_weights: BaseW
     return lower(ir, base, base_weights)
 
 
-def _compose(store: BlobStore, ref: AdapterRef, base: BaseSpec, base_weights: BaseWeights | None) -> Lowered:
+def _compose(store: BlobStore, ref: AdapterRef, base: BaseSpec, base_weights: BaseWeights | None) -> LoweredAdapter:
     composer = Composer()
     for part in merged(ref.parts):
         composer.add(part, _read(store, part.adapter, base, base_weights))
@@ -134,7 +134,7 @@ def _compose(store: BlobStore, ref: AdapterRef, base: BaseSpec, base_weights: Ba
 
 
 def _as_served(
-    uploaded: Lowered,
+    uploaded: LoweredAdapter,
     modules: Sequence[LoraModule],
     dtype: torch.dtype,
     weights: BaseWeights | None,
@@ -144,7 +144,7 @@ def _as_served(
     served, lost = [], 0.0
     for before, m in zip(uploaded.modules, modules, strict=True):
         with threads.alone(), torch.inference_mode():
-            held = as_held(m, dtype)
+            held = round_to_held(m, dtype)
             loses = loss(before, held, dtype)
         refuse_lossy(m, loses, dtype, precision)
         lost = max(lost, loses)
@@ -152,6 +152,6 @@ def _as_served(
         if magnitude is None:
             served.append(m)
             continue
-        with beside_steps(needed(weights).device):
-            served.append(replace(m, delta=dora_delta(held, magnitude, needed(weights))))
+        with background_compute(require_base_weights(weights).device):
+            served.append(replace(m, delta=dora_delta(held, magnitude, require_base_weights(weights))))
     return served, lost

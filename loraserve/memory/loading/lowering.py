@@ -16,7 +16,7 @@ from torch import Tensor
 
 from loraserve.adapters.ir import OUTSIDE_LAYERS, AdapterIR, ModuleIR, TensorView
 from loraserve.errors import InvariantViolation
-from loraserve.memory.loading.base_weights import BaseWeights, beside_steps, changed_rows, is_base_copy
+from loraserve.memory.loading.base_weights import BaseWeights, background_compute, changed_rows, is_base_copy
 from loraserve.types import BaseSpec
 from loraserve_kernels.cpu.lora.layout import LoraModule, ReplacedNorm, ReplacedRows
 
@@ -28,7 +28,7 @@ _QUANTIZED_TOLERANCE = 0.25
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lowered:
+class LoweredAdapter:
     """An adapter in the kernels' terms, but for DoRA.
 
     Attributes:
@@ -46,7 +46,7 @@ class Lowered:
     invocation_token_ids: tuple[int, ...] = ()
 
 
-def lower(ir: AdapterIR, base: BaseSpec, weights: BaseWeights | None) -> Lowered:
+def lower(ir: AdapterIR, base: BaseSpec, weights: BaseWeights | None) -> LoweredAdapter:
     """Return the adapter in the kernels' terms; its matrices share memory with the file's bytes wherever these are aligned.
 
     What the file has of the base beside LoRA on the head or the embedding stands in the base's place, as in PEFT: of the base's own, that is nothing.
@@ -57,9 +57,9 @@ def lower(ir: AdapterIR, base: BaseSpec, weights: BaseWeights | None) -> Lowered
     Raises:
         InvariantViolation: it takes the base's weights, and there are none.
     """
-    with beside_steps(needed(weights).device if _takes_base(ir) else torch.device("cpu")):
+    with background_compute(require_base_weights(weights).device if _takes_base(ir) else torch.device("cpu")):
         if ir.saved_base:
-            ir = with_saved_base(ir, base, needed(weights))
+            ir = with_saved_base(ir, base, require_base_weights(weights))
         stored = FILE_DTYPES[ir.dtype]
         modules = [_lower(m, base, stored, weights) for m in ir.modules]
         magnitudes = {
@@ -70,7 +70,7 @@ def lower(ir: AdapterIR, base: BaseSpec, weights: BaseWeights | None) -> Lowered
         # a weight that was saved as the base has it changes nothing
         changing = tuple(m for m in modules if m.lora_a.shape[0] or (m.delta, m.shift, m.rows) != (None, None, None))
         norms = tuple(ReplacedNorm(n.layer, n.norm, as_tensor(n.weight).float() + base.norm_offset) for n in ir.norms)
-    return Lowered(changing, norms, stored, magnitudes, ir.invocation_token_ids)
+    return LoweredAdapter(changing, norms, stored, magnitudes, ir.invocation_token_ids)
 
 
 def with_saved_base(ir: AdapterIR, base: BaseSpec, weights: BaseWeights) -> AdapterIR:
@@ -97,7 +97,7 @@ def with_saved_base(ir: AdapterIR, base: BaseSpec, weights: BaseWeights) -> Adap
     return replace(ir, modules=tuple(ordered), dtype=dtype, saved_base={})
 
 
-def needed(weights: BaseWeights | None) -> BaseWeights:
+def require_base_weights(weights: BaseWeights | None) -> BaseWeights:
     """Return the base's weights.
 
     Raises:
@@ -150,7 +150,7 @@ def _shift(m: ModuleIR, scale: Tensor | None, weights: BaseWeights | None) -> Te
     added = None if m.lora_bias is None else m.scaling * as_tensor(m.lora_bias).float()
     if m.bias is None and scale is None:
         return added
-    in_base = needed(weights).bias(m.layer, m.module)
+    in_base = require_base_weights(weights).bias(m.layer, m.module)
     in_base = None if in_base is None else in_base.cpu()
     terms = [term for term in (in_base if m.bias is None else as_tensor(m.bias).float(), added) if term is not None]
     if not terms:
@@ -170,7 +170,7 @@ def _rows(m: ModuleIR, weights: BaseWeights | None) -> ReplacedRows | None:
         # where both have a row, the trained one counts
         weight = weight.to(torch.promote_types(weight.dtype, tokens.weight.dtype), copy=True)
         weight[tokens.ids.long()] = tokens.weight.to(weight.dtype)
-    changed = changed_rows(m.layer, m.module, weight, needed(weights))
+    changed = changed_rows(m.layer, m.module, weight, require_base_weights(weights))
     if not changed.shape[0]:
         return None
     # all of them need no copy

@@ -1,7 +1,7 @@
 """What holding an adapter costs of its exactness: choices that an operator makes, and their price, measured for each adapter as it is loaded.
 
 Two things lie between an update as it was uploaded and as it is served: its ranks may be cut to the fewest that keep within an error (`truncate`), and a device may
-hold its numbers in a narrower dtype than the file's (`as_held`). Both are measured together, in the Frobenius norm of a module's ``B diag(scaling) A``, relative to
+hold its numbers in a narrower dtype than the file's (`round_to_held`). Both are measured together, in the Frobenius norm of a module's ``B diag(scaling) A``, relative to
 the uploaded one's; the product itself, as large as a weight of the base, is never made: its norm is the sum of two small Gram matrices' product. Rows that stand in
 the place of the base's are rounded too, never cut, and measured likewise. δ, shifts and norms are float32 on every device, and lose nothing.
 
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from loraserve.errors import AdapterUnservable
-from loraserve.memory.devices.device import DTYPE_NAMES
-from loraserve.memory.loading.base_weights import place_name
+from loraserve.memory.devices.base import DTYPE_NAMES
+from loraserve.memory.loading.base_weights import module_label
 from loraserve_kernels.cpu.lora.layout import LoraModule, ReplacedRows
 from loraserve_kernels.reference import quantize_rows
 
@@ -76,7 +76,7 @@ def truncate(m: LoraModule, error: float) -> LoraModule:
     )
 
 
-def as_held(m: LoraModule, dtype: torch.dtype) -> LoraModule:
+def round_to_held(m: LoraModule, dtype: torch.dtype) -> LoraModule:
     """Return the module with A and B rounded as a device rounds them that holds them in `dtype`: of that dtype, float32 of int8. Where it has room for them, the very same."""
     if _is_exact(m.lora_a, dtype) and _is_exact(m.lora_b, dtype):
         return m
@@ -87,7 +87,7 @@ def loss(uploaded: LoraModule, held: LoraModule, dtype: torch.dtype) -> float:
     """Return the relative error of a module as it's held against it as it was uploaded: of its update or of its replaced rows, whichever is larger.
 
     Args:
-        held: `as_held` of the uploaded module, or of what `truncate` left of it.
+        held: `round_to_held` of the uploaded module, or of what `truncate` left of it.
         dtype: what the device holds rows in.
     """
     of_rows = 0.0 if uploaded.rows is None else _rows_loss(uploaded.rows, dtype)
@@ -110,7 +110,7 @@ def refuse_lossy(m: LoraModule, lost: float, dtype: torch.dtype, precision: Prec
         return
     cut = "" if precision.rank_error is None else f", its ranks cut to within {precision.rank_error:g}"
     raise AdapterUnservable(
-        f"{place_name(m)} is off by {lost:.3g} of its own size as this server holds it, in {DTYPE_NAMES[dtype]}{cut}; at most {precision.max_loss:g} is allowed.",
+        f"{module_label(m)} is off by {lost:.3g} of its own size as this server holds it, in {DTYPE_NAMES[dtype]}{cut}; at most {precision.max_loss:g} is allowed.",
         hint="Serve with a wider --adapter-dtype, a smaller --adapter-rank-error or a larger --max-adapter-loss.",
     )
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from loraserve.memory.devices.device import Footprint
-from loraserve.memory.loading.adapter_metadata import Loaded
-from loraserve.memory.residency.device_cache import AdapterPool, Evicted
+from loraserve.memory.devices.base import Footprint
+from loraserve.memory.loading.adapter_metadata import LoadedAdapter
+from loraserve.memory.residency.device_cache import DeviceCache, EvictedAdapter
 from loraserve.memory.timings import Timings
 from loraserve.types import Digest, Histogram
 
@@ -14,7 +14,7 @@ from loraserve.types import Digest, Histogram
 class Arrivals:
     """Gives places in a pool, and keeps what is fresh: what became resident since the last `take_landed` isn't evicted before the next. One thread at a time."""
 
-    def __init__(self, pool: AdapterPool) -> None:
+    def __init__(self, pool: DeviceCache) -> None:
         self._pool = pool
         # their requests get one chance to pin them
         self._fresh: set[Digest] = set()
@@ -37,8 +37,8 @@ class Arrivals:
         return self._pool.can_admit(footprint, self._fresh)
 
     def admit(
-        self, digest: Digest, adapter: Loaded, now_s: float, *, is_operator_pinned: bool = False
-    ) -> list[Evicted]:
+        self, digest: Digest, adapter: LoadedAdapter, now_s: float, *, is_operator_pinned: bool = False
+    ) -> list[EvictedAdapter]:
         """The adapter has its place, and is on its way there or there already, and fresh; returns which adapters were evicted for it.
 
         Raises:

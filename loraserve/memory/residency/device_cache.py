@@ -9,22 +9,21 @@ from dataclasses import dataclass
 from itertools import islice
 
 from loraserve.errors import InvariantViolation
-from loraserve.memory.arena import Tenure
-from loraserve.memory.cost_estimate import Pace
-from loraserve.memory.devices.device import NOTHING, AdapterDevice, Footprint, Placed
-from loraserve.memory.loading.adapter_metadata import AdapterFacts, Loaded
-from loraserve.memory.popularity import NEVER, Popularity, Uses
+from loraserve.memory.arena import Owner
+from loraserve.memory.devices.base import NOTHING, AdapterDevice, Footprint, PlacedAdapter
+from loraserve.memory.eviction import NEVER, CostEstimate, Popularity, Uses
+from loraserve.memory.loading.adapter_metadata import AdapterMetadata, LoadedAdapter
 from loraserve.types import Digest
 from loraserve_kernels.cpu.lora.layout import PackedAdapter
 
-NUM_OFFERED = 8
+MAX_VICTIM_CANDIDATES = 8
 """Of the idle adapters, the least recently used ones among which the least valuable is looked for."""
 ASSUMED_LOAD_S = 2e-9
 """A byte, until one is measured."""
 
 
 @dataclass(slots=True)
-class Resident:
+class ResidentAdapter:
     """One adapter with a place on the device.
 
     Attributes:
@@ -33,13 +32,13 @@ class Resident:
         placed_s: when it got its place, by the pool's clock.
     """
 
-    placed: Placed
-    facts: AdapterFacts
+    placed: PlacedAdapter
+    metadata: AdapterMetadata
     last_used_s: float
     has_landed: bool
     num_pins: int = 0
     is_operator_pinned: bool = False
-    awaited: Uses = NEVER
+    pending_use: Uses = NEVER
     placed_s: float = 0.0
 
     @property
@@ -52,12 +51,12 @@ class Resident:
 
 
 @dataclass(frozen=True, slots=True)
-class Evicted:
+class EvictedAdapter:
     """An adapter that has left the device; `moved` goes to the host's memory, where that has no copy of its own."""
 
     digest: Digest
     last_used_s: float
-    moved: Loaded | None
+    moved: LoadedAdapter | None
 
 
 class Pin:
@@ -65,7 +64,7 @@ class Pin:
 
     __slots__ = ("_pool", "digest", "is_released")
 
-    def __init__(self, pool: AdapterPool, digest: Digest) -> None:
+    def __init__(self, pool: DeviceCache, digest: Digest) -> None:
         self.digest = digest
         self.is_released = False
         self._pool = pool
@@ -83,7 +82,7 @@ class Pin:
         self._pool._unpin(self.digest)
 
 
-class AdapterPool:
+class DeviceCache:
     """Adapters on the device or on their way there, by digest. Used by the step's thread alone.
 
     Invariants (`check`):
@@ -95,7 +94,7 @@ class AdapterPool:
 
     Attributes:
         popularity: uses of adapters, of those elsewhere too.
-        load_pace: seconds per byte to bring an adapter back: of a copy to a device with memory of its own, which is measured here; else of a load, which the loads' owner notes.
+        load_cost: seconds per byte to bring an adapter back: of a copy to a device with memory of its own, which is measured here; else of a load, which the loads' owner notes.
         fresh: adapters that are on the device for a request that hasn't pinned them yet: they aren't given up to others. The loads' owner says which.
         when_evicted: told of each that has to leave for somebody else than an adapter.
     """
@@ -103,27 +102,27 @@ class AdapterPool:
     def __init__(self, device: AdapterDevice, clock: Callable[[], float] = time.monotonic) -> None:
         self.device = device
         self.popularity = Popularity()
-        self.load_pace = Pace(ASSUMED_LOAD_S)
+        self.load_cost = CostEstimate(ASSUMED_LOAD_S)
         self.fresh: Set[Digest] = frozenset()
-        self.when_evicted: Callable[[Evicted], None] | None = None
+        self.on_evicted: Callable[[EvictedAdapter], None] | None = None
         self._clock = clock
-        self._lease = device.lease
-        self._lease.join(self)
+        self._client = device.arena_client
+        self._client.register(self)
         # while one is admitted: whoever isn't evicted for it, and who was
         self._keep: Set[Digest] = frozenset()
-        self._evicted: list[Evicted] = []
+        self._evicted: list[EvictedAdapter] = []
         self.used = NOTHING
         self.idle = NOTHING
         self.operator = NOTHING
         """What an operator has pinned: no amount of waiting frees it."""
         self.num_pins = 0
-        self.num_evictions_for: Counter[Tenure] = Counter()
+        self.num_evictions_for: Counter[Owner] = Counter()
         self.num_violations = 0
         """Pins that were released twice."""
         # least recently used first
-        self._residents: OrderedDict[Digest, Resident] = OrderedDict()
+        self._residents: OrderedDict[Digest, ResidentAdapter] = OrderedDict()
         # in the order in which they were placed
-        self._arriving: dict[Digest, Resident] = {}
+        self._arriving: dict[Digest, ResidentAdapter] = {}
 
     def __contains__(self, digest: object) -> bool:
         return digest in self._residents
@@ -153,14 +152,14 @@ class AdapterPool:
     @property
     def num_idle_pages(self) -> int:
         """Pages of those that would be given up to others."""
-        return self._idle_besides(self._kept(self._keep)).num_bytes // self._lease.arena.page_num_bytes
+        return self._idle_besides(self._kept(self._keep)).num_bytes // self._client.arena.page_num_bytes
 
-    def least_value(self) -> float | None:
+    def victim_value(self) -> float | None:
         """What the least valuable that is idle is worth: seconds to bring it back × uses per second ÷ bytes. None if none would be given up."""
-        offer = self._offer()
+        offer = self._victim()
         return None if offer is None else offer[0]
 
-    def evict_least(self, cause: Tenure, num_wanted: int) -> None:
+    def evict_victim(self, cause: Owner, num_pages: int) -> None:
         """The least valuable that is idle has left.
 
         Args:
@@ -170,7 +169,7 @@ class AdapterPool:
         Raises:
             InvariantViolation: none would be given up.
         """
-        offer = self._offer()
+        offer = self._victim()
         if offer is None:
             raise InvariantViolation("No adapter is idle, and one was to be evicted.")
         self._evict(offer[1], cause)
@@ -187,13 +186,13 @@ class AdapterPool:
         """
         return self._landed(digest).placed.handle
 
-    def facts(self, digest: Digest) -> AdapterFacts:
+    def metadata(self, digest: Digest) -> AdapterMetadata:
         """What is known of a resident adapter beside its weights.
 
         Raises:
             InvariantViolation: it isn't resident.
         """
-        return self._landed(digest).facts
+        return self._landed(digest).metadata
 
     def pin(self, digest: Digest, now_s: float, *, is_use: bool = True) -> Pin:
         """A pin on a resident adapter, which stays until the pin's release; it has been used once more.
@@ -209,7 +208,7 @@ class AdapterPool:
             resident.num_pins += 1
         self.num_pins += 1
         if is_use:
-            resident.last_used_s, resident.awaited = now_s, NEVER
+            resident.last_used_s, resident.pending_use = now_s, NEVER
             self._residents.move_to_end(digest)
             self.popularity.use(digest, now_s)
         return Pin(self, digest)
@@ -224,14 +223,14 @@ class AdapterPool:
     def touch(self, digest: Digest, now_s: float) -> None:
         """A resident adapter was asked for: it counts as the most recently used, and awaits a use."""
         resident = self._landed(digest)
-        resident.last_used_s, resident.awaited = now_s, NEVER.used(now_s)
+        resident.last_used_s, resident.pending_use = now_s, NEVER.used(now_s)
         self._residents.move_to_end(digest)
 
     def can_admit(self, footprint: Footprint, keep: Set[Digest] = frozenset()) -> bool:
         """Whether there is a place, or would be after evicting every idle adapter but those in `keep`, and what is idle of the KV cache."""
         kept = self._kept(keep)
         idle = self._idle_besides(kept)
-        num_obtainable = self._lease.num_obtainable * self._lease.arena.page_num_bytes + idle.num_bytes
+        num_obtainable = self._client.num_obtainable * self._client.arena.page_num_bytes + idle.num_bytes
         if not footprint.fits(self.free + idle) or footprint.num_bytes > num_obtainable:
             return False
         leaving = (r.placed for d, r in self._residents.items() if r.is_idle and d not in kept)
@@ -253,12 +252,12 @@ class AdapterPool:
     def admit(
         self,
         digest: Digest,
-        adapter: Loaded,
+        adapter: LoadedAdapter,
         now_s: float,
         *,
         is_operator_pinned: bool = False,
         keep: Set[Digest] = frozenset(),
-    ) -> list[Evicted]:
+    ) -> list[EvictedAdapter]:
         """The adapter has its place, most recently used, and is on its way there or there already; returns which adapters were evicted for it.
 
         Where adapters have all that they may take, other adapters go; else whatever is worth least, of the KV cache too.
@@ -273,17 +272,17 @@ class AdapterPool:
             )
         self._keep = keep
         while not (footprint.fits(self.free) and self.device.can_lay_out(footprint)):
-            self.evict_least(Tenure.ADAPTERS, 0)
-        self._lease.make_room(footprint.num_bytes // self._lease.arena.page_num_bytes)
+            self.evict_victim(Owner.ADAPTERS, 0)
+        self._client.make_room(footprint.num_bytes // self._client.arena.page_num_bytes)
         evicted, self._evicted, self._keep = self._evicted, [], frozenset()
         placed, placed_s = self.device.place(adapter.host), self._clock()
-        resident = Resident(
+        resident = ResidentAdapter(
             placed,
-            adapter.facts,
+            adapter.metadata,
             now_s,
             self.device.is_ready(placed),
             is_operator_pinned=is_operator_pinned,
-            awaited=NEVER.used(now_s),
+            pending_use=NEVER.used(now_s),
             placed_s=placed_s,
         )
         self._residents[digest] = resident
@@ -301,10 +300,10 @@ class AdapterPool:
             with _Accounted(self, resident):
                 resident.has_landed = True
             if not self.device.is_host_memory:
-                self.load_pace.note(resident.footprint.num_bytes, self._clock() - resident.placed_s)
+                self.load_cost.note(resident.footprint.num_bytes, self._clock() - resident.placed_s)
         return landed
 
-    def items(self) -> Iterator[tuple[Digest, Resident]]:
+    def items(self) -> Iterator[tuple[Digest, ResidentAdapter]]:
         """Least recently used first."""
         yield from self._residents.items()
 
@@ -330,9 +329,11 @@ class AdapterPool:
             problems.append("adapter pool: those that arrive aren't those that haven't landed")
         if any(r.num_pins for r in self._arriving.values()):
             problems.append("adapter pool: an adapter is pinned that hasn't landed")
-        if self.used.num_bytes != self._lease.num_rented * self._lease.arena.page_num_bytes:
-            problems.append(f"adapter pool: {self.used.num_bytes} bytes are in use, of {self._lease.num_rented} pages")
-        return problems + self.device.check([r.placed for r in residents]) + self._lease.arena.check()
+        if self.used.num_bytes != self._client.num_allocated * self._client.arena.page_num_bytes:
+            problems.append(
+                f"adapter pool: {self.used.num_bytes} bytes are in use, of {self._client.num_allocated} pages"
+            )
+        return problems + self.device.check([r.placed for r in residents]) + self._client.arena.check()
 
     def _unpin(self, digest: Digest) -> None:
         resident = self._landed(digest)
@@ -341,13 +342,13 @@ class AdapterPool:
         self.num_pins -= 1
         self._residents.move_to_end(digest)
 
-    def _offer(self) -> tuple[float, Digest] | None:
+    def _victim(self) -> tuple[float, Digest] | None:
         """The least valuable of the idle adapters that were used longest ago, with its value; the longest ago of equals."""
-        now_s, pace, kept = self._clock(), self.load_pace.seconds_per_unit, self._kept(self._keep)
+        now_s, pace, kept = self._clock(), self.load_cost.seconds_per_unit, self._kept(self._keep)
         idle = ((d, r) for d, r in self._residents.items() if r.is_idle and d not in kept)
         offers = [
-            ((self.popularity.per_second(digest, now_s) + resident.awaited.per_second(now_s)) * pace, digest)
-            for digest, resident in islice(idle, NUM_OFFERED)
+            ((self.popularity.per_second(digest, now_s) + resident.pending_use.per_second(now_s)) * pace, digest)
+            for digest, resident in islice(idle, MAX_VICTIM_CANDIDATES)
         ]
         return min(offers, key=lambda offer: offer[0], default=None)
 
@@ -363,24 +364,26 @@ class AdapterPool:
                 idle -= resident.footprint
         return idle
 
-    def _evict(self, digest: Digest, cause: Tenure) -> None:
+    def _evict(self, digest: Digest, cause: Owner) -> None:
         resident = self._residents.pop(digest)
         self._account(resident, -1)
         self.used -= resident.footprint
         self.num_evictions_for[cause] += 1
         moved = self.device.remove(resident.placed)
-        evicted = Evicted(digest, resident.last_used_s, None if moved is None else Loaded(moved, resident.facts))
-        if cause is Tenure.ADAPTERS:
+        evicted = EvictedAdapter(
+            digest, resident.last_used_s, None if moved is None else LoadedAdapter(moved, resident.metadata)
+        )
+        if cause is Owner.ADAPTERS:
             self._evicted.append(evicted)
-        elif self.when_evicted is not None:
-            self.when_evicted(evicted)
+        elif self.on_evicted is not None:
+            self.on_evicted(evicted)
 
-    def _landed(self, digest: Digest) -> Resident:
+    def _landed(self, digest: Digest) -> ResidentAdapter:
         if not self.has_landed(digest):
             raise InvariantViolation(f"Adapter {digest} isn't resident.")
         return self._residents[digest]
 
-    def _account(self, resident: Resident, sign: int) -> None:
+    def _account(self, resident: ResidentAdapter, sign: int) -> None:
         if resident.is_idle:
             self.idle = self.idle + resident.footprint if sign > 0 else self.idle - resident.footprint
         if resident.is_operator_pinned:
@@ -392,7 +395,7 @@ class _Accounted:
 
     __slots__ = ("_pool", "_resident")
 
-    def __init__(self, pool: AdapterPool, resident: Resident) -> None:
+    def __init__(self, pool: DeviceCache, resident: ResidentAdapter) -> None:
         self._pool = pool
         self._resident = resident
 
@@ -403,5 +406,5 @@ class _Accounted:
         self._pool._account(self._resident, 1)
 
 
-def _sum(residents: Iterable[Resident]) -> Footprint:
+def _sum(residents: Iterable[ResidentAdapter]) -> Footprint:
     return sum((r.footprint for r in residents), NOTHING)

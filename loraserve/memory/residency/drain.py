@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from loraserve.memory.devices.device import Footprint
-from loraserve.memory.residency.device_cache import AdapterPool
+from loraserve.memory.devices.base import Footprint
+from loraserve.memory.residency.device_cache import DeviceCache
 from loraserve.types import Digest
 
 
@@ -16,7 +16,7 @@ class Drain:
         Whatever is drained has a place on the device.
     """
 
-    def __init__(self, pool: AdapterPool) -> None:
+    def __init__(self, pool: DeviceCache) -> None:
         self._pool = pool
         self._drained: set[Digest] = set()
 

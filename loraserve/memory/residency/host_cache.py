@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from cachetools import Cache
 
-from loraserve.memory.loading.adapter_metadata import Loaded
+from loraserve.memory.loading.adapter_metadata import LoadedAdapter
 from loraserve.types import Digest
 
 MAX_LOOKED_AT = 64
@@ -18,7 +18,7 @@ MAX_LOOKED_AT = 64
 
 @dataclass(frozen=True, slots=True)
 class HostEntry:
-    adapter: Loaded
+    adapter: LoadedAdapter
     last_used_s: float
     """The clock at its last use, carried over from the device."""
 
@@ -99,7 +99,7 @@ class HostCache:
         """Whether that many bytes fit once everything that isn't held has been evicted."""
         return self._held_bytes + num_bytes <= self.budget_bytes
 
-    def put(self, digest: Digest, adapter: Loaded, last_used_s: float, *, hold: bool = False) -> bool:
+    def put(self, digest: Digest, adapter: LoadedAdapter, last_used_s: float, *, hold: bool = False) -> bool:
         """The adapter is in the cache, held if asked; the least recently used were evicted to make room.
 
         False, and nothing has changed, if it can't fit beside what is held.

@@ -12,20 +12,18 @@ from enum import StrEnum
 
 from adapters_store import BlobStore
 from loraserve.errors import AdapterCorrupt, InvariantViolation, LoraserveError
-from loraserve.memory.loading.adapter_metadata import AdapterFacts, Loaded
+from loraserve.memory.loading.adapter_metadata import AdapterMetadata, LoadedAdapter
 from loraserve.memory.loading.base_weights import BaseWeights
 from loraserve.memory.loading.load import load_adapter
 from loraserve.memory.loading.precision import EXACT, Precision
 from loraserve.memory.residency.arrivals import Arrivals
-from loraserve.memory.residency.device_cache import AdapterPool, Evicted, Pin
+from loraserve.memory.residency.device_cache import DeviceCache, EvictedAdapter, Pin
 from loraserve.memory.residency.drain import Drain
 from loraserve.memory.residency.host_cache import HostCache
-from loraserve.memory.residency.load_history import Damage, LoadHistory
-from loraserve.memory.residency.load_queue import PlaceLine, Wait
-from loraserve.memory.residency.loaders import Loaders
-from loraserve.memory.residency.memory_usage import adapter_usage, memory_usage
-from loraserve.memory.residency.prefetcher import ReadAhead
-from loraserve.memory.residency.snapshot import residency_rows
+from loraserve.memory.residency.load_queue import LoadQueue, PendingAdapter
+from loraserve.memory.residency.loader import Corruption, LoaderPool, LoadHistory
+from loraserve.memory.residency.prefetcher import Prefetcher
+from loraserve.memory.residency.snapshot import adapter_usage, memory_usage, residency_rows
 from loraserve.memory.timings import Stopwatch, timed
 from loraserve.types import AdapterRef, AdapterResidency, BaseSpec, Digest, Histogram, Tier
 from loraserve_kernels.cpu.lora.layout import PackedAdapter
@@ -60,7 +58,7 @@ class Pager:
         self,
         store: BlobStore,
         base: BaseSpec,
-        pool: AdapterPool,
+        pool: DeviceCache,
         host_cache: HostCache,
         num_threads: int,
         *,
@@ -82,16 +80,16 @@ class Pager:
         self._pool = pool
         self._host = host_cache
         self._clock = clock
-        self._loaders = Loaders(
-            num_threads, lambda ref: load_adapter(store, ref, base, pool.device, weights, precision), when_done=wake
+        self._loaders = LoaderPool(
+            num_threads, lambda ref: load_adapter(store, ref, base, pool.device, weights, precision), on_done=wake
         )
         self._history = LoadHistory(pool.device)
-        self._line = PlaceLine()
+        self._queue = LoadQueue()
         self._drain = Drain(pool)
         self._arrivals = Arrivals(pool)
-        self._read_ahead = ReadAhead(pool, host_cache, self._line, self._loaders, self._history)
+        self._prefetcher = Prefetcher(pool, host_cache, self._queue, self._loaders, self._history)
         self._operator_pins: set[Digest] = set()
-        pool.when_evicted = self._note_evicted
+        pool.on_evicted = self._note_evicted
         self.stopwatch = Stopwatch()
         """Times what the step's thread does here; whoever steps takes from it."""
 
@@ -121,9 +119,9 @@ class Pager:
         return self._history.mean_load_s
 
     @property
-    def is_line_closed(self) -> bool:
+    def is_admission_paused(self) -> bool:
         """Whether somebody has waited for space long enough: nobody who isn't running may begin, so that what runs gives it back."""
-        return self._line.closed_for is not None
+        return self._queue.reserved_for is not None
 
     def tier(self, digest: Digest) -> Tier:
         """Where a request that comes now finds the adapter: on the device, usable; in the host's memory, or on its way from there; or on disk, read already or not."""
@@ -135,7 +133,7 @@ class Pager:
     def request(self, ref: AdapterRef) -> Residency:
         """Ask for an adapter on the device; starts whatever is needed. Never blocks; ask again whenever you like.
 
-        RESIDENT holds until the next `poll`: pin at once. Whoever still waits asks again within `INTEREST_S`, or else the adapter leaves
+        RESIDENT holds until the next `poll`: pin at once. Whoever still waits asks again within `STALE_AFTER_S`, or else the adapter leaves
         the line (and `poll` says so).
         """
         digest, now = ref.digest, self._clock()
@@ -144,16 +142,16 @@ class Pager:
                 return Residency.LOADING
             self._leave_line(digest)
             self._pool.touch(digest, now)
-            self._read_ahead.asked(ref)
+            self._prefetcher.asked(ref)
             return Residency.RESIDENT
         if self._history.is_held_off(digest, now):
             return Residency.FAILED
-        is_new = digest not in self._line
-        wait = self._line.join(ref, now)
+        is_new = digest not in self._queue
+        wait = self._queue.join(ref, now)
         if is_new:
             self._host.hold(digest)
             # a hit in the host cache costs no step, unless it would pass somebody who has waited long enough
-            if digest in self._host and self._line.closed_for is None and self._place(digest, {}, now):
+            if digest in self._host and self._queue.reserved_for is None and self._place(digest, {}, now):
                 return Residency.RESIDENT if self._pool.has_landed(digest) else Residency.LOADING
             if self._loaders.has_free and self._may_load(digest):
                 # whatever else could be loaded is being loaded then
@@ -167,9 +165,9 @@ class Pager:
     def prefetch(self, refs: Sequence[AdapterRef]) -> None:
         """Adapters that will be asked for, soonest first, are read to the host's memory while loaders have nothing else to do.
 
-        Nobody who asks in earnest pays for it: see `ReadAhead`.
+        Nobody who asks in earnest pays for it: see `Prefetcher`.
         """
-        self._read_ahead.prefetch(refs, self._clock())
+        self._prefetcher.prefetch(refs, self._clock())
 
     @timed
     def poll(self) -> list[Digest]:
@@ -180,20 +178,20 @@ class Pager:
         now = self._clock()
         changed = self._arrivals.take_landed()
         landed = self._take_results(now, changed)
-        for digest in self._line.unasked(now):
+        for digest in self._queue.stale(now):
             if digest not in self._operator_pins:
                 self._leave_line(digest)
                 changed.append(digest)
         changed += self._serve_line(landed, now)
         # in the line's order, whichever thread was done first
-        for wait in self._line:
+        for wait in self._queue:
             adapter = landed.pop(wait.ref.digest, None)
             if adapter is not None:
                 self._host.put(wait.ref.digest, adapter, now, hold=True)
         for digest in sorted(landed):
             self._host.put(digest, landed[digest], now)
         self._start_loads()
-        self._read_ahead.bring_back(now)
+        self._prefetcher.rewarm(now)
         return changed
 
     @timed
@@ -216,13 +214,13 @@ class Pager:
         """
         return self._pool.handle(digest)
 
-    def facts(self, digest: Digest) -> AdapterFacts:
+    def metadata(self, digest: Digest) -> AdapterMetadata:
         """What is known of a resident adapter beside its weights.
 
         Raises:
             InvariantViolation: it isn't resident.
         """
-        return self._pool.facts(digest)
+        return self._pool.metadata(digest)
 
     def packed(self, digest: Digest) -> PackedAdapter:
         """The weights of an adapter that is resident on a CPU.
@@ -259,13 +257,13 @@ class Pager:
         """The next request for the adapter loads it anew, however its last load ended."""
         self._history.forget_failure(digest)
 
-    def note_damage(self, error: AdapterCorrupt) -> None:
-        """What somebody else's read of an adapter's bytes found is among the next `take_damages`."""
-        self._history.note_damage(error)
+    def note_corruption(self, error: AdapterCorrupt) -> None:
+        """What somebody else's read of an adapter's bytes found is among the next `take_corruptions`."""
+        self._history.note_corruption(error)
 
-    def take_damages(self) -> list[Damage]:
+    def take_corruptions(self) -> list[Corruption]:
         """Return, once, what was found damaged: one entry per load that failed for it."""
-        return self._history.take_damages()
+        return self._history.take_corruptions()
 
     def set_operator_pin(self, ref: AdapterRef, is_pinned: bool) -> None:
         """The adapter is brought to the device and never evicted from it, or may be evicted again.
@@ -284,29 +282,29 @@ class Pager:
 
     def residency(self) -> list[AdapterResidency]:
         """Where each adapter is that is in memory or on its way."""
-        return residency_rows(self._pool, self._host, self._line, self._loaders, self._operator_pins, self._clock())
+        return residency_rows(self._pool, self._host, self._queue, self._loaders, self._operator_pins, self._clock())
 
     def stats(self) -> dict[str, int | float | Histogram]:
         """The adapters' part of EngineStats, by its names."""
         return {
             **adapter_usage(self._pool, self._host),
             **self._history.stats(),
-            "adapters_brought_back": self._read_ahead.num_brought_back,
+            "adapters_brought_back": self._prefetcher.num_rewarmed,
             "device_load_s": self._arrivals.load_s,
-            **memory_usage(self._pool.device.lease.arena),
+            **memory_usage(self._pool.device.arena_client.arena),
         }
 
     def check(self) -> list[str]:
         """Every broken invariant, in words; empty when all hold."""
-        problems = [*self._pool.check(), *self._host.check(), *self._loaders.check(), *self._line.check()]
+        problems = [*self._pool.check(), *self._host.check(), *self._loaders.check(), *self._queue.check()]
         problems += self._drain.check()
         in_host = {digest for digest, _ in self._host.items()}
         if self._pool.device.is_host_memory and any(digest in self._pool for digest in in_host):
             problems.append("pager: an adapter is on the device and in the host cache")
-        num_waiting_in_host = sum(wait.ref.digest in in_host for wait in self._line)
+        num_waiting_in_host = sum(wait.ref.digest in in_host for wait in self._queue)
         if num_waiting_in_host != self._host.num_held:
             problems.append(f"pager: {self._host.num_held} adapters are held for {num_waiting_in_host} that wait")
-        if any(wait.ref.digest in self._pool and wait.ref.digest not in self._drain for wait in self._line):
+        if any(wait.ref.digest in self._pool and wait.ref.digest not in self._drain for wait in self._queue):
             problems.append("pager: an adapter waits that is on the device")
         return problems
 
@@ -318,14 +316,14 @@ class Pager:
         """The loaders have work, if there is any."""
         if not self._loaders.has_free:
             return
-        startable = [wait for wait in self._line if self._may_load(wait.ref.digest)]
+        startable = [wait for wait in self._queue if self._may_load(wait.ref.digest)]
         while startable and self._loaders.has_free:
-            first = self._line.next_to_load(startable, self._loaders.num_by_tenant())
+            first = self._queue.next_to_load(startable, self._loaders.num_by_tenant())
             startable.remove(first)
             self._load_in_turn(first)
 
-    def _load_in_turn(self, wait: Wait) -> None:
-        self._line.note_load(wait)
+    def _load_in_turn(self, wait: PendingAdapter) -> None:
+        self._queue.note_load(wait)
         self._loaders.start(wait.ref, wait.tenants)
 
     def _may_load(self, digest: Digest) -> bool:
@@ -333,36 +331,36 @@ class Pager:
             return False
         size = self._history.size(digest)
         # Of known size and without a place: it would only be dropped again, and read again.
-        may_pass = self._line.closed_for in (None, digest)
+        may_pass = self._queue.reserved_for in (None, digest)
         return (
             size is None
             or (may_pass and self._arrivals.can_admit(size.footprint))
             or self._host.can_put(size.host_bytes)
         )
 
-    def _take_results(self, now: float, changed: list[Digest]) -> dict[Digest, Loaded]:
+    def _take_results(self, now: float, changed: list[Digest]) -> dict[Digest, LoadedAdapter]:
         """Finished loads that are good; those whose load failed leave the line."""
-        landed: dict[Digest, Loaded] = {}
+        landed: dict[Digest, LoadedAdapter] = {}
         for result in self._loaders.take():
             digest = result.ref.digest
             self._history.note(result, now)
             if isinstance(result.outcome, LoraserveError):
                 self._operator_pins.discard(digest)
                 # who wants it asks again; by itself nobody reads what is damaged or gone
-                self._read_ahead.forget(digest)
+                self._prefetcher.forget(digest)
                 self._leave_line(digest)
                 changed.append(digest)
                 continue
             if self._pool.device.is_host_memory:
-                self._pool.load_pace.note(result.outcome.num_bytes, result.elapsed_s)
+                self._pool.load_cost.note(result.outcome.num_bytes, result.elapsed_s)
             landed[digest] = result.outcome
         return landed
 
     def _leave_line(self, digest: Digest) -> None:
-        self._line.leave(digest)
+        self._queue.leave(digest)
         self._host.unhold(digest)
 
-    def _serve_line(self, landed: dict[Digest, Loaded], now: float) -> list[Digest]:
+    def _serve_line(self, landed: dict[Digest, LoadedAdapter], now: float) -> list[Digest]:
         """Give places in the line's order; returns who is resident by that.
 
         While the line is closed for one, residents that cover what it takes are drained: they take no new requests and go when their last pin does. So a
@@ -376,13 +374,13 @@ class Pager:
                 placed.append(digest)
             return has_place
 
-        self._line.serve(self._is_ready, place, self._can_ever_place, now)
-        first = self._line.closed_for
+        self._queue.serve(self._is_ready, place, self._can_ever_place, now)
+        first = self._queue.reserved_for
         size = None if first is None else self._history.size(first)
         if size is not None:
             self._drain.widen(size.footprint)
             return placed
-        returned = [digest for digest in self._drain if digest in self._line]
+        returned = [digest for digest in self._drain if digest in self._queue]
         for digest in returned:
             self._leave_line(digest)
         self._drain.end()
@@ -396,7 +394,7 @@ class Pager:
         size = self._history.size(digest)
         return size is not None and self._pool.can_ever_admit(size.footprint)
 
-    def _place(self, digest: Digest, landed: dict[Digest, Loaded], now: float) -> bool:
+    def _place(self, digest: Digest, landed: dict[Digest, LoadedAdapter], now: float) -> bool:
         """Whether a waiting adapter that is in memory got a place, from which it may still be a copy away."""
         size = self._history.size(digest)
         if size is None or not self._arrivals.can_admit(size.footprint):
@@ -408,7 +406,7 @@ class Pager:
                 return False
             adapter = entry.adapter
         evicted = self._arrivals.admit(digest, adapter, now, is_operator_pinned=digest in self._operator_pins)
-        self._line.leave_with_place(digest)
+        self._queue.leave_with_place(digest)
         self._host.unhold(digest)
         for other in evicted:
             self._note_evicted(other)
@@ -416,10 +414,10 @@ class Pager:
             self._host.put(digest, adapter, now)
         return True
 
-    def _note_evicted(self, other: Evicted) -> None:
+    def _note_evicted(self, other: EvictedAdapter) -> None:
         """What has left the device, for an adapter or for KV blocks, is in the host's memory, if that has room."""
         self._drain.discard(other.digest)
         if other.moved is not None:
-            self._host.put(other.digest, other.moved, other.last_used_s, hold=other.digest in self._line)
+            self._host.put(other.digest, other.moved, other.last_used_s, hold=other.digest in self._queue)
         else:
             self._host.touch(other.digest, other.last_used_s)

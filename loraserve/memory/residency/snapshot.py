@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from loraserve.memory.residency.device_cache import AdapterPool
+from loraserve.memory.arena import Arena, Owner
+from loraserve.memory.residency.device_cache import DeviceCache
 from loraserve.memory.residency.host_cache import HostCache
-from loraserve.memory.residency.load_queue import PlaceLine
+from loraserve.memory.residency.load_queue import LoadQueue
 from loraserve.types import AdapterResidency, Digest, Tier
 
 
 def residency_rows(
-    pool: AdapterPool,
+    pool: DeviceCache,
     host_cache: HostCache,
-    line: PlaceLine,
+    line: LoadQueue,
     loading: Container[Digest],
     operator_pins: Container[Digest],
     now_s: float,
@@ -39,8 +40,8 @@ def residency_rows(
             num_pins=resident.num_pins,
             is_pinned=digest in operator_pins,
             last_used_s=now_s - resident.last_used_s,
-            dtype=resident.facts.dtype,
-            precision_loss=resident.facts.precision_loss,
+            dtype=resident.metadata.dtype,
+            precision_loss=resident.metadata.precision_loss,
             uses_per_s=uses_per_s(digest),
         )
         for digest, resident in pool.items()
@@ -54,8 +55,8 @@ def residency_rows(
             num_pins=0,
             is_pinned=digest in operator_pins,
             last_used_s=now_s - entry.last_used_s,
-            dtype=entry.adapter.facts.dtype,
-            precision_loss=entry.adapter.facts.precision_loss,
+            dtype=entry.adapter.metadata.dtype,
+            precision_loss=entry.adapter.metadata.precision_loss,
             uses_per_s=uses_per_s(digest),
         )
         for digest, entry in in_host.items()
@@ -76,3 +77,31 @@ def residency_rows(
         if (digest := wait.ref.digest) not in pool and digest not in in_host
     ]
     return rows
+
+
+def memory_usage(arena: Arena) -> dict[str, int]:
+    """The arena's part of EngineStats, by its names: what is used, idle and free, which together are all there is."""
+    page = arena.page_num_bytes
+    sums = {"device_bytes": arena.num_pages * page, "free_bytes": arena.num_free * page}
+    for owner, name in ((Owner.KV, "kv"), (Owner.ADAPTERS, "adapter")):
+        client = arena.client(owner)
+        num_idle = 0 if client.cache is None else client.cache.num_idle_pages
+        sums[f"{name}_bytes_used"] = (client.num_allocated - num_idle) * page
+        sums[f"{name}_bytes_idle"] = num_idle * page
+    return sums
+
+
+def adapter_usage(pool: DeviceCache, host_cache: HostCache) -> dict[str, int]:
+    """The part of EngineStats that says what adapters have of both tiers, and how many had to leave them, by its names."""
+    return {
+        "device_adapters": len(pool),
+        "device_adapter_bytes": pool.num_bytes,
+        "device_adapter_budget_bytes": pool.budget_bytes,
+        "host_adapters": len(host_cache),
+        "host_adapter_bytes": host_cache.num_bytes,
+        "host_adapter_budget_bytes": host_cache.budget_bytes,
+        "num_pins": pool.num_pins,
+        "device_evictions": pool.num_evictions,
+        "device_evictions_for_kv": pool.num_evictions_for[Owner.KV],
+        "host_evictions": host_cache.num_evictions,
+    }

@@ -9,10 +9,10 @@ from typing import TypeVar
 from loraserve.types import TenantId
 
 T = TypeVar("T")
-_NOBODY: Mapping[TenantId, int] = {}
+_NONE_IN_FLIGHT: Mapping[TenantId, int] = {}
 
 
-class Turns:
+class TenantRoundRobin:
     """Round robin over the tenants that are in a line. One thread at a time; it remembers those in line alone.
 
     Who joins has its turn after those who were there before and haven't had theirs since: leaving and coming back gains nothing, and a stream of new tenants
@@ -47,7 +47,7 @@ class Turns:
                 self._last[tenant] = self._now
 
     def order(
-        self, entries: Sequence[tuple[T, Collection[TenantId]]], num_ahead: Mapping[TenantId, int] = _NOBODY
+        self, entries: Sequence[tuple[T, Collection[TenantId]]], num_ahead: Mapping[TenantId, int] = _NONE_IN_FLIGHT
     ) -> list[T]:
         """The things in the order in which they have their turns: a tenant's own as given, and each tenant's first before anybody's second.
 

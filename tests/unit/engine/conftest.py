@@ -21,8 +21,9 @@ from loraserve.engine.scheduling.fair_queue import AdapterFlow
 from loraserve.engine.scheduling.scheduler import Scheduler
 from loraserve.errors import AdapterCorrupt, LoraserveError
 from loraserve.limits import MIB
-from loraserve.memory.kv_cache import KVCache, prefix_root
-from loraserve.memory.loading.adapter_metadata import AdapterFacts
+from loraserve.memory.kv.block_pool import BlockPool
+from loraserve.memory.kv.prefix_cache import prefix_root
+from loraserve.memory.loading.adapter_metadata import AdapterMetadata
 from loraserve.memory.residency.pager import Residency
 from loraserve.types import AdapterRef, Digest, RequestId, SamplingParams, TenantId, TokenOutput
 
@@ -103,7 +104,7 @@ class Adapters:
     """Names, in the order of the scheduler's questions."""
     invocations: dict[Digest, tuple[int, ...]] = field(default_factory=dict)
     """Of those that don't act on every token."""
-    is_line_closed: bool = False
+    is_admission_paused: bool = False
     mean_load_s: float = 0.0
     num_uses: int = 0
     """Pins that count as one of their adapter."""
@@ -128,9 +129,9 @@ class Adapters:
         self.num_uses += is_use
         return CountedPin(self, digest)
 
-    def facts(self, digest: Digest) -> AdapterFacts:
+    def metadata(self, digest: Digest) -> AdapterMetadata:
         assert self.states[digest] is Residency.RESIDENT
-        return AdapterFacts(invocation_token_ids=self.invocations.get(digest, ()))
+        return AdapterMetadata(invocation_token_ids=self.invocations.get(digest, ()))
 
     def prefetch(self, refs: Sequence[AdapterRef]) -> None:
         self.ahead = [ref.name for ref in refs]
@@ -146,7 +147,7 @@ class Harness:
     def __init__(
         self, num_blocks: int = 64, block_size: int = 4, max_num_seqs: int = 8, token_budget: int = 32
     ) -> None:
-        self.kv = KVCache(num_blocks, block_size)
+        self.kv = BlockPool(num_blocks, block_size)
         self.adapters = Adapters()
         self.now = 0.0
         self._flows: dict[RequestId, AdapterFlow] = {}

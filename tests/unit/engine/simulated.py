@@ -345,7 +345,7 @@ class Simulation:
 
     def _check_prefixes(self) -> None:
         """What is offered as a prefix is on the device: none of it is still to be computed."""
-        for block, cached in self.engine._kv._cached.items():
+        for block, cached in self.engine._kv.prefix_cache._cached.items():
             assert len(cached.token_ids) == BLOCK_SIZE
             memory = self.device.memory[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE]
             assert tuple(memory) == cached.token_ids

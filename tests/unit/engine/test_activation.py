@@ -10,7 +10,7 @@ from loraserve.engine.activation import find_activation, find_last
 from loraserve.engine.execution.batch import build_batch
 from loraserve.engine.scheduled import StepResult
 from loraserve.errors import EngineError
-from loraserve.memory.kv_cache import Activation
+from loraserve.memory.kv.prefix_cache import Activation
 from loraserve.memory.residency.pager import Residency
 from loraserve.types import Digest
 

@@ -11,7 +11,7 @@ import pytest
 from loraserve.engine.engine import Engine
 from loraserve.engine.worker.startup import build_engine
 from loraserve.engine_client.messages import AddRequest
-from loraserve.memory.arena import Tenure
+from loraserve.memory.arena import Owner
 from loraserve.types import RequestId, SamplingParams, TenantId, TokenOutput
 
 from .conftest import ADAPTERS, World
@@ -76,9 +76,9 @@ def test_what_makes_way_changes_no_token(world: World, make_engine: Callable[...
     for request_id, (name, prompt) in asked.items():
         assert text(answers[request_id]) == world.expected(name, prompt, 10)
     kv, pool = engine._kv, engine.pager._pool
-    assert kv.num_evictions_for[Tenure.ADAPTERS] > 0
-    assert pool.num_evictions_for[Tenure.KV] + pool.num_evictions_for[Tenure.ADAPTERS] > 0
-    assert kv.prefill_pace.seconds_per_unit > 0
+    assert kv.num_evictions_for[Owner.ADAPTERS] > 0
+    assert pool.num_evictions_for[Owner.KV] + pool.num_evictions_for[Owner.ADAPTERS] > 0
+    assert kv.prefix_cache.prefill_cost.seconds_per_unit > 0
     assert engine.stats().invariant_violations == 0
 
 

@@ -159,7 +159,7 @@ def test_the_first_who_wants_a_cold_adapter_is_charged_for_its_load() -> None:
     harness.add(first, second)
     harness.step()
     assert harness.flow(first).virtual_counter == pytest.approx(
-        0.02 / harness.kv.prefill_pace.seconds_per_unit * PROMPT_COST
+        0.02 / harness.kv.prefix_cache.prefill_cost.seconds_per_unit * PROMPT_COST
     )
     assert harness.flow(second).virtual_counter == 0.0
 

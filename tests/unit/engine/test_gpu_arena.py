@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("triton")
 
 from loraserve.engine.worker.startup import build_engine
-from loraserve.memory.arena import Tenure
-from loraserve.memory.devices.gpu_device import GpuDevice, divide
+from loraserve.memory.arena import Owner
+from loraserve.memory.devices.gpu import GpuDevice, divide
 from loraserve.types import TokenOutput
 
 from .conftest import World
@@ -40,11 +40,11 @@ def test_pages_that_were_an_adapters_hold_kv_and_the_other_way_round(world: Worl
     before: list[TokenOutput] = []
     add(engine, world, prompt, "r8", max_tokens=1, logprobs=320)
     run(engine, before)
-    pages = set(pool.device.lease.pages)
+    pages = set(pool.device.arena_client.pages)
     # a sequence that takes whatever anybody can give up
     blocks = kv.allocate(kv.num_available)
     assert blocks is not None
-    assert pool.num_evictions_for == {Tenure.KV: 1}
+    assert pool.num_evictions_for == {Owner.KV: 1}
     assert pages <= set(blocks)
     pool.device.pool.data.fill_(0xFF)
     kv.release(blocks)
@@ -53,6 +53,6 @@ def test_pages_that_were_an_adapters_hold_kv_and_the_other_way_round(world: Worl
     run(engine, after)
     assert after[-1].token_ids == before[-1].token_ids
     assert after[-1].logprobs == before[-1].logprobs
-    assert len(pool.device.lease.pages) == len(pages)
+    assert len(pool.device.arena_client.pages) == len(pages)
     engine.pager.close()
     assert engine.check() == []

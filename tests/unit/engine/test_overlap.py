@@ -122,7 +122,7 @@ def test_nothing_that_a_dropped_row_computed_is_offered_as_a_prefix(overlapped):
     prompt = prompt_that_ends(after=3, length=5)
     simulation.add("a", prompt, max_tokens=20)
     simulation.run()
-    assert [cached.token_ids for cached in simulation.engine._kv._cached.values()] == [tuple(prompt[:4])]
+    assert [cached.token_ids for cached in simulation.engine._kv.prefix_cache._cached.values()] == [tuple(prompt[:4])]
 
 
 def test_a_block_is_offered_only_when_the_step_that_filled_it_was_finite(overlapped):
@@ -134,7 +134,7 @@ def test_a_block_is_offered_only_when_the_step_that_filled_it_was_finite(overlap
     simulation.run()
     assert simulation.received["a"].token_ids == tokens_of(prompt, 2)
     assert simulation.received["a"].ending == (FinishReason.ERROR, None, "engine_error")
-    assert [cached.token_ids for cached in simulation.engine._kv._cached.values()] == [tuple(prompt[:4])]
+    assert [cached.token_ids for cached in simulation.engine._kv.prefix_cache._cached.values()] == [tuple(prompt[:4])]
 
 
 def test_a_row_in_flight_behind_bad_logits_is_dropped(overlapped):

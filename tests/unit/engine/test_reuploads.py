@@ -14,8 +14,8 @@ from adapters_store import open_store
 from loraserve.engine.engine import Engine
 from loraserve.engine.worker.startup import build_engine
 from loraserve.engine_client.messages import AddRequest
-from loraserve.memory import kv_cache
-from loraserve.memory.kv_cache import Activation
+from loraserve.memory.kv import prefix_cache
+from loraserve.memory.kv.prefix_cache import Activation
 from loraserve.types import AdapterRef, Digest, RequestId, SamplingParams, TenantId
 
 from .conftest import World, store_adapter
@@ -86,9 +86,9 @@ def test_keys_and_values_under_a_name_would_be_stale(
 ) -> None:
     """The mutant that keys them by the adapter's name, as some servers do: what this file is against."""
 
-    name, key = Digest(hashlib.sha256(b"same").hexdigest()), kv_cache.activate_key
+    name, key = Digest(hashlib.sha256(b"same").hexdigest()), prefix_cache.activate_key
     monkeypatch.setattr(
-        kv_cache, "activate_key", lambda parent, activation: key(parent, Activation(name, activation.start))
+        prefix_cache, "activate_key", lambda parent, activation: key(parent, Activation(name, activation.start))
     )
     first, second = (expected for _, expected in versions)
     answers = answers_of(world, versions)

@@ -170,9 +170,9 @@ def test_a_lookup_in_the_prefix_cache_counts_when_the_request_begins(harness):
     harness.add(blocked)
     harness.step()
     harness.step()
-    assert (blocked.status, harness.kv.prefix_tokens_queried) == (Status.WAITING, 12)
+    assert (blocked.status, harness.kv.prefix_cache.num_tokens_queried) == (Status.WAITING, 12)
     harness.run()
-    assert harness.kv.prefix_tokens_queried == 12 + 8
+    assert harness.kv.prefix_cache.num_tokens_queried == 12 + 8
 
 
 def test_a_request_whose_adapter_fails_ends_alone(harness):
@@ -295,7 +295,7 @@ def test_while_the_line_is_closed_only_those_go_on_that_have_begun():
     assert younger.status is Status.WAITING
     late = [make_request(4, adapter="a"), make_request(4), make_request(4, adapter="b")]
     harness.step()
-    harness.adapters.is_line_closed = True
+    harness.adapters.is_admission_paused = True
     harness.add(*late)
     for _ in range(20):
         harness.step()
@@ -304,7 +304,7 @@ def test_while_the_line_is_closed_only_those_go_on_that_have_begun():
     assert [request.status for request in late] == [Status.WAITING] * 3
     assert [request.pin for request in late] == [None] * 3
     harness.adapters.set("b", Residency.RESIDENT)
-    harness.adapters.is_line_closed = False
+    harness.adapters.is_admission_paused = False
     harness.run()
     assert [request.status for request in late] == [Status.FINISHED] * 3
 
@@ -314,7 +314,7 @@ def test_who_waits_for_the_adapter_that_closed_the_line_asks_on():
     request = make_request(4, adapter="b")
     harness.add(request)
     harness.step()
-    harness.adapters.is_line_closed = True
+    harness.adapters.is_admission_paused = True
     harness.adapters.asked.clear()
     harness.step()
     assert "b" in harness.adapters.asked
@@ -329,7 +329,7 @@ def test_who_waited_for_an_adapter_begins_once_it_is_there_though_the_line_has_c
     harness.add(waited)
     harness.step()
     harness.adapters.set("b", Residency.RESIDENT)
-    harness.adapters.is_line_closed = True
+    harness.adapters.is_admission_paused = True
     harness.add(late)
     harness.step()
     assert (waited.status, late.status) == (Status.RUNNING, Status.WAITING)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from loraserve.engine.probe import Probe
-from loraserve.memory.arena import Tenure
+from loraserve.memory.arena import Owner
 from loraserve.memory.residency.pager import Residency
 
 from .conftest import Harness, make_ref, make_request
@@ -152,6 +152,6 @@ def test_kv_blocks_that_give_way_are_counted_by_for_whom(simulation: Simulation)
     before = simulation.engine.stats()
     assert before.kv_evictions > 0
     assert before.kv_evictions_for_adapters == 0
-    kv.num_evictions_for[Tenure.ADAPTERS] += 2
+    kv.num_evictions_for[Owner.ADAPTERS] += 2
     stats = simulation.engine.stats()
     assert (stats.kv_evictions - before.kv_evictions, stats.kv_evictions_for_adapters) == (2, 2)

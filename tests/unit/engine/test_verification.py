@@ -29,8 +29,8 @@ from loraserve.engine.verification.verifier import MAX_PROBING, MAX_TOGETHER, Ve
 from loraserve.engine.worker.startup import build_engine
 from loraserve.engine_client.messages import VerifyReply
 from loraserve.limits import LIMITS
-from loraserve.memory.devices.device import CpuDevice
-from loraserve.memory.kv_cache import Activation
+from loraserve.memory.devices.cpu import CpuDevice
+from loraserve.memory.kv.prefix_cache import Activation
 from loraserve.model.reference_model import Evaluation, PlainBase, Subject
 from loraserve.types import AdapterRef, Certificate, Digest, TokenOutput
 from loraserve_kernels.common.plan import make_plan

@@ -12,7 +12,7 @@ from loraserve.engine.scheduling.queue import SchedulingPass
 from loraserve.engine.scheduling.waits import PREFETCH_DEPTH
 from loraserve.errors import AdapterNotReady, error_from_code
 from loraserve.limits import LIMITS
-from loraserve.memory.residency.load_queue import INTEREST_S
+from loraserve.memory.residency.load_queue import STALE_AFTER_S
 from loraserve.memory.residency.pager import Residency
 from loraserve.types import FinishReason, TokenOutput
 
@@ -141,7 +141,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch, num_requests: int, num_adapters: 
     harness.add(make_request(max_tokens=100))
     harness.step()
     harness.add(*[make_request(adapter=f"cold{number % num_adapters}") for number in range(num_requests)])
-    harness.adapters.is_line_closed = is_closed
+    harness.adapters.is_admission_paused = is_closed
     harness.step()
     harness.adapters.asked.clear()
     candidates: list[object] = []
@@ -192,7 +192,7 @@ def test_adapters_that_are_away_are_asked_for_again_before_the_pager_forgets_the
         harness.adapters.asked.clear()
         harness.step()
         asked_s |= dict.fromkeys(harness.adapters.asked, harness.now)
-        assert harness.now - min(asked_s.values()) <= MAX_PARKED_S + 0.6 < INTEREST_S
+        assert harness.now - min(asked_s.values()) <= MAX_PARKED_S + 0.6 < STALE_AFTER_S
 
 
 def test_an_adapter_that_has_come_is_used_in_the_next_step(harness: Harness) -> None:
@@ -205,11 +205,11 @@ def test_an_adapter_that_has_come_is_used_in_the_next_step(harness: Harness) -> 
 
 
 def test_those_that_a_closed_line_kept_waiting_begin_once_it_is_open(harness: Harness) -> None:
-    harness.adapters.is_line_closed = True
+    harness.adapters.is_admission_paused = True
     requests = [make_request(max_tokens=1) for _ in range(3)]
     harness.add(*requests)
     assert [harness.step()[0] for _ in range(3)] == [[], [], []]
-    harness.adapters.is_line_closed = False
+    harness.adapters.is_admission_paused = False
     assert [entry.request for entry in harness.step()[0]] == requests
 
 
@@ -245,10 +245,10 @@ def test_random_comings_and_goings_leave_nobody_away_for_good() -> None:
                 ]
             )
             harness.adapters.set(rng.choice(names), rng.choice([Residency.RESIDENT, Residency.LOADING]))
-            harness.adapters.is_line_closed ^= rng.random() < 0.1
+            harness.adapters.is_admission_paused ^= rng.random() < 0.1
             num_served[bool(harness.step()[0])] += 1
             assert harness.scheduler.check() == []
-        harness.adapters.is_line_closed = False
+        harness.adapters.is_admission_paused = False
         for name in names:
             harness.adapters.states[make_ref(name).digest] = Residency.RESIDENT
         harness.run()

@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import save
 
 from adapters_store import LocalStore
-from loraserve.memory.devices.device import AdapterDevice, CpuDevice, HostAdapter
-from loraserve.memory.loading.adapter_metadata import AdapterFacts, Loaded
+from loraserve.memory.devices.base import AdapterDevice, HostAdapter
+from loraserve.memory.devices.cpu import CpuDevice
+from loraserve.memory.loading.adapter_metadata import AdapterMetadata, LoadedAdapter
 from loraserve.memory.loading.precision import EXACT, Precision
-from loraserve.memory.residency.device_cache import AdapterPool
+from loraserve.memory.residency.device_cache import DeviceCache
 from loraserve.memory.residency.host_cache import HostCache
 from loraserve.memory.residency.pager import Pager
 from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
@@ -111,9 +112,9 @@ def make_packed(rank: int = 4) -> PackedAdapter:
     return pack_adapter(modules, num_layers=2, module_shapes=MODULES, dtype=torch.float32)
 
 
-def make_loaded(host: HostAdapter | int = 4, **facts: Any) -> Loaded:
+def make_loaded(host: HostAdapter | int = 4, **metadata: Any) -> LoadedAdapter:
     """An adapter as the loader hands it over; a number is a rank."""
-    return Loaded(make_packed(host) if isinstance(host, int) else host, AdapterFacts(**facts))
+    return LoadedAdapter(make_packed(host) if isinstance(host, int) else host, AdapterMetadata(**metadata))
 
 
 def make_digest(name: object) -> Digest:
@@ -235,7 +236,7 @@ def make_pager(store: LocalStore, clock: Clock) -> Iterator[Callable[..., Pager]
         pager = Pager(
             store,
             BASE,
-            AdapterPool(device or CpuDevice(BASE, int(device_ranks * RANK_BYTES), dtype), clock),
+            DeviceCache(device or CpuDevice(BASE, int(device_ranks * RANK_BYTES), dtype), clock),
             HostCache(int(host_ranks * RANK_BYTES)),
             num_threads,
             precision=precision,

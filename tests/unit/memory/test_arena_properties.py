@@ -19,12 +19,13 @@ from hypothesis.stateful import (
 )
 from simulated_gpu import read_module
 
-from loraserve.memory.arena import Arena, Tenure
+from loraserve.memory.arena import Arena, Owner
 from loraserve.memory.devices.copies import DirectCopies
-from loraserve.memory.devices.device import CpuDevice
-from loraserve.memory.devices.gpu_device import GpuDevice
-from loraserve.memory.kv_cache import BlockId, KVCache, RentedBlocks, extend_key, prefix_root
-from loraserve.memory.residency.device_cache import AdapterPool, Pin
+from loraserve.memory.devices.cpu import CpuDevice
+from loraserve.memory.devices.gpu import GpuDevice
+from loraserve.memory.kv.block_pool import BlockLayout, BlockPool
+from loraserve.memory.kv.prefix_cache import BlockId, extend_key, prefix_root
+from loraserve.memory.residency.device_cache import DeviceCache, Pin
 from loraserve.types import Digest, TenantId
 from loraserve_kernels.gpu.paged.layout import FIRST_SLICE, FIRST_TILE
 from loraserve_kernels.gpu.paged.pool import PagedPool
@@ -41,8 +42,8 @@ class Machine(RuleBasedStateMachine):
 
     make: Any
     arena: Arena
-    kv: KVCache
-    pool: AdapterPool
+    kv: BlockPool
+    pool: DeviceCache
     packed: list[Any]
 
     def _prepare(self) -> None:
@@ -75,7 +76,7 @@ class Machine(RuleBasedStateMachine):
             self._write(blocks[i], token_ids[: (i + 1) * BLOCK_SIZE])
         parent = ROOT
         for i in range(len(token_ids) // BLOCK_SIZE):
-            parent = self.kv.publish(blocks[i], parent, token_ids[i * BLOCK_SIZE : (i + 1) * BLOCK_SIZE])
+            parent = self.kv.prefix_cache.publish(blocks[i], parent, token_ids[i * BLOCK_SIZE : (i + 1) * BLOCK_SIZE])
         self.sequences.append((token_ids, blocks))
 
     @precondition(lambda self: self.sequences)
@@ -178,43 +179,43 @@ def counted_machine(make: Any) -> type[Machine]:
             self.make = make
             self._prepare()
             self.arena = Arena(num_pages, 256)
-            rented = RentedBlocks(
-                self.arena.lease(Tenure.KV), 3 * 256, pages_per_group=3, when_given_back=self._note_given_back
+            layout = BlockLayout(
+                self.arena.client(Owner.KV), 3 * 256, pages_per_group=3, on_freed=self._note_given_back
             )
-            self.kv = KVCache(num_pages // 3, BLOCK_SIZE, rented=rented, clock=self.clock)
+            self.kv = BlockPool(num_pages // 3, BLOCK_SIZE, layout=layout, clock=self.clock)
             most = (num_pages - 3 * LONGEST) * 256
-            device = CpuDevice(make.base, most, lease=self.arena.lease(Tenure.ADAPTERS))
-            self.pool = AdapterPool(device, self.clock)
-            self.pool.when_evicted = lambda evicted: self.left.append(evicted.digest)
+            device = CpuDevice(make.base, most, arena_client=self.arena.client(Owner.ADAPTERS))
+            self.pool = DeviceCache(device, self.clock)
+            self.pool.on_evicted = lambda evicted: self.left.append(evicted.digest)
             self.packed = [make.packed(rank) for rank in RANKS]
 
         def _note_given_back(self, blocks: Sequence[int]) -> None:
             held = {block for _, holds in self.sequences for block in holds}
             assert not held & set(blocks)
-            assert not self.kv._cached.keys() & set(blocks)
+            assert not self.kv.prefix_cache._cached.keys() & set(blocks)
 
     return Counted
 
 
 def placed_machine(make: Any) -> type[Machine]:
-    class Placed(Machine):
+    class PlacedAdapter(Machine):
         """Pages of a GPU with real bytes: one or two KV blocks a page, and pages behind the arena for KV alone."""
 
         @initialize(
             num_pages=st.integers(LONGEST, 14),
-            num_own_pages=st.sampled_from([0, 0, 2]),
+            num_dedicated_pages=st.sampled_from([0, 0, 2]),
             per_page=st.sampled_from([1, 2]),
             max_tiles=st.sampled_from([2, 8]),
         )
-        def start(self, num_pages: int, num_own_pages: int, per_page: int, max_tiles: int) -> None:
+        def start(self, num_pages: int, num_dedicated_pages: int, per_page: int, max_tiles: int) -> None:
             self.make = make
             self._prepare()
             self.block_bytes = make.page_bytes // per_page
-            self.data = torch.randint(0, 256, ((num_pages + num_own_pages) * make.page_bytes,), dtype=torch.uint8)
-            self.arena = Arena(num_pages, make.page_bytes, has_places=True)
-            rented = RentedBlocks(self.arena.lease(Tenure.KV), self.block_bytes, blocks_per_group=per_page)
-            num_blocks = (num_pages + num_own_pages) * per_page
-            self.kv = KVCache(num_blocks, BLOCK_SIZE, rented=rented, clock=self.clock)
+            self.data = torch.randint(0, 256, ((num_pages + num_dedicated_pages) * make.page_bytes,), dtype=torch.uint8)
+            self.arena = Arena(num_pages, make.page_bytes, is_indexed=True)
+            layout = BlockLayout(self.arena.client(Owner.KV), self.block_bytes, blocks_per_group=per_page)
+            num_blocks = (num_pages + num_dedicated_pages) * per_page
+            self.kv = BlockPool(num_blocks, BLOCK_SIZE, layout=layout, clock=self.clock)
             self.gpu = PagedPool(
                 num_pages=num_pages,
                 page_num_bytes=make.page_bytes,
@@ -226,11 +227,11 @@ def placed_machine(make: Any) -> type[Machine]:
                 device="cpu",
                 data=self.data[: num_pages * make.page_bytes],
             )
-            most = num_pages - max(0, -(-LONGEST // per_page) - num_own_pages)
+            most = num_pages - max(0, -(-LONGEST // per_page) - num_dedicated_pages)
             device = GpuDevice(
-                make.base, self.gpu, DirectCopies(), lease=self.arena.lease(Tenure.ADAPTERS), max_pages=most
+                make.base, self.gpu, DirectCopies(), arena_client=self.arena.client(Owner.ADAPTERS), max_pages=most
             )
-            self.pool = AdapterPool(device, self.clock)
+            self.pool = DeviceCache(device, self.clock)
             self.modules = [make.modules(rank, seed=i) for i, rank in enumerate(RANKS)]
             self.packed = [device.pack(modules, torch.float32) for modules in self.modules]
 
@@ -252,7 +253,7 @@ def placed_machine(make: Any) -> type[Machine]:
                     a, _, _ = read_module(self.gpu, tile, 1, RANKS[index], 32, 32)
                     assert torch.equal(a, self.modules[index][1].lora_a.bfloat16())
 
-    return Placed
+    return PlacedAdapter
 
 
 @pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisWarning")

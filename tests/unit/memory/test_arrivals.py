@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from loraserve.errors import InvariantViolation
-from loraserve.memory.devices.device import CpuDevice
+from loraserve.memory.devices.cpu import CpuDevice
 from loraserve.memory.residency.arrivals import Arrivals
-from loraserve.memory.residency.device_cache import AdapterPool
+from loraserve.memory.residency.device_cache import DeviceCache
 from loraserve.types import Digest
 
 A, B = Digest("a"), Digest("b")
@@ -25,12 +25,12 @@ class SlowDevice(CpuDevice):
 
 
 @pytest.fixture
-def pool(make: Any) -> AdapterPool:
+def pool(make: Any) -> DeviceCache:
     """Room for one adapter of rank 4."""
-    return AdapterPool(CpuDevice(make.base, 4 * make.rank_bytes))
+    return DeviceCache(CpuDevice(make.base, 4 * make.rank_bytes))
 
 
-def test_what_is_fresh_is_not_evicted_before_the_second_look(make: Any, pool: AdapterPool) -> None:
+def test_what_is_fresh_is_not_evicted_before_the_second_look(make: Any, pool: DeviceCache) -> None:
     arrivals, size = Arrivals(pool), make.cpu.footprint_of(make.packed())
     assert arrivals.admit(A, make.loaded(), 0.0) == []
     assert not arrivals.can_admit(size)
@@ -43,7 +43,7 @@ def test_what_is_fresh_is_not_evicted_before_the_second_look(make: Any, pool: Ad
 
 def test_what_was_under_way_is_fresh_from_when_it_lands_and_its_time_counts_once(make: Any) -> None:
     device = SlowDevice(make.base, 4 * make.rank_bytes)
-    arrivals, size = Arrivals(AdapterPool(device)), make.cpu.footprint_of(make.packed())
+    arrivals, size = Arrivals(DeviceCache(device)), make.cpu.footprint_of(make.packed())
     arrivals.admit(A, make.loaded(), 0.0)
     assert arrivals.take_landed() == []
     assert arrivals.load_s.num == 0
@@ -58,11 +58,11 @@ def test_what_was_under_way_is_fresh_from_when_it_lands_and_its_time_counts_once
 
 def test_what_lands_is_kept_from_others_than_adapters_too(make: Any) -> None:
     device = SlowDevice(make.base, 4 * make.rank_bytes)
-    pool = AdapterPool(device)
+    pool = DeviceCache(device)
     arrivals = Arrivals(pool)
     arrivals.admit(A, make.loaded(), 0.0)
     device.has_arrived = True
     arrivals.take_landed()
-    assert pool.least_value() is None
+    assert pool.victim_value() is None
     arrivals.take_landed()
-    assert pool.least_value() is not None
+    assert pool.victim_value() is not None

@@ -14,7 +14,7 @@ from loraserve.adapters.composition import composition_digest
 from loraserve.errors import AdapterCorrupt, InvalidRequest
 from loraserve.memory.loading.composition import Composer
 from loraserve.memory.loading.load import load_adapter
-from loraserve.memory.loading.lowering import Lowered
+from loraserve.memory.loading.lowering import LoweredAdapter
 from loraserve.types import AdapterPart, AdapterRef
 from loraserve_kernels.cpu.lora.layout import LoraModule, ReplacedNorm, ReplacedRows
 
@@ -54,7 +54,7 @@ def test_parts_of_one_dtype_keep_it(make: Any, store: LocalStore) -> None:
 def test_parts_of_different_dtypes_are_held_in_one_that_has_room_for_both(make: Any) -> None:
     composer = Composer()
     for dtype in (torch.bfloat16, torch.float16):
-        composer.add(part(make), Lowered((module(),), (), dtype, {}))
+        composer.add(part(make), LoweredAdapter((module(),), (), dtype, {}))
     assert composer.compose().stored is torch.float32
 
 
@@ -84,8 +84,8 @@ def part(make: Any, weight: float = 1.0) -> AdapterPart:
     )
 
 
-def lowered(*modules: LoraModule, **fields: Any) -> Lowered:
-    return Lowered(modules, fields.pop("norms", ()), torch.float32, fields.pop("magnitudes", {}), **fields)
+def lowered(*modules: LoraModule, **fields: Any) -> LoweredAdapter:
+    return LoweredAdapter(modules, fields.pop("norms", ()), torch.float32, fields.pop("magnitudes", {}), **fields)
 
 
 def module(rank: int = 2, **fields: Any) -> LoraModule:
@@ -103,7 +103,7 @@ def test_shifts_add_up_by_weight(make: Any) -> None:
 
 
 ROWS = ReplacedRows(torch.arange(2, dtype=torch.int32), torch.ones(2, 32))
-WRONG: dict[str, Lowered] = {
+WRONG: dict[str, LoweredAdapter] = {
     "DoRA": lowered(module(delta=torch.ones(32)), magnitudes={(1, "q_proj"): torch.ones(32)}),
     "IA3": lowered(module(delta=torch.ones(32))),
     "trained weight": lowered(module(rows=ROWS)),

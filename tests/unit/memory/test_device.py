@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from loraserve.errors import AdapterUnavailable, ConfigError, InvariantViolation
+from loraserve.memory.devices.base import Footprint, refuse_out_of_range
 from loraserve.memory.devices.copies import DirectCopies
-from loraserve.memory.devices.device import CpuDevice, Footprint, cpu_adapter_dtype, refuse_out_of_range
-from loraserve.memory.devices.gpu_device import GpuDevice
+from loraserve.memory.devices.cpu import CpuDevice, cpu_adapter_dtype
+from loraserve.memory.devices.gpu import GpuDevice
 from loraserve_kernels.cpu.lora.layout import LoraModule
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from loraserve.memory.devices.device import CpuDevice, Footprint
-from loraserve.memory.residency.device_cache import AdapterPool
+from loraserve.memory.devices.base import Footprint
+from loraserve.memory.devices.cpu import CpuDevice
+from loraserve.memory.residency.device_cache import DeviceCache
 from loraserve.memory.residency.drain import Drain
 from loraserve.types import Digest
 
@@ -16,9 +17,9 @@ NAMES = tuple(Digest(name) for name in "abc")
 
 
 @pytest.fixture
-def pool(make: Any) -> AdapterPool:
+def pool(make: Any) -> DeviceCache:
     """Three pinned adapters of rank 4, the least recently used first, where four have room."""
-    pool = AdapterPool(CpuDevice(make.base, 16 * make.rank_bytes))
+    pool = DeviceCache(CpuDevice(make.base, 16 * make.rank_bytes))
     for name in NAMES:
         pool.admit(name, make.loaded(), 0.0)
         pool.pin(name, 0.0)
@@ -30,14 +31,14 @@ def footprint(make: Any) -> Callable[[int], Footprint]:
     return lambda rank: make.cpu.footprint_of(make.packed(rank))
 
 
-def test_what_has_room_drains_nobody(pool: AdapterPool, footprint: Callable[[int], Footprint]) -> None:
+def test_what_has_room_drains_nobody(pool: DeviceCache, footprint: Callable[[int], Footprint]) -> None:
     drain = Drain(pool)
     drain.widen(footprint(4))
     assert list(drain) == []
 
 
 def test_as_many_are_drained_as_it_takes_the_least_recently_used_first(
-    pool: AdapterPool, footprint: Callable[[int], Footprint]
+    pool: DeviceCache, footprint: Callable[[int], Footprint]
 ) -> None:
     drain = Drain(pool)
     drain.widen(footprint(8))
@@ -49,14 +50,14 @@ def test_as_many_are_drained_as_it_takes_the_least_recently_used_first(
     assert drain.check() == []
 
 
-def test_what_an_operator_has_pinned_is_not_drained(pool: AdapterPool, footprint: Callable[[int], Footprint]) -> None:
+def test_what_an_operator_has_pinned_is_not_drained(pool: DeviceCache, footprint: Callable[[int], Footprint]) -> None:
     drain = Drain(pool)
     pool.set_operator_pin(NAMES[0], True)
     drain.widen(footprint(8))
     assert list(drain) == [NAMES[1]]
 
 
-def test_a_drain_ends_for_one_or_for_all(pool: AdapterPool, footprint: Callable[[int], Footprint]) -> None:
+def test_a_drain_ends_for_one_or_for_all(pool: DeviceCache, footprint: Callable[[int], Footprint]) -> None:
     drain = Drain(pool)
     drain.widen(footprint(16))
     assert set(drain) == set(NAMES)
@@ -68,9 +69,9 @@ def test_a_drain_ends_for_one_or_for_all(pool: AdapterPool, footprint: Callable[
 
 
 def test_one_that_is_drained_and_has_left_is_found_by_check(
-    make: Any, pool: AdapterPool, footprint: Callable[[int], Footprint]
+    make: Any, pool: DeviceCache, footprint: Callable[[int], Footprint]
 ) -> None:
-    elsewhere, drain = AdapterPool(CpuDevice(make.base, 16 * make.rank_bytes)), Drain(pool)
+    elsewhere, drain = DeviceCache(CpuDevice(make.base, 16 * make.rank_bytes)), Drain(pool)
     drain.widen(footprint(8))
     drain._pool = elsewhere
     assert drain.check() == ["drain: an adapter that isn't on the device is drained from it"]

@@ -11,10 +11,10 @@ import torch
 from simulated_gpu import SimulatedCopies, read_module
 
 from loraserve.errors import AdapterUnavailable, ConfigError
+from loraserve.memory.devices.base import Footprint
 from loraserve.memory.devices.copies import DirectCopies
-from loraserve.memory.devices.device import Footprint
-from loraserve.memory.devices.gpu_device import GpuDevice, adapter_dtype, pool_size
-from loraserve.memory.residency.device_cache import AdapterPool
+from loraserve.memory.devices.gpu import GpuDevice, adapter_dtype, pool_size
+from loraserve.memory.residency.device_cache import DeviceCache
 from loraserve_kernels.common.modules import LAYER_MODULES, LoraModule, ReplacedNorm, ReplacedRows
 from loraserve_kernels.errors import ShapeMismatch
 from loraserve_kernels.gpu.paged.layout import RECORD
@@ -36,7 +36,7 @@ def make_device(make: Any, **pool: int) -> GpuDevice:
     return GpuDevice(make.base, make.pool(**pool), DirectCopies())
 
 
-def fill(make: Any, pool: AdapterPool, names: str, rank: int = 1) -> None:
+def fill(make: Any, pool: DeviceCache, names: str, rank: int = 1) -> None:
     for seed, name in enumerate(names):
         pool.admit(
             make.digest(name), make.loaded(pool.device.pack(make.modules(rank, seed=seed), torch.float32)), float(seed)
@@ -73,7 +73,7 @@ def test_a_place_is_there_again_after_the_adapter_has_left(make: Any) -> None:
 @pytest.mark.parametrize("tight", ["num_pages", "max_tiles", "max_slots"])
 def test_eviction_goes_on_until_every_limit_is_kept(make: Any, tight: str) -> None:
     # room for four adapters of one page, tile and slot each, by one of the limits
-    pool = AdapterPool(make_device(make, **{tight: 5 if tight == "max_slots" else 4}))
+    pool = DeviceCache(make_device(make, **{tight: 5 if tight == "max_slots" else 4}))
     fill(make, pool, "abcd")
     pin = pool.pin(make.digest("a"), 9.0)
     # one page, two tiles (the modules), one slot; or two pages
@@ -88,7 +88,7 @@ def test_eviction_goes_on_until_every_limit_is_kept(make: Any, tight: str) -> No
 
 
 def test_scattered_tiles_cost_further_evictions_and_no_failure(make: Any) -> None:
-    pool = AdapterPool(make_device(make, max_tiles=4))
+    pool = DeviceCache(make_device(make, max_tiles=4))
     fill(make, pool, "abcd")
     # least recently used: a and c, whose tiles aren't neighbours; then b, between them
     for name in "bd":
@@ -101,7 +101,7 @@ def test_scattered_tiles_cost_further_evictions_and_no_failure(make: Any) -> Non
 
 
 def test_tiles_scattered_between_pinned_adapters_are_no_place(make: Any) -> None:
-    pool = AdapterPool(make_device(make, max_tiles=3))
+    pool = DeviceCache(make_device(make, max_tiles=3))
     fill(make, pool, "abc")
     pin = pool.pin(make.digest("b"), 5.0)
     packed = pool.device.pack(make.modules(17), torch.float32)
@@ -122,7 +122,7 @@ def test_tiles_scattered_between_pinned_adapters_are_no_place(make: Any) -> None
 def test_an_adapter_on_its_way_is_neither_resident_nor_idle(make: Any) -> None:
     pool = make.pool(num_pages=4)
     copies = SimulatedCopies(pool)
-    adapters = AdapterPool(GpuDevice(make.base, pool, copies))
+    adapters = DeviceCache(GpuDevice(make.base, pool, copies))
     fill(make, adapters, "a", rank=3)
     assert adapters.used == Footprint(3 * make.page_bytes, 1, 1)
     assert adapters.take_landed() == []

@@ -26,10 +26,10 @@ from adapters_store import LocalStore
 from loraserve import faults
 from loraserve.errors import AdapterTooLarge, AdapterUnservable, InvariantViolation
 from loraserve.memory.devices.copies import DirectCopies
-from loraserve.memory.devices.gpu_device import GpuDevice
-from loraserve.memory.residency.device_cache import AdapterPool, Pin
+from loraserve.memory.devices.gpu import GpuDevice
+from loraserve.memory.residency.device_cache import DeviceCache, Pin
 from loraserve.memory.residency.host_cache import HostCache
-from loraserve.memory.residency.load_queue import INTEREST_S, PATIENCE_S
+from loraserve.memory.residency.load_queue import HEAD_OF_LINE_GRACE_S, STALE_AFTER_S
 from loraserve.memory.residency.pager import Pager, Residency
 from loraserve.types import AdapterRef, Digest, Tier
 from loraserve_kernels.gpu.paged.layout import FIRST_SLICE, FIRST_TILE
@@ -177,7 +177,7 @@ def test_what_is_on_its_way_is_drained_once_it_has_landed(make: Any, store: Loca
     gpu.pager.request(large)
     gpu.pager.request(small)
     make.settle(gpu.pager)
-    clock.advance(PATIENCE_S + 0.1)
+    clock.advance(HEAD_OF_LINE_GRACE_S + 0.1)
     gpu.pager.poll()
     assert gpu.pager.request(small) is Residency.LOADING
     assert gpu.pager.request(running) is Residency.WAITING_FOR_SPACE
@@ -202,7 +202,7 @@ def test_a_drain_that_ends_calls_nobody_resident_who_is_on_the_way(
     gpu.pager.request(large)
     gpu.pager.request(small)
     make.settle(gpu.pager)
-    clock.advance(INTEREST_S - 0.1)
+    clock.advance(STALE_AFTER_S - 0.1)
     gpu.pager.poll()
     gpu.pager.request(small)
     clock.advance(0.2)
@@ -224,10 +224,10 @@ def test_a_drain_that_ends_holds_nothing_in_the_host(
     pin = gpu.pager.pin(busy.digest)
     gpu.pager.request(cold)
     make.settle(gpu.pager)
-    clock.advance(PATIENCE_S + 0.1)
+    clock.advance(HEAD_OF_LINE_GRACE_S + 0.1)
     gpu.pager.poll()
     assert gpu.pager.request(busy) is Residency.WAITING_FOR_SPACE
-    clock.advance(INTEREST_S)
+    clock.advance(STALE_AFTER_S)
     assert gpu.pager.request(busy) is Residency.WAITING_FOR_SPACE
     clock.advance(0.1)
     assert set(gpu.pager.poll()) == {cold.digest, busy.digest}
@@ -328,7 +328,7 @@ def test_a_drain_makes_room_where_tiles_are_scattered(
         if pins:
             pins.pop(0).release()
         assert gpu.pager.check() == []
-    assert num_steps * 0.2 > PATIENCE_S
+    assert num_steps * 0.2 > HEAD_OF_LINE_GRACE_S
 
 
 def test_a_host_tensor_device_needs_no_streams(make: Any, store: LocalStore, make_pager: MakePager) -> None:
@@ -360,7 +360,7 @@ def make_machine(make: Any, store: LocalStore, refs: list[AdapterRef]) -> type[R
             self.gpu = make.pool(num_pages=num_pages, max_tiles=max_tiles, max_slots=5)
             self.copies = SimulatedCopies(self.gpu)
             self.device = GpuDevice(make.base, self.gpu, self.copies)
-            self.pool = AdapterPool(self.device)
+            self.pool = DeviceCache(self.device)
             self.pager = Pager(
                 store, make.base, self.pool, HostCache(host_ranks * make.rank_bytes), 2, clock=self.clock
             )

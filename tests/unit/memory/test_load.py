@@ -11,7 +11,7 @@ import torch
 
 from adapters_store import LocalStore
 from loraserve.errors import AdapterTooLarge, InvariantViolation
-from loraserve.memory.devices.device import CpuDevice
+from loraserve.memory.devices.cpu import CpuDevice
 from loraserve.memory.loading.load import load_adapter
 from loraserve.types import AdapterRef
 
@@ -59,7 +59,7 @@ def test_patterns_reach_the_packed_scalings(make: Any, store: LocalStore) -> Non
 
 def test_an_adapter_is_known_to_be_invoked(make: Any, store: LocalStore) -> None:
     ref = make.publish(store, alora_invocation_tokens=[5, 63], task_type="CAUSAL_LM")
-    assert load_adapter(store, ref, make.base, make.cpu).facts.invocation_token_ids == (5, 63)
+    assert load_adapter(store, ref, make.base, make.cpu).metadata.invocation_token_ids == (5, 63)
 
 
 class Weights:

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from loraserve.errors import AdapterCorrupt, AdapterUnavailable, LoraserveError
-from loraserve.memory.loading.adapter_metadata import Loaded
-from loraserve.memory.residency.load_history import MAX_RETRY_S, RETRY_S, AdapterSize, Damage, LoadHistory
-from loraserve.memory.residency.loaders import LoadResult
+from loraserve.memory.loading.adapter_metadata import LoadedAdapter
+from loraserve.memory.residency.loader import MAX_RETRY_S, RETRY_S, AdapterSize, Corruption, LoadHistory, LoadResult
 from loraserve.types import Digest
 
 A = Digest("a")
@@ -20,7 +19,7 @@ def history(make: Any) -> LoadHistory:
     return LoadHistory(make.cpu)
 
 
-def result(make: Any, outcome: Loaded | LoraserveError, elapsed_s: float = 1.0) -> LoadResult:
+def result(make: Any, outcome: LoadedAdapter | LoraserveError, elapsed_s: float = 1.0) -> LoadResult:
     return LoadResult(make.ref(A), outcome, elapsed_s)
 
 
@@ -71,7 +70,7 @@ def test_loads_that_fail_take_time_and_are_no_part_of_what_a_good_one_takes(make
 
 def test_damage_is_told_once_whoever_found_it_and_only_where_it_has_a_blob(make: Any, history: LoadHistory) -> None:
     history.note(result(make, AdapterCorrupt("damaged", digest=A, blob="b")), 0.0)
-    history.note_damage(AdapterCorrupt("damaged", digest=A, blob="c"))
-    history.note_damage(AdapterCorrupt("damaged"))
-    assert history.take_damages() == [Damage(A, Digest("b")), Damage(A, Digest("c"))]
-    assert history.take_damages() == []
+    history.note_corruption(AdapterCorrupt("damaged", digest=A, blob="c"))
+    history.note_corruption(AdapterCorrupt("damaged"))
+    assert history.take_corruptions() == [Corruption(A, Digest("b")), Corruption(A, Digest("c"))]
+    assert history.take_corruptions() == []

@@ -14,8 +14,8 @@ from adapters_store import LocalStore
 from loraserve import faults
 from loraserve.errors import AdapterCorrupt, AdapterTooLarge, AdapterUnavailable, AdapterUnservable, InvariantViolation
 from loraserve.memory.loading.precision import Precision
-from loraserve.memory.residency.load_history import MAX_RETRY_S, RETRY_S
-from loraserve.memory.residency.load_queue import INTEREST_S, PATIENCE_S
+from loraserve.memory.residency.load_queue import HEAD_OF_LINE_GRACE_S, STALE_AFTER_S
+from loraserve.memory.residency.loader import MAX_RETRY_S, RETRY_S
 from loraserve.memory.residency.pager import Pager, Residency
 from loraserve.types import Tier
 
@@ -118,13 +118,13 @@ def test_what_is_known_of_an_adapter_stays_with_it_through_the_tiers(
         lambda store, ref, *_: make.loaded(4, invocation_token_ids=(7, 8) if ref == a else ()),
     )
     with pytest.raises(InvariantViolation, match="isn't resident"):
-        pager.facts(a.digest)
+        pager.metadata(a.digest)
     for ref in (a, b, a):
         pager.request(ref)
         make.settle(pager)
         pager.request(ref)
     assert pager.stats()["adapter_loads"] == 2
-    assert pager.facts(a.digest).invocation_token_ids == (7, 8)
+    assert pager.metadata(a.digest).invocation_token_ids == (7, 8)
 
 
 def test_an_adapter_evicted_from_both_tiers_is_read_again(make: Any, store: LocalStore, make_pager: MakePager) -> None:
@@ -201,7 +201,7 @@ def test_a_small_adapter_may_pass_a_large_one_for_a_while_only(
     make.settle(pager)
     pager.request(small)
     assert make.settle(pager) == [small.digest]
-    clock.advance(PATIENCE_S + 0.1)
+    clock.advance(HEAD_OF_LINE_GRACE_S + 0.1)
     assert pager.request(large) is Residency.WAITING_FOR_SPACE
     pager.request(late)
     assert make.settle(pager) == []
@@ -233,7 +233,7 @@ def test_an_adapter_always_in_use_gives_way_to_one_that_has_waited(
         if pins:
             pins.pop(0).release()
         assert pager.check() == []
-    assert num_steps * 0.2 > PATIENCE_S
+    assert num_steps * 0.2 > HEAD_OF_LINE_GRACE_S
     assert pins == []
     # and the busy one is next in line
     pager.request(busy)
@@ -250,10 +250,10 @@ def test_a_drain_ends_when_nobody_waits_any_more(
     pin = pager.pin(busy.digest)
     pager.request(cold)
     make.settle(pager)
-    clock.advance(PATIENCE_S + 0.1)
+    clock.advance(HEAD_OF_LINE_GRACE_S + 0.1)
     pager.poll()
     assert pager.request(busy) is Residency.WAITING_FOR_SPACE
-    clock.advance(INTEREST_S)
+    clock.advance(STALE_AFTER_S)
     assert pager.request(busy) is Residency.WAITING_FOR_SPACE
     clock.advance(0.1)
     assert set(pager.poll()) == {cold.digest, busy.digest}
@@ -271,7 +271,7 @@ def test_an_adapter_that_nobody_asks_for_any_more_leaves_the_line(
     pin = pager.pin(a.digest)
     pager.request(b)
     make.settle(pager)
-    clock.advance(INTEREST_S + 0.1)
+    clock.advance(STALE_AFTER_S + 0.1)
     assert pager.poll() == [b.digest]
     pin.release()
     assert pager.poll() == []
@@ -358,7 +358,7 @@ def test_an_adapter_that_loses_more_than_the_operator_allows_is_refused(
     pager = make_pager(dtype=torch.bfloat16, precision=Precision(max_loss=0.01))
     pager.request(ref)
     make.settle(pager)
-    assert 1e-4 < pager.facts(ref.digest).precision_loss < 0.01
+    assert 1e-4 < pager.metadata(ref.digest).precision_loss < 0.01
 
 
 @pytest.mark.parametrize("fault", ["EIO", "unexpected"])
@@ -386,7 +386,7 @@ def test_an_operators_pin_brings_an_adapter_and_keeps_it(
     for _ in range(4):
         pager.request(other)
         make.settle(pager)
-        clock.advance(PATIENCE_S)
+        clock.advance(HEAD_OF_LINE_GRACE_S)
     assert pager.request(other) is Residency.WAITING_FOR_SPACE
     # what waits for an operator closes the line to nobody
     assert pager.request(kept) is Residency.RESIDENT
@@ -404,7 +404,7 @@ def test_an_operators_pin_waits_for_space_without_being_asked_for_again(
     pin = pager.pin(a.digest)
     pager.set_operator_pin(b, True)
     make.settle(pager)
-    clock.advance(10 * INTEREST_S)
+    clock.advance(10 * STALE_AFTER_S)
     assert pager.poll() == []
     pin.release()
     assert pager.poll() == [b.digest]
@@ -479,7 +479,7 @@ def test_a_hit_in_the_host_passes_nobody_who_has_waited_long_enough(
     pin = pager.pin(running.digest)
     pager.request(large)
     make.settle(pager)
-    clock.advance(PATIENCE_S + 0.1)
+    clock.advance(HEAD_OF_LINE_GRACE_S + 0.1)
     pager.poll()
     assert pager.request(small) is not Residency.RESIDENT
     pin.release()
@@ -496,7 +496,7 @@ def test_who_may_not_pass_is_not_read_again_and_again_where_the_host_has_no_room
     pin = pager.pin(running.digest)
     pager.request(large)
     make.settle(pager)
-    clock.advance(PATIENCE_S + 0.1)
+    clock.advance(HEAD_OF_LINE_GRACE_S + 0.1)
     pager.poll()
     pager.request(small)
     make.settle(pager)
@@ -514,7 +514,7 @@ def test_what_waits_for_an_operators_pin_to_end_holds_up_nobody(
     make.settle(pager)
     pager.request(large)
     make.settle(pager)
-    clock.advance(PATIENCE_S + 0.1)
+    clock.advance(HEAD_OF_LINE_GRACE_S + 0.1)
     pager.poll()
     pager.request(small)
     assert make.settle(pager) == [small.digest]

@@ -22,8 +22,8 @@ from hypothesis.stateful import (
 
 from adapters_store import LocalStore
 from loraserve import faults
-from loraserve.memory.devices.device import CpuDevice
-from loraserve.memory.residency.device_cache import AdapterPool, Pin
+from loraserve.memory.devices.cpu import CpuDevice
+from loraserve.memory.residency.device_cache import DeviceCache, Pin
 from loraserve.memory.residency.host_cache import HostCache
 from loraserve.memory.residency.pager import Pager, Residency
 from loraserve.types import AdapterRef
@@ -39,7 +39,7 @@ def make_machine(make: Any, store: LocalStore, refs: list[AdapterRef]) -> type[R
         @initialize(host_ranks=st.sampled_from([0, 5, 30]), num_threads=st.integers(1, 3))
         def start(self, host_ranks: int, num_threads: int) -> None:
             self.clock = make.Clock()
-            self.pool = AdapterPool(CpuDevice(make.base, DEVICE_RANKS * make.rank_bytes))
+            self.pool = DeviceCache(CpuDevice(make.base, DEVICE_RANKS * make.rank_bytes))
             host = HostCache(host_ranks * make.rank_bytes)
             self.pager = Pager(store, make.base, self.pool, host, num_threads, clock=self.clock)
             self.pins: list[Pin] = []

@@ -10,10 +10,10 @@ import torch
 from adapters_store import LocalStore
 from loraserve.errors import AdapterUnservable
 from loraserve.memory.devices.copies import DirectCopies
-from loraserve.memory.devices.device import CpuDevice
-from loraserve.memory.devices.gpu_device import GpuDevice
+from loraserve.memory.devices.cpu import CpuDevice
+from loraserve.memory.devices.gpu import GpuDevice
 from loraserve.memory.loading.load import load_adapter
-from loraserve.memory.loading.precision import Precision, as_held, loss, truncate
+from loraserve.memory.loading.precision import Precision, loss, round_to_held, truncate
 from loraserve_kernels.cpu.lora.layout import LoraModule, ReplacedRows
 
 
@@ -77,7 +77,7 @@ def test_the_loss_is_that_of_the_whole_product(
 ) -> None:
     monkeypatch.setattr("loraserve.memory.loading.precision._CHUNK_ELEMENTS", 100)
     m = decaying(scaling=scaling)
-    held = as_held(m if error is None else truncate(m, error), dtype)
+    held = round_to_held(m if error is None else truncate(m, error), dtype)
     lost = loss(m, held, dtype)
     assert lost == pytest.approx(relative(m, held), rel=1e-5)
     assert lost > {torch.bfloat16: 1e-3, torch.float16: 1e-4, torch.int8: 1e-3}[dtype]
@@ -87,8 +87,8 @@ def test_a_dtype_with_room_for_the_uploaded_one_loses_nothing() -> None:
     m = decaying()
     m = LoraModule(0, "q_proj", m.lora_a.half(), m.lora_b.half(), 1.0)
     for dtype in (torch.float16, torch.float32):
-        assert loss(m, as_held(m, dtype), dtype) == 0
-    assert loss(m, as_held(m, torch.bfloat16), torch.bfloat16) > 0
+        assert loss(m, round_to_held(m, dtype), dtype) == 0
+    assert loss(m, round_to_held(m, torch.bfloat16), torch.bfloat16) > 0
 
 
 def test_replaced_rows_are_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,8 +96,8 @@ def test_replaced_rows_are_measured_too(monkeypatch: pytest.MonkeyPatch) -> None
     rows = ReplacedRows(torch.arange(7, dtype=torch.int32), torch.randn(7, 33))
     m = LoraModule(0, "lm_head", torch.empty(0, 33), torch.empty(40, 0), 1.0, rows=rows)
     expected = float((rows.weight.bfloat16().float() - rows.weight).norm() / rows.weight.norm())
-    assert loss(m, as_held(m, torch.bfloat16), torch.bfloat16) == pytest.approx(expected)
-    assert loss(m, as_held(m, torch.int8), torch.int8) > 2e-3
+    assert loss(m, round_to_held(m, torch.bfloat16), torch.bfloat16) == pytest.approx(expected)
+    assert loss(m, round_to_held(m, torch.int8), torch.int8) > 2e-3
 
 
 def test_what_loses_more_is_what_a_module_loses() -> None:
@@ -106,7 +106,7 @@ def test_what_loses_more_is_what_a_module_loses() -> None:
     rows = ReplacedRows(torch.arange(7, dtype=torch.int32), torch.full((7, 33), 1.002))
     update = LoraModule(0, "lm_head", a, b, 1.0)
     both = LoraModule(0, "lm_head", a, b, 1.0, rows=rows)
-    of_update, of_both = (loss(m, as_held(m, torch.bfloat16), torch.bfloat16) for m in (update, both))
+    of_update, of_both = (loss(m, round_to_held(m, torch.bfloat16), torch.bfloat16) for m in (update, both))
     assert 1e-4 < of_update < 2e-4
     assert of_both == pytest.approx(2e-3, rel=1e-2)
 
@@ -124,21 +124,21 @@ def test_a_cpu_holds_what_the_loss_was_measured_on(make: Any, store: LocalStore,
             for p in (uploaded, loaded.host)
         )
         worst = max(worst, float((of_file - packed).norm() / of_file.norm()))
-    assert loaded.facts.precision_loss == pytest.approx(worst, rel=1e-3)
+    assert loaded.metadata.precision_loss == pytest.approx(worst, rel=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
 def test_a_gpu_loses_what_a_cpu_does(make: Any, store: LocalStore, dtype: torch.dtype) -> None:
     ref = make.publish(store, rank=3)
     devices = CpuDevice(make.base, 1 << 20, dtype), GpuDevice(make.base, make.pool(), DirectCopies(), dtype)
-    of_cpu, of_gpu = (load_adapter(store, ref, make.base, device).facts.precision_loss for device in devices)
+    of_cpu, of_gpu = (load_adapter(store, ref, make.base, device).metadata.precision_loss for device in devices)
     assert of_cpu == of_gpu > 1e-3
 
 
 def test_an_adapter_that_loses_more_than_it_may_is_refused_by_its_worst_module(make: Any, store: LocalStore) -> None:
     ref = make.publish(store, rank=3)
     device = CpuDevice(make.base, 1 << 20, torch.bfloat16)
-    lost = load_adapter(store, ref, make.base, device).facts.precision_loss
+    lost = load_adapter(store, ref, make.base, device).metadata.precision_loss
     load_adapter(store, ref, make.base, device, None, Precision(max_loss=lost))
     with pytest.raises(AdapterUnservable, match=r"Layer \d q_proj is off by 0.00\d+ .*in bf16; at most 0.0001 "):
         load_adapter(store, ref, make.base, device, None, Precision(max_loss=1e-4))
@@ -150,6 +150,6 @@ def test_an_adapter_of_fewer_ranks_takes_less_room(make: Any, store: LocalStore)
     cut = load_adapter(store, ref, make.base, make.cpu, None, Precision(rank_error=0.8))
     assert cut.host.max_rank < 4
     assert cut.num_bytes < whole.num_bytes
-    assert 0.1 < cut.facts.precision_loss <= 0.8
+    assert 0.1 < cut.metadata.precision_loss <= 0.8
     small = CpuDevice(make.base, cut.num_bytes)
     assert load_adapter(store, ref, make.base, small, None, Precision(rank_error=0.8)).num_bytes == cut.num_bytes

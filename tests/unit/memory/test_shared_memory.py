@@ -12,14 +12,14 @@ import pytest
 
 from loraserve.errors import ConfigError
 from loraserve.limits import MIB
-from loraserve.memory.arena import Arena, Tenure
+from loraserve.memory.arena import Arena, Owner
 from loraserve.memory.devices.copies import DirectCopies
-from loraserve.memory.devices.device import CpuDevice
-from loraserve.memory.devices.gpu_device import GpuDevice
-from loraserve.memory.devices.host_memory import HostMemory
-from loraserve.memory.kv_cache import BlockId, KVCache, RentedBlocks, prefix_root
-from loraserve.memory.plan import divide_on_cpu, divide_on_gpu
-from loraserve.memory.residency.device_cache import AdapterPool
+from loraserve.memory.devices.cpu import CpuDevice, HostMemory
+from loraserve.memory.devices.gpu import GpuDevice
+from loraserve.memory.kv.block_pool import BlockLayout, BlockPool
+from loraserve.memory.kv.prefix_cache import BlockId, prefix_root
+from loraserve.memory.plan import plan_cpu_memory, plan_gpu_memory
+from loraserve.memory.residency.device_cache import DeviceCache
 from loraserve.types import Digest, TenantId
 
 ROOT = prefix_root(TenantId("t"), Digest("b"), "float32")
@@ -30,17 +30,17 @@ class Shared:
 
     def __init__(self, make: Any, clock: Callable[[], float], num_pages: int = 16) -> None:
         self.make, self.clock = make, clock
-        self.given_back: list[int] = []
+        self.freed: list[int] = []
         self.arena = Arena(num_pages, 1024)
-        rented = RentedBlocks(self.arena.lease(Tenure.KV), 1024, when_given_back=self.given_back.extend)
-        self.kv = KVCache(num_pages, 2, rented=rented, clock=clock)
-        lease = self.arena.lease(Tenure.ADAPTERS)
-        self.pool = AdapterPool(CpuDevice(make.base, (num_pages - 4) * 1024, lease=lease), clock)
+        layout = BlockLayout(self.arena.client(Owner.KV), 1024, on_freed=self.freed.extend)
+        self.kv = BlockPool(num_pages, 2, layout=layout, clock=clock)
+        client = self.arena.client(Owner.ADAPTERS)
+        self.pool = DeviceCache(CpuDevice(make.base, (num_pages - 4) * 1024, arena_client=client), clock)
         self.left: list[Digest] = []
-        self.pool.when_evicted = lambda evicted: self.left.append(evicted.digest)
+        self.pool.on_evicted = lambda evicted: self.left.append(evicted.digest)
         # a block costs as much as a KiB of an adapter
-        self.kv.prefill_pace.note(2000, 1.0)
-        self.pool.load_pace.note(1024 * 1000, 1.0)
+        self.kv.prefix_cache.prefill_cost.note(2000, 1.0)
+        self.pool.load_cost.note(1024 * 1000, 1.0)
 
     def admit(self, name: str) -> list[Digest]:
         evicted = self.pool.admit(self.make.digest(name), self.make.loaded(7), self.clock())
@@ -52,7 +52,7 @@ class Shared:
         assert blocks is not None
         parent = ROOT
         for i, block in enumerate(blocks):
-            parent = self.kv.publish(block, parent, [first + i, 0])
+            parent = self.kv.prefix_cache.publish(block, parent, [first + i, 0])
         self.kv.release(blocks)
         if is_hit:
             tokens = [token for i in range(num_blocks) for token in (first + i, 0)]
@@ -71,7 +71,7 @@ def test_an_idle_adapter_that_is_worth_less_makes_way_for_kv(shared: Shared, clo
     shared.cache(0, 10)
     assert shared.kv.allocate(4) is not None
     assert shared.left == [shared.make.digest("old")]
-    assert shared.pool.num_evictions_for == {Tenure.KV: 1}
+    assert shared.pool.num_evictions_for == {Owner.KV: 1}
     assert shared.kv.num_idle == 10
     assert shared.kv.check() == shared.pool.check() == []
 
@@ -82,17 +82,17 @@ def test_kv_that_is_worth_less_makes_way_for_kv(shared: Shared, clock: Any) -> N
     shared.admit("new")
     assert shared.kv.allocate(6) is not None
     assert shared.left == []
-    assert (shared.kv.num_idle, shared.kv.num_evictions_for) == (6, {Tenure.KV: 4})
+    assert (shared.kv.num_idle, shared.kv.num_evictions_for) == (6, {Owner.KV: 4})
     assert shared.kv.check() == shared.pool.check() == []
 
 
-def test_kv_that_is_worth_less_makes_way_for_an_adapter_and_is_given_back(shared: Shared, clock: Any) -> None:
+def test_kv_that_is_worth_less_makes_way_for_an_adapter_and_is_freed(shared: Shared, clock: Any) -> None:
     blocks = shared.cache(0, 14)
     clock.advance(100.0)
     assert shared.admit("new") == []
-    assert shared.kv.num_evictions_for == {Tenure.ADAPTERS: 2}
+    assert shared.kv.num_evictions_for == {Owner.ADAPTERS: 2}
     # the end of the prefix
-    assert sorted(shared.given_back) == sorted(blocks[-2:])
+    assert sorted(shared.freed) == sorted(blocks[-2:])
     assert shared.kv.check() == shared.pool.check() == []
 
 
@@ -101,7 +101,7 @@ def test_an_adapter_that_is_worth_less_makes_way_for_an_adapter(shared: Shared, 
     clock.advance(100.0)
     shared.cache(0, 12)
     assert shared.admit("new") == [shared.make.digest("old")]
-    assert shared.pool.num_evictions_for == {Tenure.ADAPTERS: 1}
+    assert shared.pool.num_evictions_for == {Owner.ADAPTERS: 1}
     assert shared.kv.num_idle == 12
 
 
@@ -110,7 +110,7 @@ def test_what_was_cached_and_never_hit_is_worth_little_where_little_is_hit(share
     clock.advance(100.0)
     shared.cache(0, 12, is_hit=False)
     assert shared.kv.allocate(4) is not None
-    assert (shared.left, shared.kv.num_evictions_for) == ([], {Tenure.KV: 4})
+    assert (shared.left, shared.kv.num_evictions_for) == ([], {Owner.KV: 4})
 
 
 def test_what_was_cached_is_expected_to_be_hit_where_much_is(shared: Shared, clock: Any) -> None:
@@ -127,90 +127,90 @@ def test_what_was_cached_is_expected_to_be_hit_where_much_is(shared: Shared, clo
 def test_what_costs_more_to_have_again_is_kept(shared: Shared, clock: Any) -> None:
     shared.cache(0, 12)
     shared.admit("same age")
-    shared.kv.prefill_pace.note(1000, 100.0)
+    shared.kv.prefix_cache.prefill_cost.note(1000, 100.0)
     assert shared.kv.allocate(1) is not None
     assert shared.left == [shared.make.digest("same age")]
 
 
-def test_free_blocks_are_given_back_before_anything_is_evicted(shared: Shared) -> None:
+def test_free_blocks_are_freed_before_anything_is_evicted(shared: Shared) -> None:
     shared.admit("a")
     blocks = shared.kv.allocate(12)
     assert blocks is not None
     shared.kv.release(blocks[4:])
     assert shared.admit("b") == []
-    assert len(shared.given_back) == 4
+    assert len(shared.freed) == 4
     assert shared.pool.num_evictions == shared.kv.num_evictions_for.total() == 0
 
 
-def test_a_page_of_several_blocks_is_given_back_once_none_of_them_is_held() -> None:
-    arena = Arena(2, 1024, has_places=True)
-    kv = KVCache(4, 2, rented=RentedBlocks(arena.lease(Tenure.KV), 512, blocks_per_group=2))
-    adapters = arena.lease(Tenure.ADAPTERS)
+def test_a_page_of_several_blocks_is_freed_once_none_of_them_is_held() -> None:
+    arena = Arena(2, 1024, is_indexed=True)
+    kv = BlockPool(4, 2, layout=BlockLayout(arena.client(Owner.KV), 512, blocks_per_group=2))
+    adapters = arena.client(Owner.ADAPTERS)
     first, second = kv.allocate(1) or [], kv.allocate(1) or []
     assert first[0] // 2 == second[0] // 2
-    kv.publish(first[0], ROOT, [1, 2])
+    kv.prefix_cache.publish(first[0], ROOT, [1, 2])
     kv.release(first)
     assert not adapters.make_room(2)
     kv.release(second)
     # one is cached, the other free
     assert (kv.num_idle, kv.num_available) == (1, 4)
     assert adapters.make_room(2)
-    assert (kv.num_idle, kv.num_evictions_for) == (0, {Tenure.ADAPTERS: 1})
+    assert (kv.num_idle, kv.num_evictions_for) == (0, {Owner.ADAPTERS: 1})
     assert kv.check() == arena.check() == []
-    adapters.take(1)
+    adapters.allocate_pages(1)
     assert kv.num_available == 2
     assert len(set(kv.allocate(2) or [])) == 2
     assert kv.check() == arena.check() == []
 
 
 def test_pages_that_are_kvs_alone_are_not_given_up() -> None:
-    arena = Arena(1, 1024, has_places=True)
-    kv = KVCache(3, 2, rented=RentedBlocks(arena.lease(Tenure.KV), 1024))
+    arena = Arena(1, 1024, is_indexed=True)
+    kv = BlockPool(3, 2, layout=BlockLayout(arena.client(Owner.KV), 1024))
     blocks = kv.allocate(3)
     assert blocks == [1, 2, 0]
     parent = ROOT
     for i, block in enumerate(blocks):
-        parent = kv.publish(block, parent, [i, i])
+        parent = kv.prefix_cache.publish(block, parent, [i, i])
     # the arena's is the last to have been used
     kv.release([blocks[2], blocks[0], blocks[1]])
     assert kv.num_idle_pages == 1
-    assert not arena.lease(Tenure.ADAPTERS).make_room(2)
-    assert arena.lease(Tenure.ADAPTERS).make_room(1)
+    assert not arena.client(Owner.ADAPTERS).make_room(2)
+    assert arena.client(Owner.ADAPTERS).make_room(1)
     assert kv.num_idle == 2
     assert kv.check() == arena.check() == []
 
 
 def test_a_page_with_a_held_block_is_not_offered_before_one_without() -> None:
-    arena = Arena(2, 1024, has_places=True)
-    kv = KVCache(4, 2, rented=RentedBlocks(arena.lease(Tenure.KV), 512, blocks_per_group=2))
+    arena = Arena(2, 1024, is_indexed=True)
+    kv = BlockPool(4, 2, layout=BlockLayout(arena.client(Owner.KV), 512, blocks_per_group=2))
     blocks = kv.allocate(3) or []
     for i in (0, 2):
-        kv.publish(blocks[i], ROOT, [i, i])
+        kv.prefix_cache.publish(blocks[i], ROOT, [i, i])
         kv.release([blocks[i]])
-    assert arena.lease(Tenure.ADAPTERS).make_room(1)
-    assert arena.lease(Tenure.KV).pages == {blocks[1] // 2}
+    assert arena.client(Owner.ADAPTERS).make_room(1)
+    assert arena.client(Owner.KV).pages == {blocks[1] // 2}
     assert kv.num_held == kv.num_idle == 1
     assert kv.check() == arena.check() == []
 
 
 def test_what_was_held_and_not_used_is_worth_no_more(shared: Shared) -> None:
     shared.cache(0, 2)
-    before = shared.kv.least_value()
+    before = shared.kv.victim_value()
     shared.kv.release(shared.kv.match_prefix(ROOT, [0, 0, 1, 0], 4)[0], is_use=False)
-    assert shared.kv.least_value() == before
+    assert shared.kv.victim_value() == before
     shared.kv.release(shared.kv.match_prefix(ROOT, [0, 0, 1, 0], 4)[0])
-    assert (shared.kv.least_value() or 0.0) > (before or 0.0)
+    assert (shared.kv.victim_value() or 0.0) > (before or 0.0)
 
 
 def test_an_adapters_use_is_its_pin(shared: Shared, clock: Any) -> None:
     shared.admit("a")
-    before = shared.pool.least_value()
+    before = shared.pool.victim_value()
     for _ in range(3):
         shared.pool.touch(shared.make.digest("a"), clock())
-    assert shared.pool.least_value() == before
+    assert shared.pool.victim_value() == before
     for _ in range(3):
         shared.pool.pin(shared.make.digest("a"), clock()).release()
-    assert shared.pool.least_value() == pytest.approx(3 * (before or 0.0))
+    assert shared.pool.victim_value() == pytest.approx(3 * (before or 0.0))
 
 
 def test_adapters_have_what_all_but_one_sequence_leaves(shared: Shared) -> None:
@@ -236,10 +236,10 @@ def test_whoever_is_awaited_is_not_given_up_for_kv(shared: Shared) -> None:
 
 def test_thousands_of_adapters_of_all_sizes_come_and_go_and_no_page_is_lost_between_them(make: Any) -> None:
     pool, rng = make.pool(num_pages=96, max_tiles=400, max_slots=97), random.Random(0)
-    arena = Arena(96, make.page_bytes, has_places=True)
-    kv = KVCache(96, 2, rented=RentedBlocks(arena.lease(Tenure.KV), make.page_bytes))
-    device = GpuDevice(make.base, pool, DirectCopies(), lease=arena.lease(Tenure.ADAPTERS), max_pages=88)
-    adapters = AdapterPool(device)
+    arena = Arena(96, make.page_bytes, is_indexed=True)
+    kv = BlockPool(96, 2, layout=BlockLayout(arena.client(Owner.KV), make.page_bytes))
+    device = GpuDevice(make.base, pool, DirectCopies(), arena_client=arena.client(Owner.ADAPTERS), max_pages=88)
+    adapters = DeviceCache(device)
     packed = [device.pack(make.modules(rank), make.modules(1)[0].lora_a.dtype) for rank in range(1, 33)]
     held: list[list[BlockId]] = []
     num_evicted = 0
@@ -261,17 +261,17 @@ def test_thousands_of_adapters_of_all_sizes_come_and_go_and_no_page_is_lost_betw
     assert adapters.check() == kv.check() == []
 
 
-def test_memory_is_given_back_with_the_blocks(make: Any, clock: Any) -> None:
+def test_memory_is_freed_with_the_blocks(make: Any, clock: Any) -> None:
     num_blocks, block = 64, MIB
     assert block % mmap.PAGESIZE == 0
     memory = HostMemory(num_blocks * block)
     arena = Arena(num_blocks, block)
 
-    def give_back(blocks: Any) -> None:
+    def release(blocks: Any) -> None:
         for b in blocks:
-            memory.give_back(b * block, block)
+            memory.release(b * block, block)
 
-    kv = KVCache(num_blocks, 2, rented=RentedBlocks(arena.lease(Tenure.KV), block, when_given_back=give_back))
+    kv = BlockPool(num_blocks, 2, layout=BlockLayout(arena.client(Owner.KV), block, on_freed=release))
     process = psutil.Process()
     before = process.memory_info().rss
     blocks = kv.allocate(num_blocks)
@@ -282,7 +282,7 @@ def test_memory_is_given_back_with_the_blocks(make: Any, clock: Any) -> None:
     assert full - before > 60 * MIB
     kv.release(blocks)
     assert process.memory_info().rss - before > 60 * MIB
-    assert arena.lease(Tenure.ADAPTERS).make_room(48)
+    assert arena.client(Owner.ADAPTERS).make_room(48)
     left = process.memory_info().rss
     assert full - left > 44 * MIB
     # what is there still has its bytes
@@ -292,22 +292,22 @@ def test_memory_is_given_back_with_the_blocks(make: Any, clock: Any) -> None:
 
 
 def test_a_budget_is_divided_into_pages_that_are_counted() -> None:
-    division = divide_on_cpu(100 * 4096 + 5, 3 * 4096 - 7, num_needed_blocks=10, page_num_bytes=4096)
+    division = plan_cpu_memory(100 * 4096 + 5, 3 * 4096 - 7, num_needed_blocks=10, page_num_bytes=4096)
     assert (division.num_pages, division.pages_per_block, division.block_num_bytes) == (100, 3, 3 * 4096)
     assert (division.num_blocks, division.max_adapter_pages) == (33, 70)
     with pytest.raises(ConfigError, match=r"holds 33 KV blocks.*takes 34"):
-        divide_on_cpu(100 * 4096, 3 * 4096, num_needed_blocks=34, page_num_bytes=4096)
+        plan_cpu_memory(100 * 4096, 3 * 4096, num_needed_blocks=34, page_num_bytes=4096)
 
 
 def test_a_budget_is_divided_into_pages_of_whole_blocks_and_rows() -> None:
-    small = divide_on_gpu(1000 * 512, 500, 10, widest_row_bytes=1200, max_pool_bytes=1 << 30)
+    small = plan_gpu_memory(1000 * 512, 500, 10, widest_row_bytes=1200, max_pool_bytes=1 << 30)
     assert (small.block_num_bytes, small.blocks_per_page, small.page_num_bytes) == (512, 3, 1536)
     assert (small.num_pages, small.num_blocks, small.max_adapter_pages) == (333, 999, 329)
     # the kernels of adapters reach the first pages alone
-    large = divide_on_gpu(1000 * 512, 512, 10, widest_row_bytes=100, max_pool_bytes=600 * 512 + 1)
-    assert (large.num_pages, large.num_own_pages, large.num_blocks) == (600, 400, 1000)
+    large = plan_gpu_memory(1000 * 512, 512, 10, widest_row_bytes=100, max_pool_bytes=600 * 512 + 1)
+    assert (large.num_pages, large.num_dedicated_pages, large.num_blocks) == (600, 400, 1000)
     assert large.max_adapter_pages == 600
-    some = divide_on_gpu(1000 * 512, 512, 500, widest_row_bytes=100, max_pool_bytes=600 * 512)
+    some = plan_gpu_memory(1000 * 512, 512, 500, widest_row_bytes=100, max_pool_bytes=600 * 512)
     assert some.max_adapter_pages == 500
     with pytest.raises(ConfigError, match=r"holds 999 KV blocks.*takes 1000"):
-        divide_on_gpu(1000 * 512, 500, 1000, widest_row_bytes=1200, max_pool_bytes=1 << 30)
+        plan_gpu_memory(1000 * 512, 500, 1000, widest_row_bytes=1200, max_pool_bytes=1 << 30)

@@ -19,7 +19,7 @@ from adapters_store import LocalStore
 from loraserve.adapters.compiler import compile_adapter
 from loraserve.adapters.format.peft_format import CONFIG_FILE, WEIGHTS_FILE, read_adapter
 from loraserve.errors import AdapterUnavailable
-from loraserve.memory.devices.device import CpuDevice
+from loraserve.memory.devices.cpu import CpuDevice
 from loraserve.memory.loading.load import load_adapter
 from loraserve.memory.loading.lowering import with_saved_base
 from loraserve.model.decoder import Decoder

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from loraserve.adapters.composition import composition_digest
 from loraserve.errors import AdapterUnservable
-from loraserve.memory.devices.device import CpuDevice
-from loraserve.memory.loading.adapter_metadata import Loaded
+from loraserve.memory.devices.cpu import CpuDevice
+from loraserve.memory.loading.adapter_metadata import LoadedAdapter
 from loraserve.memory.loading.load import load_adapter
 from loraserve.memory.loading.precision import EXACT, Precision
 from loraserve.types import AdapterPart, AdapterRef
@@ -83,7 +83,7 @@ def save(serving: Serving, config: peft.PeftConfig, name: str, *, seed: int = 0)
 
 def load(
     serving: Serving, ref: AdapterRef, dtype: torch.dtype | None = None, precision: Precision = EXACT
-) -> tuple[PackedAdapter, Loaded]:
+) -> tuple[PackedAdapter, LoadedAdapter]:
     device = CpuDevice(serving.decoder.spec, 1 << 30, dtype)
     loaded = load_adapter(serving.store, ref, serving.decoder.spec, device, serving.decoder, precision)
     assert isinstance(loaded.host, PackedAdapter)
@@ -179,7 +179,7 @@ def test_what_is_lost_of_the_answers_is_of_the_size_of_what_is_lost_of_the_modul
     prompt = random_tokens(9)
     expected, base = reference_logits(model, prompt), reference_logits(open_model(serving.base_dir), prompt)
     error = (logits(serving, packed, prompt) - expected).norm() / (expected - base).norm()
-    assert 1e-3 < loaded.facts.precision_loss < (0.03 if rank_error is None else 1.01 * rank_error)
-    assert float(error) < 2 * loaded.facts.precision_loss
+    assert 1e-3 < loaded.metadata.precision_loss < (0.03 if rank_error is None else 1.01 * rank_error)
+    assert float(error) < 2 * loaded.metadata.precision_loss
     with pytest.raises(AdapterUnservable, match="is off by"):
-        load(serving, ref, getattr(torch, dtype), Precision(rank_error, loaded.facts.precision_loss * 0.99))
+        load(serving, ref, getattr(torch, dtype), Precision(rank_error, loaded.metadata.precision_loss * 0.99))

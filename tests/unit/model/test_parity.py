@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM
 
 from adapters_store import LocalStore
 from loraserve.engine.activation import find_activation
-from loraserve.memory.devices.device import CpuDevice
-from loraserve.memory.loading.adapter_metadata import Loaded
+from loraserve.memory.devices.cpu import CpuDevice
+from loraserve.memory.loading.adapter_metadata import LoadedAdapter
 from loraserve.memory.loading.load import load_adapter
 from loraserve.model.decoder import Decoder
 from loraserve.types import Digest
@@ -74,7 +74,7 @@ class Drawn:
         rows = [Row("base", self.model, token_ids, None, 0, logits_of(self.model, token_ids))]
         for i, (draw, directory, model) in enumerate(self.adapters):
             loaded = self.load(directory)
-            invocation = loaded.facts.invocation_token_ids
+            invocation = loaded.metadata.invocation_token_ids
             token_ids = self._tokens(7 + i)
             if invocation and self.rng.random() < 0.7:
                 at = self.rng.randrange(len(token_ids) - len(invocation))
@@ -88,7 +88,7 @@ class Drawn:
         self.rng.shuffle(rows)
         return rows
 
-    def load(self, directory: Path) -> Loaded:
+    def load(self, directory: Path) -> LoadedAdapter:
         device = CpuDevice(self.decoder.spec, 1 << 30)
         return load_adapter(self.store, publish(directory, self.store), self.decoder.spec, device, self.decoder)
 

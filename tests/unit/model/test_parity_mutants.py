@@ -11,8 +11,8 @@ import torch
 
 from loraserve.adapters import compiler
 from loraserve.adapters.tuners import compilation
-from loraserve.memory.devices import device
-from loraserve.memory.kv_cache import Activation
+from loraserve.memory.devices import cpu
+from loraserve.memory.kv.prefix_cache import Activation
 from loraserve.memory.loading import lowering
 from loraserve_kernels.cpu.lora.layout import LoraModule
 
@@ -46,10 +46,8 @@ def ignore_alpha_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drop_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    pack = device.pack_adapter
-    monkeypatch.setattr(
-        device, "pack_adapter", lambda modules, **more: pack([m for m in modules if m.layer != 1], **more)
-    )
+    pack = cpu.pack_adapter
+    monkeypatch.setattr(cpu, "pack_adapter", lambda modules, **more: pack([m for m in modules if m.layer != 1], **more))
 
 
 def swap_slots(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,8 +67,8 @@ def act_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forget_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    pack = device.pack_adapter
-    monkeypatch.setattr(device, "pack_adapter", lambda modules, **more: pack(modules, **{**more, "norms": ()}))
+    pack = cpu.pack_adapter
+    monkeypatch.setattr(cpu, "pack_adapter", lambda modules, **more: pack(modules, **{**more, "norms": ()}))
 
 
 MUTANTS: dict[str, Patch] = {

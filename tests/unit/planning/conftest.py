@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from loraserve.config import EngineConfig
-from loraserve.memory.plan import Division
+from loraserve.memory.plan import MemoryPlan
 from loraserve.model.config.model_config import parse_config
 from loraserve.planning.base import BasePlan
 from loraserve.planning.memory import Arena
@@ -65,7 +65,7 @@ class Builders:
     @staticmethod
     def arena(num_pages: int = 1000, *, page_bytes: int = 4096, sequence_blocks: int = 8, **fields: Any) -> Arena:
         """By default a KV block is a page."""
-        division = Division(num_pages, page_bytes, page_bytes, num_kv_pages=sequence_blocks)
+        division = MemoryPlan(num_pages, page_bytes, page_bytes, num_kv_pages=sequence_blocks)
         values = {"max_tiles": 1000, "block_size": 16, **fields}
         return Arena(num_pages * page_bytes, "a test", division, page_bytes, sequence_blocks=sequence_blocks, **values)
 

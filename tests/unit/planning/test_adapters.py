@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from loraserve.adapters.ir import AdapterIR, ModuleIR, NormIR, TensorView
 from loraserve.errors import ConfigError
-from loraserve.memory.devices.device import CpuDevice, cpu_adapter_dtype
+from loraserve.memory.devices.cpu import CpuDevice, cpu_adapter_dtype
 from loraserve.memory.loading.lowering import lower
 from loraserve.planning.adapters import (
     Shape,

@@ -11,8 +11,8 @@ from loraserve.engine.execution import gpu_memory as gpu_budget
 from loraserve.engine.worker import startup as assembly
 from loraserve.errors import ConfigError
 from loraserve.limits import GIB, MIB
-from loraserve.memory.devices import gpu_device
-from loraserve.memory.plan import Division
+from loraserve.memory.devices import gpu
+from loraserve.memory.plan import MemoryPlan
 from loraserve.planning import memory
 from loraserve.planning.base import AUTO_DTYPES
 from loraserve.planning.memory import Arena, plan_arena, plan_step
@@ -43,7 +43,7 @@ def test_a_cpu_rents_a_block_in_small_pages(make: Any) -> None:
 def test_a_gpu_is_divided_as_its_engine_divides_it(make: Any, budget: int, width: int) -> None:
     base, config = make.base("cuda", intermediate_size=width), make.config(memory_budget_bytes=budget)
     arena = plan_arena(base, config, plan_step(base, config), None)
-    assert arena.division == gpu_device.divide(base.spec, budget, base.kv_block_bytes(16), 8)
+    assert arena.division == gpu.divide(base.spec, budget, base.kv_block_bytes(16), 8)
     pages = PagedPool(
         num_pages=1,
         page_num_bytes=arena.page_bytes,
@@ -57,7 +57,7 @@ def test_a_gpu_is_divided_as_its_engine_divides_it(make: Any, budget: int, width
     left = budget - arena.division.num_pages * arena.page_bytes
     # what is left has room for the tables, and for less than a page more
     assert pages.records.nbytes <= left < pages.records.nbytes + arena.page_bytes
-    assert memory.GPU_POOL_BYTES == gpu_device.MAX_POOL_BYTES
+    assert memory.GPU_POOL_BYTES == gpu.MAX_POOL_BYTES
 
 
 def test_blocks_that_share_a_page_are_rented_together(make: Any) -> None:
@@ -69,7 +69,7 @@ def test_blocks_that_share_a_page_are_rented_together(make: Any) -> None:
 
 
 def test_pages_of_the_caches_own_are_taken_first(make: Any) -> None:
-    division = Division(100, 4096, 4096, num_own_pages=10, num_kv_pages=0)
+    division = MemoryPlan(100, 4096, 4096, num_dedicated_pages=10, num_kv_pages=0)
     arena = Arena(110 * 4096, "a test", division, 4096, 16, 8)
     assert (arena.kv_pages(8), arena.kv_pages(12)) == (0, 2)
     assert arena.adapter_pages_beside(1, 128) == 100

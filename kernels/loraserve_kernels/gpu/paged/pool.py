@@ -36,11 +36,11 @@ class Pages(Protocol):
     @property
     def num_free(self) -> int: ...
 
-    def take(self, count: int) -> list[int]:
+    def allocate_pages(self, count: int) -> list[int]:
         """So many pages, which were free and aren't now. No more are asked for than there are."""
         ...
 
-    def put_back(self, pages: Sequence[int]) -> None:
+    def free_pages(self, pages: Sequence[int]) -> None:
         """These are free again."""
         ...
 
@@ -55,10 +55,10 @@ class OwnPages:
     def num_free(self) -> int:
         return len(self._free)
 
-    def take(self, count: int) -> list[int]:
+    def allocate_pages(self, count: int) -> list[int]:
         return [self._free.pop() for _ in range(count)]
 
-    def put_back(self, pages: Sequence[int]) -> None:
+    def free_pages(self, pages: Sequence[int]) -> None:
         self._free.extend(reversed(pages))
 
 
@@ -169,7 +169,7 @@ class PagedPool:
                 f"the adapter takes {num_pages} pages, {adapter.num_tiles} tiles and a slot; "
                 f"free are {self.pages.num_free}, {int((~self._tile_is_used).sum())} and {len(self._free_slots)}"
             )
-        slot, pages = self._free_slots.pop(), self.pages.take(num_pages)
+        slot, pages = self._free_slots.pop(), self.pages.allocate_pages(num_pages)
         self._tile_is_used[tiles] = True
         self._loaded[slot] = (pages, tiles)
         # a unit of no page stands behind the last, and is what it says itself: 0, or the id of a replaced row
@@ -191,7 +191,7 @@ class PagedPool:
             KeyError: no adapter is loaded in this slot.
         """
         pages, tiles = self._loaded.pop(slot)
-        self.pages.put_back(pages)
+        self.pages.free_pages(pages)
         self._tile_is_used[tiles] = False
         self.sites[slot, :, FIRST_SLICE + NUM_TILES :: SLICE_WORDS] = 0
         self.sites[slot, :, NUM_REPLACED] = 0

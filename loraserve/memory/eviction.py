@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from loraserve.types import Digest
 
-MEMORY_S = 300.0
+USE_DECAY_S = 300.0
 """A use counts 1/e after so long."""
 MAX_NAMES = 65_536
 
@@ -29,11 +29,11 @@ class Uses:
         return Uses(self._decayed(now_s) + count, now_s)
 
     def per_second(self, now_s: float) -> float:
-        return self._decayed(now_s) / MEMORY_S
+        return self._decayed(now_s) / USE_DECAY_S
 
     def _decayed(self, now_s: float) -> float:
         # never above what was counted, whatever a clock does
-        return self.count * math.exp(-max(0.0, now_s - self.at_s) / MEMORY_S)
+        return self.count * math.exp(-max(0.0, now_s - self.at_s) / USE_DECAY_S)
 
 
 NEVER = Uses()
@@ -60,3 +60,30 @@ class Popularity:
     def per_second(self, digest: Digest, now_s: float) -> float:
         """How often the adapter has been used of late; 0 if it never was, or is forgotten."""
         return self._uses.get(digest, NEVER).per_second(now_s)
+
+
+_KEPT = 0.95
+"""Of what was measured before, with each measurement: about twenty count."""
+
+
+class CostEstimate:
+    """Seconds per unit, byte or token: those of the last measurements together, so that large ones count for more. One thread at a time."""
+
+    def __init__(self, assumed_s: float) -> None:
+        """
+        Args:
+            assumed_s: seconds per unit, until something is measured.
+        """
+        self._assumed_s = assumed_s
+        self._seconds = 0.0
+        self._units = 0.0
+
+    @property
+    def seconds_per_unit(self) -> float:
+        return self._seconds / self._units if self._units else self._assumed_s
+
+    def note(self, units: int, seconds: float) -> None:
+        """So many units took so long."""
+        if units > 0 and seconds > 0:
+            self._seconds = self._seconds * _KEPT + seconds
+            self._units = self._units * _KEPT + units

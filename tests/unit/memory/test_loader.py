@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 
 from loraserve.errors import AdapterTooLarge, AdapterUnavailable
-from loraserve.memory.loading.adapter_metadata import Loaded
-from loraserve.memory.residency.loaders import Loaders, LoadResult
+from loraserve.memory.loading.adapter_metadata import LoadedAdapter
+from loraserve.memory.residency.loader import LoaderPool, LoadResult
 from loraserve.types import AdapterRef, TenantId
 
-MakeLoaders = Callable[..., Loaders]
+MakeLoaders = Callable[..., LoaderPool]
 TENANTS = (TenantId("a"), TenantId("b"))
 
 
 @pytest.fixture
 def make_loaders() -> Iterator[MakeLoaders]:
-    made: list[Loaders] = []
+    made: list[LoaderPool] = []
 
-    def run(num_threads: int, load: Callable[[AdapterRef], Loaded]) -> Loaders:
-        made.append(Loaders(num_threads, load))
+    def run(num_threads: int, load: Callable[[AdapterRef], LoadedAdapter]) -> LoaderPool:
+        made.append(LoaderPool(num_threads, load))
         return made[-1]
 
     yield run
@@ -32,7 +32,7 @@ def make_loaders() -> Iterator[MakeLoaders]:
         assert loaders.check() == []
 
 
-def take(loaders: Loaders, num: int) -> list[LoadResult]:
+def take(loaders: LoaderPool, num: int) -> list[LoadResult]:
     """So many results, once there are as many."""
     deadline, results = time.monotonic() + 10, []
     while len(results) < num:
@@ -45,7 +45,7 @@ def test_a_load_is_in_flight_until_its_result_is_taken(make: Any, make_loaders: 
     ref, loaded = make.ref("a"), make.loaded()
     gate = threading.Event()
 
-    def load(_: AdapterRef) -> Loaded:
+    def load(_: AdapterRef) -> LoadedAdapter:
         assert gate.wait(10)
         return loaded
 
@@ -66,7 +66,7 @@ def test_no_loader_is_free_while_each_has_a_load_and_loads_count_for_all_their_t
 ) -> None:
     gate = threading.Event()
 
-    def load(_: AdapterRef) -> Loaded:
+    def load(_: AdapterRef) -> LoadedAdapter:
         assert gate.wait(10)
         return make.loaded()
 
@@ -91,7 +91,7 @@ def test_a_load_that_raises_ends_with_the_reason_and_its_worker_goes_on(
 ) -> None:
     bad, good = make.ref("bad"), make.ref("good")
 
-    def load(ref: AdapterRef) -> Loaded:
+    def load(ref: AdapterRef) -> LoadedAdapter:
         if ref == bad:
             raise raised
         return make.loaded()
@@ -103,12 +103,12 @@ def test_a_load_that_raises_ends_with_the_reason_and_its_worker_goes_on(
     assert "secret" not in str(result.outcome)
     loaders.start(good, TENANTS)
     (result,) = take(loaders, 1)
-    assert isinstance(result.outcome, Loaded)
+    assert isinstance(result.outcome, LoadedAdapter)
 
 
 def test_who_waits_for_results_is_told_when_there_is_one(make: Any) -> None:
     told = threading.Event()
-    loaders = Loaders(1, lambda _: make.loaded(), when_done=told.set)
+    loaders = LoaderPool(1, lambda _: make.loaded(), on_done=told.set)
     loaders.start(make.ref("a"), TENANTS)
     assert told.wait(10)
     assert len(loaders.take()) == 1
@@ -116,7 +116,7 @@ def test_who_waits_for_results_is_told_when_there_is_one(make: Any) -> None:
 
 
 def test_more_loads_than_threads_are_found_by_check(make: Any) -> None:
-    loaders = Loaders(1, lambda _: make.loaded())
+    loaders = LoaderPool(1, lambda _: make.loaded())
     loaders.start(make.ref("a"), TENANTS)
     assert loaders.check() == []
     loaders.start(make.ref("b"), TENANTS)

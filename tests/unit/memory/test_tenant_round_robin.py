@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from adapters_store import LocalStore
 from loraserve import faults
-from loraserve.memory.loading.adapter_metadata import Loaded
+from loraserve.memory.loading.adapter_metadata import LoadedAdapter
 from loraserve.memory.loading.load import load_adapter
-from loraserve.memory.residency.load_queue import PATIENCE_S
+from loraserve.memory.residency.load_queue import HEAD_OF_LINE_GRACE_S
 from loraserve.memory.residency.pager import Pager, Residency
-from loraserve.memory.residency.tenant_round_robin import Turns
+from loraserve.memory.residency.tenant_round_robin import TenantRoundRobin
 from loraserve.types import AdapterRef, TenantId
 
 MakePager = Callable[..., Pager]
@@ -37,7 +37,7 @@ def publish(make: Any, store: LocalStore, tenant: str, seed: int, rank: int = 1)
 @example([{TENANTS[0]}, {TENANTS[0]}, None, *([{TENANTS[1]}, None] * 3)])
 def test_nobody_has_a_third_turn_while_somebody_waits_for_one(steps: list[set[TenantId] | None]) -> None:
     """Each step somebody joins with a thing of theirs, or the first in line has its turn."""
-    turns = Turns()
+    turns = TenantRoundRobin()
     line: list[tuple[int, frozenset[TenantId]]] = []
     since_turn: dict[TenantId, Counter[TenantId]] = {}
 
@@ -155,7 +155,7 @@ def test_whom_the_line_is_closed_for_stays_its_first_though_anothers_turn_has_co
     slow = publish(make, store, "b", 3, rank=1)
     gate = threading.Event()
 
-    def load(store: LocalStore, ref: AdapterRef, *rest: Any) -> Loaded:
+    def load(store: LocalStore, ref: AdapterRef, *rest: Any) -> LoadedAdapter:
         assert ref != slow or gate.wait(10)
         return load_adapter(store, ref, *rest)
 
@@ -164,9 +164,9 @@ def test_whom_the_line_is_closed_for_stays_its_first_though_anothers_turn_has_co
         pager.request(ref)
     while small.digest not in pager._pool or large.digest not in pager._host:
         pager.poll()
-    clock.advance(PATIENCE_S + 0.1)
+    clock.advance(HEAD_OF_LINE_GRACE_S + 0.1)
     pager.poll()
-    assert pager._line.closed_for == large.digest
+    assert pager._queue.reserved_for == large.digest
     gate.set()
     make.settle(pager)
     pager.request(slow)
@@ -176,7 +176,7 @@ def test_whom_the_line_is_closed_for_stays_its_first_though_anothers_turn_has_co
 
 
 def test_what_two_tenants_want_has_the_better_place_of_both() -> None:
-    turns = Turns()
+    turns = TenantRoundRobin()
     entries = [("a1", "a"), ("a2", "a"), ("both", "ab")]
     for _, tenants in entries:
         for tenant in tenants:

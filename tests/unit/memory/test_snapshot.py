@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from loraserve.memory.devices.device import CpuDevice
-from loraserve.memory.residency.device_cache import AdapterPool
+from loraserve.memory.devices.cpu import CpuDevice
+from loraserve.memory.residency.device_cache import DeviceCache
 from loraserve.memory.residency.host_cache import HostCache
-from loraserve.memory.residency.load_queue import PlaceLine
+from loraserve.memory.residency.load_queue import LoadQueue
 from loraserve.memory.residency.snapshot import residency_rows
 from loraserve.types import Digest, Tier
 
 
 def test_each_tier_is_told_once_with_what_is_known_there(make: Any) -> None:
-    pool, host, line = AdapterPool(CpuDevice(make.base, 100 * make.rank_bytes)), HostCache(1 << 20), PlaceLine()
+    pool, host, line = DeviceCache(CpuDevice(make.base, 100 * make.rank_bytes)), HostCache(1 << 20), LoadQueue()
     size = make.loaded().num_bytes
     pool.admit(Digest("placed"), make.loaded(dtype="fp32", precision_loss=0.25), 1.0)
     pool.pin(Digest("placed"), 2.0)

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 
 from adapters_store import LocalStore
-from loraserve.memory.popularity import MEMORY_S, Popularity
+from loraserve.memory.eviction import USE_DECAY_S, Popularity
 from loraserve.memory.residency.device_cache import Pin
 from loraserve.memory.residency.host_cache import HostCache
-from loraserve.memory.residency.hot_set import LOOK_EVERY_S, MAX_REFS, Favourites
 from loraserve.memory.residency.pager import Pager, Residency
+from loraserve.memory.residency.prefetcher import LOOK_EVERY_S, MAX_REFS, HotSet
 from loraserve.types import AdapterRef, Digest, Tier
 
 MakePager = Callable[..., Pager]
 
 
-def favourites(make: Any, uses: dict[str, int], tenants: dict[str, str] | None = None) -> Favourites:
+def hot_set(make: Any, uses: dict[str, int], tenants: dict[str, str] | None = None) -> HotSet:
     popularity = Popularity()
-    made = Favourites(popularity)
+    made = HotSet(popularity)
     for name, count in uses.items():
         made.asked(make.ref(name, (tenants or {}).get(name, "t")))
         for _ in range(count):
@@ -40,14 +40,14 @@ def hold(pager: Pager, make: Any, wanted: AdapterRef) -> Pin:
 
 
 def test_the_most_used_comes_first_and_what_is_not_wanted_does_not(make: Any) -> None:
-    made = favourites(make, {"a": 1, "b": 3, "c": 2})
+    made = hot_set(make, {"a": 1, "b": 3, "c": 2})
     found = made.next(0.0, lambda digest: digest != "b")
     assert found is not None
     assert found.digest == "c"
 
 
 def test_tenants_have_turns(make: Any) -> None:
-    made = favourites(make, {"a": 9, "b": 8, "c": 7, "d": 1}, {"d": "quiet"})
+    made = hot_set(make, {"a": 9, "b": 8, "c": 7, "d": 1}, {"d": "quiet"})
     gone: set[str] = set()
     for i in range(4):
         found = made.next(i * LOOK_EVERY_S, lambda digest: digest not in gone)
@@ -59,7 +59,7 @@ def test_tenants_have_turns(make: Any) -> None:
 
 
 def test_it_looks_now_and_then(make: Any) -> None:
-    made = favourites(make, {"a": 1})
+    made = hot_set(make, {"a": 1})
     asked: list[str] = []
     for now_s in (0.0, LOOK_EVERY_S / 2, LOOK_EVERY_S):
         made.next(now_s, lambda digest: bool(asked.append(digest)))
@@ -67,7 +67,7 @@ def test_it_looks_now_and_then(make: Any) -> None:
 
 
 def test_of_many_the_longest_unasked_are_forgotten(make: Any) -> None:
-    made = favourites(make, {str(i): 1 for i in range(MAX_REFS + 1)})
+    made = hot_set(make, {str(i): 1 for i in range(MAX_REFS + 1)})
     asked: set[str] = set()
     made.next(0.0, lambda digest: bool(asked.add(digest)))
     assert "0" not in asked
@@ -140,12 +140,12 @@ def test_looking_at_the_host_cache_changes_nothing_of_who_goes_next(make: Any, l
 
 
 def test_what_is_damaged_or_rarely_used_is_nobodys_favourite(make: Any) -> None:
-    made = favourites(make, {"a": 1, "b": 9})
+    made = hot_set(make, {"a": 1, "b": 9})
     made.forget(Digest("b"))
     found = made.next(0.0, lambda _: True)
     assert found is not None
     assert found.digest == "a"
-    assert made.next(3 * MEMORY_S, lambda _: True) is None
+    assert made.next(3 * USE_DECAY_S, lambda _: True) is None
 
 
 def test_an_adapter_whose_bytes_are_gone_is_not_read_again_by_itself(

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from loraserve.errors import AdapterUnservable, ConfigError, InvariantViolation
 from loraserve.limits import MIB
-from loraserve.memory.arena import Arena, Lease, Tenure
+from loraserve.memory.arena import Arena, ArenaClient, Owner
+from loraserve.memory.devices.base import DTYPE_NAMES, Footprint, HostAdapter, PlacedAdapter, refuse_out_of_range
 from loraserve.memory.devices.copies import Copies, CudaCopies, DirectCopies
-from loraserve.memory.devices.device import DTYPE_NAMES, Footprint, HostAdapter, Placed, refuse_out_of_range
-from loraserve.memory.plan import Division, divide_on_gpu
+from loraserve.memory.plan import MemoryPlan, plan_gpu_memory
 from loraserve.types import BaseSpec
 from loraserve_kernels.common.modules import LAYER_MODULES, LoraModule, ReplacedNorm
 from loraserve_kernels.cpu import threads
@@ -109,7 +109,7 @@ def pool_size(base: BaseSpec, budget_bytes: int) -> PoolSize:
     return PoolSize(num_pages, page, max_tiles, num_pages + 1)
 
 
-def divide(base: BaseSpec, budget_bytes: int, kv_block_bytes: int, num_needed_blocks: int) -> Division:
+def divide(base: BaseSpec, budget_bytes: int, kv_block_bytes: int, num_needed_blocks: int) -> MemoryPlan:
     """Divide a GPU's budget: tables for adapters, and an arena's pages.
 
     Args:
@@ -120,7 +120,7 @@ def divide(base: BaseSpec, budget_bytes: int, kv_block_bytes: int, num_needed_bl
         ConfigError: such a sequence doesn't fit.
     """
     tables = _max_tiles(base, budget_bytes) * _tile_bytes(base)
-    return divide_on_gpu(
+    return plan_gpu_memory(
         budget_bytes - tables, kv_block_bytes, num_needed_blocks, _widest_row_bytes(base), MAX_POOL_BYTES
     )
 
@@ -148,7 +148,7 @@ class GpuDevice:
     run is free; nothing is moved.
 
     Invariants (`check`):
-        pages of what is placed == pages that the lease has rented; no tile is of two adapters; the slots that copies are under way to are placed.
+        pages of what is placed == pages that the arena_client has rented; no tile is of two adapters; the slots that copies are under way to are placed.
 
     Attributes:
         pool: what the kernels' plan and launches take.
@@ -163,7 +163,7 @@ class GpuDevice:
         copies: Copies,
         dtype: torch.dtype | None = None,
         *,
-        lease: Lease | None = None,
+        arena_client: ArenaClient | None = None,
         max_pages: int | None = None,
     ) -> None:
         """
@@ -171,14 +171,14 @@ class GpuDevice:
             pool: empty, made for `base`; nobody else loads into it.
             copies: to the pool's device.
             dtype: what adapters are packed in: the pool's (None) or int8.
-            lease: of an arena with places, whose pages are the pool's; None: of one that nobody else rents.
+            arena_client: of an arena with places, whose pages are the pool's; None: of one that nobody else rents.
             max_pages: what adapters may take of the arena at most; None: all of it.
         """
         self.pool = pool
-        if lease is None:
-            lease = Arena(pool.num_free_pages, pool.page_num_bytes, has_places=True).lease(Tenure.ADAPTERS)
-        self.lease = lease
-        pool.pages = lease
+        if arena_client is None:
+            arena_client = Arena(pool.num_free_pages, pool.page_num_bytes, is_indexed=True).client(Owner.ADAPTERS)
+        self.arena_client = arena_client
+        pool.pages = arena_client
         self._base = base
         self._copies = copies
         self._dtype = dtype if dtype is not None else pool.dtype
@@ -186,7 +186,7 @@ class GpuDevice:
         self._landings: dict[int, tuple[Callable[[], bool], HostPages]] = {}
         # a run of free tiles is at least so long: saves most looks at the tables
         self._known_run = 0
-        num_pages = lease.arena.num_pages if max_pages is None else max_pages
+        num_pages = arena_client.arena.num_pages if max_pages is None else max_pages
         self.limits = Footprint(num_pages * pool.page_num_bytes, pool.records.shape[0], pool.max_slots - 1)
 
     @property
@@ -219,13 +219,19 @@ class GpuDevice:
 
     @classmethod
     def in_arena(
-        cls, base: BaseSpec, data: Tensor, lease: Lease, division: Division, budget_bytes: int, dtype: torch.dtype
+        cls,
+        base: BaseSpec,
+        data: Tensor,
+        arena_client: ArenaClient,
+        division: MemoryPlan,
+        budget_bytes: int,
+        dtype: torch.dtype,
     ) -> GpuDevice:
         """A device whose pages are an arena's.
 
         Args:
             data: [at least the arena's bytes] uint8: its pages, and whatever lies behind them.
-            lease: the adapters'.
+            arena_client: the adapters'.
             division: of that budget, as `divide` made it.
             dtype: what adapters are packed in: the activations' dtype or int8.
         """
@@ -241,7 +247,7 @@ class GpuDevice:
             data=data[: division.num_pages * division.page_num_bytes],
         )
         copies = CudaCopies(data.device) if data.device.type == "cuda" else DirectCopies()
-        return cls(base, pool, copies, dtype, lease=lease, max_pages=division.max_adapter_pages)
+        return cls(base, pool, copies, dtype, arena_client=arena_client, max_pages=division.max_adapter_pages)
 
     def held_dtype(self, stored: torch.dtype) -> torch.dtype:
         return self._dtype
@@ -280,7 +286,7 @@ class GpuDevice:
         pages = self._host_pages(packed).pages
         return Footprint(pages.num_pages * self.pool.page_num_bytes, pages.num_tiles, 1)
 
-    def can_lay_out(self, footprint: Footprint, leaving: Iterable[Placed] = ()) -> bool:
+    def can_lay_out(self, footprint: Footprint, leaving: Iterable[PlacedAdapter] = ()) -> bool:
         num_tiles = footprint.num_tiles
         if num_tiles > self._known_run:
             # pages are all alike: their number is all that counts, and has been counted
@@ -289,7 +295,7 @@ class GpuDevice:
             self._known_run = num_tiles
         return True
 
-    def place(self, packed: HostAdapter) -> Placed:
+    def place(self, packed: HostAdapter) -> PlacedAdapter:
         host = self._host_pages(packed)
         non_blocking = self._copies.needs_pinned
         try:
@@ -298,15 +304,15 @@ class GpuDevice:
             raise InvariantViolation(f"An adapter was placed where there is no room: {error}") from error
         self._known_run = 0
         self._landings[slot] = (has_landed, host)
-        return Placed(slot, self.footprint_of(packed))
+        return PlacedAdapter(slot, self.footprint_of(packed))
 
-    def is_ready(self, placed: Placed) -> bool:
+    def is_ready(self, placed: PlacedAdapter) -> bool:
         slot = self._slot(placed)
         if slot in self._landings and self._landings[slot][0]():
             del self._landings[slot]
         return slot not in self._landings
 
-    def remove(self, placed: Placed) -> HostAdapter | None:
+    def remove(self, placed: PlacedAdapter) -> HostAdapter | None:
         self.pool.unload(self._slot(placed))
         self._landings.pop(self._slot(placed), None)
         return None
@@ -314,11 +320,11 @@ class GpuDevice:
     def step_launched(self) -> None:
         self._copies.step_launched()
 
-    def check(self, placed: Sequence[Placed]) -> list[str]:
+    def check(self, placed: Sequence[PlacedAdapter]) -> list[str]:
         problems: list[str] = []
         num_pages = sum(p.footprint.num_bytes for p in placed) // self.pool.page_num_bytes
-        if num_pages != self.lease.num_rented:
-            problems.append(f"adapter pages: {num_pages} are in use, {self.lease.num_rented} rented")
+        if num_pages != self.arena_client.num_allocated:
+            problems.append(f"adapter pages: {num_pages} are in use, {self.arena_client.num_allocated} rented")
         owners = np.zeros(self.limits.num_tiles, dtype=np.int32)
         for p in placed:
             for _, first, count in tiles_of_sites(self.pool.sites[self._slot(p)], self._base.num_layers):
@@ -337,7 +343,7 @@ class GpuDevice:
             raise InvariantViolation("An adapter that was packed for another device can't be placed on this GPU.")
         return packed
 
-    def _slot(self, placed: Placed) -> int:
+    def _slot(self, placed: PlacedAdapter) -> int:
         if not isinstance(placed.handle, int):
             raise InvariantViolation("An adapter on another device has no slot here.")
         return placed.handle

@@ -7,26 +7,27 @@ from typing import Any
 import pytest
 
 from loraserve.errors import InvariantViolation
-from loraserve.memory.devices.device import CpuDevice, Footprint
-from loraserve.memory.residency.device_cache import AdapterPool
+from loraserve.memory.devices.base import Footprint
+from loraserve.memory.devices.cpu import CpuDevice
+from loraserve.memory.residency.device_cache import DeviceCache
 
 
 @pytest.fixture
-def pool(make: Any) -> AdapterPool:
-    pool = AdapterPool(CpuDevice(make.base, 8 * make.rank_bytes))
+def pool(make: Any) -> DeviceCache:
+    pool = DeviceCache(CpuDevice(make.base, 8 * make.rank_bytes))
     pool.admit(make.digest("a"), make.loaded(4), 0.0)
     pool.admit(make.digest("b"), make.loaded(4), 0.0)
     return pool
 
 
-def test_the_least_recently_used_idle_adapter_makes_room(pool: AdapterPool, make: Any) -> None:
+def test_the_least_recently_used_idle_adapter_makes_room(pool: DeviceCache, make: Any) -> None:
     pool.touch(make.digest("a"), 1.0)
     evicted = pool.admit(make.digest("c"), make.loaded(4), 2.0)
     assert [e.digest for e in evicted] == [make.digest("b")]
     assert pool.check() == []
 
 
-def test_a_pinned_adapter_stays_until_its_last_pin_is_released(pool: AdapterPool, make: Any) -> None:
+def test_a_pinned_adapter_stays_until_its_last_pin_is_released(pool: DeviceCache, make: Any) -> None:
     a, b = make.digest("a"), make.digest("b")
     first, second, other = pool.pin(a, 0.0), pool.pin(a, 0.0), pool.pin(b, 0.0)
     assert not pool.can_admit(Footprint(1))
@@ -40,7 +41,7 @@ def test_a_pinned_adapter_stays_until_its_last_pin_is_released(pool: AdapterPool
     assert pool.check() == []
 
 
-def test_a_pin_can_be_released_only_once(pool: AdapterPool, make: Any) -> None:
+def test_a_pin_can_be_released_only_once(pool: DeviceCache, make: Any) -> None:
     pin = pool.pin(make.digest("a"), 0.0)
     kept = pool.pin(make.digest("a"), 0.0)
     pin.release()
@@ -53,7 +54,7 @@ def test_a_pin_can_be_released_only_once(pool: AdapterPool, make: Any) -> None:
     assert pool.check() == []
 
 
-def test_what_an_operator_pinned_is_never_evicted(pool: AdapterPool, make: Any) -> None:
+def test_what_an_operator_pinned_is_never_evicted(pool: DeviceCache, make: Any) -> None:
     pool.set_operator_pin(make.digest("a"), True)
     assert [e.digest for e in pool.admit(make.digest("c"), make.loaded(4), 0.0)] == [make.digest("b")]
     assert not pool.can_admit(Footprint(8 * make.rank_bytes))
@@ -62,13 +63,13 @@ def test_what_an_operator_pinned_is_never_evicted(pool: AdapterPool, make: Any) 
     assert pool.check() == []
 
 
-def test_what_is_to_be_kept_is_not_evicted(pool: AdapterPool, make: Any) -> None:
+def test_what_is_to_be_kept_is_not_evicted(pool: DeviceCache, make: Any) -> None:
     a, b = make.digest("a"), make.digest("b")
     assert not pool.can_admit(Footprint(1), {a, b})
     assert [e.digest for e in pool.admit(make.digest("c"), make.loaded(4), 0.0, keep={a})] == [b]
 
 
-def test_admitting_without_room_is_our_own_bug(pool: AdapterPool, make: Any) -> None:
+def test_admitting_without_room_is_our_own_bug(pool: DeviceCache, make: Any) -> None:
     pins = [pool.pin(make.digest(name), 0.0) for name in "ab"]
     with pytest.raises(InvariantViolation):
         pool.admit(make.digest("c"), make.loaded(1), 0.0)
@@ -78,13 +79,13 @@ def test_admitting_without_room_is_our_own_bug(pool: AdapterPool, make: Any) -> 
     assert len(pins) == pool.num_pins
 
 
-def test_check_sees_a_lost_pin(pool: AdapterPool, make: Any) -> None:
+def test_check_sees_a_lost_pin(pool: DeviceCache, make: Any) -> None:
     pool.pin(make.digest("a"), 0.0)
     pool.num_pins -= 1
     assert pool.check() == ["adapter pool: 1 pins are counted as 0"]
 
 
-def test_a_pin_that_is_no_use_keeps_the_adapter_and_makes_it_no_more_popular(pool: AdapterPool, make: Any) -> None:
+def test_a_pin_that_is_no_use_keeps_the_adapter_and_makes_it_no_more_popular(pool: DeviceCache, make: Any) -> None:
     digest = make.digest("a")
     pin = pool.pin(digest, 1.0, is_use=False)
     assert pool.num_pins == 1

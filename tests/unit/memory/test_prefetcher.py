@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 
 from loraserve.errors import AdapterUnavailable
-from loraserve.memory.devices.device import CpuDevice
-from loraserve.memory.loading.adapter_metadata import Loaded
-from loraserve.memory.residency.device_cache import AdapterPool
+from loraserve.memory.devices.cpu import CpuDevice
+from loraserve.memory.loading.adapter_metadata import LoadedAdapter
+from loraserve.memory.residency.device_cache import DeviceCache
 from loraserve.memory.residency.host_cache import HostCache
-from loraserve.memory.residency.hot_set import LOOK_EVERY_S
-from loraserve.memory.residency.load_history import LoadHistory
-from loraserve.memory.residency.load_queue import PlaceLine
-from loraserve.memory.residency.loaders import Loaders, LoadResult
-from loraserve.memory.residency.prefetcher import ReadAhead
+from loraserve.memory.residency.load_queue import LoadQueue
+from loraserve.memory.residency.loader import LoaderPool, LoadHistory, LoadResult
+from loraserve.memory.residency.prefetcher import LOOK_EVERY_S, Prefetcher
 from loraserve.types import AdapterRef, Digest, TenantId
 
 A, B, C = Digest("a"), Digest("b"), Digest("c")
@@ -30,16 +28,16 @@ class Parts:
     def __init__(self, make: Any, num_threads: int = 3) -> None:
         self.make = make
         self.gate = threading.Event()
-        self.pool = AdapterPool(CpuDevice(make.base, 100 * make.rank_bytes))
+        self.pool = DeviceCache(CpuDevice(make.base, 100 * make.rank_bytes))
         self.host = HostCache(8 * make.rank_bytes)
-        self.line = PlaceLine()
-        self.loaders = Loaders(num_threads, self.load)
+        self.line = LoadQueue()
+        self.loaders = LoaderPool(num_threads, self.load)
         self.history = LoadHistory(self.pool.device)
-        self.ahead = ReadAhead(self.pool, self.host, self.line, self.loaders, self.history)
+        self.ahead = Prefetcher(self.pool, self.host, self.line, self.loaders, self.history)
 
-    def load(self, _: AdapterRef) -> Loaded:
+    def load(self, _: AdapterRef) -> LoadedAdapter:
         assert self.gate.wait(10)
-        loaded: Loaded = self.make.loaded()
+        loaded: LoadedAdapter = self.make.loaded()
         return loaded
 
     def loaded_before(self, *names: Digest) -> None:
@@ -92,18 +90,18 @@ def test_a_favourite_is_brought_back_once_loaders_have_nothing_to_do(make: Any, 
     parts.loaded_before(A)
     parts.used(A, 5)
     parts.line.join(make.ref(B), NOW_S)
-    parts.ahead.bring_back(NOW_S)
+    parts.ahead.rewarm(NOW_S)
     assert len(parts.loaders) == 0
     parts.line.leave(B)
     parts.loaders.start(make.ref(C), (TenantId("t"),))
-    parts.ahead.bring_back(NOW_S)
+    parts.ahead.rewarm(NOW_S)
     assert A not in parts.loaders
     parts.gate.set()
     while not parts.loaders.take():
         pass
-    parts.ahead.bring_back(NOW_S)
+    parts.ahead.rewarm(NOW_S)
     assert A in parts.loaders
-    assert parts.ahead.num_brought_back == 1
+    assert parts.ahead.num_rewarmed == 1
 
 
 def test_a_favourite_drives_out_only_what_is_worth_far_less(make: Any, parts: Parts) -> None:
@@ -112,10 +110,10 @@ def test_a_favourite_drives_out_only_what_is_worth_far_less(make: Any, parts: Pa
         parts.used(name, times)
     for name in (B, C):
         parts.host.put(name, make.loaded(), NOW_S)
-    parts.ahead.bring_back(NOW_S)
+    parts.ahead.rewarm(NOW_S)
     assert len(parts.loaders) == 0
     parts.used(A, 5)
-    parts.ahead.bring_back(NOW_S + LOOK_EVERY_S)
+    parts.ahead.rewarm(NOW_S + LOOK_EVERY_S)
     assert A in parts.loaders
 
 
@@ -124,5 +122,5 @@ def test_what_is_forgotten_or_was_never_loaded_is_not_brought_back(parts: Parts)
     parts.used(A, 5)
     parts.used(B, 5)
     parts.ahead.forget(A)
-    parts.ahead.bring_back(NOW_S)
+    parts.ahead.rewarm(NOW_S)
     assert len(parts.loaders) == 0

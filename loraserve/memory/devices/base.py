@@ -8,10 +8,9 @@ from typing import Protocol
 
 import torch
 
-from loraserve.errors import AdapterUnservable, ConfigError, InvariantViolation
-from loraserve.memory.arena import Arena, Lease, Tenure
-from loraserve.types import BaseSpec
-from loraserve_kernels.cpu.lora.layout import LoraModule, PackedAdapter, ReplacedNorm, pack_adapter, packed_num_bytes
+from loraserve.errors import AdapterUnservable
+from loraserve.memory.arena import ArenaClient
+from loraserve_kernels.cpu.lora.layout import LoraModule, PackedAdapter, ReplacedNorm
 
 DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.float32: "fp32",
@@ -19,18 +18,6 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.float16: "fp16",
     torch.int8: "int8",
 }
-
-
-def cpu_adapter_dtype(name: str) -> torch.dtype | None:
-    """The dtype in which a CPU holds adapters; None, for ``auto``: each as it's stored.
-
-    Raises:
-        ConfigError: a name that isn't one of auto, fp32, bf16, fp16 and int8.
-    """
-    names = {"auto": None} | {name: dtype for dtype, name in DTYPE_NAMES.items()}
-    if name not in names:
-        raise ConfigError(f"Adapters can't be held in {name!r}; expected one of {', '.join(names)}.")
-    return names[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +71,7 @@ class HostAdapter(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placed:
+class PlacedAdapter:
     """An adapter's place on a device, from `place` to `remove`.
 
     Attributes:
@@ -100,7 +87,7 @@ class AdapterDevice(Protocol):
     """One device's memory for adapters. `footprint` and `pack` may be called on any thread, the rest on the step's alone; none of it waits for the device."""
 
     @property
-    def lease(self) -> Lease:
+    def arena_client(self) -> ArenaClient:
         """Whose pages adapters lie in. `place` rents them, `remove` gives them back; nobody else does."""
         ...
 
@@ -143,11 +130,11 @@ class AdapterDevice(Protocol):
         """What a packed adapter will take."""
         ...
 
-    def can_lay_out(self, footprint: Footprint, leaving: Iterable[Placed] = ()) -> bool:
+    def can_lay_out(self, footprint: Footprint, leaving: Iterable[PlacedAdapter] = ()) -> bool:
         """Whether what fits by its numbers has a place too, once those in `leaving` are gone."""
         ...
 
-    def place(self, packed: HostAdapter) -> Placed:
+    def place(self, packed: HostAdapter) -> PlacedAdapter:
         """The adapter has its place, and is on its way there: after steps that were launched before this, which may still read what lay there.
 
         Raises:
@@ -155,11 +142,11 @@ class AdapterDevice(Protocol):
         """
         ...
 
-    def is_ready(self, placed: Placed) -> bool:
+    def is_ready(self, placed: PlacedAdapter) -> bool:
         """Whether the adapter has arrived: steps launched from now on may use it."""
         ...
 
-    def remove(self, placed: Placed) -> HostAdapter | None:
+    def remove(self, placed: PlacedAdapter) -> HostAdapter | None:
         """The place is free. Returns what moves to the host's memory, None where that has its own copy or none."""
         ...
 
@@ -167,87 +154,9 @@ class AdapterDevice(Protocol):
         """Places that become free from now on may be written once the step that has just been launched is done."""
         ...
 
-    def check(self, placed: Sequence[Placed]) -> list[str]:
+    def check(self, placed: Sequence[PlacedAdapter]) -> list[str]:
         """Every broken invariant, in words, given all that is placed; empty when all hold."""
         ...
-
-
-class CpuDevice:
-    """Host memory as the device: an adapter's packed tensors are themselves resident, at once, and nothing is copied."""
-
-    is_host_memory = True
-
-    def __init__(
-        self, base: BaseSpec, budget_bytes: int, dtype: torch.dtype | None = None, lease: Lease | None = None
-    ) -> None:
-        """
-        Args:
-            budget_bytes: what adapters may take at most.
-            dtype: what adapters are packed in; None: each as it is stored.
-            lease: of an arena whose pages are counted; None: of one of its own, counted in bytes.
-        """
-        self._base = base
-        self._dtype = dtype
-        self.lease = Arena(budget_bytes, 1).lease(Tenure.ADAPTERS) if lease is None else lease
-        page_num_bytes = self.lease.arena.page_num_bytes
-        self.limits = Footprint(budget_bytes // page_num_bytes * page_num_bytes)
-
-    def held_dtype(self, stored: torch.dtype) -> torch.dtype:
-        return self._dtype if self._dtype is not None else stored
-
-    def footprint(
-        self, modules: Sequence[LoraModule], stored: torch.dtype, norms: Sequence[ReplacedNorm] = ()
-    ) -> Footprint:
-        num_bytes = packed_num_bytes(
-            modules,
-            num_layers=self._base.num_layers,
-            module_shapes=self._base.modules,
-            dtype=self.held_dtype(stored),
-            norms=norms,
-        )
-        return self._whole_pages(num_bytes)
-
-    def pack(
-        self, modules: Sequence[LoraModule], stored: torch.dtype, norms: Sequence[ReplacedNorm] = ()
-    ) -> PackedAdapter:
-        dtype = self.held_dtype(stored)
-        refuse_out_of_range(modules, stored, dtype)
-        return pack_adapter(
-            modules, num_layers=self._base.num_layers, module_shapes=self._base.modules, dtype=dtype, norms=norms
-        )
-
-    def footprint_of(self, packed: HostAdapter) -> Footprint:
-        return self._whole_pages(packed.num_bytes)
-
-    def can_lay_out(self, footprint: Footprint, leaving: Iterable[Placed] = ()) -> bool:
-        return True
-
-    def place(self, packed: HostAdapter) -> Placed:
-        if not isinstance(packed, PackedAdapter):
-            raise InvariantViolation("An adapter that was packed for another device can't be placed on this CPU.")
-        footprint = self.footprint_of(packed)
-        self.lease.rent(footprint.num_bytes // self.lease.arena.page_num_bytes)
-        return Placed(packed, footprint)
-
-    def is_ready(self, placed: Placed) -> bool:
-        return True
-
-    def remove(self, placed: Placed) -> HostAdapter | None:
-        self.lease.give_back(placed.footprint.num_bytes // self.lease.arena.page_num_bytes)
-        return None if isinstance(placed.handle, int) else placed.handle
-
-    def step_launched(self) -> None:
-        pass
-
-    def check(self, placed: Sequence[Placed]) -> list[str]:
-        num_bytes = sum(p.footprint.num_bytes for p in placed)
-        if num_bytes != self.lease.num_rented * self.lease.arena.page_num_bytes:
-            return [f"adapters of {num_bytes} bytes rent {self.lease.num_rented} pages"]
-        return []
-
-    def _whole_pages(self, num_bytes: int) -> Footprint:
-        arena = self.lease.arena
-        return Footprint(arena.pages_of(num_bytes) * arena.page_num_bytes)
 
 
 def refuse_out_of_range(modules: Iterable[LoraModule], stored: torch.dtype, dtype: torch.dtype) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from adapters_store import LocalStore
-from loraserve.memory.arena import Arena, Tenure
+from loraserve.memory.arena import Arena, Owner
 from loraserve.memory.loading.precision import Precision
-from loraserve.memory.residency.load_queue import PATIENCE_S
-from loraserve.memory.residency.memory_usage import memory_usage
+from loraserve.memory.residency.load_queue import HEAD_OF_LINE_GRACE_S
 from loraserve.memory.residency.pager import Pager, Residency
+from loraserve.memory.residency.snapshot import memory_usage
 from loraserve.types import Tier
 
 MakePager = Callable[..., Pager]
@@ -24,10 +24,10 @@ class Idle:
     def __init__(self, num_pages: int) -> None:
         self.num_idle_pages = num_pages
 
-    def least_value(self) -> float:
+    def victim_value(self) -> float:
         return 0.0
 
-    def evict_least(self, cause: Tenure, num_wanted: int) -> None:
+    def evict_victim(self, cause: Owner, num_pages: int) -> None:
         raise AssertionError("nobody takes what it offers")
 
 
@@ -59,7 +59,7 @@ def test_an_adapter_that_has_to_give_its_place_up_is_found_in_the_hosts_memory(
     pin = pager.pin(a.digest)
     pager.request(b)
     make.settle(pager)
-    clock.advance(PATIENCE_S + 1)
+    clock.advance(HEAD_OF_LINE_GRACE_S + 1)
     pager.request(b)
     pager.poll()
     assert pager.tier(a.digest) is Tier.HOST
@@ -128,11 +128,11 @@ def test_an_adapter_that_is_being_read_has_no_facts_yet(make: Any, store: LocalS
 
 def test_used_idle_and_free_are_all_there_is() -> None:
     arena = Arena(100, 4096)
-    kv, adapters = arena.lease(Tenure.KV), arena.lease(Tenure.ADAPTERS)
-    kv.join(Idle(5))
-    adapters.join(Idle(7))
-    kv.rent(30)
-    adapters.rent(20)
+    kv, adapters = arena.client(Owner.KV), arena.client(Owner.ADAPTERS)
+    kv.register(Idle(5))
+    adapters.register(Idle(7))
+    kv.allocate(30)
+    adapters.allocate(20)
     assert memory_usage(arena) == {
         "device_bytes": 100 * 4096,
         "free_bytes": 50 * 4096,
@@ -168,7 +168,7 @@ def test_an_adapter_that_gives_way_to_kv_is_told_from_one_that_gives_way_to_an_a
         pager.poll()
     stats = pager.stats()
     assert (stats["device_evictions"], stats["device_evictions_for_kv"]) == (1, 0)
-    arena = pager._pool.device.lease.arena
-    assert arena.lease(Tenure.KV).make_room(arena.num_pages)
+    arena = pager._pool.device.arena_client.arena
+    assert arena.client(Owner.KV).make_room(arena.num_pages)
     stats = pager.stats()
     assert (stats["device_evictions"], stats["device_evictions_for_kv"]) == (2, 1)

@@ -2,20 +2,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from loraserve.memory.kv_cache import Activation, BlockId, KVCache, PrefixKey, activate_key, extend_key, prefix_root
+from loraserve.memory.kv.block_pool import BlockPool
+from loraserve.memory.kv.prefix_cache import Activation, BlockId, PrefixKey, activate_key, extend_key, prefix_root
 from loraserve.types import Digest, TenantId
 
 ROOT = prefix_root(TenantId("t"), Digest("b"), "float32")
 
 
-def publish_all(kv: KVCache, blocks: list[BlockId], token_ids: list[int], root: PrefixKey = ROOT) -> None:
+def publish_all(kv: BlockPool, blocks: list[BlockId], token_ids: list[int], root: PrefixKey = ROOT) -> None:
     parent = root
     for i in range(len(token_ids) // kv.block_size):
-        parent = kv.publish(blocks[i], parent, token_ids[i * kv.block_size : (i + 1) * kv.block_size])
+        parent = kv.prefix_cache.publish(blocks[i], parent, token_ids[i * kv.block_size : (i + 1) * kv.block_size])
 
 
 def test_a_released_prefix_is_found_again_by_the_same_tokens():
-    kv = KVCache(8, 4)
+    kv = BlockPool(8, 4)
     tokens = list(range(10))
     blocks = kv.allocate(3)
     publish_all(kv, blocks, tokens)
@@ -27,7 +28,7 @@ def test_a_released_prefix_is_found_again_by_the_same_tokens():
 
 
 def test_a_prefix_ends_at_the_first_other_token():
-    kv = KVCache(8, 4)
+    kv = BlockPool(8, 4)
     blocks = kv.allocate(2)
     publish_all(kv, blocks, list(range(8)))
     found, _ = kv.match_prefix(ROOT, [0, 1, 2, 3, 4, 5, 6, 99, 8], 8)
@@ -35,7 +36,7 @@ def test_a_prefix_ends_at_the_first_other_token():
 
 
 def test_the_last_token_is_never_a_hit():
-    kv = KVCache(8, 4)
+    kv = BlockPool(8, 4)
     blocks = kv.allocate(2)
     publish_all(kv, blocks, list(range(8)))
     found, _ = kv.match_prefix(ROOT, list(range(8)), 7)
@@ -43,7 +44,7 @@ def test_the_last_token_is_never_a_hit():
 
 
 def test_another_root_finds_nothing():
-    kv = KVCache(8, 4)
+    kv = BlockPool(8, 4)
     blocks = kv.allocate(2)
     publish_all(kv, blocks, list(range(8)))
     for other in (
@@ -66,12 +67,12 @@ def test_each_activation_has_a_key_of_its_own():
 
 
 def test_a_prefix_ends_where_another_adapter_acts():
-    kv = KVCache(8, 4)
+    kv = BlockPool(8, 4)
     tokens, activation = list(range(13)), Activation(Digest("a"), 6)
     blocks, keys = kv.allocate(3), []
     for i in range(3):
-        parent = kv.parent_key(ROOT, activation, keys, i)
-        keys.append(kv.publish(blocks[i], parent, tokens[4 * i : 4 * i + 4]))
+        parent = kv.prefix_cache.parent_key(ROOT, activation, keys, i)
+        keys.append(kv.prefix_cache.publish(blocks[i], parent, tokens[4 * i : 4 * i + 4]))
     found = [
         len(kv.match_prefix(ROOT, tokens, 12, other)[0])
         for other in (
@@ -86,16 +87,16 @@ def test_a_prefix_ends_where_another_adapter_acts():
 
 
 def test_a_hit_is_not_believed_for_its_hash_alone():
-    kv = KVCache(8, 4)
+    kv = BlockPool(8, 4)
     blocks = kv.allocate(1)
     publish_all(kv, blocks, [0, 1, 2, 3])
     # as if two contents had one hash
-    kv._by_key[extend_key(ROOT, (9, 9, 9, 9))] = blocks[0]
+    kv.prefix_cache._by_key[extend_key(ROOT, (9, 9, 9, 9))] = blocks[0]
     assert kv.match_prefix(ROOT, [9, 9, 9, 9, 9], 4) == ([], [])
 
 
 def test_idle_blocks_are_evicted_last_of_a_prefix_first():
-    kv = KVCache(4, 4)
+    kv = BlockPool(4, 4)
     tokens = list(range(16))
     blocks = kv.allocate(4)
     publish_all(kv, blocks, tokens)
@@ -107,14 +108,14 @@ def test_idle_blocks_are_evicted_last_of_a_prefix_first():
 
 
 def test_allocation_is_all_or_nothing():
-    kv = KVCache(4, 4)
+    kv = BlockPool(4, 4)
     assert kv.allocate(5) is None
     assert kv.num_available == 4
     assert len(kv.allocate(4) or []) == 4
 
 
 def test_a_shared_block_is_free_only_after_its_last_holder():
-    kv = KVCache(4, 4)
+    kv = BlockPool(4, 4)
     blocks = kv.allocate(1)
     publish_all(kv, blocks, [0, 1, 2, 3])
     again, _ = kv.match_prefix(ROOT, [0, 1, 2, 3, 4], 4)
@@ -129,7 +130,7 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     @initialize(num_blocks=st.integers(1, 12))
     def start(self, num_blocks):
-        self.kv = KVCache(num_blocks, 2)
+        self.kv = BlockPool(num_blocks, 2)
         self.sequences: list[tuple[list[int], list[BlockId]]] = []
 
     @rule(tokens=st.lists(st.integers(0, 2), min_size=1, max_size=9))

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from loraserve.memory.popularity import MEMORY_S, Popularity
+from loraserve.memory.eviction import USE_DECAY_S, Popularity
 
 
 def test_a_use_counts_less_with_its_age(make: Any) -> None:
     popularity, a = Popularity(), make.digest("a")
     popularity.use(a, 100.0)
-    assert popularity.per_second(a, 100.0) == pytest.approx(1 / MEMORY_S)
-    assert popularity.per_second(a, 100.0 + MEMORY_S) == pytest.approx(math.exp(-1) / MEMORY_S)
-    popularity.use(a, 100.0 + MEMORY_S)
-    assert popularity.per_second(a, 100.0 + MEMORY_S) == pytest.approx((1 + math.exp(-1)) / MEMORY_S)
+    assert popularity.per_second(a, 100.0) == pytest.approx(1 / USE_DECAY_S)
+    assert popularity.per_second(a, 100.0 + USE_DECAY_S) == pytest.approx(math.exp(-1) / USE_DECAY_S)
+    popularity.use(a, 100.0 + USE_DECAY_S)
+    assert popularity.per_second(a, 100.0 + USE_DECAY_S) == pytest.approx((1 + math.exp(-1)) / USE_DECAY_S)
     # a clock that goes back makes nothing more likely
-    assert popularity.per_second(a, 0.0) == popularity.per_second(a, 100.0 + MEMORY_S)
+    assert popularity.per_second(a, 0.0) == popularity.per_second(a, 100.0 + USE_DECAY_S)
     assert popularity.per_second(make.digest("b"), 100.0) == 0.0
 
 

@@ -1,0 +1,236 @@
+"""Worker threads that load adapters, a bounded number at a time. What they made lies in a queue until the step's thread takes it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+from cachetools import LRUCache
+
+from loraserve.background import LOADER_NICENESS, lower_thread_priority
+from loraserve.errors import AdapterCorrupt, AdapterUnavailable, LoraserveError
+from loraserve.memory.devices.base import AdapterDevice, Footprint
+from loraserve.memory.loading.adapter_metadata import LoadedAdapter
+from loraserve.memory.timings import Timings
+from loraserve.types import AdapterRef, Digest, Histogram, TenantId
+
+logger = logging.getLogger("loraserve.memory")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """How a load ended: with the adapter, or with the reason why there is none."""
+
+    ref: AdapterRef
+    outcome: LoadedAdapter | LoraserveError
+    elapsed_s: float
+
+
+class LoaderPool:
+    """Loads in flight, by digest. Used by one thread: a worker gets an `AdapterRef` and hands back a result through a queue, nothing more.
+
+    Invariants (`check`):
+        At most `num_threads` loads are in flight.
+    """
+
+    def __init__(
+        self,
+        num_threads: int,
+        load: Callable[[AdapterRef], LoadedAdapter],
+        *,
+        on_done: Callable[[], None] = lambda: None,
+    ) -> None:
+        """
+        Args:
+            num_threads: worker threads, and loads in flight.
+            load: makes one adapter, on a worker thread; it touches no shared state.
+            when_done: called on a worker's thread when `take` has something to give.
+        """
+        self.num_threads = num_threads
+        self._load = load
+        self._when_done = on_done
+        self._executor = ThreadPoolExecutor(
+            num_threads,
+            thread_name_prefix="adapter-loader",
+            initializer=lower_thread_priority,
+            initargs=(LOADER_NICENESS,),
+        )
+        self._results: SimpleQueue[LoadResult] = SimpleQueue()
+        # with whom each was started for
+        self._in_flight: dict[Digest, frozenset[TenantId]] = {}
+
+    def __contains__(self, digest: object) -> bool:
+        return digest in self._in_flight
+
+    def __len__(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def has_free(self) -> bool:
+        """Whether one more load may be started."""
+        return len(self._in_flight) < self.num_threads
+
+    def num_by_tenant(self) -> Counter[TenantId]:
+        """Loads in flight for each tenant."""
+        return Counter(tenant for tenants in self._in_flight.values() for tenant in tenants)
+
+    def start(self, ref: AdapterRef, tenants: Iterable[TenantId]) -> None:
+        """The adapter's load is in flight, for these tenants. It wasn't, and `has_free` is true."""
+        self._in_flight[ref.digest] = frozenset(tenants)
+        self._executor.submit(self._run, ref)
+
+    def take(self) -> list[LoadResult]:
+        """The loads that have ended since the last call, the first to end first: they are no longer in flight."""
+        results: list[LoadResult] = []
+        while True:
+            try:
+                result = self._results.get_nowait()
+            except Empty:
+                return results
+            self._in_flight.pop(result.ref.digest, None)
+            results.append(result)
+
+    def check(self) -> list[str]:
+        """Every broken invariant, in words; empty when all hold."""
+        if len(self._in_flight) > self.num_threads:
+            return [f"loaders: {len(self._in_flight)} loads are in flight on {self.num_threads} threads"]
+        return []
+
+    def close(self) -> None:
+        """Loads in flight have ended, their results dropped; the worker threads are gone."""
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def _run(self, ref: AdapterRef) -> None:
+        """On a worker thread."""
+        started = time.perf_counter()
+        outcome: LoadedAdapter | LoraserveError
+        try:
+            outcome = self._load(ref)
+        except LoraserveError as error:
+            outcome = error
+        except Exception as error:
+            logger.exception("loading adapter %s failed", ref.digest)
+            outcome = AdapterUnavailable(f"The adapter can't be loaded: {type(error).__name__}.")
+        self._results.put(LoadResult(ref, outcome, time.perf_counter() - started))
+        self._when_done()
+
+
+RETRY_S = 1.0
+MAX_RETRY_S = 60.0
+"""A failed load isn't tried again for this long; doubled with every failure in a row, up to the second."""
+
+_MAX_REMEMBERED = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSize:
+    """What an adapter takes: of the device, and of the host's memory."""
+
+    footprint: Footprint
+    host_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Corruption:
+    """A blob that was found damaged, or gone, when a version's bytes were read."""
+
+    digest: Digest
+    """The version's."""
+    blob: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    error: LoraserveError
+    retry_at_s: float
+    num_failures: int
+
+
+class LoadHistory:
+    """How the loads of adapters ended, of the last `_MAX_REMEMBERED` adapters. One thread at a time."""
+
+    def __init__(self, device: AdapterDevice) -> None:
+        """
+        Args:
+            device: says what an adapter takes of it.
+        """
+        self._device = device
+        self._failures: LRUCache[Digest, _Failure] = LRUCache(_MAX_REMEMBERED)
+        # of everything ever loaded: says whether a load has a chance of a place
+        self._sizes: LRUCache[Digest, AdapterSize] = LRUCache(_MAX_REMEMBERED)
+        # found since `take_corruptions`
+        self._corruptions: list[Corruption] = []
+        self._num_loads = 0
+        self._num_load_failures = 0
+        self._load_s = 0.0
+        self._good_load_s = 0.0
+        self._host_load_s = Timings()
+
+    @property
+    def mean_load_s(self) -> float:
+        """What a load that went well took, on average; 0 until there was one."""
+        return self._good_load_s / self._num_loads if self._num_loads else 0.0
+
+    def note(self, result: LoadResult, now_s: float) -> None:
+        """A load has ended: its adapter's size is known and no failure of it is, or it isn't to be tried again for a while."""
+        digest, outcome = result.ref.digest, result.outcome
+        self._load_s += result.elapsed_s
+        if isinstance(outcome, LoraserveError):
+            self._num_load_failures += 1
+            if isinstance(outcome, AdapterCorrupt):
+                self.note_corruption(outcome)
+            self._note_failure(digest, outcome, now_s)
+            return
+        self._num_loads += 1
+        self._good_load_s += result.elapsed_s
+        self._host_load_s.add(result.elapsed_s)
+        self._failures.pop(digest, None)
+        self._sizes[digest] = AdapterSize(self._device.footprint_of(outcome.host), outcome.num_bytes)
+
+    def size(self, digest: Digest) -> AdapterSize | None:
+        """What the adapter takes; None until it was loaded once."""
+        return self._sizes.get(digest)
+
+    def error(self, digest: Digest) -> LoraserveError | None:
+        """Why the adapter's last load failed; None if it didn't."""
+        failure = self._failures.get(digest)
+        return failure.error if failure is not None else None
+
+    def is_held_off(self, digest: Digest, now_s: float) -> bool:
+        """Whether the adapter's last load failed so recently that it isn't to be tried again yet."""
+        failure = self._failures.get(digest)
+        return failure is not None and now_s < failure.retry_at_s
+
+    def forget_failure(self, digest: Digest) -> None:
+        """The adapter may be loaded at once, however its last load ended."""
+        self._failures.pop(digest, None)
+
+    def note_corruption(self, error: AdapterCorrupt) -> None:
+        """What a read of an adapter's bytes found is among the next `take_corruptions`."""
+        if error.digest is not None and error.blob is not None:
+            self._corruptions.append(Corruption(Digest(error.digest), Digest(error.blob)))
+
+    def take_corruptions(self) -> list[Corruption]:
+        """Return, once, what was found damaged: one entry per load that failed for it."""
+        damages, self._corruptions = self._corruptions, []
+        return damages
+
+    def stats(self) -> dict[str, int | float | Histogram]:
+        """The loads' part of EngineStats, by its names."""
+        return {
+            "adapter_loads": self._num_loads,
+            "adapter_load_failures": self._num_load_failures,
+            "adapter_load_s": self._load_s,
+            "host_load_s": self._host_load_s.histogram,
+        }
+
+    def _note_failure(self, digest: Digest, error: LoraserveError, now_s: float) -> None:
+        before = self._failures.get(digest)
+        num_failures = 1 + (before.num_failures if before is not None else 0)
+        delay = min(RETRY_S * 2 ** min(num_failures - 1, 16), MAX_RETRY_S)
+        self._failures[digest] = _Failure(error, now_s + delay, num_failures)
