@@ -276,7 +276,7 @@ class Engine:
 
     def _start(self, scheduled: Sequence[ScheduledRequest]) -> _Step:
         previous = self._in_flight[-1].batch if self._in_flight else None
-        batch = build_batch(scheduled, self._kv.block_size, self.pager.resident, previous)
+        batch = build_batch(scheduled, self._kv.block_size, self.pager.handle, previous)
         return _Step(batch, self._runner.launch(batch))
 
     def _num_left_in_flight(self, scheduled: Sequence[ScheduledRequest]) -> int:

@@ -1,85 +1,58 @@
-"""Which adapters have a place on the device, within all of its limits. Pinned ones stay; of the idle, those that are worth least go first."""
+"""Adapters on the device: the state of each, who holds it there, and which one is evicted when memory runs out.
+
+An adapter goes through four states::
+
+    ARRIVING → PROTECTED → READY ⇄ DRAINING → evicted
+
+Its memory is taken while the copy runs (ARRIVING). Once that has landed, the requests that wait for it get one step to
+pin it (PROTECTED); after that it may be evicted whenever no pin holds it (READY). When a large adapter has waited too
+long, residents are closed to new requests until their pins are gone (DRAINING).
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, KeysView
 from itertools import islice
 
 from loraserve.errors import InvariantViolation
 from loraserve.memory.arena import Owner
-from loraserve.memory.devices.base import NOTHING, AdapterDevice, Footprint, PlacedAdapter
-from loraserve.memory.eviction import NEVER, CostEstimate, Popularity, Uses
+from loraserve.memory.devices.base import NOTHING, AdapterDevice, Footprint
+from loraserve.memory.eviction import NEVER, CostEstimate, Popularity
 from loraserve.memory.loading.adapter_metadata import AdapterMetadata, LoadedAdapter
-from loraserve.types import Digest
+from loraserve.memory.residency.resident_adapter import AdapterState, EvictedAdapter, ResidentAdapter
+from loraserve.memory.timings import Timings
+from loraserve.types import Digest, Histogram
 from loraserve_kernels.cpu.lora.layout import PackedAdapter
 
 MAX_VICTIM_CANDIDATES = 8
-"""Of the idle adapters, the least recently used ones among which the least valuable is looked for."""
+"""Least recently used adapters of which the least valuable is evicted."""
 ASSUMED_LOAD_S = 2e-9
-"""A byte, until one is measured."""
-
-
-@dataclass(slots=True)
-class ResidentAdapter:
-    """One adapter with a place on the device.
-
-    Attributes:
-        has_landed: steps may use it. Until then it is on its way: what it takes is taken, and it can't be evicted.
-        awaited: one use, from when it got its place or was asked for until it's pinned: whoever did that is yet to come.
-        placed_s: when it got its place, by the pool's clock.
-    """
-
-    placed: PlacedAdapter
-    metadata: AdapterMetadata
-    last_used_s: float
-    has_landed: bool
-    num_pins: int = 0
-    is_operator_pinned: bool = False
-    pending_use: Uses = NEVER
-    placed_s: float = 0.0
-
-    @property
-    def footprint(self) -> Footprint:
-        return self.placed.footprint
-
-    @property
-    def is_idle(self) -> bool:
-        return self.num_pins == 0 and not self.is_operator_pinned and self.has_landed
-
-
-@dataclass(frozen=True, slots=True)
-class EvictedAdapter:
-    """An adapter that has left the device; `moved` goes to the host's memory, where that has no copy of its own."""
-
-    digest: Digest
-    last_used_s: float
-    moved: LoadedAdapter | None
+"""Seconds to load a byte, until one is measured."""
 
 
 class Pin:
-    """Keeps one adapter on the device until `release`, which is called exactly once."""
+    """A hold that keeps one adapter on the device until `release`, which is called exactly once."""
 
-    __slots__ = ("_pool", "digest", "is_released")
+    __slots__ = ("_cache", "digest", "is_released")
 
-    def __init__(self, pool: DeviceCache, digest: Digest) -> None:
+    def __init__(self, cache: DeviceCache, digest: Digest) -> None:
         self.digest = digest
         self.is_released = False
-        self._pool = pool
+        self._cache = cache
 
     def release(self) -> None:
-        """The adapter has one pin less.
+        """Give the pin back.
 
         Raises:
-            InvariantViolation: it was released before. Nothing has changed but the pool's count of violations.
+            InvariantViolation: it was released before; the cache counts the violation, and nothing else changes.
         """
         if self.is_released:
-            self._pool.num_violations += 1
+            self._cache.num_violations += 1
             raise InvariantViolation(f"A pin on adapter {self.digest} was released twice.")
         self.is_released = True
-        self._pool._unpin(self.digest)
+        self._cache._unpin(self.digest)
 
 
 class DeviceCache:
@@ -87,42 +60,45 @@ class DeviceCache:
 
     Invariants (`check`):
         used == sum of the residents' footprints, within the device's limits
-        idle == sum of the footprints of residents that have landed and have no pin
+        evictable == sum of the footprints of evictable residents
         num_pins == sum of the residents' pins == pins given out and not released
-        arriving == the residents that haven't landed; none of them is pinned by a request
-        bytes in use == pages that the device's lease has rented
+        The sets of arriving, protected and draining adapters are those whose state says so; no arriving one is pinned.
+        bytes in use == pages that the device's arena client holds
 
     Attributes:
-        popularity: uses of adapters, of those elsewhere too.
-        load_cost: seconds per byte to bring an adapter back: of a copy to a device with memory of its own, which is measured here; else of a load, which the loads' owner notes.
-        fresh: adapters that are on the device for a request that hasn't pinned them yet: they aren't given up to others. The loads' owner says which.
-        when_evicted: told of each that has to leave for somebody else than an adapter.
+        popularity: uses of adapters, including those elsewhere.
+        load_cost: seconds per byte to bring an adapter back: measured here from copies to a device with memory of its
+            own; elsewhere the pager notes what loads take.
+        on_evicted: called with each adapter that is evicted for anything but another adapter.
+        used: memory of all residents.
+        evictable: memory of residents that may be evicted now.
+        operator: memory of residents that an operator has pinned: waiting doesn't free it.
+        num_violations: pins that were released twice.
     """
 
     def __init__(self, device: AdapterDevice, clock: Callable[[], float] = time.monotonic) -> None:
         self.device = device
         self.popularity = Popularity()
         self.load_cost = CostEstimate(ASSUMED_LOAD_S)
-        self.fresh: Set[Digest] = frozenset()
         self.on_evicted: Callable[[EvictedAdapter], None] | None = None
-        self._clock = clock
-        self._client = device.arena_client
-        self._client.register(self)
-        # while one is admitted: whoever isn't evicted for it, and who was
-        self._keep: Set[Digest] = frozenset()
-        self._evicted: list[EvictedAdapter] = []
         self.used = NOTHING
-        self.idle = NOTHING
+        self.evictable = NOTHING
         self.operator = NOTHING
-        """What an operator has pinned: no amount of waiting frees it."""
         self.num_pins = 0
         self.num_evictions_for: Counter[Owner] = Counter()
         self.num_violations = 0
-        """Pins that were released twice."""
+        self._clock = clock
+        self._client = device.arena_client
+        self._client.register(self)
+        self._load_s = Timings()
+        # evictions for the adapter that is being admitted
+        self._evicted: list[EvictedAdapter] = []
         # least recently used first
         self._residents: OrderedDict[Digest, ResidentAdapter] = OrderedDict()
-        # in the order in which they were placed
+        # of the residents, those in these states, in the order in which they entered them
         self._arriving: dict[Digest, ResidentAdapter] = {}
+        self._protected: dict[Digest, ResidentAdapter] = {}
+        self._draining: dict[Digest, ResidentAdapter] = {}
 
     def __contains__(self, digest: object) -> bool:
         return digest in self._residents
@@ -136,7 +112,7 @@ class DeviceCache:
 
     @property
     def budget_bytes(self) -> int:
-        """What adapters may take at most."""
+        """Bytes that adapters may take at most."""
         return self.device.limits.num_bytes
 
     @property
@@ -146,40 +122,64 @@ class DeviceCache:
 
     @property
     def free(self) -> Footprint:
-        """What adapters may take more, if it's free: the KV cache may have it."""
+        """What adapters may still take; the KV cache may have it now."""
         return self.device.limits - self.used
 
     @property
+    def load_s(self) -> Histogram:
+        """Seconds from when adapters got their memory until steps could use them."""
+        return self._load_s.histogram
+
+    @property
+    def num_arriving(self) -> int:
+        """Adapters on their way to the device."""
+        return len(self._arriving)
+
+    @property
+    def draining(self) -> KeysView[Digest]:
+        """Adapters that take no new requests, in the order in which they were chosen."""
+        return self._draining.keys()
+
+    @property
     def num_idle_pages(self) -> int:
-        """Pages of those that would be given up to others."""
-        return self._idle_besides(self._kept(self._keep)).num_bytes // self._client.arena.page_num_bytes
+        """Pages of evictable adapters."""
+        return self.evictable.num_bytes // self._client.arena.page_num_bytes
 
     def victim_value(self) -> float | None:
-        """What the least valuable that is idle is worth: seconds to bring it back × uses per second ÷ bytes. None if none would be given up."""
-        offer = self._victim()
-        return None if offer is None else offer[0]
+        """Return the value of the adapter that is evicted first: seconds to bring it back × uses per second ÷ bytes. None if there is none."""
+        victim = self._victim()
+        return None if victim is None else victim[0]
 
     def evict_victim(self, cause: Owner, num_pages: int) -> None:
-        """The least valuable that is idle has left.
+        """Evict the least valuable evictable adapter.
 
         Args:
-            cause: for whom.
-            num_wanted: no matter: one leaves, whatever its pages.
+            cause: the owner that needs its pages.
+            num_pages: ignored: one adapter leaves, however many pages it has.
 
         Raises:
-            InvariantViolation: none would be given up.
+            InvariantViolation: no adapter is evictable.
         """
-        offer = self._victim()
-        if offer is None:
+        victim = self._victim()
+        if victim is None:
             raise InvariantViolation("No adapter is idle, and one was to be evicted.")
-        self._evict(offer[1], cause)
+        self._evict(victim[1], cause)
+
+    def state(self, digest: Digest) -> AdapterState | None:
+        """Return the adapter's state; None if it has no memory on the device."""
+        resident = self._residents.get(digest)
+        return None if resident is None else resident.state
 
     def has_landed(self, digest: Digest) -> bool:
-        """Whether steps may use the adapter now."""
-        return digest in self._residents and digest not in self._arriving
+        """Return whether steps may use the adapter now."""
+        return self.state(digest) not in (None, AdapterState.ARRIVING)
+
+    def takes_requests(self, digest: Digest) -> bool:
+        """Return whether a new request may pin the adapter now."""
+        return self.state(digest) in (AdapterState.PROTECTED, AdapterState.READY)
 
     def handle(self, digest: Digest) -> PackedAdapter | int:
-        """What a step names a resident adapter by.
+        """Return what a step names a resident adapter by.
 
         Raises:
             InvariantViolation: it isn't resident.
@@ -187,7 +187,7 @@ class DeviceCache:
         return self._landed(digest).placed.handle
 
     def metadata(self, digest: Digest) -> AdapterMetadata:
-        """What is known of a resident adapter beside its weights.
+        """Return what is known of a resident adapter beside its weights.
 
         Raises:
             InvariantViolation: it isn't resident.
@@ -195,10 +195,10 @@ class DeviceCache:
         return self._landed(digest).metadata
 
     def pin(self, digest: Digest, now_s: float, *, is_use: bool = True) -> Pin:
-        """A pin on a resident adapter, which stays until the pin's release; it has been used once more.
+        """Pin a resident adapter until the pin's release, and count a use of it.
 
         Args:
-            is_use: False of one that nobody asked for: it says nothing of how soon the adapter is wanted again.
+            is_use: False for a probe, which says nothing of how soon the adapter is wanted again.
 
         Raises:
             InvariantViolation: it isn't resident.
@@ -214,40 +214,34 @@ class DeviceCache:
         return Pin(self, digest)
 
     def set_operator_pin(self, digest: Digest, is_pinned: bool) -> None:
-        """If the adapter has a place, it is never evicted from now on, or may be again."""
+        """Keep a resident adapter until the operator's pin is taken back; no-op if it has no memory here."""
         resident = self._residents.get(digest)
-        if resident is not None:
-            with _Accounted(self, resident):
-                resident.is_operator_pinned = is_pinned
+        if resident is None:
+            return
+        with _Accounted(self, resident):
+            resident.is_operator_pinned = is_pinned
+            if is_pinned and self._draining.pop(digest, None) is not None:
+                resident.state = AdapterState.READY
 
     def touch(self, digest: Digest, now_s: float) -> None:
-        """A resident adapter was asked for: it counts as the most recently used, and awaits a use."""
+        """Make a resident adapter the most recently used, with one use pending."""
         resident = self._landed(digest)
         resident.last_used_s, resident.pending_use = now_s, NEVER.used(now_s)
         self._residents.move_to_end(digest)
 
-    def can_admit(self, footprint: Footprint, keep: Set[Digest] = frozenset()) -> bool:
-        """Whether there is a place, or would be after evicting every idle adapter but those in `keep`, and what is idle of the KV cache."""
-        kept = self._kept(keep)
-        idle = self._idle_besides(kept)
-        num_obtainable = self._client.num_obtainable * self._client.arena.page_num_bytes + idle.num_bytes
-        if not footprint.fits(self.free + idle) or footprint.num_bytes > num_obtainable:
+    def can_admit(self, footprint: Footprint) -> bool:
+        """Return whether there is room, or would be after evicting every evictable adapter and the KV cache's idle blocks."""
+        num_obtainable = self._client.num_obtainable * self._client.arena.page_num_bytes + self.evictable.num_bytes
+        if not footprint.fits(self.free + self.evictable) or footprint.num_bytes > num_obtainable:
             return False
-        leaving = (r.placed for d, r in self._residents.items() if r.is_idle and d not in kept)
-        return self.device.can_lay_out(footprint, leaving)
+        return self.device.can_lay_out(footprint, (r.placed for r in self._residents.values() if r.is_evictable))
 
     def can_ever_admit(self, footprint: Footprint) -> bool:
-        """Whether there would be a place if every adapter left that no operator has pinned."""
+        """Return whether there would be room if every adapter left that no operator has pinned."""
         if not footprint.fits(self.device.limits - self.operator):
             return False
         leaving = (r.placed for r in self._residents.values() if not r.is_operator_pinned)
         return self.device.can_lay_out(footprint, leaving)
-
-    def can_admit_without(self, footprint: Footprint, leaving: Set[Digest], room: Footprint) -> bool:
-        """Whether there would be a place once those have left; `room` is what is free then."""
-        return footprint.fits(room) and self.device.can_lay_out(
-            footprint, (r.placed for d in leaving if (r := self._residents.get(d)) is not None)
-        )
 
     def admit(
         self,
@@ -256,63 +250,109 @@ class DeviceCache:
         now_s: float,
         *,
         is_operator_pinned: bool = False,
-        keep: Set[Digest] = frozenset(),
+        is_protected: bool = False,
     ) -> list[EvictedAdapter]:
-        """The adapter has its place, most recently used, and is on its way there or there already; returns which adapters were evicted for it.
+        """Give the adapter memory on the device, start its copy, and return the adapters that were evicted for it.
 
-        Where adapters have all that they may take, other adapters go; else whatever is worth least, of the KV cache too.
+        Where adapters have all that they may take, other adapters go; otherwise whatever is worth least, the KV cache's
+        blocks included.
+
+        Args:
+            is_protected: if no copy is needed, the adapter is protected until the next `take_landed`.
 
         Raises:
-            InvariantViolation: it has a place already, or `can_admit` is false.
+            InvariantViolation: it has memory already, or `can_admit` is false.
         """
         footprint = self.device.footprint_of(adapter.host)
-        if digest in self._residents or not self.can_admit(footprint, keep):
+        if digest in self._residents or not self.can_admit(footprint):
             raise InvariantViolation(
                 f"Adapter {digest} can't be admitted: it is resident already, or there is no room."
             )
-        self._keep = keep
+        started_s = self._clock()
         while not (footprint.fits(self.free) and self.device.can_lay_out(footprint)):
             self.evict_victim(Owner.ADAPTERS, 0)
         self._client.make_room(footprint.num_bytes // self._client.arena.page_num_bytes)
-        evicted, self._evicted, self._keep = self._evicted, [], frozenset()
-        placed, placed_s = self.device.place(adapter.host), self._clock()
+        evicted, self._evicted = self._evicted, []
+        placed = self.device.place(adapter.host)
+        state, states = AdapterState.READY, None
+        if not self.device.is_ready(placed):
+            state, states = AdapterState.ARRIVING, self._arriving
+        elif is_protected:
+            state, states = AdapterState.PROTECTED, self._protected
         resident = ResidentAdapter(
             placed,
             adapter.metadata,
+            state,
             now_s,
-            self.device.is_ready(placed),
+            started_s,
+            NEVER.used(now_s),
             is_operator_pinned=is_operator_pinned,
-            pending_use=NEVER.used(now_s),
-            placed_s=placed_s,
         )
         self._residents[digest] = resident
         self.used += footprint
         self._account(resident, 1)
-        if not resident.has_landed:
-            self._arriving[digest] = resident
+        if states is not None:
+            states[digest] = resident
+        if resident.has_landed:
+            self._load_s.add(self._clock() - started_s)
         return evicted
 
     def take_landed(self) -> list[Digest]:
-        """Those that have arrived since the last call, in the order in which they were placed: from now on steps may use them."""
+        """Return the adapters that landed since the last call, in the order of their admission; end the protection of earlier ones."""
+        self.protect(())
         landed = [digest for digest, resident in self._arriving.items() if self.device.is_ready(resident.placed)]
         for digest in landed:
             resident = self._arriving.pop(digest)
-            with _Accounted(self, resident):
-                resident.has_landed = True
+            resident.state = AdapterState.PROTECTED
+            self._protected[digest] = resident
+            elapsed_s = self._clock() - resident.started_s
+            self._load_s.add(elapsed_s)
             if not self.device.is_host_memory:
-                self.load_cost.note(resident.footprint.num_bytes, self._clock() - resident.placed_s)
+                self.load_cost.note(resident.footprint.num_bytes, elapsed_s)
         return landed
 
+    def protect(self, digests: Iterable[Digest]) -> None:
+        """Protect these ready adapters from eviction, and no others, until the next `take_landed`."""
+        for resident in self._protected.values():
+            with _Accounted(self, resident):
+                resident.state = AdapterState.READY
+        self._protected = {d: self._residents[d] for d in digests if self.state(d) is AdapterState.READY}
+        for resident in self._protected.values():
+            with _Accounted(self, resident):
+                resident.state = AdapterState.PROTECTED
+
+    def drain_for(self, footprint: Footprint) -> None:
+        """Close as many residents to new requests as make room for this footprint once idle, the least recently used first."""
+        room = sum((resident.footprint for resident in self._draining.values()), self.free)
+        for digest, resident in self._residents.items():
+            leaving = (draining.placed for draining in self._draining.values())
+            if footprint.fits(room) and self.device.can_lay_out(footprint, leaving):
+                return
+            # an arriving one may be drained as soon as it has landed
+            if resident.is_operator_pinned or not self.takes_requests(digest):
+                continue
+            with _Accounted(self, resident):
+                resident.state = AdapterState.DRAINING
+            self._protected.pop(digest, None)
+            self._draining[digest] = resident
+            room += resident.footprint
+
+    def end_drain(self) -> None:
+        """Open all draining adapters to requests again."""
+        for resident in self._draining.values():
+            resident.state = AdapterState.READY
+        self._draining.clear()
+
     def items(self) -> Iterator[tuple[Digest, ResidentAdapter]]:
-        """Least recently used first."""
+        """Yield the residents, the least recently used first."""
         yield from self._residents.items()
 
     def check(self) -> list[str]:
-        """Every broken invariant, in words; empty when all hold."""
+        """Return every broken invariant, in words; empty when all hold."""
         residents = self._residents.values()
         sums = (
             ("in use", self.used, _sum(residents)),
-            ("idle", self.idle, _sum(r for r in residents if r.is_idle)),
+            ("evictable", self.evictable, _sum(r for r in residents if r.is_evictable)),
             ("pinned by operators", self.operator, _sum(r for r in residents if r.is_operator_pinned)),
         )
         problems = [
@@ -325,8 +365,13 @@ class DeviceCache:
             problems.append(f"adapter pool: {self.used} is over the limits of {self.device.limits}")
         if any(r.num_pins < 0 for r in residents):
             problems.append("adapter pool: an adapter has fewer than no pins")
-        if self._arriving != {digest: r for digest, r in self._residents.items() if not r.has_landed}:
-            problems.append("adapter pool: those that arrive aren't those that haven't landed")
+        for state, kept in (
+            (AdapterState.ARRIVING, self._arriving),
+            (AdapterState.PROTECTED, self._protected),
+            (AdapterState.DRAINING, self._draining),
+        ):
+            if kept != {digest: r for digest, r in self._residents.items() if r.state is state}:
+                problems.append(f"adapter pool: other adapters are {state.name} than their states say")
         if any(r.num_pins for r in self._arriving.values()):
             problems.append("adapter pool: an adapter is pinned that hasn't landed")
         if self.used.num_bytes != self._client.num_allocated * self._client.arena.page_num_bytes:
@@ -343,36 +388,27 @@ class DeviceCache:
         self._residents.move_to_end(digest)
 
     def _victim(self) -> tuple[float, Digest] | None:
-        """The least valuable of the idle adapters that were used longest ago, with its value; the longest ago of equals."""
-        now_s, pace, kept = self._clock(), self.load_cost.seconds_per_unit, self._kept(self._keep)
-        idle = ((d, r) for d, r in self._residents.items() if r.is_idle and d not in kept)
-        offers = [
-            ((self.popularity.per_second(digest, now_s) + resident.pending_use.per_second(now_s)) * pace, digest)
-            for digest, resident in islice(idle, MAX_VICTIM_CANDIDATES)
+        """Return the least valuable of the least recently used evictable adapters, with its value; of equals the least recently used."""
+        now_s, seconds_per_byte = self._clock(), self.load_cost.seconds_per_unit
+        evictable = ((digest, r) for digest, r in self._residents.items() if r.is_evictable)
+        candidates = [
+            (self._uses_per_second(digest, resident, now_s) * seconds_per_byte, digest)
+            for digest, resident in islice(evictable, MAX_VICTIM_CANDIDATES)
         ]
-        return min(offers, key=lambda offer: offer[0], default=None)
+        return min(candidates, key=lambda candidate: candidate[0], default=None)
 
-    def _kept(self, keep: Set[Digest]) -> Set[Digest]:
-        """Those and the fresh ones."""
-        return keep | self.fresh if keep and self.fresh else keep or self.fresh
-
-    def _idle_besides(self, keep: Set[Digest]) -> Footprint:
-        idle = self.idle
-        for digest in keep:
-            resident = self._residents.get(digest)
-            if resident is not None and resident.is_idle:
-                idle -= resident.footprint
-        return idle
+    def _uses_per_second(self, digest: Digest, resident: ResidentAdapter, now_s: float) -> float:
+        return self.popularity.per_second(digest, now_s) + resident.pending_use.per_second(now_s)
 
     def _evict(self, digest: Digest, cause: Owner) -> None:
         resident = self._residents.pop(digest)
+        self._draining.pop(digest, None)
         self._account(resident, -1)
         self.used -= resident.footprint
         self.num_evictions_for[cause] += 1
-        moved = self.device.remove(resident.placed)
-        evicted = EvictedAdapter(
-            digest, resident.last_used_s, None if moved is None else LoadedAdapter(moved, resident.metadata)
-        )
+        host = self.device.remove(resident.placed)
+        moved = None if host is None else LoadedAdapter(host, resident.metadata)
+        evicted = EvictedAdapter(digest, resident.last_used_s, moved)
         if cause is Owner.ADAPTERS:
             self._evicted.append(evicted)
         elif self.on_evicted is not None:
@@ -384,26 +420,26 @@ class DeviceCache:
         return self._residents[digest]
 
     def _account(self, resident: ResidentAdapter, sign: int) -> None:
-        if resident.is_idle:
-            self.idle = self.idle + resident.footprint if sign > 0 else self.idle - resident.footprint
+        if resident.is_evictable:
+            self.evictable = self.evictable + resident.footprint if sign > 0 else self.evictable - resident.footprint
         if resident.is_operator_pinned:
             self.operator = self.operator + resident.footprint if sign > 0 else self.operator - resident.footprint
 
 
 class _Accounted:
-    """Keeps the pool's sums right across a change of one resident's pins or state."""
+    """Keep the cache's sums right across a change of one resident's pins or state."""
 
-    __slots__ = ("_pool", "_resident")
+    __slots__ = ("_cache", "_resident")
 
-    def __init__(self, pool: DeviceCache, resident: ResidentAdapter) -> None:
-        self._pool = pool
+    def __init__(self, cache: DeviceCache, resident: ResidentAdapter) -> None:
+        self._cache = cache
         self._resident = resident
 
     def __enter__(self) -> None:
-        self._pool._account(self._resident, -1)
+        self._cache._account(self._resident, -1)
 
     def __exit__(self, *_: object) -> None:
-        self._pool._account(self._resident, 1)
+        self._cache._account(self._resident, 1)
 
 
 def _sum(residents: Iterable[ResidentAdapter]) -> Footprint:

@@ -1,4 +1,4 @@
-"""Worker threads that load adapters, a bounded number at a time. What they made lies in a queue until the step's thread takes it."""
+"""Loader threads, a bounded number of loads at a time, and what loads have taught: sizes, failures, durations, corruption."""
 
 from __future__ import annotations
 
@@ -21,10 +21,17 @@ from loraserve.types import AdapterRef, Digest, Histogram, TenantId
 
 logger = logging.getLogger("loraserve.memory")
 
+RETRY_S = 1.0
+"""Seconds after a failed load in which it isn't tried again; doubled with every failure in a row."""
+MAX_RETRY_S = 60.0
+"""The same, at most."""
+
+_MAX_REMEMBERED = 65_536
+
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """How a load ended: with the adapter, or with the reason why there is none."""
+    """The outcome of a load: the adapter, or the reason why there is none."""
 
     ref: AdapterRef
     outcome: LoadedAdapter | LoraserveError
@@ -32,7 +39,7 @@ class LoadResult:
 
 
 class LoaderPool:
-    """Loads in flight, by digest. Used by one thread: a worker gets an `AdapterRef` and hands back a result through a queue, nothing more.
+    """Loads in flight, by digest. One thread uses it: a loader gets an `AdapterRef` and hands back a result through a queue, nothing more.
 
     Invariants (`check`):
         At most `num_threads` loads are in flight.
@@ -47,13 +54,13 @@ class LoaderPool:
     ) -> None:
         """
         Args:
-            num_threads: worker threads, and loads in flight.
-            load: makes one adapter, on a worker thread; it touches no shared state.
-            when_done: called on a worker's thread when `take` has something to give.
+            num_threads: threads, and loads in flight.
+            load: makes one adapter, on a loader's thread; it touches no shared state.
+            on_done: called on a loader's thread when there is something to `take`.
         """
         self.num_threads = num_threads
         self._load = load
-        self._when_done = on_done
+        self._on_done = on_done
         self._executor = ThreadPoolExecutor(
             num_threads,
             thread_name_prefix="adapter-loader",
@@ -61,7 +68,7 @@ class LoaderPool:
             initargs=(LOADER_NICENESS,),
         )
         self._results: SimpleQueue[LoadResult] = SimpleQueue()
-        # with whom each was started for
+        # with the tenants that each was started for
         self._in_flight: dict[Digest, frozenset[TenantId]] = {}
 
     def __contains__(self, digest: object) -> bool:
@@ -76,16 +83,16 @@ class LoaderPool:
         return len(self._in_flight) < self.num_threads
 
     def num_by_tenant(self) -> Counter[TenantId]:
-        """Loads in flight for each tenant."""
+        """Return the loads in flight of each tenant."""
         return Counter(tenant for tenants in self._in_flight.values() for tenant in tenants)
 
     def start(self, ref: AdapterRef, tenants: Iterable[TenantId]) -> None:
-        """The adapter's load is in flight, for these tenants. It wasn't, and `has_free` is true."""
+        """Start the adapter's load for these tenants. It isn't in flight, and `has_free` is true."""
         self._in_flight[ref.digest] = frozenset(tenants)
         self._executor.submit(self._run, ref)
 
     def take(self) -> list[LoadResult]:
-        """The loads that have ended since the last call, the first to end first: they are no longer in flight."""
+        """Return the loads that have ended since the last call, in the order of their ends; they are no longer in flight."""
         results: list[LoadResult] = []
         while True:
             try:
@@ -96,17 +103,17 @@ class LoaderPool:
             results.append(result)
 
     def check(self) -> list[str]:
-        """Every broken invariant, in words; empty when all hold."""
+        """Return every broken invariant, in words; empty when all hold."""
         if len(self._in_flight) > self.num_threads:
             return [f"loaders: {len(self._in_flight)} loads are in flight on {self.num_threads} threads"]
         return []
 
     def close(self) -> None:
-        """Loads in flight have ended, their results dropped; the worker threads are gone."""
+        """Wait for the loads in flight, drop their results and end the threads."""
         self._executor.shutdown(wait=True, cancel_futures=True)
 
     def _run(self, ref: AdapterRef) -> None:
-        """On a worker thread."""
+        """Load one adapter on a loader's thread."""
         started = time.perf_counter()
         outcome: LoadedAdapter | LoraserveError
         try:
@@ -117,19 +124,12 @@ class LoaderPool:
             logger.exception("loading adapter %s failed", ref.digest)
             outcome = AdapterUnavailable(f"The adapter can't be loaded: {type(error).__name__}.")
         self._results.put(LoadResult(ref, outcome, time.perf_counter() - started))
-        self._when_done()
-
-
-RETRY_S = 1.0
-MAX_RETRY_S = 60.0
-"""A failed load isn't tried again for this long; doubled with every failure in a row, up to the second."""
-
-_MAX_REMEMBERED = 65_536
+        self._on_done()
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSize:
-    """What an adapter takes: of the device, and of the host's memory."""
+    """Memory that an adapter takes on the device and in the host cache."""
 
     footprint: Footprint
     host_bytes: int
@@ -137,10 +137,14 @@ class AdapterSize:
 
 @dataclass(frozen=True, slots=True)
 class Corruption:
-    """A blob that was found damaged, or gone, when a version's bytes were read."""
+    """A blob that was found damaged, or gone, when a version's bytes were read.
+
+    Attributes:
+        digest: the version's.
+        blob: the blob's.
+    """
 
     digest: Digest
-    """The version's."""
     blob: Digest
 
 
@@ -152,7 +156,7 @@ class _Failure:
 
 
 class LoadHistory:
-    """How the loads of adapters ended, of the last `_MAX_REMEMBERED` adapters. One thread at a time."""
+    """The outcomes of loads, of the last `_MAX_REMEMBERED` adapters. One thread at a time."""
 
     def __init__(self, device: AdapterDevice) -> None:
         """
@@ -161,9 +165,7 @@ class LoadHistory:
         """
         self._device = device
         self._failures: LRUCache[Digest, _Failure] = LRUCache(_MAX_REMEMBERED)
-        # of everything ever loaded: says whether a load has a chance of a place
         self._sizes: LRUCache[Digest, AdapterSize] = LRUCache(_MAX_REMEMBERED)
-        # found since `take_corruptions`
         self._corruptions: list[Corruption] = []
         self._num_loads = 0
         self._num_load_failures = 0
@@ -173,11 +175,11 @@ class LoadHistory:
 
     @property
     def mean_load_s(self) -> float:
-        """What a load that went well took, on average; 0 until there was one."""
+        """Seconds of a successful load, on average; 0 until there was one."""
         return self._good_load_s / self._num_loads if self._num_loads else 0.0
 
     def note(self, result: LoadResult, now_s: float) -> None:
-        """A load has ended: its adapter's size is known and no failure of it is, or it isn't to be tried again for a while."""
+        """Note the outcome of a load: the adapter's size, or a failure that holds off the next try."""
         digest, outcome = result.ref.digest, result.outcome
         self._load_s += result.elapsed_s
         if isinstance(outcome, LoraserveError):
@@ -193,35 +195,35 @@ class LoadHistory:
         self._sizes[digest] = AdapterSize(self._device.footprint_of(outcome.host), outcome.num_bytes)
 
     def size(self, digest: Digest) -> AdapterSize | None:
-        """What the adapter takes; None until it was loaded once."""
+        """Return the adapter's size; None until it was loaded once."""
         return self._sizes.get(digest)
 
     def error(self, digest: Digest) -> LoraserveError | None:
-        """Why the adapter's last load failed; None if it didn't."""
+        """Return why the adapter's last load failed; None if it didn't."""
         failure = self._failures.get(digest)
         return failure.error if failure is not None else None
 
     def is_held_off(self, digest: Digest, now_s: float) -> bool:
-        """Whether the adapter's last load failed so recently that it isn't to be tried again yet."""
+        """Return whether the adapter's last load failed so recently that it isn't tried again yet."""
         failure = self._failures.get(digest)
         return failure is not None and now_s < failure.retry_at_s
 
     def forget_failure(self, digest: Digest) -> None:
-        """The adapter may be loaded at once, however its last load ended."""
+        """Let the adapter be loaded at once, however its last load ended."""
         self._failures.pop(digest, None)
 
     def note_corruption(self, error: AdapterCorrupt) -> None:
-        """What a read of an adapter's bytes found is among the next `take_corruptions`."""
+        """Add the blob that the error names, if it names one, to the next `take_corruptions`."""
         if error.digest is not None and error.blob is not None:
             self._corruptions.append(Corruption(Digest(error.digest), Digest(error.blob)))
 
     def take_corruptions(self) -> list[Corruption]:
-        """Return, once, what was found damaged: one entry per load that failed for it."""
-        damages, self._corruptions = self._corruptions, []
-        return damages
+        """Return, once, the blobs that were found damaged or gone: one entry per load that failed for it."""
+        corruptions, self._corruptions = self._corruptions, []
+        return corruptions
 
     def stats(self) -> dict[str, int | float | Histogram]:
-        """The loads' part of EngineStats, by its names."""
+        """Return the loads' fields of EngineStats."""
         return {
             "adapter_loads": self._num_loads,
             "adapter_load_failures": self._num_load_failures,
@@ -232,5 +234,5 @@ class LoadHistory:
     def _note_failure(self, digest: Digest, error: LoraserveError, now_s: float) -> None:
         before = self._failures.get(digest)
         num_failures = 1 + (before.num_failures if before is not None else 0)
-        delay = min(RETRY_S * 2 ** min(num_failures - 1, 16), MAX_RETRY_S)
-        self._failures[digest] = _Failure(error, now_s + delay, num_failures)
+        delay_s = min(RETRY_S * 2 ** min(num_failures - 1, 16), MAX_RETRY_S)
+        self._failures[digest] = _Failure(error, now_s + delay_s, num_failures)

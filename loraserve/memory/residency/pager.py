@@ -1,7 +1,15 @@
-"""Brings adapters from disk to host memory to the device, and says where each is. The step's thread asks; workers do the work.
+"""Residency of adapters: bring them from the store to host memory to the device, and say where each is.
 
-Reading, verifying, compiling and packing run on worker threads. Everything else here runs on the step's thread, costs microseconds, and
-needs no lock: a worker gets an `AdapterRef` and hands back a result through a queue, nothing more.
+The way of an adapter's bytes, each step in its module::
+
+    store → `loading.load`          read, verify the digest, compile, lower, pack      on a loader's thread
+          → `residency.host_cache`  wait in host memory, held while requested
+          → `residency.device_cache`  memory on the device, evicting what is worth less
+          → `devices`               a CPU uses the packed tensors as they are; a GPU copies pages to its pool
+          → the step                names the adapter by its handle
+
+The step's thread asks and the loaders work: a loader gets an `AdapterRef` and hands back a result through a queue,
+nothing more. All else runs on the step's thread, costs microseconds, and needs no lock.
 """
 
 from __future__ import annotations
@@ -11,18 +19,17 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 
 from adapters_store import BlobStore
-from loraserve.errors import AdapterCorrupt, InvariantViolation, LoraserveError
+from loraserve.errors import AdapterCorrupt, LoraserveError
 from loraserve.memory.loading.adapter_metadata import AdapterMetadata, LoadedAdapter
 from loraserve.memory.loading.base_weights import BaseWeights
 from loraserve.memory.loading.load import load_adapter
 from loraserve.memory.loading.precision import EXACT, Precision
-from loraserve.memory.residency.arrivals import Arrivals
-from loraserve.memory.residency.device_cache import DeviceCache, EvictedAdapter, Pin
-from loraserve.memory.residency.drain import Drain
+from loraserve.memory.residency.device_cache import DeviceCache, Pin
 from loraserve.memory.residency.host_cache import HostCache
 from loraserve.memory.residency.load_queue import LoadQueue, PendingAdapter
 from loraserve.memory.residency.loader import Corruption, LoaderPool, LoadHistory
 from loraserve.memory.residency.prefetcher import Prefetcher
+from loraserve.memory.residency.resident_adapter import AdapterState, EvictedAdapter
 from loraserve.memory.residency.snapshot import adapter_usage, memory_usage, residency_rows
 from loraserve.memory.timings import Stopwatch, timed
 from loraserve.types import AdapterRef, AdapterResidency, BaseSpec, Digest, Histogram, Tier
@@ -41,17 +48,22 @@ class Residency(StrEnum):
 
 
 class Pager:
-    """Owns residency: which adapter is in which tier, who waits, who is pinned.
+    """The tiers of all adapters: which tier each is in, which wait for the device, which are pinned.
 
-    On a CPU the device is host memory: an adapter is in one tier at a time, moving between them moves no bytes, and the two budgets add up. On a GPU the host
-    cache keeps its copy of what is on the device, as long as it has room for it: an eviction from the device moves nothing, and coming back is one copy.
-    An adapter is resident once its copy has landed; until then its place is taken, and everyone else goes on.
+    On a CPU the device is host memory: an adapter is in one tier at a time, a move between them copies nothing, and the
+    two budgets add up. On a GPU the host cache keeps its copy of a resident adapter for as long as it has room: an
+    eviction from the device moves nothing, and coming back is one copy. An adapter is resident once its copy has
+    landed; until then its memory is taken, and steps go on without it.
 
-    Loaded adapters that wait for the device are held in the host cache; where that has no room they are dropped and read again
-    when their turn comes. Beside the two budgets, the host's memory holds at most `num_threads` adapters that workers are making and those on their way to a GPU.
+    Loaded adapters that wait for the device are held in the host cache; where that has no room they are dropped, and
+    read again when their turn comes. Beyond the two budgets, host memory holds at most `num_threads` adapters that
+    loaders are making and those on their way to a GPU.
 
     Invariants (`check`):
-        On a CPU no adapter is in both tiers; what the host holds is in the line.
+        On a CPU no adapter is in both tiers; what the host cache holds is in the queue.
+
+    Attributes:
+        stopwatch: time that the step's thread spends here.
     """
 
     def __init__(
@@ -69,12 +81,12 @@ class Pager:
     ) -> None:
         """
         Args:
-            store: where the blobs are; it stays the caller's to close.
-            pool: its device says how adapters are packed.
-            num_threads: worker threads, and loads in flight.
-            weights: the base's, for adapters whose load takes them.
-            precision: what adapters may lose by how they're held.
-            wake: called on a worker's thread when there is something for `poll`.
+            store: the blobs; the caller closes it.
+            pool: adapters on the device, which says how they are packed.
+            num_threads: loader threads, and loads in flight.
+            weights: the base's, for adapters whose load reads them.
+            precision: what adapters may lose by how they are held.
+            wake: called on a loader's thread when there is something for `poll`.
             clock: monotonic seconds.
         """
         self._pool = pool
@@ -85,13 +97,10 @@ class Pager:
         )
         self._history = LoadHistory(pool.device)
         self._queue = LoadQueue()
-        self._drain = Drain(pool)
-        self._arrivals = Arrivals(pool)
         self._prefetcher = Prefetcher(pool, host_cache, self._queue, self._loaders, self._history)
         self._operator_pins: set[Digest] = set()
         pool.on_evicted = self._note_evicted
         self.stopwatch = Stopwatch()
-        """Times what the step's thread does here; whoever steps takes from it."""
 
     @property
     def num_loading(self) -> int:
@@ -100,8 +109,8 @@ class Pager:
 
     @property
     def is_copying(self) -> bool:
-        """Whether an adapter is on its way to the device; `poll` finds out when it's there."""
-        return self._arrivals.is_any_on_its_way
+        """Whether an adapter is on its way to the device; `poll` finds out when it has landed."""
+        return self._pool.num_arriving > 0
 
     @property
     def num_pins(self) -> int:
@@ -110,104 +119,104 @@ class Pager:
 
     @property
     def num_violations(self) -> int:
-        """Invariants that were found broken, since the start."""
+        """Broken invariants since the start."""
         return self._pool.num_violations
 
     @property
     def mean_load_s(self) -> float:
-        """What a load took, on average; 0 until there was one."""
+        """Seconds of a successful load, on average; 0 until there was one."""
         return self._history.mean_load_s
 
     @property
     def is_admission_paused(self) -> bool:
-        """Whether somebody has waited for space long enough: nobody who isn't running may begin, so that what runs gives it back."""
+        """Whether an adapter has waited for space so long that no new request may begin until it is on the device."""
         return self._queue.reserved_for is not None
 
     def tier(self, digest: Digest) -> Tier:
-        """Where a request that comes now finds the adapter: on the device, usable; in the host's memory, or on its way from there; or on disk, read already or not."""
-        if self._pool.has_landed(digest) and digest not in self._drain:
+        """Return where a request that comes now finds the adapter: usable on the device, in host memory or on its way from there, or on disk."""
+        if self._pool.takes_requests(digest):
             return Tier.DEVICE
         return Tier.HOST if digest in self._pool or digest in self._host else Tier.DISK
 
     @timed
     def request(self, ref: AdapterRef) -> Residency:
-        """Ask for an adapter on the device; starts whatever is needed. Never blocks; ask again whenever you like.
+        """Ask for an adapter on the device and start whatever is needed. Never block; a request repeats the call at will.
 
-        RESIDENT holds until the next `poll`: pin at once. Whoever still waits asks again within `STALE_AFTER_S`, or else the adapter leaves
-        the line (and `poll` says so).
+        RESIDENT holds until the next `poll`: pin at once. A waiting request repeats the call within `STALE_AFTER_S`, or
+        the adapter leaves the queue (and `poll` says so).
         """
         digest, now = ref.digest, self._clock()
-        if digest in self._pool and digest not in self._drain:
-            if not self._pool.has_landed(digest):
-                return Residency.LOADING
-            self._leave_line(digest)
+        if self._pool.state(digest) is AdapterState.ARRIVING:
+            return Residency.LOADING
+        if self._pool.takes_requests(digest):
+            self._leave_queue(digest)
             self._pool.touch(digest, now)
-            self._prefetcher.asked(ref)
+            self._prefetcher.note_request(ref)
             return Residency.RESIDENT
         if self._history.is_held_off(digest, now):
             return Residency.FAILED
         is_new = digest not in self._queue
-        wait = self._queue.join(ref, now)
+        pending = self._queue.join(ref, now)
         if is_new:
             self._host.hold(digest)
-            # a hit in the host cache costs no step, unless it would pass somebody who has waited long enough
+            # a hit in the host cache costs no step, unless another adapter has waited long enough to go first
             if digest in self._host and self._queue.reserved_for is None and self._place(digest, {}, now):
                 return Residency.RESIDENT if self._pool.has_landed(digest) else Residency.LOADING
             if self._loaders.has_free and self._may_load(digest):
-                # whatever else could be loaded is being loaded then
-                self._load_in_turn(wait)
+                # all else that could be loaded is being loaded already
+                self._start_load(pending)
         size = self._history.size(digest)
-        if size is None or digest in self._loaders or self._arrivals.can_admit(size.footprint):
+        if size is None or digest in self._loaders or self._pool.can_admit(size.footprint):
             return Residency.LOADING
         return Residency.WAITING_FOR_SPACE
 
     @timed
     def prefetch(self, refs: Sequence[AdapterRef]) -> None:
-        """Adapters that will be asked for, soonest first, are read to the host's memory while loaders have nothing else to do.
-
-        Nobody who asks in earnest pays for it: see `Prefetcher`.
-        """
+        """Read adapters that will be requested, soonest first, to host memory while loaders are idle; see `Prefetcher`."""
         self._prefetcher.prefetch(refs, self._clock())
 
     @timed
     def poll(self) -> list[Digest]:
-        """Take finished loads and copies in, give the line what place there is; returns the digests that became resident, failed or left the line.
+        """Take in finished loads and copies and give what room there is to the queue.
 
-        Called by the step's thread once a step. Costs no more than a look at each waiting adapter.
+        The step's thread calls it once a step. It costs no more than a look at each waiting adapter.
+
+        Returns:
+            The digests that became resident, failed or left the queue.
         """
         now = self._clock()
-        changed = self._arrivals.take_landed()
-        landed = self._take_results(now, changed)
+        changed = self._pool.take_landed()
+        loaded = self._take_results(now, changed)
         for digest in self._queue.stale(now):
             if digest not in self._operator_pins:
-                self._leave_line(digest)
+                self._leave_queue(digest)
                 changed.append(digest)
-        changed += self._serve_line(landed, now)
-        # in the line's order, whichever thread was done first
-        for wait in self._queue:
-            adapter = landed.pop(wait.ref.digest, None)
+        changed += self._serve_queue(loaded, now)
+        # in the queue's order, whichever thread was done first
+        for pending in self._queue:
+            adapter = loaded.pop(pending.ref.digest, None)
             if adapter is not None:
-                self._host.put(wait.ref.digest, adapter, now, hold=True)
-        for digest in sorted(landed):
-            self._host.put(digest, landed[digest], now)
+                self._host.put(pending.ref.digest, adapter, now, hold=True)
+        for digest in sorted(loaded):
+            self._host.put(digest, loaded[digest], now)
         self._start_loads()
         self._prefetcher.rewarm(now)
         return changed
 
     @timed
     def pin(self, digest: Digest, *, is_use: bool = True) -> Pin:
-        """A pin on an adapter that `request` has just called RESIDENT.
+        """Pin an adapter that `request` has just called RESIDENT.
 
         Args:
-            is_use: False of a probe, which nobody waits for: it makes the adapter no more popular.
+            is_use: False for a probe: it makes the adapter no more popular.
 
         Raises:
             InvariantViolation: it isn't resident.
         """
         return self._pool.pin(digest, self._clock(), is_use=is_use)
 
-    def resident(self, digest: Digest) -> PackedAdapter | int:
-        """What a step names a resident adapter by: its packed tensors on a CPU, its slot in the pool on a GPU.
+    def handle(self, digest: Digest) -> PackedAdapter | int:
+        """Return what a step names a resident adapter by: its packed tensors on a CPU, its slot in the pool on a GPU.
 
         Raises:
             InvariantViolation: it isn't resident.
@@ -215,198 +224,174 @@ class Pager:
         return self._pool.handle(digest)
 
     def metadata(self, digest: Digest) -> AdapterMetadata:
-        """What is known of a resident adapter beside its weights.
+        """Return what is known of a resident adapter beside its weights.
 
         Raises:
             InvariantViolation: it isn't resident.
         """
         return self._pool.metadata(digest)
 
-    def packed(self, digest: Digest) -> PackedAdapter:
-        """The weights of an adapter that is resident on a CPU.
-
-        Raises:
-            InvariantViolation: it isn't.
-        """
-        handle = self._pool.handle(digest)
-        if isinstance(handle, int):
-            raise InvariantViolation(f"Adapter {digest} is on a GPU, in slot {handle}: it has no packed tensors.")
-        return handle
-
-    def slot(self, digest: Digest) -> int:
-        """The slot of an adapter that is resident on a GPU.
-
-        Raises:
-            InvariantViolation: it isn't.
-        """
-        handle = self._pool.handle(digest)
-        if not isinstance(handle, int):
-            raise InvariantViolation(f"Adapter {digest} is on a CPU: it has no slot.")
-        return handle
-
     def other_resident(self, digest: Digest) -> Digest | None:
-        """Some adapter that is on the device, and isn't this one; None if there is none."""
-        others = (d for d, r in self._pool.items() if d != digest and r.has_landed and d not in self._drain)
-        return next(others, None)
+        """Return another adapter that takes requests on the device; None if there is none."""
+        return next((d for d, _ in self._pool.items() if d != digest and self._pool.takes_requests(d)), None)
 
     def error(self, digest: Digest) -> LoraserveError | None:
-        """Why the adapter's last load failed: an `AdapterUnavailable`, or `InvalidRequest` of a composition that doesn't add up. None if it didn't."""
+        """Return why the adapter's last load failed: `AdapterUnavailable`, or `InvalidRequest` of an invalid composition. None if it didn't."""
         return self._history.error(digest)
 
     def forget_failure(self, digest: Digest) -> None:
-        """The next request for the adapter loads it anew, however its last load ended."""
+        """Let the next request load the adapter anew, however its last load ended."""
         self._history.forget_failure(digest)
 
     def note_corruption(self, error: AdapterCorrupt) -> None:
-        """What somebody else's read of an adapter's bytes found is among the next `take_corruptions`."""
+        """Add what another read of an adapter's bytes found to the next `take_corruptions`."""
         self._history.note_corruption(error)
 
     def take_corruptions(self) -> list[Corruption]:
-        """Return, once, what was found damaged: one entry per load that failed for it."""
+        """Return, once, the blobs that were found damaged or gone: one entry per load that failed for it."""
         return self._history.take_corruptions()
 
     def set_operator_pin(self, ref: AdapterRef, is_pinned: bool) -> None:
-        """The adapter is brought to the device and never evicted from it, or may be evicted again.
+        """Bring the adapter to the device and never evict it, or let it be evicted again.
 
-        A pin lasts from one load that goes well on: whose load fails isn't pinned, and `error` says why.
+        A pin lasts from a successful load on: an adapter whose load fails isn't pinned, and `error` says why.
         """
         digest = ref.digest
         self._pool.set_operator_pin(digest, is_pinned)
         if is_pinned:
             self._operator_pins.add(digest)
-            self._drain.discard(digest)
             if self.request(ref) is Residency.FAILED:
                 self._operator_pins.discard(digest)
         else:
             self._operator_pins.discard(digest)
 
     def residency(self) -> list[AdapterResidency]:
-        """Where each adapter is that is in memory or on its way."""
+        """Return where each adapter is that is in memory or on its way."""
         return residency_rows(self._pool, self._host, self._queue, self._loaders, self._operator_pins, self._clock())
 
     def stats(self) -> dict[str, int | float | Histogram]:
-        """The adapters' part of EngineStats, by its names."""
+        """Return the adapters' fields of EngineStats."""
         return {
             **adapter_usage(self._pool, self._host),
             **self._history.stats(),
             "adapters_brought_back": self._prefetcher.num_rewarmed,
-            "device_load_s": self._arrivals.load_s,
+            "device_load_s": self._pool.load_s,
             **memory_usage(self._pool.device.arena_client.arena),
         }
 
     def check(self) -> list[str]:
-        """Every broken invariant, in words; empty when all hold."""
+        """Return every broken invariant, in words; empty when all hold."""
         problems = [*self._pool.check(), *self._host.check(), *self._loaders.check(), *self._queue.check()]
-        problems += self._drain.check()
         in_host = {digest for digest, _ in self._host.items()}
         if self._pool.device.is_host_memory and any(digest in self._pool for digest in in_host):
             problems.append("pager: an adapter is on the device and in the host cache")
-        num_waiting_in_host = sum(wait.ref.digest in in_host for wait in self._queue)
+        num_waiting_in_host = sum(pending.ref.digest in in_host for pending in self._queue)
         if num_waiting_in_host != self._host.num_held:
             problems.append(f"pager: {self._host.num_held} adapters are held for {num_waiting_in_host} that wait")
-        if any(wait.ref.digest in self._pool and wait.ref.digest not in self._drain for wait in self._queue):
+        states = (self._pool.state(pending.ref.digest) for pending in self._queue)
+        if any(state not in (None, AdapterState.DRAINING) for state in states):
             problems.append("pager: an adapter waits that is on the device")
         return problems
 
     def close(self) -> None:
-        """Loads in flight have ended, their results dropped; the worker threads are gone."""
+        """Wait for the loads in flight, drop their results and end the loader threads."""
         self._loaders.close()
 
     def _start_loads(self) -> None:
-        """The loaders have work, if there is any."""
+        """Give free loaders the adapters that may be loaded, tenants in turn."""
         if not self._loaders.has_free:
             return
-        startable = [wait for wait in self._queue if self._may_load(wait.ref.digest)]
+        startable = [pending for pending in self._queue if self._may_load(pending.ref.digest)]
         while startable and self._loaders.has_free:
             first = self._queue.next_to_load(startable, self._loaders.num_by_tenant())
             startable.remove(first)
-            self._load_in_turn(first)
+            self._start_load(first)
 
-    def _load_in_turn(self, wait: PendingAdapter) -> None:
-        self._queue.note_load(wait)
-        self._loaders.start(wait.ref, wait.tenants)
+    def _start_load(self, pending: PendingAdapter) -> None:
+        self._queue.note_load(pending)
+        self._loaders.start(pending.ref, pending.tenants)
 
     def _may_load(self, digest: Digest) -> bool:
         if digest in self._loaders or digest in self._pool or digest in self._host:
             return False
         size = self._history.size(digest)
-        # Of known size and without a place: it would only be dropped again, and read again.
+        # an adapter of known size without room anywhere would only be dropped, and read again
         may_pass = self._queue.reserved_for in (None, digest)
         return (
-            size is None
-            or (may_pass and self._arrivals.can_admit(size.footprint))
-            or self._host.can_put(size.host_bytes)
+            size is None or (may_pass and self._pool.can_admit(size.footprint)) or self._host.can_put(size.host_bytes)
         )
 
     def _take_results(self, now: float, changed: list[Digest]) -> dict[Digest, LoadedAdapter]:
-        """Finished loads that are good; those whose load failed leave the line."""
-        landed: dict[Digest, LoadedAdapter] = {}
+        """Return the adapters of successful loads; remove those whose load failed from the queue."""
+        loaded: dict[Digest, LoadedAdapter] = {}
         for result in self._loaders.take():
             digest = result.ref.digest
             self._history.note(result, now)
             if isinstance(result.outcome, LoraserveError):
                 self._operator_pins.discard(digest)
-                # who wants it asks again; by itself nobody reads what is damaged or gone
+                # only another request reads again what is damaged or gone
                 self._prefetcher.forget(digest)
-                self._leave_line(digest)
+                self._leave_queue(digest)
                 changed.append(digest)
                 continue
             if self._pool.device.is_host_memory:
                 self._pool.load_cost.note(result.outcome.num_bytes, result.elapsed_s)
-            landed[digest] = result.outcome
-        return landed
+            loaded[digest] = result.outcome
+        return loaded
 
-    def _leave_line(self, digest: Digest) -> None:
+    def _leave_queue(self, digest: Digest) -> None:
         self._queue.leave(digest)
         self._host.unhold(digest)
 
-    def _serve_line(self, landed: dict[Digest, LoadedAdapter], now: float) -> list[Digest]:
-        """Give places in the line's order; returns who is resident by that.
+    def _serve_queue(self, loaded: dict[Digest, LoadedAdapter], now: float) -> list[Digest]:
+        """Place adapters in the queue's order, and return those that are resident now.
 
-        While the line is closed for one, residents that cover what it takes are drained: they take no new requests and go when their last pin does. So a
-        large adapter isn't starved by many small ones, nor a cold one by those that are always in use.
+        While the device is reserved for one adapter, as many residents as cover its footprint are drained: they take no
+        new requests and go when their last pin does. So many small adapters can't starve a large one, nor adapters in
+        constant use a cold one.
         """
         placed: list[Digest] = []
 
         def place(digest: Digest) -> bool:
-            has_place = self._place(digest, landed, now)
-            if has_place and self._pool.has_landed(digest):
+            is_placed = self._place(digest, loaded, now)
+            if is_placed and self._pool.has_landed(digest):
                 placed.append(digest)
-            return has_place
+            return is_placed
 
-        self._queue.serve(self._is_ready, place, self._can_ever_place, now)
+        self._queue.serve(self._is_placeable, place, self._can_ever_place, now)
         first = self._queue.reserved_for
         size = None if first is None else self._history.size(first)
         if size is not None:
-            self._drain.widen(size.footprint)
+            self._pool.drain_for(size.footprint)
             return placed
-        returned = [digest for digest in self._drain if digest in self._queue]
-        for digest in returned:
-            self._leave_line(digest)
-        self._drain.end()
-        return placed + returned
+        reopened = [digest for digest in self._pool.draining if digest in self._queue]
+        for digest in reopened:
+            self._leave_queue(digest)
+        self._pool.end_drain()
+        return placed + reopened
 
-    def _is_ready(self, digest: Digest) -> bool:
-        """Whether it waits for a place alone: not to be read for the first time, nor for its own drain to end."""
+    def _is_placeable(self, digest: Digest) -> bool:
+        """Return whether the adapter lacks room alone: it has been read once, and isn't draining."""
         return digest not in self._pool and self._history.size(digest) is not None
 
     def _can_ever_place(self, digest: Digest) -> bool:
         size = self._history.size(digest)
         return size is not None and self._pool.can_ever_admit(size.footprint)
 
-    def _place(self, digest: Digest, landed: dict[Digest, LoadedAdapter], now: float) -> bool:
-        """Whether a waiting adapter that is in memory got a place, from which it may still be a copy away."""
+    def _place(self, digest: Digest, loaded: dict[Digest, LoadedAdapter], now: float) -> bool:
+        """Admit a waiting adapter to the device if it is in memory and there is room; return whether it was admitted."""
         size = self._history.size(digest)
-        if size is None or not self._arrivals.can_admit(size.footprint):
+        if size is None or not self._pool.can_admit(size.footprint):
             return False
-        adapter = landed.pop(digest, None)
+        adapter = loaded.pop(digest, None)
         if adapter is None:
             entry = self._host.take(digest)
             if entry is None:
                 return False
             adapter = entry.adapter
-        evicted = self._arrivals.admit(digest, adapter, now, is_operator_pinned=digest in self._operator_pins)
-        self._queue.leave_with_place(digest)
+        is_pinned = digest in self._operator_pins
+        evicted = self._pool.admit(digest, adapter, now, is_operator_pinned=is_pinned, is_protected=True)
+        self._queue.leave_placed(digest)
         self._host.unhold(digest)
         for other in evicted:
             self._note_evicted(other)
@@ -415,8 +400,7 @@ class Pager:
         return True
 
     def _note_evicted(self, other: EvictedAdapter) -> None:
-        """What has left the device, for an adapter or for KV blocks, is in the host's memory, if that has room."""
-        self._drain.discard(other.digest)
+        """Keep an evicted adapter in host memory, if that has room."""
         if other.moved is not None:
             self._host.put(other.digest, other.moved, other.last_used_s, hold=other.digest in self._queue)
         else:

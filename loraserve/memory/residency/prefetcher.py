@@ -1,4 +1,4 @@
-"""Adapters that nobody waits for, read to the host's memory while loaders have nothing else to do: what will be asked for, and what is likely to be."""
+"""Reads of adapters that no request waits for, to host memory and with idle loaders: those in waiting requests, and those likely to return."""
 
 from __future__ import annotations
 
@@ -16,41 +16,40 @@ from loraserve.memory.residency.loader import LoaderPool, LoadHistory
 from loraserve.types import AdapterRef, Digest, TenantId
 
 MAX_REFS = 1024
-"""Of more adapters, those that were asked for longest ago are nobody's favourites."""
+"""Adapters that the hot set remembers: the most recently requested."""
 LOOK_EVERY_S = 1.0
-"""A look at all of them takes half a millisecond of the step's thread, so it isn't taken at each step."""
-
+"""Seconds between two looks at the hot set: a look takes half a millisecond of the step's thread."""
 MIN_USES_PER_S = 0.1 / USE_DECAY_S
-"""What is used less of late is nobody's favourite: one use counts as one for some ten minutes, and what was deleted since isn't read for ever."""
+"""Uses per second below which an adapter isn't hot: one use counts for some ten minutes, and a deleted adapter isn't read for ever."""
 
 
 class HotSet:
-    """Adapters that were asked for of late, wherever they are now. One thread at a time."""
+    """Recently requested adapters, wherever they are now. One thread at a time."""
 
     def __init__(self, popularity: Popularity) -> None:
         self._popularity = popularity
-        # the last asked for last
+        # the most recently requested last
         self._refs: OrderedDict[Digest, AdapterRef] = OrderedDict()
         self._last_turn: LRUCache[TenantId, int] = LRUCache(MAX_REFS)
         self._num_turns = 0
         self._next_look_s = 0.0
 
-    def asked(self, ref: AdapterRef) -> None:
-        """Somebody asks for this adapter."""
+    def note_request(self, ref: AdapterRef) -> None:
+        """Note that a request asks for this adapter."""
         self._refs[ref.digest] = ref
         self._refs.move_to_end(ref.digest)
         if len(self._refs) > MAX_REFS:
             self._refs.popitem(last=False)
 
     def forget(self, digest: Digest) -> None:
-        """It isn't brought back unless somebody asks for it again."""
+        """Don't read the adapter again until a request asks for it."""
         self._refs.pop(digest, None)
 
     def next(self, now_s: float, is_wanted: Callable[[Digest], bool]) -> AdapterRef | None:
-        """The adapter to bring back first: the tenant whose turn is longest ago, and of its own the most used. None at most times, and when none is wanted.
+        """Return the adapter to read first: of the tenant whose turn is longest ago, the most used. None if none is wanted, or it is too early to look.
 
         Args:
-            is_wanted: whether it isn't here, and could be.
+            is_wanted: whether an adapter isn't in memory, and could be.
         """
         if now_s < self._next_look_s:
             return None
@@ -58,7 +57,7 @@ class HotSet:
         best: dict[TenantId, tuple[float, AdapterRef]] = {}
         for digest, ref in self._refs.items():
             uses = self._popularity.per_second(digest, now_s)
-            # of the rarely used, the question is cheaper than the answer
+            # popularity is the cheaper question
             if uses > best.get(ref.tenant, (MIN_USES_PER_S, ref))[0] and is_wanted(digest):
                 best[ref.tenant] = (uses, ref)
         if not best:
@@ -70,32 +69,38 @@ class HotSet:
 
 
 class Prefetcher:
-    """Starts loads of what isn't in line. It takes no place on the device, and evicts nothing from the host's memory that is held for who waits. One thread at a time."""
+    """Starts loads of adapters that aren't in the queue. One thread at a time.
+
+    It takes no memory on the device, and evicts nothing from host memory that is held for a waiting request.
+
+    Attributes:
+        num_rewarmed: adapters of the hot set that were read again.
+    """
 
     def __init__(
-        self, pool: DeviceCache, host_cache: HostCache, line: LoadQueue, loaders: LoaderPool, history: LoadHistory
+        self, pool: DeviceCache, host_cache: HostCache, queue: LoadQueue, loaders: LoaderPool, history: LoadHistory
     ) -> None:
         self._pool = pool
         self._host = host_cache
-        self._queue = line
+        self._queue = queue
         self._loaders = loaders
         self._history = history
         self._hot_set = HotSet(pool.popularity)
         self.num_rewarmed = 0
 
-    def asked(self, ref: AdapterRef) -> None:
-        """Somebody asks for this adapter: once it has left memory, it may be brought back."""
-        self._hot_set.asked(ref)
+    def note_request(self, ref: AdapterRef) -> None:
+        """Note a request: once the adapter has left memory, it may be read again."""
+        self._hot_set.note_request(ref)
 
     def forget(self, digest: Digest) -> None:
-        """It isn't brought back unless somebody asks for it again."""
+        """Don't read the adapter again until a request asks for it."""
         self._hot_set.forget(digest)
 
     def prefetch(self, refs: Sequence[AdapterRef], now_s: float) -> None:
-        """Adapters that will be asked for, soonest first, are read.
+        """Read adapters that will be requested, soonest first.
 
-        None of them is evicted for another. All but one loader may be busy for them (a single one may, too): who asks in earnest finds a loader free, or waits
-        for one load at most.
+        None of them is evicted for another. At most all loaders but one are busy with them (a single one may be, too):
+        a request finds a loader free, or waits for one load at most.
         """
         room = self._host.budget_bytes - self._host.held_bytes
         for ref in refs:
@@ -108,7 +113,7 @@ class Prefetcher:
                 if room < 0:
                     return
             if digest in self._host:
-                # the last to be evicted for the others
+                # evicted after the others
                 self._host.touch(digest, now_s)
                 continue
             if self._history.is_held_off(digest, now_s):
@@ -118,21 +123,21 @@ class Prefetcher:
             self._loaders.start(ref, (ref.tenant,))
 
     def rewarm(self, now_s: float) -> None:
-        """While nobody waits and nothing is loaded, a favourite is read: into free room, and that of what is worth less there."""
+        """While nothing waits and nothing is loaded, read a hot adapter: into free memory, or that of adapters that are worth less."""
         if self._queue or self._loaders:
             return
-        ref = self._hot_set.next(now_s, lambda digest: self._is_worth_bringing_back(digest, now_s))
+        ref = self._hot_set.next(now_s, lambda digest: self._is_worth_reading(digest, now_s))
         if ref is not None:
             self.num_rewarmed += 1
             self._loaders.start(ref, (ref.tenant,))
 
-    def _is_worth_bringing_back(self, digest: Digest, now_s: float) -> bool:
+    def _is_worth_reading(self, digest: Digest, now_s: float) -> bool:
         if digest in self._pool or digest in self._host:
             return False
         size = self._history.size(digest)
         if size is None or self._history.is_held_off(digest, now_s):
             return False
-        # by far: what is brought back today isn't to be evicted for its victim tomorrow
+        # twice the victim's value: adapters of equal use must not evict each other in turn
         least = self._pool.popularity.per_second(digest, now_s) / size.host_bytes / 2
         return self._host.has_room_for(size.host_bytes, lambda other: self._value_per_byte(other, now_s) < least)
 

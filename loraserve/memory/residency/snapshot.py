@@ -1,86 +1,73 @@
-"""Where adapters are, as operators are told."""
+"""Where adapters are and how much memory they have, for operators and metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Container
 
 from loraserve.memory.arena import Arena, Owner
+from loraserve.memory.loading.adapter_metadata import LoadedAdapter
 from loraserve.memory.residency.device_cache import DeviceCache
 from loraserve.memory.residency.host_cache import HostCache
 from loraserve.memory.residency.load_queue import LoadQueue
+from loraserve.memory.residency.resident_adapter import ResidentAdapter
 from loraserve.types import AdapterResidency, Digest, Tier
 
 
 def residency_rows(
     pool: DeviceCache,
     host_cache: HostCache,
-    line: LoadQueue,
+    queue: LoadQueue,
     loading: Container[Digest],
     operator_pins: Container[Digest],
     now_s: float,
 ) -> list[AdapterResidency]:
-    """Each adapter that has a place on the device, is in the host's memory or waits, once.
+    """Return a row for each adapter that is on the device, in host memory or in the queue.
 
     Args:
-        loading: whose loads are in flight.
-        operator_pins: what an operator has pinned, wherever it is.
-        now_s: by the clock of the pool and the line.
+        loading: adapters whose loads are in flight.
+        operator_pins: adapters that an operator has pinned, wherever they are.
+        now_s: time of the pool's and the queue's clock.
     """
-    in_host = dict(host_cache.items())
+    on_device, in_host = dict(pool.items()), dict(host_cache.items())
+    waiting = {pending.ref.digest: pending for pending in queue}
 
-    def uses_per_s(digest: Digest) -> float:
-        return pool.popularity.per_second(digest, now_s)
+    def row(
+        digest: Digest,
+        tier: Tier,
+        used_s: float,
+        resident: ResidentAdapter | None = None,
+        copy: LoadedAdapter | None = None,
+    ) -> AdapterResidency:
+        metadata = resident.metadata if resident is not None else None if copy is None else copy.metadata
+        return AdapterResidency(
+            digest=digest,
+            tier=tier,
+            device_bytes=0 if resident is None else resident.footprint.num_bytes,
+            host_bytes=0 if copy is None else copy.num_bytes,
+            num_pins=0 if resident is None else resident.num_pins,
+            is_pinned=digest in operator_pins,
+            last_used_s=now_s - used_s,
+            uses_per_s=pool.popularity.per_second(digest, now_s),
+            dtype="" if metadata is None else metadata.dtype,
+            precision_loss=None if metadata is None else metadata.precision_loss,
+        )
 
-    rows = [
-        AdapterResidency(
-            digest=digest,
-            tier=Tier.DEVICE if resident.has_landed else Tier.LOADING,
-            device_bytes=resident.footprint.num_bytes,
-            host_bytes=in_host[digest].adapter.num_bytes if digest in in_host else 0,
-            num_pins=resident.num_pins,
-            is_pinned=digest in operator_pins,
-            last_used_s=now_s - resident.last_used_s,
-            dtype=resident.metadata.dtype,
-            precision_loss=resident.metadata.precision_loss,
-            uses_per_s=uses_per_s(digest),
-        )
-        for digest, resident in pool.items()
-    ]
-    rows += [
-        AdapterResidency(
-            digest=digest,
-            tier=Tier.HOST,
-            device_bytes=0,
-            host_bytes=entry.adapter.num_bytes,
-            num_pins=0,
-            is_pinned=digest in operator_pins,
-            last_used_s=now_s - entry.last_used_s,
-            dtype=entry.adapter.metadata.dtype,
-            precision_loss=entry.adapter.metadata.precision_loss,
-            uses_per_s=uses_per_s(digest),
-        )
-        for digest, entry in in_host.items()
-        if digest not in pool
-    ]
-    rows += [
-        AdapterResidency(
-            digest=digest,
-            tier=Tier.LOADING if digest in loading else Tier.DISK,
-            device_bytes=0,
-            host_bytes=0,
-            num_pins=0,
-            is_pinned=digest in operator_pins,
-            last_used_s=now_s - wait.asked_s,
-            uses_per_s=uses_per_s(digest),
-        )
-        for wait in line
-        if (digest := wait.ref.digest) not in pool and digest not in in_host
-    ]
+    rows = []
+    for digest, resident in on_device.items():
+        tier = Tier.DEVICE if resident.has_landed else Tier.LOADING
+        copy = in_host[digest].adapter if digest in in_host else None
+        rows.append(row(digest, tier, resident.last_used_s, resident, copy))
+    for digest, entry in in_host.items():
+        if digest not in on_device:
+            rows.append(row(digest, Tier.HOST, entry.last_used_s, copy=entry.adapter))
+    for digest, pending in waiting.items():
+        if digest not in on_device and digest not in in_host:
+            rows.append(row(digest, Tier.LOADING if digest in loading else Tier.DISK, pending.asked_s))
     return rows
 
 
 def memory_usage(arena: Arena) -> dict[str, int]:
-    """The arena's part of EngineStats, by its names: what is used, idle and free, which together are all there is."""
+    """Return the arena's fields of EngineStats: used, idle and free bytes, which add up to all there are."""
     page = arena.page_num_bytes
     sums = {"device_bytes": arena.num_pages * page, "free_bytes": arena.num_free * page}
     for owner, name in ((Owner.KV, "kv"), (Owner.ADAPTERS, "adapter")):
@@ -92,7 +79,7 @@ def memory_usage(arena: Arena) -> dict[str, int]:
 
 
 def adapter_usage(pool: DeviceCache, host_cache: HostCache) -> dict[str, int]:
-    """The part of EngineStats that says what adapters have of both tiers, and how many had to leave them, by its names."""
+    """Return the fields of EngineStats for adapters in both tiers: how many, how large, and how many were evicted."""
     return {
         "device_adapters": len(pool),
         "device_adapter_bytes": pool.num_bytes,

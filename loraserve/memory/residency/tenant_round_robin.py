@@ -1,4 +1,4 @@
-"""Turns among tenants: who has hundreds of things in line holds up nobody who has one."""
+"""Turns among tenants: one with hundreds of entries in a queue doesn't hold up one with a single entry."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ _NONE_IN_FLIGHT: Mapping[TenantId, int] = {}
 
 
 class TenantRoundRobin:
-    """Round robin over the tenants that are in a line. One thread at a time; it remembers those in line alone.
+    """Round robin over the tenants with entries in a queue. One thread at a time; no other tenant is remembered.
 
-    Who joins has its turn after those who were there before and haven't had theirs since: leaving and coming back gains nothing, and a stream of new tenants
-    holds up nobody for good. Between a tenant's joining and its first turn any other has at most two.
+    A tenant that joins has its turn after those that were there and haven't had theirs since: leaving and coming back
+    gains nothing, and a stream of new tenants doesn't starve an old one. Between a tenant's joining and its first turn
+    any other has at most two.
     """
 
     def __init__(self) -> None:
@@ -28,19 +29,19 @@ class TenantRoundRobin:
         return len(self._last)
 
     def join(self, tenant: TenantId) -> None:
-        """The tenant has one thing more in line."""
+        """Count one more entry of the tenant."""
         self._num_entries[tenant] += 1
         self._last.setdefault(tenant, self._now)
 
     def leave(self, tenants: Iterable[TenantId]) -> None:
-        """Each has one thing less."""
+        """Count one entry less of each tenant."""
         for tenant in tenants:
             self._num_entries[tenant] -= 1
             if not self._num_entries[tenant]:
                 del self._num_entries[tenant], self._last[tenant]
 
     def take(self, tenants: Iterable[TenantId]) -> None:
-        """They have had their turn now."""
+        """Note that these tenants have had their turn now."""
         self._now += 1
         for tenant in tenants:
             if tenant in self._last:
@@ -49,21 +50,21 @@ class TenantRoundRobin:
     def order(
         self, entries: Sequence[tuple[T, Collection[TenantId]]], num_ahead: Mapping[TenantId, int] = _NONE_IN_FLIGHT
     ) -> list[T]:
-        """The things in the order in which they have their turns: a tenant's own as given, and each tenant's first before anybody's second.
+        """Return the entries in the order of their turns: each tenant's first before any tenant's second, one tenant's as given.
 
-        What several tenants want has the best place of all of theirs.
+        An entry of several tenants has the best position that any of them gives it.
 
         Args:
-            entries: things and who wants each, in the order in which they came. Every tenant has joined.
-            num_ahead: how many of a tenant's are being served already.
+            entries: entries with their tenants, in the order in which they came. Every tenant has joined.
+            num_ahead: entries of each tenant that are being served already.
         """
         if len(self._last) < 2:
             return [entry for entry, _ in entries]
         ranks: Counter[TenantId] = Counter(num_ahead)
         keyed = []
         for position, (entry, tenants) in enumerate(entries):
-            place = min((ranks[tenant], self._last[tenant]) for tenant in tenants)
-            keyed.append(((*place, position), entry))
+            turn = min((ranks[tenant], self._last[tenant]) for tenant in tenants)
+            keyed.append(((*turn, position), entry))
             for tenant in tenants:
                 ranks[tenant] += 1
         keyed.sort(key=lambda pair: pair[0])

@@ -226,12 +226,10 @@ class SimulatedPager(Adapters):
     def prefetch(self, refs: object) -> None:
         pass
 
-    def resident(self, digest: Digest) -> int:
+    def handle(self, digest: Digest) -> int:
         assert self.states[digest] is Residency.RESIDENT
         assert self.pins[digest] > 0
         return digest_of(digest)
-
-    packed = resident
 
     def check(self) -> list[str]:
         return [f"{count} pins of {digest}" for digest, count in self.pins.items() if count < 0]

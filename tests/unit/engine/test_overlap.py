@@ -99,11 +99,11 @@ def test_an_unknown_token_that_no_step_in_flight_samples_is_our_own_bug():
     simulation.step()
     scheduled = simulation.engine._scheduler.schedule()
     with pytest.raises(InvariantViolation, match="up to token 4; 1 of them"):
-        build_batch(scheduled, 4, simulation.pager.packed, None)
+        build_batch(scheduled, 4, simulation.pager.handle, None)
     # nor do two steps in a row
     scheduled = simulation.engine._scheduler.schedule()
     with pytest.raises(InvariantViolation, match="up to token 5; 2 of them"):
-        build_batch(scheduled, 4, simulation.pager.packed, simulation.device.batches[0])
+        build_batch(scheduled, 4, simulation.pager.handle, simulation.device.batches[0])
 
 
 def test_the_row_after_an_eos_is_dropped(overlapped):

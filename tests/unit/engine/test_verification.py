@@ -335,7 +335,7 @@ def test_activation_in_another_place_fails(
 
 def test_slots_that_are_swapped_fail(world: World, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     certificate(engine, world.refs["mixed"])
-    resident = engine.pager.resident
+    resident = engine.pager.handle
     handles = {world.refs["r8"].digest: world.refs["mixed"].digest}
     monkeypatch.setattr(engine.pager, "resident", lambda digest: resident(handles.get(digest, digest)))
     assert certificate(engine, world.refs["r8"]).verdict == "failed"

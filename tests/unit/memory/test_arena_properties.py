@@ -131,7 +131,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(indices=st.sets(st.integers(0, len(RANKS) - 1), max_size=2))
     def await_requests_of(self, indices: set[int]) -> None:
-        self.pool.fresh = {self.digests[i] for i in indices}
+        self.pool.protect([self.digests[i] for i in indices])
 
     @rule(seconds=st.sampled_from([0.1, 30.0, 5000.0]))
     def time_passes(self, seconds: float) -> None:
@@ -160,7 +160,7 @@ class Machine(RuleBasedStateMachine):
 
     def everything_adds_up_without_holders(self) -> None:
         """Whoever fits has its place, now that nobody holds anything."""
-        self.pool.fresh = frozenset()
+        self.pool.protect(())
         for digest in self.digests:
             self.pool.set_operator_pin(digest, False)
         for packed in self.packed:

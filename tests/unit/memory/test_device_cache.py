@@ -63,10 +63,12 @@ def test_what_an_operator_pinned_is_never_evicted(pool: DeviceCache, make: Any) 
     assert pool.check() == []
 
 
-def test_what_is_to_be_kept_is_not_evicted(pool: DeviceCache, make: Any) -> None:
+def test_protected_adapters_are_not_evicted(pool: DeviceCache, make: Any) -> None:
     a, b = make.digest("a"), make.digest("b")
-    assert not pool.can_admit(Footprint(1), {a, b})
-    assert [e.digest for e in pool.admit(make.digest("c"), make.loaded(4), 0.0, keep={a})] == [b]
+    pool.protect([a, b])
+    assert not pool.can_admit(Footprint(1))
+    pool.protect([a])
+    assert [e.digest for e in pool.admit(make.digest("c"), make.loaded(4), 0.0)] == [b]
 
 
 def test_admitting_without_room_is_our_own_bug(pool: DeviceCache, make: Any) -> None:

@@ -106,12 +106,14 @@ def test_tiles_scattered_between_pinned_adapters_are_no_place(make: Any) -> None
     pin = pool.pin(make.digest("b"), 5.0)
     packed = pool.device.pack(make.modules(17), torch.float32)
     footprint = pool.device.footprint_of(packed)
-    assert footprint.fits(pool.free + pool.idle)
+    assert footprint.fits(pool.free + pool.evictable)
     assert not pool.can_admit(footprint)
     assert pool.can_ever_admit(footprint)
     pin.release()
     assert pool.can_admit(footprint)
-    assert not pool.can_admit(footprint, {make.digest("b")})
+    pool.protect([make.digest("b")])
+    assert not pool.can_admit(footprint)
+    pool.protect(())
     pool.set_operator_pin(make.digest("b"), True)
     assert not pool.can_ever_admit(footprint)
     pool.set_operator_pin(make.digest("b"), False)
@@ -132,6 +134,7 @@ def test_an_adapter_on_its_way_is_neither_resident_nor_idle(make: Any) -> None:
     copies.run_all()
     assert adapters.take_landed() == [make.digest("a")]
     assert adapters.has_landed(make.digest("a"))
+    adapters.protect(())
     assert adapters.can_admit(Footprint(2 * make.page_bytes, 1, 1))
     assert adapters.check() == []
 

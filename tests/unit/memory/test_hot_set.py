@@ -22,7 +22,7 @@ def hot_set(make: Any, uses: dict[str, int], tenants: dict[str, str] | None = No
     popularity = Popularity()
     made = HotSet(popularity)
     for name, count in uses.items():
-        made.asked(make.ref(name, (tenants or {}).get(name, "t")))
+        made.note_request(make.ref(name, (tenants or {}).get(name, "t")))
         for _ in range(count):
             popularity.use(Digest(name), 0.0)
     return made

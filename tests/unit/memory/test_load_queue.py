@@ -36,7 +36,7 @@ def serve(line: LoadQueue, fits: set[Digest], now_s: float, **answers: Callable[
     def place(digest: Digest) -> bool:
         if digest not in fits:
             return False
-        line.leave_with_place(digest)
+        line.leave_placed(digest)
         placed.append(digest)
         return True
 
@@ -134,6 +134,6 @@ def test_an_adapter_that_waits_for_nobody_is_found_by_check(make: Any) -> None:
     line = LoadQueue()
     line.join(make.ref(A), 0.0).tenants.clear()
     assert line.check() == [
-        "place line: an adapter waits for nobody",
-        "place line: tenants have turns without waiting",
+        "load queue: an adapter waits for no tenant",
+        "load queue: tenants have turns without waiting",
     ]

@@ -39,7 +39,7 @@ def test_the_packed_weights_are_those_of_the_file(make: Any, store: LocalStore, 
     pager, ref = make_pager(), make.publish(store, rank=3, seed=7)
     pager.request(ref)
     make.settle(pager)
-    packed = pager.packed(ref.digest)
+    packed = pager.handle(ref.digest)
     generator = torch.Generator().manual_seed(7)
     for layer in range(2):
         assert torch.equal(packed.lora_a(layer, "q_proj"), torch.randn(3, 32, generator=generator))
@@ -54,14 +54,14 @@ def test_weights_keep_their_stored_dtype(
     pager, ref = make_pager(), make.publish(store, dtype=dtype)
     pager.request(ref)
     make.settle(pager)
-    assert pager.packed(ref.digest).data.dtype == dtype
+    assert pager.handle(ref.digest).data.dtype == dtype
 
 
 def test_a_dtype_can_be_asked_for(make: Any, store: LocalStore, make_pager: MakePager) -> None:
     pager, ref = make_pager(dtype=torch.float32), make.publish(store, dtype=torch.bfloat16)
     pager.request(ref)
     make.settle(pager)
-    assert pager.packed(ref.digest).data.dtype == torch.float32
+    assert pager.handle(ref.digest).data.dtype == torch.float32
 
 
 def test_neither_request_nor_poll_waits_for_a_load(make: Any, store: LocalStore, make_pager: MakePager) -> None:
@@ -97,13 +97,13 @@ def test_an_evicted_adapter_comes_back_from_the_host_at_once_and_without_a_copy(
     a, b = (make.publish(store, seed=seed) for seed in range(2))
     pager.request(a)
     make.settle(pager)
-    packed = pager.packed(a.digest)
+    packed = pager.handle(a.digest)
     pager.request(b)
     make.settle(pager)
     assert {row.digest: row.tier for row in pager.residency()} == {b.digest: Tier.DEVICE, a.digest: Tier.HOST}
     pager.poll()
     assert pager.request(a) is Residency.RESIDENT
-    assert pager.packed(a.digest) is packed
+    assert pager.handle(a.digest) is packed
     assert pager.stats()["adapter_loads"] == 2
     assert pager.stats()["device_evictions"] == 2
 

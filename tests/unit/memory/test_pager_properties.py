@@ -56,7 +56,7 @@ def make_machine(make: Any, store: LocalStore, refs: list[AdapterRef]) -> type[R
             state = self.pager.request(ref)
             if state is Residency.RESIDENT:
                 assert RANKS[index] <= DEVICE_RANKS
-                packed = self.pager.packed(ref.digest)
+                packed = self.pager.handle(ref.digest)
                 generator = torch.Generator().manual_seed(index)
                 assert torch.equal(packed.lora_a(0, "q_proj"), torch.randn(RANKS[index], 32, generator=generator))
                 if pin:

@@ -45,7 +45,7 @@ class Parts:
             self.history.note(LoadResult(self.make.ref(name), self.make.loaded(), 1.0), 0.0)
 
     def used(self, name: Digest, times: int) -> None:
-        self.ahead.asked(self.make.ref(name))
+        self.ahead.note_request(self.make.ref(name))
         for _ in range(times):
             self.pool.popularity.use(name, NOW_S)
 

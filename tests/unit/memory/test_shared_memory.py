@@ -227,10 +227,10 @@ def test_adapters_have_what_all_but_one_sequence_leaves(shared: Shared) -> None:
 
 def test_whoever_is_awaited_is_not_given_up_for_kv(shared: Shared) -> None:
     shared.admit("a")
-    shared.pool.fresh = {shared.make.digest("a")}
+    shared.pool.protect([shared.make.digest("a")])
     assert shared.kv.num_available == 12
     assert shared.kv.allocate(13) is None
-    shared.pool.fresh = frozenset()
+    shared.pool.protect(())
     assert len(shared.kv.allocate(13) or []) == 13
 
 

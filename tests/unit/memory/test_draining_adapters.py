@@ -10,7 +10,6 @@ import pytest
 from loraserve.memory.devices.base import Footprint
 from loraserve.memory.devices.cpu import CpuDevice
 from loraserve.memory.residency.device_cache import DeviceCache
-from loraserve.memory.residency.drain import Drain
 from loraserve.types import Digest
 
 NAMES = tuple(Digest(name) for name in "abc")
@@ -32,46 +31,33 @@ def footprint(make: Any) -> Callable[[int], Footprint]:
 
 
 def test_what_has_room_drains_nobody(pool: DeviceCache, footprint: Callable[[int], Footprint]) -> None:
-    drain = Drain(pool)
-    drain.widen(footprint(4))
-    assert list(drain) == []
+    pool.drain_for(footprint(4))
+    assert list(pool.draining) == []
 
 
 def test_as_many_are_drained_as_it_takes_the_least_recently_used_first(
     pool: DeviceCache, footprint: Callable[[int], Footprint]
 ) -> None:
-    drain = Drain(pool)
-    drain.widen(footprint(8))
-    assert list(drain) == [NAMES[0]]
-    drain.widen(footprint(8))
-    assert list(drain) == [NAMES[0]], "those that are drained count"
-    drain.widen(footprint(12))
-    assert set(drain) == set(NAMES[:2])
-    assert drain.check() == []
+    pool.drain_for(footprint(8))
+    assert list(pool.draining) == [NAMES[0]]
+    pool.drain_for(footprint(8))
+    assert list(pool.draining) == [NAMES[0]], "those that are drained count"
+    pool.drain_for(footprint(12))
+    assert set(pool.draining) == set(NAMES[:2])
+    assert pool.check() == []
 
 
 def test_what_an_operator_has_pinned_is_not_drained(pool: DeviceCache, footprint: Callable[[int], Footprint]) -> None:
-    drain = Drain(pool)
     pool.set_operator_pin(NAMES[0], True)
-    drain.widen(footprint(8))
-    assert list(drain) == [NAMES[1]]
+    pool.drain_for(footprint(8))
+    assert list(pool.draining) == [NAMES[1]]
 
 
 def test_a_drain_ends_for_one_or_for_all(pool: DeviceCache, footprint: Callable[[int], Footprint]) -> None:
-    drain = Drain(pool)
-    drain.widen(footprint(16))
-    assert set(drain) == set(NAMES)
-    drain.discard(NAMES[1])
-    assert NAMES[1] not in drain
-    assert NAMES[0] in drain
-    drain.end()
-    assert list(drain) == []
-
-
-def test_one_that_is_drained_and_has_left_is_found_by_check(
-    make: Any, pool: DeviceCache, footprint: Callable[[int], Footprint]
-) -> None:
-    elsewhere, drain = DeviceCache(CpuDevice(make.base, 16 * make.rank_bytes)), Drain(pool)
-    drain.widen(footprint(8))
-    drain._pool = elsewhere
-    assert drain.check() == ["drain: an adapter that isn't on the device is drained from it"]
+    pool.drain_for(footprint(16))
+    assert set(pool.draining) == set(NAMES)
+    pool.set_operator_pin(NAMES[1], True)
+    assert NAMES[1] not in pool.draining
+    assert NAMES[0] in pool.draining
+    pool.end_drain()
+    assert list(pool.draining) == []
