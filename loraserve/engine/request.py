@@ -66,7 +66,7 @@ class Request:
     num_cached_tokens: int = 0
     pin: Pin | None = None
     activation: Activation | None = None
-    """Where its adapter begins to act, found when it is pinned; None if it acts on no token."""
+    """Token from which its adapter acts, found when it is pinned; None if it acts on none."""
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)

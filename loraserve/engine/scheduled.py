@@ -1,4 +1,4 @@
-"""A request's entry in one step, and what the step made of it."""
+"""Entries of requests in a step, and their results."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ScheduledRequest:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the sampler made of one scheduled request.
+    """Result of one scheduled request.
 
     `token_id` is None if the entry doesn't reach the request's last token, or the request asked for
     no tokens.

@@ -61,7 +61,7 @@ def _key(group: _Group) -> tuple[int, float]:
 
 
 class ParkedFlows:
-    """One tenant's parked flows, as a pass would skip them: by priority, then by counter."""
+    """Parked flows of a tenant, as a pass would skip them: by priority, then by counter."""
 
     def __init__(self) -> None:
         self._groups: list[_Group] = []
@@ -153,7 +153,7 @@ def _sequence_number(member: tuple[int, AdapterFlow]) -> int:
 
 
 class BlockedRequests:
-    """Every tenant's parked flows, and what unparks each."""
+    """Parked flows of all tenants, and what unparks each."""
 
     def __init__(self) -> None:
         self._parked: dict[TenantFlow, ParkedFlows] = {}
@@ -162,7 +162,7 @@ class BlockedRequests:
         self._by_adapter: dict[Digest, dict[AdapterFlow, None]] = {}
         self._awaiting_admission: dict[AdapterFlow, None] = {}
 
-    def of(self, tenant: TenantFlow) -> ParkedFlows:
+    def parked(self, tenant: TenantFlow) -> ParkedFlows:
         """Return a tenant's parked flows."""
         return self._parked.get(tenant) or ParkedFlows()
 
@@ -197,7 +197,7 @@ class BlockedRequests:
         flow.tenant.waiting_flows.push(flow)
 
     def unpark_ready(self, changed: Iterable[Digest], now_s: float, *, is_admission_paused: bool) -> None:
-        """Unpark the flows whose requests may be able to start now.
+        """Unpark the flows that may be able to start a request now.
 
         Args:
             changed: adapters that arrived, couldn't be loaded or aren't queued for a load any more.

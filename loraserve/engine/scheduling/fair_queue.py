@@ -1,4 +1,4 @@
-"""Serve tenants, and each tenant's adapters, by virtual token counters (VTC, arXiv:2401.00588).
+"""Order tenants, and each tenant's adapters, by virtual token counters (VTC).
 
 A flow's counter is what was computed for it, in prompt tokens; a tenant's is divided by its weight.
 The flow with the lowest counter is next. A flow that comes back with nothing waiting is advanced to
@@ -8,7 +8,7 @@ gets is divided among its adapters in the same way, so that ten adapters have on
 
 One thread at a time. Nothing here knows of memory, of steps, or of adapters that aren't resident.
 
-Source: Sheng et al., Fairness in Serving Large Language Models.
+Source: Sheng et al., Fairness in Serving Large Language Models (arXiv:2401.00588).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PROMPT_COST = 1.0
 OUTPUT_COST = 2.0
 """Cost of a sampled token: a row of its own, in a step that reads all weights for few rows."""
 MAX_REMEMBERED = 4096
-"""Cap on idle flows whose counters are kept, beside as many as are live."""
+"""Cap on idle flows that keep their counters, beside as many as are live."""
 RECENT_S = 10.0
 """Seconds for which service counts as recent, and up to twice as long."""
 MAX_LIGHT_REQUESTS = 8
@@ -106,7 +106,7 @@ class TenantFlow:
         kv_share: part of the KV blocks that the tenant may hold.
         virtual_counter: weighted service, as advanced over time spent idle or blocked.
         total_service: weighted service, never advanced.
-        flows: every adapter's flow.
+        flows: flows by adapter.
         waiting_flows: flows with a waiting request, except those of the present pass and parked
             ones.
         num_blocks: KV blocks of the tenant's requests; one that several share is counted for each.
@@ -162,7 +162,7 @@ def _tenant_key(tenant: TenantFlow) -> Key | None:
 
 
 class FairQueue:
-    """Every tenant with a live request, and some idle ones whose counters still count.
+    """Tenants with a live request, and idle ones that may come back.
 
     Attributes:
         waiting_tenants: tenants with a waiting request, except those of the present pass.
@@ -200,7 +200,7 @@ class FairQueue:
 
     @property
     def flows(self) -> Iterator[AdapterFlow]:
-        """Every flow of every tenant."""
+        """Flows of all tenants."""
         for tenant in self._tenants.values():
             yield from tenant.flows.values()
 

@@ -1,4 +1,4 @@
-"""A heap of items whose keys change, without sorting them anew each time."""
+"""Heap of items with changing keys, which aren't sorted anew each time."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class OutputProcessor:
 
 
 def adapter_overdue_error(request: Request, state: Residency, deadline_s: float) -> LoraserveError:
-    """Return the error of a request whose adapter wasn't resident by the deadline."""
+    """Return the error of a request without its adapter by the deadline."""
     adapter = request.adapter
     if adapter is None:
         raise InvariantViolation(f"request {request.request_id} waits for an adapter and has none")
@@ -101,7 +101,7 @@ def adapter_overdue_error(request: Request, state: Residency, deadline_s: float)
 
 
 def numerics_error(request: Request) -> LoraserveError:
-    """Return the error of a request whose logits were NaN or infinite."""
+    """Return the error of a request with NaN or infinite logits."""
     if request.adapter is None or request.activation is None:
         return EngineError("The base model's logits for this request were not finite.")
     return AdapterNumerics(

@@ -23,8 +23,8 @@ class Preemption:
 
     Attributes:
         num_preemptions: victims so far.
-        num_fair: those of them that made room for a tenant below its quota, or whose own tenant
-            exceeded its KV share.
+        num_fair: those of them that made room for a tenant below its quota, or for their own tenant
+            beyond its KV share.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Preemption:
         return True
 
     def _find_slot(self, request: Request) -> Request | None:
-        """Return a victim of a tenant over its slot quota whose counter isn't below the request's.
+        """Return a victim of a tenant over its slot quota that has no lower counter than this one.
 
         A slot taken from a tenant with a lower counter would set the counters further apart, each
         time again: a quota of slots is a whole number, and one at least, which may be far more than

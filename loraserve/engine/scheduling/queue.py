@@ -20,7 +20,7 @@ _ORDER = attrgetter("order")
 
 
 class WaitingQueue:
-    """Every waiting request: exclusive ones, urgent ones, and the others in the fair queue.
+    """Waiting requests: exclusive ones, urgent ones, and the others in the fair queue.
 
     Attributes:
         exclusive: requests that need a step of their own, the oldest first.
@@ -90,7 +90,7 @@ class WaitingQueue:
         tenants = self.fair_queue.waiting_tenants
         while len(found) < count and (tenant := tenants.pop()) is not None:
             heapq.heappush(heap, (tenant.virtual_counter, len(cursors)))
-            cursors.append(TenantCursor(tenant, self.blocked.of(tenant), visits_parked=True))
+            cursors.append(TenantCursor(tenant, self.blocked.parked(tenant), visits_parked=True))
             following = tenants.peek()
             while heap and len(found) < count and (following is None or heap[0][0] <= following.virtual_counter):
                 counter, number = heap[0]
@@ -115,9 +115,9 @@ class SchedulingPass:
     """Visit the requests that a step could compute, the tenant with the least counter first.
 
     What a visited request is charged counts at once: its tenant's next one comes after those of
-    tenants that have a lower counter by then. Of a tenant's requests those come first whose prompts
-    have begun, then waiting ones: by priority, then by their adapters' counters, then by age.
-    Urgent requests come before all of them.
+    tenants that have a lower counter by then. Of a tenant's requests, begun prompts come first,
+    then waiting requests: by priority, then by their adapters' counters, then by age. Urgent
+    requests come before all of them.
 
     A flow of which no request could be computed (its adapter isn't resident, or its tenant is at
     its KV quota) is advanced to the counter of the flow served instead: time spent blocked earns no
@@ -242,7 +242,7 @@ class SchedulingPass:
         return heap
 
     def _cursor(self, tenant: TenantFlow) -> TenantCursor:
-        return TenantCursor(tenant, self._queue.blocked.of(tenant), is_admission_paused=self._is_admission_paused)
+        return TenantCursor(tenant, self._queue.blocked.parked(tenant), is_admission_paused=self._is_admission_paused)
 
 
 class TenantCursor:
@@ -350,7 +350,7 @@ class TenantCursor:
             self.tenant.waiting_flows.push(cursor.flow)
 
     def park_blocked(self, blocked: BlockedRequests, now_s: float) -> None:
-        """Park the visited flows none of whose requests can start."""
+        """Park the visited flows that can start no request."""
         for cursor in self._cursors:
             cursor.park_if_blocked(blocked, now_s)
 
@@ -393,7 +393,7 @@ class AdapterCursor:
 
     @property
     def unvisited_last(self) -> Request | None:
-        """Request at whose place in the order the pass skips the flow."""
+        """Request at which the pass skips the flow, if it comes that far."""
         return None if self.visited is self._last else self._last
 
     def skip(self) -> None:

@@ -47,8 +47,8 @@ MAX_CREDIT_STEPS = 4
 MAX_DEFICIT_STEPS = 16
 """Cap, in full prefill steps, on the deficit of a tenant that already holds its share of slots.
 
-Without it, a tenant whose long prompts were computed would get nothing until the few tokens a step
-of the others added up to as much."""
+Without it, a tenant with long prompts would get nothing after them until the few tokens a step of
+the others added up to as much."""
 OVER_SHARE_DIVISOR = 4
 """Part of the token budget up to which prompts of tenants over their share fill a step."""
 
@@ -97,7 +97,7 @@ class Scheduler:
         self._probe_budget = ProbeBudget(token_budget)
         self._outputs = OutputProcessor(kv, frozenset(eos_token_ids), clock)
         self._failed: list[TokenOutput] = []
-        # since the last step: adapters whose state changed, and whether a tenant's request was
+        # since the last step: adapters with a changed state, and whether a tenant's request was
         # added
         self._changed: set[Digest] = set()
         self._has_arrivals = False
@@ -197,9 +197,9 @@ class Scheduler:
 
         A tenant below its quota of slots or KV blocks takes what it needs from one above, which
         preempts a request of the latter (at most `MAX_FAIR_PREEMPTIONS` times each); a slot only
-        from a tenant whose counter isn't lower.
+        from a tenant with no lower counter.
 
-        A request whose adapter isn't resident is skipped and delays no other. Requests with a
+        A request without a resident adapter is skipped and delays no other. Requests with a
         resident adapter thus go first, until the adapter has arrived: then the request is the next
         to start, unless another has a lower counter or a better priority. The pager's queue and the
         deadline bound how long an adapter takes.
@@ -213,7 +213,7 @@ class Scheduler:
         may_start = self._has_arrivals or self._is_any_awaited(self._changed)
         self._has_arrivals = False
         self._changed.clear()
-        num_internal_rows = self._probe_budget.of_next_step(self._running, may_start=may_start)
+        num_internal_rows = self._probe_budget.rows_of_next_step(self._running, may_start=may_start)
         step = Step(self._fair_queue, now, self._token_budget, num_internal_rows)
         if self._queue.exclusive:
             self._schedule_exclusive(step)
@@ -246,7 +246,7 @@ class Scheduler:
     def _schedule_decodes(self, step: Step) -> list[Request]:
         """Schedule running requests that are one token short; return those that lack more.
 
-        A request whose last token is in flight has no part in this step, and leaves its slot to
+        A request with its last token in flight has no part in this step, and leaves its slot to
         others.
         """
         prefilling, size = [], self._kv.block_size
@@ -381,7 +381,7 @@ class Scheduler:
     # endings outside of a step
 
     def _end_overdue(self, now: float) -> None:
-        """End the requests whose own timeout is over, with the output that there is."""
+        """End the requests that are over their own timeout, with the output that there is."""
         for request in self._deadlines.pop_overdue(now):
             self.num_timeouts += 1
             if request.num_output_tokens:
@@ -418,7 +418,7 @@ class Scheduler:
     def _has_adapter(self, request: Request, step: Step) -> bool:
         """Return whether the request's adapter is resident, and pinned now.
 
-        If not, it is asked for. A request whose adapter couldn't be loaded fails.
+        If not, it is asked for. If it couldn't be loaded, the request fails.
         """
         if request.pin is not None:
             return True

@@ -31,7 +31,7 @@ class Step:
         num_prompt_tokens: tokens in the step of requests with more than one token to compute.
         preempted: requests that made room for others, and aren't admitted again in this step.
         is_out_of_blocks: whether a running request found no free KV block.
-        absent: flows whose adapter isn't resident, as the pager said during this step.
+        absent: flows without a resident adapter, as the pager said during this step.
     """
 
     fair_queue: FairQueue
@@ -103,7 +103,7 @@ class ProbeBudget:
         # consecutive steps without a row of internal requests
         self._num_skipped = 0
 
-    def of_next_step(self, running: Sequence[Request], *, may_start: bool) -> int:
+    def rows_of_next_step(self, running: Sequence[Request], *, may_start: bool) -> int:
         """Return how many rows internal requests may have.
 
         Args:

@@ -18,13 +18,13 @@ from loraserve.memory.residency.pager import Residency
 from loraserve.types import AdapterRef, Digest, RequestId
 
 PREFETCH_DEPTH = 16
-"""Number of requests, of those that run next, whose adapters are read ahead."""
+"""Number of requests, of those that run next, that have their adapters read ahead."""
 REFRESH_STEPS = 16
 """Steps after which these requests are looked up again, if none of them has started before."""
 
 
 class AdapterSource(Protocol):
-    """What the scheduler asks of the pager. None of the calls blocks."""
+    """Calls that the scheduler makes to the pager, none of which blocks."""
 
     @property
     def is_admission_paused(self) -> bool: ...
@@ -171,7 +171,7 @@ class RequestDeadlines:
         heapq.heappush(self._entries, (deadline_s, request.sequence_number, request))
 
     def pop_overdue(self, now_s: float) -> Iterator[Request]:
-        """Return the live requests whose time is over, once."""
+        """Return the live requests that are out of time, once each."""
         while self._entries and self._entries[0][0] <= now_s:
             _, _, request = heapq.heappop(self._entries)
             if request.status is not Status.FINISHED:
