@@ -1,4 +1,4 @@
-"""Tenants share the engine by their weights, whoever sends how much; within a tenant its adapters do."""
+"""Fairness: tenants share the engine by weight, however much each sends; so do a tenant's adapters."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ def test_a_priority_below_zero_is_before_every_tenant() -> None:
     assert behind.status is Status.WAITING
 
 
-def test_having_been_away_is_a_credit_of_a_few_steps_at_most() -> None:
-    # with one place nobody has a part of the places that would make up for it
+def test_idle_time_earns_a_tenant_a_few_steps_of_credit_at_most() -> None:
+    # with one slot, no quota of slots makes up for it
     harness = Harness(max_num_seqs=1)
     harness.add(*[make_request(16, tenant="steady") for _ in range(200)])
     served(harness, 200)
@@ -117,7 +117,7 @@ def test_having_been_away_is_a_credit_of_a_few_steps_at_most() -> None:
     assert 0 <= total["back"] - total["steady"] <= MAX_CREDIT_STEPS * 32 * PROMPT_COST + 2 * 22
 
 
-def test_having_been_away_is_no_credit_to_an_adapter_within_its_tenant() -> None:
+def test_idle_time_earns_an_adapter_no_credit_within_its_tenant() -> None:
     harness = Harness(max_num_seqs=1)
     for name in ("steady", "back"):
         harness.adapters.set(name, Residency.RESIDENT)
@@ -152,7 +152,7 @@ def test_what_is_computed_again_is_charged_once() -> None:
     assert flow.virtual_counter == sum(map(cost, requests))
 
 
-def test_the_first_who_wants_a_cold_adapter_is_charged_for_its_load() -> None:
+def test_the_first_request_for_a_cold_adapter_is_charged_for_its_load() -> None:
     harness = Harness()
     harness.adapters.mean_load_s = 0.02
     first, second = make_request(tenant="a", adapter="cold"), make_request(tenant="b", adapter="cold")
@@ -164,7 +164,7 @@ def test_the_first_who_wants_a_cold_adapter_is_charged_for_its_load() -> None:
     assert harness.flow(second).virtual_counter == 0.0
 
 
-def test_a_tenant_whose_adapters_are_not_there_saves_no_credit() -> None:
+def test_a_tenant_without_resident_adapters_earns_no_credit() -> None:
     harness = Harness(max_num_seqs=1)
     harness.add(*[make_request(16, tenant="cold", adapter="cold") for _ in range(50)])
     harness.add(*[make_request(16, tenant="hot") for _ in range(300)])
@@ -174,7 +174,7 @@ def test_a_tenant_whose_adapters_are_not_there_saves_no_credit() -> None:
     assert total["hot"] >= 0.6 * total["cold"]
 
 
-def test_an_adapter_that_was_not_there_saves_no_credit_within_its_tenant() -> None:
+def test_an_adapter_that_is_not_resident_earns_no_credit_within_its_tenant() -> None:
     harness = Harness(max_num_seqs=2)
     harness.adapters.set("hot", Residency.RESIDENT)
     harness.add(*[make_request(16, adapter="cold") for _ in range(50)])
@@ -188,7 +188,7 @@ def test_an_adapter_that_was_not_there_saves_no_credit_within_its_tenant() -> No
 # prompts
 
 
-def test_a_prompt_of_who_had_less_comes_before_one_that_has_begun() -> None:
+def test_a_prompt_of_the_tenant_with_the_least_counter_comes_before_a_begun_one() -> None:
     harness = Harness(token_budget=8)
     long, short = make_request(60, tenant="noisy"), make_request(6, tenant="quiet")
     harness.add(long)
@@ -198,7 +198,7 @@ def test_a_prompt_of_who_had_less_comes_before_one_that_has_begun() -> None:
     assert [(entry.request, entry.num_tokens) for entry in entries] == [(short, 6)]
 
 
-def test_prompts_of_who_had_more_lately_fill_a_part_of_a_step_while_others_come_and_go() -> None:
+def test_prompts_of_a_tenant_over_its_share_fill_a_part_of_a_step_beside_light_tenants() -> None:
     harness = Harness(token_budget=32)
     long = make_request(100, tenant="noisy")
     harness.add(long)
@@ -214,10 +214,10 @@ def test_prompts_of_who_had_more_lately_fill_a_part_of_a_step_while_others_come_
     assert entries[0].num_tokens > 32 // OVER_SHARE_DIVISOR
 
 
-# places and blocks
+# slots and blocks
 
 
-def test_a_tenant_without_its_part_of_the_places_takes_one_of_who_has_more() -> None:
+def test_a_tenant_below_its_slot_quota_takes_a_slot_of_one_above() -> None:
     harness = Harness(max_num_seqs=4)
     noisy = [make_request(4, tenant="noisy", max_tokens=30) for _ in range(10)]
     harness.add(*noisy)
@@ -234,14 +234,14 @@ def test_a_tenant_without_its_part_of_the_places_takes_one_of_who_has_more() -> 
     assert all(request.num_output_tokens == 30 for request in noisy)
 
 
-def test_a_tenant_takes_no_place_of_one_that_had_less() -> None:
+def test_a_tenant_takes_no_slot_of_one_with_a_lower_counter() -> None:
     harness = Harness(max_num_seqs=4)
     harness.add(make_request(1, tenant="steady", weight=2.0, max_tokens=100))
     harness.add(make_request(16, tenant="light", weight=0.5, max_tokens=1))
     harness.step()
     harness.add(*[make_request(4, tenant="heavy", weight=2.0, max_tokens=60) for _ in range(6)])
     harness.step()
-    # a place is due to it, and one more than is due to the other is the other's
+    # its quota is a slot, and the other has one more than its own
     again = make_request(4, tenant="light", weight=0.5, max_tokens=1)
     harness.add(again)
     light, heavy = (harness.scheduler._fair_queue._tenants[TenantId(name)] for name in ("light", "heavy"))
@@ -256,7 +256,7 @@ def test_a_tenant_takes_no_place_of_one_that_had_less() -> None:
     assert harness.scheduler.num_fair_preemptions == 1
 
 
-def test_a_tenant_that_waits_for_a_place_is_owed_what_others_get_meanwhile() -> None:
+def test_a_tenant_that_waits_for_a_slot_keeps_its_deficit() -> None:
     harness = Harness(max_num_seqs=5, token_budget=8)
     harness.add(make_request(60, tenant="long"))
     harness.step()
@@ -268,13 +268,13 @@ def test_a_tenant_that_waits_for_a_place_is_owed_what_others_get_meanwhile() -> 
     long, many, waits = (tenants[TenantId(name)] for name in ("long", "many", "waits"))
     for _ in range(4):
         entries, _ = harness.step()
-        # one has a place to give, but not to a tenant that has its part; and a prompt has its turns
+        # one has a slot to give, but not to a tenant with its quota; and a prompt is visited
         assert (long.num_running, many.num_running, waits.num_running, waits.num_waiting) == (1, 3, 1, 2)
         assert entries[-1].request.tenant == "long"
         assert waits.virtual_counter == waits.total_service < long.virtual_counter
 
 
-def test_who_has_its_part_of_the_places_is_owed_no_more_than_a_few_steps() -> None:
+def test_the_deficit_of_a_tenant_with_its_slot_quota_is_capped_at_a_few_steps() -> None:
     """Long prompts of one are computed while another waits for more than its part; then they have ended, and the one has a request again."""
     harness = Harness(max_num_seqs=4, token_budget=16, num_blocks=1024)
     harness.add(*[make_request(1, tenant="many", max_tokens=2000) for _ in range(2)])
@@ -296,7 +296,7 @@ def test_who_has_its_part_of_the_places_is_owed_no_more_than_a_few_steps() -> No
     assert many.num_running == 3
 
 
-def test_a_request_is_put_back_for_others_a_few_times_at_most() -> None:
+def test_a_request_is_preempted_for_fairness_a_few_times_at_most() -> None:
     harness = Harness(max_num_seqs=2)
     noisy = [make_request(4, tenant="noisy", max_tokens=200) for _ in range(2)]
     harness.add(*noisy)
@@ -316,7 +316,7 @@ def test_one_tenant_takes_nothing_of_itself() -> None:
     assert harness.scheduler.num_preemptions == 0
 
 
-def test_a_tenant_without_its_part_of_the_blocks_takes_some_of_who_holds_more() -> None:
+def test_a_tenant_below_its_block_quota_takes_blocks_of_one_above() -> None:
     harness = Harness(num_blocks=16, block_size=4, token_budget=64)
     noisy = [make_request(14, tenant="noisy", max_tokens=40) for _ in range(4)]
     harness.add(*noisy)
@@ -357,7 +357,7 @@ def test_the_only_running_request_of_a_tenant_may_hold_more_than_its_part() -> N
 # a request's own time
 
 
-def test_a_request_whose_time_is_over_before_its_first_token_is_told(harness: Harness) -> None:
+def test_a_request_out_of_time_before_its_first_token_ends_with_an_error(harness: Harness) -> None:
     request = make_request(adapter="cold", timeout_s=2.0, arrival_s=1.0)
     harness.add(request, make_request(max_tokens=9))
     harness.step()
@@ -370,7 +370,7 @@ def test_a_request_whose_time_is_over_before_its_first_token_is_told(harness: Ha
     check(harness)
 
 
-def test_a_request_whose_time_is_over_ends_with_the_tokens_that_it_has(harness: Harness) -> None:
+def test_a_request_out_of_time_ends_with_the_tokens_that_it_has(harness: Harness) -> None:
     harness.adapters.set("a", Residency.RESIDENT)
     request = make_request(adapter="a", max_tokens=50, timeout_s=2.0)
     harness.add(request)
@@ -573,7 +573,7 @@ def make_probe(tenant: str = "", **options: object) -> Request:
     return request
 
 
-def test_a_certificates_probe_is_no_tenant_beside_whom_others_had_much() -> None:
+def test_a_certificates_probe_puts_no_tenant_over_its_share() -> None:
     def num_tokens(has_probe: bool) -> int:
         harness, total = Harness(num_blocks=4096, block_size=16, max_num_seqs=64, token_budget=512), 0
         for number in range(60):
@@ -589,7 +589,7 @@ def test_a_certificates_probe_is_no_tenant_beside_whom_others_had_much() -> None
     assert num_tokens(has_probe=True) == num_tokens(has_probe=False)
 
 
-def test_probes_that_have_every_place_wait_for_one_another() -> None:
+def test_probes_that_have_every_slot_wait_for_one_another() -> None:
     harness = Harness(max_num_seqs=1)
     harness.add(make_probe(), make_probe())
     harness.run()
@@ -597,7 +597,7 @@ def test_probes_that_have_every_place_wait_for_one_another() -> None:
     assert harness.scheduler.num_preemptions == 0
 
 
-def test_nobody_is_put_back_for_a_probe() -> None:
+def test_no_request_is_preempted_for_a_probe() -> None:
     harness = Harness(max_num_seqs=4)
     running = [make_request(4, tenant="a", max_tokens=40) for _ in range(4)]
     harness.add(*running)
@@ -609,7 +609,7 @@ def test_nobody_is_put_back_for_a_probe() -> None:
     check(harness)
 
 
-def test_a_long_prompt_of_a_tenant_with_a_part_of_the_memory_is_not_put_back_for_its_short_ones() -> None:
+def test_a_long_prompt_of_a_tenant_with_a_kv_share_is_not_preempted_for_its_short_ones() -> None:
     harness = Harness(num_blocks=64, block_size=4, max_num_seqs=8, token_budget=32)
     long = make_request(112, tenant="a", kv_share=0.5, max_tokens=2)
     for number in range(200):
@@ -626,7 +626,7 @@ def test_a_long_prompt_of_a_tenant_with_a_part_of_the_memory_is_not_put_back_for
     check(harness)
 
 
-def test_requests_that_wait_apart_from_their_share_leave_its_others_their_deadlines() -> None:
+def test_urgent_and_exclusive_requests_leave_others_of_their_flow_their_deadlines() -> None:
     harness = Harness()
     harness.adapters.set("cold", Residency.LOADING)
     harness.add(make_request(adapter="cold", priority=-1), *[make_request(adapter="cold") for _ in range(5)])

@@ -63,8 +63,8 @@ def test_a_request_waits_for_its_adapter_while_others_run(harness):
     assert harness.scheduler.num_waiting_for_adapter == 0
 
 
-def test_the_first_that_waits_for_its_adapter_goes_on_asking_while_no_place_is_free():
-    # the pager forgets who doesn't ask, and a resident adapter that nobody asks for is the next to be evicted
+def test_the_adapter_that_was_asked_for_first_is_asked_for_while_no_slot_is_free():
+    # the pager forgets an adapter that isn't asked for, and evicts a resident one that isn't used
     harness = Harness(max_num_seqs=1)
     harness.adapters.set("hot", Residency.RESIDENT)
     cold, colder, hot = (make_request(adapter=name, max_tokens=4) for name in ("cold", "colder", "hot"))
@@ -138,7 +138,7 @@ def add_probe_whose_adapter_has_come(harness):
 
 def test_an_adapter_that_comes_for_a_probe_alone_is_no_prompts_news(harness):
     probe = add_probe_whose_adapter_has_come(harness)
-    # in the very step in which it's there: in the next one somebody else may have its place
+    # in the step in which it arrives: in the next one another may have its memory
     assert sum(entry.num_tokens for entry in harness.step()[0] if entry.request is probe) == MIN_PROBE_ROWS
 
 
@@ -162,7 +162,7 @@ def test_an_adapter_is_not_asked_for_by_a_probe_while_prompts_take_the_step(harn
     assert harness.scheduler.num_waiting_for_adapter == 1
 
 
-def test_a_lookup_in_the_prefix_cache_counts_when_the_request_begins(harness):
+def test_a_lookup_in_the_prefix_cache_counts_when_the_request_starts(harness):
     harness = Harness(num_blocks=4, block_size=4)
     harness.add(make_request(12, max_tokens=4))
     harness.step()
@@ -175,7 +175,7 @@ def test_a_lookup_in_the_prefix_cache_counts_when_the_request_begins(harness):
     assert harness.kv.prefix_cache.num_tokens_queried == 12 + 8
 
 
-def test_a_request_whose_adapter_fails_ends_alone(harness):
+def test_a_request_with_a_failed_adapter_ends_alone(harness):
     harness.adapters.set("bad", Residency.FAILED)
     bad, good = make_request(adapter="bad"), make_request(max_tokens=1)
     harness.add(bad, good)
@@ -284,7 +284,7 @@ def test_max_tokens_of_zero_only_computes_the_prompt(harness):
     assert outputs[0].prompt_logprobs == (None,)
 
 
-def test_while_the_line_is_closed_only_those_go_on_that_have_begun():
+def test_only_requests_with_a_pin_go_on_while_admission_is_paused():
     harness = Harness(num_blocks=6, block_size=4, token_budget=64)
     harness.adapters.set("a", Residency.RESIDENT)
     older = make_request(8, adapter="a", max_tokens=6)
@@ -309,7 +309,7 @@ def test_while_the_line_is_closed_only_those_go_on_that_have_begun():
     assert [request.status for request in late] == [Status.FINISHED] * 3
 
 
-def test_who_waits_for_the_adapter_that_closed_the_line_asks_on():
+def test_the_adapter_that_paused_admission_is_asked_for_again():
     harness = Harness()
     request = make_request(4, adapter="b")
     harness.add(request)
@@ -323,7 +323,7 @@ def test_who_waits_for_the_adapter_that_closed_the_line_asks_on():
     assert outputs[0].error_code == "adapter_corrupt"
 
 
-def test_who_waited_for_an_adapter_begins_once_it_is_there_though_the_line_has_closed_for_another():
+def test_a_request_starts_once_its_adapter_arrives_though_admission_is_paused_for_another():
     harness = Harness()
     waited, late = make_request(4, adapter="b"), make_request(4, adapter="b")
     harness.add(waited)

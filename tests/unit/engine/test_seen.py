@@ -70,7 +70,7 @@ def test_a_wait_that_ends_without_the_adapter_is_counted(harness: Harness, endin
     assert waits(harness) == (1, 7.0)
 
 
-def test_a_wait_that_ended_before_a_place_came_free_is_counted() -> None:
+def test_a_wait_that_ended_before_a_slot_was_free_is_counted() -> None:
     harness = Harness(max_num_seqs=1)
     harness.add(make_request(max_tokens=50))
     harness.schedule()
@@ -85,7 +85,7 @@ def test_a_wait_that_ended_before_a_place_came_free_is_counted() -> None:
     assert waits(harness) == (1, 2.0)
 
 
-def test_probes_are_nobodys_wait(harness: Harness) -> None:
+def test_waits_of_probes_are_not_counted(harness: Harness) -> None:
     harness.adapters.set("here", Residency.RESIDENT)
     probe = make_request(adapter="here")
     probe.probe = Probe(probe.request_id, probe.token_ids)

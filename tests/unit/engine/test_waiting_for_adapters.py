@@ -1,4 +1,4 @@
-"""Requests whose adapter isn't there: they wait up to a deadline, hold up nobody, and are passed by few."""
+"""Requests without a resident adapter wait up to a deadline, delay no other, and few overtake them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def errors(outputs: list[TokenOutput]) -> dict[str, str | None]:
     ("state", "why"),
     [(Residency.LOADING, "still being read"), (Residency.WAITING_FOR_SPACE, "everything on the device is in use")],
 )
-def test_a_request_waits_for_its_adapter_up_to_the_deadline_and_is_told_what_for(
+def test_a_request_waits_for_its_adapter_up_to_the_deadline_and_its_error_says_so(
     harness: Harness, state: Residency, why: str
 ) -> None:
     harness.adapters.set("cold", state)
@@ -48,7 +48,7 @@ def test_a_request_waits_for_its_adapter_up_to_the_deadline_and_is_told_what_for
     assert harness.scheduler.num_running == 1
 
 
-def test_the_deadline_of_one_is_not_that_of_those_who_came_later(harness: Harness) -> None:
+def test_each_request_has_a_deadline_of_its_own(harness: Harness) -> None:
     early, late = make_request(adapter="cold"), make_request(adapter="cold")
     harness.add(early)
     harness.step()
@@ -61,7 +61,7 @@ def test_the_deadline_of_one_is_not_that_of_those_who_came_later(harness: Harnes
     assert list(errors(harness.step()[1])) == [late.request_id]
 
 
-def test_who_waits_for_a_place_in_a_step_with_its_adapter_there_is_not_overdue() -> None:
+def test_a_request_that_waits_for_a_slot_with_a_resident_adapter_is_not_overdue() -> None:
     harness = Harness(max_num_seqs=1)
     cold, running = make_request(adapter="cold"), make_request(max_tokens=20)
     harness.add(cold, running)
@@ -74,7 +74,7 @@ def test_who_waits_for_a_place_in_a_step_with_its_adapter_there_is_not_overdue()
     assert cold.num_output_tokens == 3
 
 
-def test_all_that_wait_for_an_adapter_are_told_of_its_failure_in_one_step() -> None:
+def test_all_requests_for_an_adapter_fail_with_it_in_one_step() -> None:
     harness = Harness()
     cold = [make_request(adapter="cold") for _ in range(50)]
     harness.add(*cold)
@@ -83,7 +83,7 @@ def test_all_that_wait_for_an_adapter_are_told_of_its_failure_in_one_step() -> N
     assert len(errors(harness.step()[1])) == 50
 
 
-def test_a_request_whose_adapter_failed_while_no_place_was_free_is_told_at_its_deadline() -> None:
+def test_a_request_with_an_adapter_that_failed_while_no_slot_was_free_fails_at_its_deadline() -> None:
     harness = Harness(max_num_seqs=1)
     cold, running = make_request(adapter="cold"), make_request(max_tokens=50)
     harness.add(cold, running)
@@ -99,7 +99,7 @@ def test_the_refusal_says_when_to_come_back_also_from_another_process() -> None:
     assert error.retry_after_s == AdapterNotReady.retry_after_s > 0
 
 
-def test_adapters_of_requests_that_wait_for_a_place_in_a_step_are_looked_for_ahead() -> None:
+def test_adapters_of_requests_that_wait_for_a_slot_are_prefetched() -> None:
     harness = Harness(max_num_seqs=1)
     harness.adapters.set("hot", Residency.RESIDENT)
     harness.add(make_request(adapter="hot", max_tokens=50), make_request(max_tokens=50))
@@ -113,7 +113,7 @@ def test_adapters_of_requests_that_wait_for_a_place_in_a_step_are_looked_for_ahe
     assert harness.adapters.asked == []
 
 
-def test_the_next_sequence_to_begin_is_the_cold_ones_once_its_adapter_is_there() -> None:
+def test_a_cold_request_is_the_next_to_start_once_its_adapter_arrives() -> None:
     harness = Harness(max_num_seqs=2)
     harness.adapters.set("hot", Residency.RESIDENT)
     cold = make_request(adapter="cold")
@@ -132,16 +132,16 @@ def test_the_next_sequence_to_begin_is_the_cold_ones_once_its_adapter_is_there()
     assert cold.first_scheduled_s is not None
 
 
-# who can't begin costs a step nothing
+# blocked requests cost a step nothing
 
 
-def looked_at(monkeypatch: pytest.MonkeyPatch, num_requests: int, num_adapters: int, *, is_closed: bool) -> int:
-    """How many requests that wait have turns, and how often the pager is asked, in ten steps beside one that runs."""
+def num_visited(monkeypatch: pytest.MonkeyPatch, num_requests: int, num_adapters: int, *, is_paused: bool) -> int:
+    """Count visited waiting requests and questions to the pager, in ten steps beside a running request."""
     harness = Harness(num_blocks=4096, max_num_seqs=4)
     harness.add(make_request(max_tokens=100))
     harness.step()
     harness.add(*[make_request(adapter=f"cold{number % num_adapters}") for number in range(num_requests)])
-    harness.adapters.is_admission_paused = is_closed
+    harness.adapters.is_admission_paused = is_paused
     harness.step()
     harness.adapters.asked.clear()
     candidates: list[object] = []
@@ -161,17 +161,17 @@ def looked_at(monkeypatch: pytest.MonkeyPatch, num_requests: int, num_adapters: 
     return len(candidates) + len(harness.adapters.asked)
 
 
-@pytest.mark.parametrize("is_closed", [False, True])
-def test_a_step_looks_at_no_more_however_many_requests_wait_whose_adapters_are_away(
-    monkeypatch: pytest.MonkeyPatch, is_closed: bool
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_a_step_visits_no_more_requests_however_many_are_blocked(
+    monkeypatch: pytest.MonkeyPatch, is_paused: bool
 ) -> None:
-    few = looked_at(monkeypatch, 10, 5, is_closed=is_closed)
+    few = num_visited(monkeypatch, 10, 5, is_paused=is_paused)
     assert few <= 10
-    assert looked_at(monkeypatch, 800, 5, is_closed=is_closed) == few
-    assert looked_at(monkeypatch, 800, 200, is_closed=is_closed) == few
+    assert num_visited(monkeypatch, 800, 5, is_paused=is_paused) == few
+    assert num_visited(monkeypatch, 800, 200, is_paused=is_paused) == few
 
 
-def test_one_that_comes_for_an_adapter_that_is_away_has_the_pager_asked_once(harness: Harness) -> None:
+def test_a_new_request_for_an_absent_adapter_asks_the_pager_once(harness: Harness) -> None:
     harness.add(*[make_request(adapter="cold") for _ in range(50)])
     harness.step()
     # and once for the one that has waited longest
@@ -183,7 +183,7 @@ def test_one_that_comes_for_an_adapter_that_is_away_has_the_pager_asked_once(har
     assert harness.scheduler.num_waiting_for_adapter == 51
 
 
-def test_adapters_that_are_away_are_asked_for_again_before_the_pager_forgets_them(harness: Harness) -> None:
+def test_absent_adapters_are_asked_for_again_before_the_pager_forgets_them(harness: Harness) -> None:
     names = [f"cold{number}" for number in range(4 * MAX_RETRIES)]
     harness.add(make_request(max_tokens=200), *[make_request(adapter=name) for name in names])
     asked_s = dict.fromkeys(names, 0.0)
@@ -204,7 +204,7 @@ def test_an_adapter_that_has_come_is_used_in_the_next_step(harness: Harness) -> 
     assert [entry.request for entry in harness.step()[0]] == [requests[0], requests[2]]
 
 
-def test_those_that_a_closed_line_kept_waiting_begin_once_it_is_open(harness: Harness) -> None:
+def test_requests_blocked_by_paused_admission_start_once_it_resumes(harness: Harness) -> None:
     harness.adapters.is_admission_paused = True
     requests = [make_request(max_tokens=1) for _ in range(3)]
     harness.add(*requests)
@@ -213,7 +213,7 @@ def test_those_that_a_closed_line_kept_waiting_begin_once_it_is_open(harness: Ha
     assert [entry.request for entry in harness.step()[0]] == requests
 
 
-def test_an_adapter_that_is_away_is_lifted_to_what_was_served_in_its_stead() -> None:
+def test_a_parked_flow_is_advanced_to_the_counter_of_the_flow_served_instead() -> None:
     harness = Harness(num_blocks=4096, max_num_seqs=1)
     harness.adapters.set("hot", Residency.RESIDENT)
     cold = [make_request(8, adapter=f"cold{number % 3}") for number in range(6)]
@@ -225,7 +225,7 @@ def test_an_adapter_that_is_away_is_lifted_to_what_was_served_in_its_stead() -> 
         assert harness.scheduler.check() == []
 
 
-def test_random_comings_and_goings_leave_nobody_away_for_good() -> None:
+def test_random_arrivals_leave_no_flow_parked_for_good() -> None:
     rng = random.Random(0)
     num_served: Counter[bool] = Counter()
     for _ in range(20):
