@@ -62,15 +62,16 @@ class Step:
             is_scored=request.wants_prompt_logprobs,
             epoch=request.num_preemptions,
         )
-        request.num_computed_tokens = entry.end
-        request.num_in_flight_tokens += entry.num_sampled_tokens
+        end, num_sampled = entry.end, entry.num_sampled_tokens
+        request.num_computed_tokens = end
+        request.num_in_flight_tokens += num_sampled
         self.scheduled.append(entry)
         self.budget -= count
         if request.is_internal:
             self.num_internal_rows -= count
         if count > 1:
             self.num_prompt_tokens += count
-        reached = entry.end + entry.num_sampled_tokens
+        reached = end + num_sampled
         charged = request.num_charged_tokens
         if reached > charged:
             num_of_prompt = max(0, min(reached, request.num_prompt_tokens) - charged)
