@@ -8,16 +8,17 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container, Hashable
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic, thread_time
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from loraserve.errors import LoraserveError
 
 T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 LOADER_NICENESS = 5
 """Niceness of adapter loaders: a third of a step thread's weight where there are too few cores for all.
@@ -287,3 +288,35 @@ class Backoff:
     def delay_s(self, num_failures: int) -> float:
         """Return the seconds to wait after so many consecutive failures, at least one."""
         return min(self.max_s, self.first_s * 2.0 ** min(num_failures - 1, 64))
+
+
+class RetrySchedule(Generic[K]):
+    """Time of the next attempt, by key; a key that never failed is due at once.
+
+    Args:
+        backoff: delays after consecutive failures.
+        monotonic: clock in seconds.
+    """
+
+    def __init__(self, backoff: Backoff, monotonic: Callable[[], float]) -> None:
+        self._backoff = backoff
+        self._monotonic = monotonic
+        self._failures: dict[K, tuple[int, float]] = {}
+        """Number of consecutive failures, and the time of the next attempt."""
+
+    def is_due(self, key: K) -> bool:
+        """Return whether the key may be tried now."""
+        return key not in self._failures or self._monotonic() >= self._failures[key][1]
+
+    def fail(self, key: K) -> None:
+        """Note that an attempt failed."""
+        num_failures = self._failures.get(key, (0, 0.0))[0] + 1
+        self._failures[key] = num_failures, self._monotonic() + self._backoff.delay_s(num_failures)
+
+    def succeed(self, key: K) -> None:
+        """Note that an attempt succeeded."""
+        self._failures.pop(key, None)
+
+    def retain(self, keys: Container[K]) -> None:
+        """Forget the failures of all other keys."""
+        self._failures = {key: failure for key, failure in self._failures.items() if key in keys}

@@ -9,11 +9,13 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any
 
 from sqlalchemy import ColumnElement, delete, select
 from ulid import ULID
 
+from loraserve.background import BackgroundTask
 from loraserve.db import audit
 from loraserve.db.idempotency import Once
 from loraserve.db.models import OperationRow
@@ -217,7 +219,15 @@ class Operations:
         await asyncio.gather(*(task for task, _ in running), return_exceptions=True)
 
     async def _run(self, operation_id: str, tenant: TenantId, work: Work, progress: Progress) -> None:
-        beating = asyncio.create_task(self._beat(operation_id, progress))
+        heartbeat = BackgroundTask(
+            f"heartbeat of {operation_id}",
+            partial(self._beat, operation_id, progress),
+            _BEAT_S,
+            failure=f"operation {operation_id} can't be renewed now",
+            logger=logger,
+            first_delay_s=None,
+        )
+        heartbeat.start()
         try:
             try:
                 result = dict(await work(progress))
@@ -234,25 +244,17 @@ class Operations:
                 message = "The server failed to do it; its log says why."
                 ended = {"state": FAILED, "error": {"code": LoraserveError.code, "message": message}}
         finally:
-            beating.cancel()
+            await heartbeat.close()
         await self._end(operation_id, progress, ended, last_tries_s=_LAST_TRIES_S)
 
     async def _beat(self, operation_id: str, progress: Progress) -> None:
-        """The row is renewed, and looked at: another server may have been told to cancel."""
-        while True:
-            await asyncio.sleep(_BEAT_S)
-            try:
-                async with self._database.write() as session:
-                    row = await session.get(OperationRow, operation_id, with_for_update=True)
-                    if row is None or row.is_cancelling:
-                        progress.cancelled.set()
-                    if row is not None:
-                        row.progress, row.updated_at = _as_json(progress), self._clock()
-            except LoraserveError as error:
-                logger.warning("operation %s can't be renewed now: %s", operation_id, error)
-            except Exception:
-                # a bug of ours must not make it look lost
-                logger.exception("operation %s can't be renewed", operation_id)
+        """Renew the operation's row, and cancel the work if another server was asked to cancel the operation."""
+        async with self._database.write() as session:
+            row = await session.get(OperationRow, operation_id, with_for_update=True)
+            if row is None or row.is_cancelling:
+                progress.cancelled.set()
+            if row is not None:
+                row.progress, row.updated_at = _as_json(progress), self._clock()
 
     async def _end(
         self, operation_id: str, progress: Progress, ended: Mapping[str, Any], *, last_tries_s: float

@@ -8,12 +8,12 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sqlalchemy import Select, delete, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from loraserve.background import BackgroundTask, Backoff, RetrySchedule
 from loraserve.db.idempotency import Once
 from loraserve.db.models import Adapter, AdapterVersion, OperatorPin, Tenant
 from loraserve.db.session import Clock, Database
@@ -51,12 +51,6 @@ class PinningEngine(Protocol):
     async def unpin(self, ref: AdapterRef) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Refusal:
-    retry_at_s: float
-    num_in_a_row: int
-
-
 class Pins:
     """What operators have pinned, in the database, and what this server's engine holds for it.
 
@@ -82,7 +76,6 @@ class Pins:
         self._served_base = served_base
         self._engine = engine
         self._clock = clock
-        self._monotonic = monotonic
         # what the engine was told to hold, whatever came of it, and not yet to let go
         self._told: dict[Digest, AdapterRef] = {}
         # what its present process has on the device for it
@@ -90,9 +83,11 @@ class Pins:
         self._incarnation = 0
         # what a call or a task is changing now
         self._changing: Counter[Digest] = Counter()
-        self._refusals: dict[Digest, _Refusal] = {}
+        self._retries: RetrySchedule[Digest] = RetrySchedule(Backoff(RETRY_S, MAX_RETRY_S), monotonic)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._loop: asyncio.Task[None] | None = None
+        self._loop = BackgroundTask(
+            "pins", self.sync, LIMITS.pin_sync_s, failure="the engine can't be compared with the pins", logger=logger
+        )
 
     @property
     def num_held(self) -> int:
@@ -101,11 +96,12 @@ class Pins:
 
     def start(self) -> None:
         """From now on the engine holds what is pinned, whoever's server it was pinned on."""
-        self._loop = asyncio.create_task(self._run(), name="pins")
+        self._loop.start()
 
     async def close(self) -> None:
         """The engine is told nothing any more; what is pinned stays so in the database."""
-        tasks = [*self._tasks, *([] if self._loop is None else [self._loop])]
+        await self._loop.close()
+        tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -189,16 +185,12 @@ class Pins:
         if not engine.is_ready:
             return
         self._see(engine.num_restarts)
-        now = self._monotonic()
-        for digest in [digest for digest in self._refusals if digest not in wanted]:
-            del self._refusals[digest]
+        self._retries.retain(wanted)
         for digest, ref in list(self._told.items()):
             if digest not in wanted and not self._changing[digest]:
                 self._begin(self._let_go(engine, ref))
         for digest, ref in wanted.items():
-            refusal = self._refusals.get(digest)
-            is_due = refusal is None or now >= refusal.retry_at_s
-            if digest not in self._held and not self._changing[digest] and is_due:
+            if digest not in self._held and not self._changing[digest] and self._retries.is_due(digest):
                 self._begin(self._take(engine, ref))
 
     async def _take(self, engine: PinningEngine, ref: AdapterRef) -> None:
@@ -206,10 +198,7 @@ class Pins:
             try:
                 await self._pin(engine, ref)
             except LoraserveError as error:
-                before = self._refusals.get(ref.digest)
-                num = 1 + (0 if before is None else before.num_in_a_row)
-                delay = min(RETRY_S * 2 ** min(num - 1, 16), MAX_RETRY_S)
-                self._refusals[ref.digest] = _Refusal(self._monotonic() + delay, num)
+                self._retries.fail(ref.digest)
                 logger.warning("%s@%d is pinned and can't be brought to the device: %s", ref.name, ref.version, error)
 
     async def _let_go(self, engine: PinningEngine, ref: AdapterRef) -> None:
@@ -220,7 +209,7 @@ class Pins:
         self._told[ref.digest] = ref
         incarnation = engine.num_restarts
         await engine.pin(ref)
-        self._refusals.pop(ref.digest, None)
+        self._retries.succeed(ref.digest)
         if incarnation == engine.num_restarts:
             self._see(incarnation)
             self._held.add(ref.digest)
@@ -278,16 +267,6 @@ class Pins:
         task = asyncio.create_task(work, name="pin")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def _run(self) -> None:
-        while True:
-            try:
-                await self.sync()
-            except LoraserveError as error:
-                logger.warning("what is pinned can't be looked up: %s", error)
-            except Exception:
-                logger.exception("the pins can't be compared")
-            await asyncio.sleep(LIMITS.pin_sync_s)
 
 
 async def _within(seconds: float, step: Awaitable[None]) -> bool:

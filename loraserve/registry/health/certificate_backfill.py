@@ -15,6 +15,7 @@ from datetime import timedelta
 
 from sqlalchemy import Text, cast, not_, or_, select
 
+from loraserve.background import BackgroundTask, Backoff, RetrySchedule
 from loraserve.db.leases import LeaseHolder
 from loraserve.db.models import Adapter, AdapterVersion, Tenant
 from loraserve.db.session import Clock, Database
@@ -49,12 +50,6 @@ class _Due:
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Refusal:
-    retry_at_s: float
-    num_in_a_row: int
-
-
 class CertificateBackfill:
     """Verifies what has no certificate for how this server computes its base; one version at a time, one server of all.
 
@@ -87,31 +82,25 @@ class CertificateBackfill:
         self._base = base
         self._monotonic = monotonic
         self._leases = LeaseHolder(database, _LEASE_LENGTH, clock=clock)
-        self._refusals: dict[str, _Refusal] = {}
-        self._task: asyncio.Task[None] | None = None
+        self._retries: RetrySchedule[str] = RetrySchedule(Backoff(RETRY_S, MAX_RETRY_S), monotonic)
+        self._task = BackgroundTask(
+            "certificate backfill",
+            self.sweep,
+            lambda: LIMITS.late_certificates_interval_s,
+            failure="verifying versions without a certificate stopped early",
+            logger=logger,
+            level=logging.INFO,
+            first_delay_s=None,
+        )
 
     def start(self) -> None:
-        """It verifies from now on, until `close`."""
+        """Verify from now on, until `close`; no-op if uploads aren't verified either."""
         if self._certificates.is_at_upload:
-            self._task = asyncio.create_task(self.run(), name="late certificates")
+            self._task.start()
 
     async def close(self) -> None:
-        """It verifies no more. What it was asking for isn't waited for, and nothing is changed."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-
-    async def run(self) -> None:
-        """Sweeps until it is cancelled. What fails is logged, and tried again at the next sweep."""
-        while True:
-            await asyncio.sleep(LIMITS.late_certificates_interval_s)
-            try:
-                await self.sweep()
-            except LoraserveError as error:
-                logger.info("verifying what was published without a certificate stopped early: %s", error)
-            except Exception:
-                # a bug of ours must not end it for good
-                logger.exception("verifying what was published without a certificate failed")
+        """Stop verifying. A verification under way is abandoned, and changes nothing."""
+        await self._task.close()
 
     async def sweep(self) -> bool:
         """Each version that is due has been asked for once, but for those whose pause isn't over.
@@ -134,8 +123,7 @@ class CertificateBackfill:
             found, after = await self._look(after, base)
             for due in found:
                 seen.add(due.id)
-                refusal = self._refusals.get(due.id)
-                if refusal is not None and self._monotonic() < refusal.retry_at_s:
+                if not self._retries.is_due(due.id):
                     continue
                 if not await self._leases.acquire(lease):
                     return False
@@ -150,7 +138,7 @@ class CertificateBackfill:
                 if failure is not None:
                     # it would be no better for the next one
                     raise failure
-        self._refusals = {key: refusal for key, refusal in self._refusals.items() if key in seen}
+        self._retries.retain(seen)
         return True
 
     async def _look(self, after: str, base: BaseSpec) -> tuple[list[_Due], str | None]:
@@ -190,7 +178,7 @@ class CertificateBackfill:
             # deleted meanwhile
             return None
         except LoraserveError as error:
-            self._put_off(due)
+            self._retries.fail(due.id)
             if isinstance(error, EngineDied):
                 logger.error(
                     "the engine died while it verified %s@%d of tenant %s, which is tried twice at most",
@@ -204,10 +192,10 @@ class CertificateBackfill:
             return None
         except Exception:
             # a bug of ours, maybe with this version alone, must not keep the others from theirs
-            self._put_off(due)
+            self._retries.fail(due.id)
             logger.exception("verifying %s@%d of tenant %s failed", due.name, due.number, due.tenant)
             return None
-        self._refusals.pop(due.id, None)
+        self._retries.succeed(due.id)
         if (check := find_check(version.checks, CERTIFICATE)) is not None:
             self.num_by_verdict[verdict_of(check)] += 1
         if version.state == QUARANTINED:
@@ -215,12 +203,6 @@ class CertificateBackfill:
                 "%s@%d of tenant %s is quarantined: its late certificate failed", due.name, due.number, due.tenant
             )
         return None
-
-    def _put_off(self, due: _Due) -> None:
-        before = self._refusals.get(due.id)
-        num_in_a_row = 1 if before is None else before.num_in_a_row + 1
-        pause_s = min(RETRY_S * 2.0 ** (num_in_a_row - 1), MAX_RETRY_S)
-        self._refusals[due.id] = _Refusal(self._monotonic() + pause_s, num_in_a_row)
 
 
 def _lease_of(base: BaseSpec) -> str:

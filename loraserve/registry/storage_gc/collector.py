@@ -23,10 +23,11 @@ from sqlalchemy import select
 
 from adapters_store.base import BlobStore
 from loraserve import faults
+from loraserve.background import BackgroundTask
 from loraserve.db.leases import LeaseHolder, SightingAges
 from loraserve.db.models import GcCandidate, Upload
 from loraserve.db.session import Clock, Database, utc_now
-from loraserve.errors import BlobNotFound, LoraserveError, StorageError
+from loraserve.errors import BlobNotFound, StorageError
 from loraserve.limits import LIMITS
 from loraserve.registry.blob_references import add_gc_candidates, referenced
 from loraserve.registry.storage_gc.deletion_locks import DeletionLock, DeletionLocks
@@ -82,34 +83,24 @@ class Collector:
         self._monotonic = monotonic
         self._lease = LeaseHolder(database, _LEASE_LENGTH, clock=clock)
         self._candidates: SightingAges[tuple[Digest, datetime]] = SightingAges(monotonic)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._task = BackgroundTask(
+            "collector",
+            self.collect,
+            lambda: LIMITS.gc_interval_s,
+            failure="collecting unreferenced blobs stopped early",
+            logger=logger,
+            first_delay_s=min(_FIRST_PASS_S, LIMITS.gc_interval_s),
+        )
 
     def start(self) -> None:
-        """It collects from now on, until `close`."""
-        self._tasks = [
-            asyncio.create_task(self.run(), name="collector"),
-            # beside it: a pass of a large store takes long, and somebody may wait for what a killed server was deleting
-            asyncio.create_task(self.locks.run(), name="deletion marks"),
-        ]
+        """Collect from now on, until `close`."""
+        self._task.start()
+        # A task of its own: a pass over a large store takes long, and a request may wait for an abandoned lock.
+        self.locks.start()
 
     async def close(self) -> None:
-        """It collects no more. What it was deleting is gone, or still listed."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def run(self) -> None:
-        """Collects until it is cancelled. What fails is logged, and tried again at the next pass."""
-        await asyncio.sleep(min(_FIRST_PASS_S, LIMITS.gc_interval_s))
-        while True:
-            try:
-                await self.collect()
-            except LoraserveError as error:
-                logger.warning("collecting unneeded blobs stopped early: %s", error)
-            except Exception:
-                # a bug of ours must not end collecting for good
-                logger.exception("collecting unneeded blobs failed")
-            await asyncio.sleep(LIMITS.gc_interval_s)
+        """Stop collecting. The blobs that were being deleted are gone or still listed."""
+        await asyncio.gather(self._task.close(), self.locks.close())
 
     async def collect(self) -> bool:
         """One pass: expired uploads end, blobs without a reference are listed, and those listed long enough are deleted.

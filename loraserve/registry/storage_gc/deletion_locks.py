@@ -8,7 +8,6 @@ its server, and a store gives one up within three minutes. A server's beats woul
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
@@ -18,10 +17,10 @@ from datetime import datetime, timedelta
 
 from sqlalchemy import delete, select, update
 
+from loraserve.background import BackgroundTask
 from loraserve.db.leases import SightingAges
 from loraserve.db.models import GcCandidate
 from loraserve.db.session import Database
-from loraserve.errors import LoraserveError
 from loraserve.limits import LIMITS
 from loraserve.registry.blob_references import referenced
 from loraserve.types import Digest
@@ -69,6 +68,23 @@ class DeletionLocks:
         self._left: set[tuple[Digest, datetime]] = set()
         """This server's, whose deletions are over, but not they themselves: the database was away."""
         self._ages: SightingAges[tuple[Digest, datetime]] = SightingAges(monotonic)
+        self._task = BackgroundTask(
+            "deletion locks",
+            self.release,
+            lambda: min(_LOOK_S, LIMITS.gc_interval_s),
+            failure="abandoned deletion locks can't be looked up",
+            logger=logger,
+            level=logging.INFO,
+            first_delay_s=None,
+        )
+
+    def start(self) -> None:
+        """Release abandoned locks from now on, until `close`."""
+        self._task.start()
+
+    async def close(self) -> None:
+        """Stop releasing abandoned locks."""
+        await self._task.close()
 
     @asynccontextmanager
     async def hold(
@@ -143,15 +159,3 @@ class DeletionLocks:
             logger.info("%d blobs are no longer marked as being deleted: their collector left them", len(over))
         self._left -= left
         return len(over)
-
-    async def run(self) -> None:
-        """Releases, now and then, until it is cancelled. What fails is logged, and tried again."""
-        while True:
-            await asyncio.sleep(min(_LOOK_S, LIMITS.gc_interval_s))
-            try:
-                await self.release()
-            except LoraserveError as error:
-                logger.info("what collectors left marked isn't looked at: %s", error)
-            except Exception:
-                # a bug of ours must not end it for good
-                logger.exception("looking at what collectors left marked failed")

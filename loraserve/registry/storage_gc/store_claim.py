@@ -10,6 +10,7 @@ marker has it; any number of servers of one registry may do this at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 from itertools import islice
@@ -18,6 +19,7 @@ from sqlalchemy import delete, select, update
 from ulid import ULID
 
 from adapters_store.base import BlobStore, StagedBlob
+from loraserve.background import BackgroundTask
 from loraserve.db import audit
 from loraserve.db.models import RegistryIdentity, StoreStamp
 from loraserve.db.session import Clock, Database, utc_now
@@ -54,7 +56,15 @@ class StoreClaim:
         self._where = where
         self._clock = clock
         self._is_open = False
-        self._task: asyncio.Task[None] | None = None
+        self._task = BackgroundTask(
+            "store claim",
+            self._watch,
+            lambda: _LOOK_S if self.problem is not _UNKNOWN else _LOOK_S / 6,
+            failure="the store's owner can't be looked up",
+            logger=logger,
+            level=logging.DEBUG,
+            first_delay_s=None,
+        )
 
     async def open(self) -> None:
         """Claim the store at a server's start. A store that doesn't answer is claimed when it does (`start`); until then `problem` says so.
@@ -72,12 +82,11 @@ class StoreClaim:
 
     def start(self) -> None:
         """Look at the marker twice a minute from now on, until `close`."""
-        self._task = asyncio.create_task(self._run(), name="store-claim")
+        self._task.start()
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        """Stop looking at the marker."""
+        await self._task.close()
 
     async def renew(self) -> None:
         """Return once the store is known to be this registry's and has a new stamp of it.
@@ -123,19 +132,10 @@ class StoreClaim:
             logger.info("%s is this registry's", self._where)
         self.problem = None
 
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(_LOOK_S if self.problem is not _UNKNOWN else _LOOK_S / 6)
-            try:
-                await self.look()
-            except StoreMismatch:
-                # said in the log when it was found
-                pass
-            except LoraserveError as error:
-                logger.debug("whose store it is can't be looked up now: %s", error)
-            except Exception:
-                # a bug of ours must not end the looking
-                logger.exception("looking whose store it is failed")
+    async def _watch(self) -> None:
+        # a mismatch was logged when it was found
+        with contextlib.suppress(StoreMismatch):
+            await self.look()
 
     async def adopt(self, *, actor: str, is_dry_run: bool = False) -> Adoption:
         """Make the store this registry's, whatever its marker says; with `is_dry_run`, say what that would change.

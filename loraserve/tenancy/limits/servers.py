@@ -11,6 +11,7 @@ from collections.abc import Callable
 from sqlalchemy import delete, select, update
 from ulid import ULID
 
+from loraserve.background import BackgroundTask
 from loraserve.db.leases import SightingAges
 from loraserve.db.models import ServerRow
 from loraserve.db.session import Clock, Database, utc_now
@@ -45,18 +46,24 @@ class Servers:
         """Ids of servers whose heartbeats were seen to grow; the others may have left their rows when they were killed."""
         self._ages: SightingAges[tuple[str, int]] = SightingAges(monotonic)
         """Time since each server's present number of heartbeats was first seen."""
-        self._task: asyncio.Task[None] | None = None
+        self._task = BackgroundTask(
+            "heartbeat",
+            self.beat,
+            lambda: LIMITS.server_beat_s,
+            failure="this server's heartbeats can't be written",
+            logger=logger,
+            logs_once=True,
+        )
 
     def start(self) -> None:
         """This server is known to the others, and they to it, within a few seconds, from now on."""
-        self._task = asyncio.create_task(self._run(), name="server-beats")
+        self._task.start()
 
     async def close(self) -> None:
         """The others count this one no more: at once if the database can be reached, otherwise when they miss it."""
-        if self._task is None:
+        if not self._task.is_running:
             return
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await self._task.close()
         with contextlib.suppress(LoraserveError, TimeoutError):
             async with asyncio.timeout(_LEAVE_S), self._database.write() as session:
                 await session.execute(delete(ServerRow).where(ServerRow.id == self.id))
@@ -90,19 +97,3 @@ class Servers:
         self._ages.update(found.items())
         silent = {ident for ident, _ in self._ages.older_than(LIMITS.server_silence_s)}
         self.num_live = 1 + len(self._has_beaten - silent)
-
-    async def _run(self) -> None:
-        is_failing = False
-        while True:
-            try:
-                await self.beat()
-                is_failing = False
-            except Exception as error:
-                # once per outage: a beat comes every other second
-                if not is_failing:
-                    foreseen = isinstance(error, LoraserveError)
-                    logger.warning(
-                        "this server's beats aren't written: %s", error, exc_info=None if foreseen else error
-                    )
-                is_failing = True
-            await asyncio.sleep(LIMITS.server_beat_s)

@@ -580,7 +580,7 @@ async def test_a_quarantine_that_nobody_asked_for_is_in_the_log(
 async def test_a_server_that_certifies_on_request_begins_nothing(make_server: Callable[..., Registry]) -> None:
     server = make_server(is_certified_at_upload=False)
     server.certificate_backfill.start()
-    assert server.certificate_backfill._task is None
+    assert not server.certificate_backfill._task.is_running
     await server.certificate_backfill.close()
 
 

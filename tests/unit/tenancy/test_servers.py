@@ -105,7 +105,7 @@ async def test_while_the_database_is_away_the_last_count_stands_and_one_warning_
             await asyncio.sleep(0.001)
         assert here.num_live == 2
         await here.close()
-    assert [record.levelname for record in caplog.records if "beats" in record.message] == ["WARNING"]
+    assert [record.levelname for record in caplog.records if "heartbeats" in record.message] == ["WARNING"]
 
 
 async def test_one_whose_row_was_removed_writes_it_again(database: Database, clock: Clock) -> None:
