@@ -1,4 +1,4 @@
-"""Reading the audit rows. They are written where the change is made (`loraserve.db.audit`)."""
+"""Queries of the audit rows, which `loraserve.db.audit` writes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class AuditEntry:
     id: int
     at: datetime
     tenant: str | None
-    """The tenant's name; None: the server's own."""
+    """Name of the tenant; None for the server's own entries."""
     actor: str
     action: str
     target: str
@@ -30,7 +30,7 @@ class AuditEntry:
 async def list_audit(
     database: Database, tenant: TenantId | None, *, limit: int = 50, cursor: str | None = None
 ) -> Page[AuditEntry]:
-    """What was done to `tenant`'s things, newest first; with None, to anyone's."""
+    """Return the audit entries of `tenant`, or with None of all tenants, newest first."""
     before = decode_number_cursor(cursor)
     query = (
         select(AuditRow, Tenant.name)

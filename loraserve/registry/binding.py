@@ -1,4 +1,4 @@
-"""What one request is bound to when it is admitted: a version, what answers if that can't, and what shadows it."""
+"""Binding of a request at admission: the version that answers, its fallback, and its shadow."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ _TAG = b"loraserve split v1"
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """What answers where the bound version can't."""
+    """Adapter that answers if the bound version can't."""
 
     adapter: AdapterRef | None
-    """None: the base."""
+    """Adapter to use; None for the base."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shadow:
-    """A version on which a copy of some requests runs; its answers are dropped."""
+    """Version that runs copies of some requests; its answers are dropped."""
 
     adapter: AdapterRef
     adapter_id: str
-    """The row of the adapter whose alias says so."""
+    """Row id of the adapter whose alias has this shadow."""
     alias: str
     share: float
-    """Of the requests, in (0, 1]."""
+    """Share of the requests that are copied, in (0, 1]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """A request keeps it to its end, whatever becomes of the names meanwhile."""
+    """Version that answers a request; it doesn't change when aliases move while the request runs."""
 
     adapter: AdapterRef | None
-    """None: the base."""
+    """Adapter that answers; None for the base."""
     fallback: Fallback | None = None
-    """For a load that fails before the first token. None: there is none, or it is bound already."""
+    """Fallback for a load that fails before the first token; None if there is none or it is bound already."""
     shadow: Shadow | None = None
     fell_back_from: AdapterRef | None = None
-    """What was asked for, where `adapter` is its fallback."""
+    """Adapter that was requested, if `adapter` is its fallback."""
     fell_back_for: str = ""
-    """The code of the error that `fell_back_from` would have been refused with."""
+    """Code of the error that refused `fell_back_from`."""
     owners: Mapping[TenantId, str] = field(default_factory=lambda: MappingProxyType({}))
-    """The names of the other tenants whose adapters these are, as the request said them: ``OWNER/NAME``."""
+    """Names of the other tenants that own these adapters, as the request gave them in ``OWNER/NAME``."""
 
 
 BASE = Binding(None)
@@ -60,16 +60,16 @@ BASE = Binding(None)
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A version that a route may lead to."""
+    """Version that a route may select."""
 
     ref: AdapterRef
     created_at: datetime
     state: str
     checks: tuple[Mapping[str, Any], ...]
     base_digest: Digest
-    """The base that the version was made for."""
+    """Digest of the base that the version was made for."""
     served: BaseSpec
-    """The one that this server has."""
+    """Base that this server serves."""
 
     @property
     def is_of_another_base(self) -> bool:
@@ -80,10 +80,7 @@ class Target:
         return self.state != QUARANTINED and not self.is_of_another_base
 
     def refusal(self) -> AdapterUnavailable:
-        """Return why a version that isn't servable isn't served.
-
-        `AdapterOfAnotherBase`, whatever was found of it on that one, or `AdapterQuarantined`.
-        """
+        """Return the error that refuses this version: `AdapterOfAnotherBase` or `AdapterQuarantined`."""
         if self.is_of_another_base:
             return other_base_error(self.ref.name, self.ref.version, self.base_digest, self.checks, self.served)
         return quarantine_error(self.ref.name, self.ref.version, self.checks)
@@ -91,7 +88,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class SplitTarget:
-    """One of a split's versions."""
+    """Version of a split, with its weight."""
 
     target: Target
     weight: float
@@ -99,18 +96,18 @@ class SplitTarget:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where a name leads, as long as nobody changes it: all that binding a request takes, without a look into the database."""
+    """Resolution of a model name: everything needed to bind requests without querying the database."""
 
     adapter_id: str
     alias: str
-    """Empty: the name says the version itself."""
+    """Alias in the name; empty if the name states a version number."""
     main: Target
-    """Of a split, the version with the largest weight."""
+    """Version to use; with a split, the one with the largest weight."""
     split: tuple[SplitTarget, ...] = ()
-    """Of a split, in the order of the versions."""
+    """Versions of the split by number; empty without a split."""
     fallback: Target | None = None
     is_base_fallback: bool = False
-    """Whether the base answers where the version can't; `fallback` is None then."""
+    """Whether the base is the fallback; `fallback` is None then."""
     shadow: Target | None = None
     shadow_share: float = 0.0
 
@@ -120,10 +117,10 @@ class Route:
         return self._fallback_of(self.main) is not None
 
     def choose(self, sticky: str | None, draw: Callable[[], float]) -> Target:
-        """The version for one request; who says the same `sticky` gets the same one on every server, as long as the split stands.
+        """Choose the version for one request; equal `sticky` keys get the same version on every server.
 
         Args:
-            draw: uniform in [0, 1); asked where nothing is sticky.
+            draw: uniform in [0, 1); called if `sticky` is None.
         """
         if not self.split:
             return self.main
@@ -137,10 +134,10 @@ class Route:
         return self.split[-1].target
 
     def bind(self, sticky: str | None, draw: Callable[[], float]) -> Binding:
-        """What one request is bound to.
+        """Bind one request to a version or its fallback.
 
         Raises:
-            AdapterQuarantined, AdapterOfAnotherBase: its version isn't served, nor is a fallback.
+            AdapterQuarantined, AdapterOfAnotherBase: neither the version nor a fallback is served.
         """
         target = self.choose(sticky, draw)
         fallback = self._fallback_of(target)
@@ -167,9 +164,9 @@ class Route:
 
 
 def _position(adapter_id: str, alias: str, sticky: str) -> float:
-    """In [0, 1): of these three alone."""
+    """Hash the three to a position in [0, 1)."""
     sha = hashlib.sha256()
-    # a lone surrogate, which no client can send as JSON, would have no other bytes
+    # lone surrogates, which no client can send as JSON, have no other encoding
     for frame in (_TAG, adapter_id.encode(), alias.encode(), sticky.encode("utf-8", "surrogatepass")):
         sha.update(len(frame).to_bytes(8, "big"))
         sha.update(frame)

@@ -1,10 +1,9 @@
-"""Which blobs are referred to, and the list of those that aren't: what the collector deletes from, and what publishing takes blobs off.
+"""References to blobs, and the list of unreferenced blobs: the candidates for garbage collection.
 
-The order that keeps both safe: who is about to refer to a blob takes it off the list first (`keep`), then writes its bytes or looks
-that they are there, then refers to it in a transaction. The collector deletes nothing that hasn't been on the list for
-`LIMITS.gc_grace_s`, and looks for references again in the transaction in which it marks what it deletes next: what was taken off the
-list is safe for longer than any publish takes. What is marked can't be taken off the list until its deletion has come to its end
-(`loraserve.registry.storage_gc.deletion_locks`).
+Publishing first removes a blob from the candidates (`retain`), then writes its bytes or checks that they exist, then refers to
+it in a transaction. The collector deletes only blobs that have been candidates for `LIMITS.gc_grace_s`, and looks for
+references again in the transaction that locks them for deletion. So a retained blob is safe for longer than any publish
+takes. A locked blob can't be retained until its deletion has ended (`loraserve.registry.storage_gc.deletion_locks`).
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from loraserve.errors import Overloaded
 from loraserve.types import Digest
 
 _AT_ONCE = 1000
-"""Digests in a statement: an adapter's versions may have more than a database takes parameters."""
+"""Digests in one statement; databases bound the number of parameters."""
 _PATIENCE_S, _LOOK_S = 8.0, 0.1
-"""For so long, and so often, a collector is looked at that is deleting what somebody wants."""
+"""Timeout and polling interval, in seconds, when waiting for a concurrent deletion of the same blob."""
 
 
 async def referenced(
     session: AsyncSession, digests: Collection[Digest], now: datetime, retention: timedelta
 ) -> set[Digest]:
-    """Those of `digests` that something needs: a version that is live or may be restored, a complete upload, a piece of one.
+    """Return the digests that are in use by a live or restorable version, a complete upload, or a chunk of one.
 
-    Of a tenant that is deleted nothing is needed any more, once the retention is over.
+    Nothing of a deleted tenant is in use once the retention is over.
     """
     since = now - retention
     tenant = select(Tenant.id).join(Adapter, Adapter.tenant_id == Tenant.id)
@@ -56,7 +55,7 @@ async def referenced(
 
 
 async def published(session: AsyncSession, digests: Collection[Digest] | None) -> set[Digest]:
-    """Return those of `digests` that versions have or had, deleted ones too; of None, one such blob if there is any."""
+    """Return the digests that any version has, deleted or not; with None, one such digest if there is any."""
     found: set[Digest] = set()
     for column in (AdapterVersion.config_blob, AdapterVersion.weights_blob):
         if digests is None:
@@ -67,7 +66,7 @@ async def published(session: AsyncSession, digests: Collection[Digest] | None) -
 
 
 async def listed(session: AsyncSession, digests: Collection[Digest]) -> set[Digest]:
-    """Return those of `digests` that an upload has, or that are on the list of what goes."""
+    """Return the digests that belong to an upload or are candidates for collection."""
     found: set[Digest] = set()
     for column in (Upload.sha256, UploadChunk.digest, GcCandidate.digest):
         for some in _parts(digests):
@@ -76,7 +75,7 @@ async def listed(session: AsyncSession, digests: Collection[Digest]) -> set[Dige
 
 
 def _parts(digests: Iterable[Digest]) -> Iterator[list[Digest]]:
-    """The digests, each once and always in the same order, as many at a time as a statement takes."""
+    """Split the digests into batches for one statement each; sorted and without duplicates."""
     ordered = sorted(set(digests))
     for start in range(0, len(ordered), _AT_ONCE):
         yield ordered[start : start + _AT_ONCE]
@@ -87,15 +86,15 @@ def _is_kept(deleted_at: InstrumentedAttribute[datetime | None], since: datetime
 
 
 async def add_gc_candidates(session: AsyncSession, digests: Iterable[Digest], now: datetime) -> int:
-    """The blobs are on the list, from `now` on if they weren't yet; returns how many weren't."""
+    """Add the blobs to the candidates for collection, and return how many are new."""
     return await upsert(session, GcCandidate, [{"digest": one, "listed_at": now} for one in sorted(set(digests))])
 
 
 async def retain(database: Database, digests: Collection[Digest]) -> None:
-    """The blobs aren't on the list, and nobody is deleting them. Durable. A collector that is deleting one of them is waited for.
+    """Remove the blobs durably from the candidates for collection, after waiting for a collector that deletes one of them.
 
     Raises:
-        Overloaded: one is still being deleted; the same request works later.
+        Overloaded: a blob is still being deleted; the same request works later.
         DatabaseUnavailable
     """
     candidates: list[Digest] = []
@@ -106,10 +105,10 @@ async def retain(database: Database, digests: Collection[Digest]) -> None:
     if not candidates:
         return
     end = time.monotonic() + _PATIENCE_S
-    # Once a collector has come to its end the blob is gone, and the caller finds out.
-    while await _is_any_marked(database, candidates) or not await _take_off(database, candidates):
+    # After the deletion the blob is gone, and the caller finds out.
+    while await _is_any_locked(database, candidates) or not await _take_off(database, candidates):
         if time.monotonic() >= end:
-            # It says nothing of bytes that others had.
+            # The message doesn't reveal that other tenants had these bytes.
             raise Overloaded(
                 "These bytes can't be stored or restored for now: the store is being tidied up.",
                 hint="Send the same request again later; it takes minutes at most.",
@@ -118,8 +117,8 @@ async def retain(database: Database, digests: Collection[Digest]) -> None:
         await asyncio.sleep(_LOOK_S)
 
 
-async def _is_any_marked(database: Database, digests: Collection[Digest]) -> bool:
-    """Looks without a lock: who waits must not keep SQLite's other writers waiting."""
+async def _is_any_locked(database: Database, digests: Collection[Digest]) -> bool:
+    """Return whether a blob is being deleted; reads without a lock, so that polling doesn't block SQLite's writers."""
     async with database.read() as session:
         for some in _parts(digests):
             query = select(GcCandidate.digest).where(GcCandidate.digest.in_(some), GcCandidate.deleting_at.is_not(None))
@@ -129,7 +128,7 @@ async def _is_any_marked(database: Database, digests: Collection[Digest]) -> boo
 
 
 async def _take_off(database: Database, digests: Collection[Digest]) -> bool:
-    """Whether none of the blobs is on the list any more. False: one is being deleted, and all are as they were."""
+    """Remove the blobs from the candidates and return True; return False, changing nothing, if one is being deleted."""
     async with database.write() as session:
         for some in _parts(digests):
             listed = select(GcCandidate.deleting_at).where(GcCandidate.digest.in_(some)).order_by(GcCandidate.digest)
@@ -141,10 +140,10 @@ async def _take_off(database: Database, digests: Collection[Digest]) -> bool:
 
 
 async def retain_stored(database: Database, store: BlobStore, digests: Collection[Digest]) -> None:
-    """As `keep`, and the blobs are there. To be called right before the transaction that refers to them.
+    """Retain the blobs as `retain` does, and check that they exist; call it right before the transaction that refers to them.
 
     Raises:
-        Overloaded: one was deleted meanwhile; the same request works when it is sent again.
+        Overloaded: a blob was deleted meanwhile; the same request works when it is sent again.
         DatabaseUnavailable, StorageError
     """
     await retain(database, digests)

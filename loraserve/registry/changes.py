@@ -1,4 +1,4 @@
-"""What every change of an adapter does: a new revision, an audit row. In the change's own transaction."""
+"""Steps common to all changes of an adapter, in the transaction of the change: a new revision and an audit row."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def point_alias(
     actor: str,
     now: datetime,
 ) -> Alias:
-    """All of the alias's traffic goes to `version`; its shadow stays, but where that is the same version. As `move_alias`."""
+    """Point the alias to `version` alone as `move_alias` does; keep its shadow unless that is the same version."""
     row = await repository.alias(adapter, alias)
     shadow = None if row is None else shadow_of(row)
     return await move_alias(session, repository, adapter, alias, AliasTarget(version), shadow, actor=actor, now=now)
@@ -40,9 +40,9 @@ async def move_alias(
     now: datetime,
     action: str = "alias.move",
 ) -> Alias:
-    """The alias leads to `target`, with that shadow; a new revision and an audit row only if it didn't before. The adapter's row must be locked.
+    """Point the alias to `target` with that shadow; no-op if it is there already. The adapter's row must be locked.
 
-    A shadow of the only version that answers would be its copy: there is none then.
+    A shadow that equals the only version that answers is dropped.
     """
     if shadow is not None and target.versions == (shadow.version,):
         shadow = None
@@ -60,7 +60,7 @@ async def move_alias(
 
 
 def _shown(target: AliasTarget | None) -> int | str | None:
-    """A version's number; a split as the command line writes it."""
+    """Return a version number, or a split in the command line's notation."""
     if target is None:
         return None
     return str(target) if target.split else target.version
@@ -76,5 +76,5 @@ def record_change(
     now: datetime,
     **detail: str | int | None,
 ) -> None:
-    """An audit row for a thing of the repository's tenant; `detail` is kept as it is."""
+    """Write an audit row for the repository's tenant."""
     audit.record(session, action, target, actor=actor, tenant=repository.tenant, at=now, detail=dict(detail))

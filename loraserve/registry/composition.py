@@ -1,4 +1,4 @@
-"""A sum of versions as one adapter: what the terms of a request add up to."""
+"""Weighted sums of versions as one adapter."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _NO_OWNERS: Mapping[TenantId, str] = MappingProxyType({})
 
 
 def compose(tenant: TenantId, terms: Iterable[tuple[AdapterRef, Decimal]]) -> AdapterRef | None:
-    """The weighted sum of the terms, by name, whatever order they came in; None is the base, where nothing is left of them.
+    """Return the weighted sum of the terms, in a canonical order; None, the base, if all weights cancel out.
 
-    The weights of one version (the same bytes, whatever their names) add up, exactly. One version with weight 1 is that version
-    itself. Anything else has `parts`, a digest of its own, and a name that says what it is: ``a@3+0.5*b@1``.
+    Weights of the same bytes add up exactly, whatever their names. A single version with weight 1 is returned itself. Any
+    other sum has `parts`, a digest of its own, and a descriptive name: ``a@3+0.5*b@1``.
 
     Raises:
         InvalidRequest: the weights of a version add up to more than `LIMITS.max_composition_weight`.
@@ -47,10 +47,10 @@ def compose(tenant: TenantId, terms: Iterable[tuple[AdapterRef, Decimal]]) -> Ad
 
 
 def label(adapter: AdapterRef, owners: Mapping[TenantId, str] = _NO_OWNERS) -> str:
-    """What people and headers call it: ``NAME@VERSION``, or the sum that it is.
+    """Return the adapter's name in headers and messages: ``NAME@VERSION``, or the terms of a sum.
 
     Args:
-        owners: the tenants under whose names their adapters go, to whoever reads it: ``OWNER/NAME@VERSION``.
+        owners: names of the tenants whose adapters are written as ``OWNER/NAME@VERSION``.
     """
     if adapter.parts:
         return _sum(adapter.parts, owners)
@@ -59,7 +59,7 @@ def label(adapter: AdapterRef, owners: Mapping[TenantId, str] = _NO_OWNERS) -> s
 
 
 def versions_of(adapter: AdapterRef | None) -> tuple[AdapterRef, ...]:
-    """Return the versions that it takes: none for the base, several for a sum."""
+    """Return the versions that the adapter consists of: none for the base, several for a sum."""
     if adapter is None:
         return ()
     return tuple(part.adapter for part in adapter.parts) or (adapter,)

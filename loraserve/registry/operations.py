@@ -1,4 +1,4 @@
-"""Operations: what takes longer than a request, and goes on without one. Each is a row that its server renews while it works."""
+"""Operations: work that takes longer than a request. Each has a row that its server renews while it works."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ _LOST = {"code": "operation_lost", "message": "Its server is gone. Start it agai
 _STOPPED = {"code": "operation_stopped", "message": "Its server was stopped. Start it again."}
 _BEAT_S = LIMITS.operation_heartbeat_s
 _LAST_TRIES_S = 60.0
-"""How long the end of an operation is tried to be written while the database is away."""
+"""Time for which writing the end of an operation is retried while the database is unreachable."""
 
 
 class Cancelled(Exception):
-    """Somebody has cancelled the operation."""
+    """The operation was cancelled."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """How far an operation is. The work counts, from any thread; others look."""
+    """Progress of an operation. The work updates it from any thread."""
 
     bytes_done: int = 0
     bytes_total: int | None = None
-    """None: not known yet."""
+    """Total number of bytes; None while unknown."""
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def advance(self, num_bytes: int) -> None:
         """Raises:
-        Cancelled: nobody wants the rest.
+        Cancelled: the operation was cancelled.
         """
         self.bytes_done += num_bytes
         if self.cancelled.is_set():
@@ -77,11 +77,11 @@ Work = Callable[[Progress], Awaitable[Result]]
 
 
 class Operations:
-    """The operations of every tenant; those that this server does, it finishes, or says that it was stopped."""
+    """Operations of all tenants; this server finishes those it began, or marks them as stopped."""
 
     def __init__(self, database: Database, *, clock: Clock) -> None:
         self.num_ended: Counter[str] = Counter()
-        """By how, since the start."""
+        """Number of operations ended since the start, by final state."""
         self._database = database
         self._clock = clock
         self._running: dict[str, tuple[asyncio.Task[None], Progress]] = {}
@@ -89,7 +89,7 @@ class Operations:
 
     @property
     def num_running(self) -> int:
-        """On this server."""
+        """Number of operations running on this server."""
         return len(self._running)
 
     async def begin(
@@ -102,10 +102,10 @@ class Operations:
         actor: str,
         once: Once[OperationRecord] | None = None,
     ) -> OperationRecord:
-        """The operation is there, durably, and under way on this server.
+        """Begin an operation on this server, and return its durable record.
 
         Raises:
-            Overloaded: this server does `LIMITS.max_concurrent_operations` already.
+            Overloaded: this server runs `LIMITS.max_concurrent_operations` already.
             Replay: `once` was used before.
         """
         if once is not None:
@@ -127,7 +127,7 @@ class Operations:
     async def _insert(
         self, tenant: TenantId, kind: str, target: str, *, actor: str, once: Once[OperationRecord] | None
     ) -> OperationRecord:
-        """A row that says it runs; of the tenant's, only the newest are kept."""
+        """Insert the row of a running operation, and delete the tenant's oldest ones."""
         now = self._clock()
         row = OperationRow(
             id=str(ULID.from_datetime(now)),
@@ -161,7 +161,7 @@ class Operations:
         return record
 
     async def get(self, tenant: TenantId | None, operation_id: str) -> OperationRecord:
-        """The tenant's operation; with None, anyone's.
+        """Return the operation of the tenant, or with None of any tenant.
 
         Raises:
             OperationNotFound
@@ -176,7 +176,7 @@ class Operations:
     async def list(
         self, tenant: TenantId | None, *, limit: int = 50, cursor: str | None = None
     ) -> Page[OperationRecord]:
-        """The tenant's operations, newest first; with None, everyone's."""
+        """Return a page of the operations of the tenant, or with None of all tenants, newest first."""
         before = decode_cursor(cursor)
         query = select(OperationRow).order_by(OperationRow.id.desc()).limit(check_limit(limit) + 1)
         if tenant is not None:
@@ -189,7 +189,7 @@ class Operations:
         return make_page(rows, limit, lambda row: row.id, lambda row: _to_record(row, now))
 
     async def cancel(self, tenant: TenantId | None, operation_id: str, *, actor: str) -> OperationRecord:
-        """The operation ends soon, whichever server does it; one that has ended stays as it is.
+        """Cancel the operation, which may run on another server; no-op if it has ended.
 
         Raises:
             OperationNotFound
@@ -210,10 +210,10 @@ class Operations:
         return record
 
     async def close(self) -> None:
-        """What this server was doing has ended, and its rows say so."""
+        """Stop the operations of this server, and mark their rows."""
         running = list(self._running.values())
         for task, progress in running:
-            # the thread that works must see it too
+            # the working thread must see it too
             progress.cancelled.set()
             task.cancel()
         await asyncio.gather(*(task for task, _ in running), return_exceptions=True)
@@ -270,7 +270,7 @@ class Operations:
                             setattr(row, name, value)
                 return
             except LoraserveError as error:
-                # away, or full: the row would say for ever that it runs
+                # unreachable or full: without a retry the row would say forever that the operation runs
                 logger.warning("the end of operation %s can't be written now: %s", operation_id, error)
                 await asyncio.sleep(_BEAT_S)
         logger.error("operation %s has ended (%s), which can't be written", operation_id, ended["state"])

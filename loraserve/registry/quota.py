@@ -1,4 +1,4 @@
-"""What a tenant may hold: adapters and bytes, with those that are on their way in, and those that may still come back."""
+"""Quota of a tenant: adapters and bytes, including running uploads and restorable versions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from loraserve.registry.repository import AdapterRepository
 from loraserve.types import Digest, TenantId
 
 Limits = Mapping[str, int | None]
-"""A tenant's own, as its row has them."""
+"""Limits in a tenant's row."""
 
 
 async def check_quota(
@@ -30,13 +30,13 @@ async def check_quota(
     blob: Digest | None = None,
     restorable_since: datetime | None = None,
 ) -> None:
-    """Return if the tenant may hold this too. It holds until the commit where the tenant's row is locked.
+    """Check that the tenant may also hold this. The result holds until the commit if the tenant's row is locked.
 
     Args:
-        is_counted: whether a new adapter's own row is there already.
-        blob: the weights, whose own upload isn't counted beside them.
-        restorable_since: what was deleted after that still has its bytes: the tenant may hold as many of them again as it may store. None:
-            nothing is added to them.
+        is_counted: whether the row of a new adapter exists already.
+        blob: digest of the weights, whose own upload isn't counted.
+        restorable_since: versions deleted after this still have their bytes, which may add up to the tenant's quota once more.
+            None: don't check them.
 
     Raises:
         QuotaExceeded
@@ -69,12 +69,12 @@ async def check_quota(
 
 
 async def check_upload_quota(session: AsyncSession, tenant: TenantId, limits: Limits, size: int, now: datetime) -> None:
-    """Return if the tenant, whose row is locked, may have another upload of that size.
+    """Check that the tenant, whose row is locked, may begin another upload of that size.
 
     Raises:
         QuotaExceeded
     """
-    # A published one is a version, and bounded as that; it stays so when the version is deleted, whose row is kept.
+    # A published upload counts as a version, even after that is deleted: the row stays.
     is_published = Upload.is_complete & _versions_of_upload(tenant).exists()
     mine = (Upload.tenant_id == tenant, Upload.expires_at > now, ~is_published)
     num_open = await session.scalar(select(func.count()).select_from(Upload).where(*mine)) or 0
@@ -98,12 +98,12 @@ async def check_upload_quota(session: AsyncSession, tenant: TenantId, limits: Li
 async def uploading_bytes(
     session: AsyncSession, tenant: TenantId, now: datetime, *, besides: Digest | None = None
 ) -> int:
-    """Of the tenant's open uploads, at their full sizes, but for those that are published: these are counted as versions.
+    """Return the full sizes of the tenant's open uploads, without published ones, which count as versions.
 
     Args:
-        besides: a digest whose complete upload isn't counted: it is being published.
+        besides: digest whose complete upload isn't counted because it is being published.
     """
-    # Only of a complete upload is it known that it has those bytes.
+    # Only complete uploads are known to have the announced bytes.
     published = _versions_of_upload(tenant).where(AdapterVersion.deleted_at.is_(None))
     is_published = Upload.is_complete & (published.exists() | (Upload.sha256 == (besides or "")))
     query = select(func.sum(Upload.size)).where(Upload.tenant_id == tenant, Upload.expires_at > now, ~is_published)
@@ -138,7 +138,7 @@ async def _restorable_bytes(session: AsyncSession, tenant: TenantId, since: date
 
 
 def _versions_of_upload(tenant: TenantId) -> Select[str]:
-    """Return the question for the tenant's versions, deleted ones among them, with the bytes of the upload that it stands beside."""
+    """Select the tenant's versions, deleted or not, whose weights are those of the enclosing query's upload."""
     return (
         select(AdapterVersion.id)
         .join(Adapter, Adapter.id == AdapterVersion.adapter_id)

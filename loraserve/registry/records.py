@@ -1,4 +1,4 @@
-"""What the registry tells of its things: values, without a session behind them."""
+"""Records of the registry: values that are independent of a database session."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from loraserve.types import AdapterRef, Digest, TenantId
 
 READY = "ready"
 QUARANTINED = "quarantined"
-"""Its last certificate failed, or its stored bytes were found damaged: it isn't served, and no alias is moved to it."""
+"""State of a version with a failed check: it isn't served, and no alias can move to it."""
 OTHER_BASE = "other_base"
-"""The state in which a server shows a version that was made for another base than its own. It is stored nowhere: replicas may differ."""
+"""State that a server shows for a version of another base than its own; never stored, because replicas may differ."""
 CHECKED = "checked"
-"""The state of a dry run's result."""
+"""State of a dry run's result."""
 MIN_SPLIT_WEIGHT, MAX_SPLIT_WEIGHT = 1e-3, 1e6
-"""Weights count against each other; sums of them stay exact enough."""
+"""Bounds of a weight, so that sums of weights stay exact enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionRecord:
-    """One version. Immutable but for `aliases`, and for what a verification or a read finds: `state`, and the certificate and the damage among `checks`.
+    """Version of an adapter. Only `aliases`, `state`, `checks` and the metadata change.
 
-    A verification that was told to may move it to another base. A damaged one that is pushed again may get other blobs, of the same digest.
+    A verification may move it to another base on request. A repair of a corrupt version may give it other blobs of the same
+    digest.
     """
 
     tenant: TenantId
     name: str
     version: int | None
-    """None: a dry run of bytes that aren't published."""
+    """Number of the version; None for a dry run."""
     digest: Digest
     config_blob: Digest
     weights_blob: Digest
@@ -42,19 +43,19 @@ class VersionRecord:
     target_modules: tuple[str, ...]
     dtype: str
     aliases: tuple[str, ...]
-    """Those that lead there, alone or in a split."""
+    """Aliases that point to the version, alone or in a split."""
     created_at: datetime
     checks: tuple[Mapping[str, Any], ...]
     revision: int
-    """The adapter's: it grows with everything that may change this record."""
+    """Revision of the adapter; grows with every change that may affect this record."""
     base_digest: Digest
-    """The base that it was made for: it is served on that one alone."""
+    """Digest of the base that the version was made for and is served on."""
     notes: str = ""
     tags: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ref(self) -> AdapterRef:
-        """What the engine needs of it. Only for a published version."""
+        """Reference that the engine needs; published versions only."""
         if self.version is None:
             raise ValueError("a dry run has no version to serve")
         return AdapterRef(
@@ -71,27 +72,27 @@ class VersionRecord:
 class AdapterRecord:
     name: str
     aliases: Mapping[str, int]
-    """Version by alias; of a split, the one with the largest weight."""
+    """Version by alias; with a split, the one with the largest weight."""
     num_versions: int
-    """Those that aren't deleted."""
+    """Number of versions that aren't deleted."""
     latest_version: int | None
-    """The highest of them."""
+    """Highest number of a version that isn't deleted."""
     created_at: datetime
     updated_at: datetime
     revision: int
     num_versions_by_base: Mapping[str, int]
-    """Parts of `num_versions`, by the digest of the base that the versions were made for."""
+    """Number of versions by the digest of their base."""
     notes: str = ""
     tags: Mapping[str, str] = field(default_factory=dict)
     fallback: str | None = None
-    """What answers when the version asked for can't: a version's number, an alias, or ``base``. None: nothing does."""
+    """Version number, alias or ``base`` that answers if the requested version can't; None for no fallback."""
     splits: Mapping[str, tuple[SplitPart, ...]] = field(default_factory=dict)
-    """How the traffic of aliases is shared, of those that share it."""
+    """Splits of the aliases that have one."""
 
 
 @dataclass(frozen=True, slots=True)
 class SplitPart:
-    """How much of an alias's traffic a version gets: its weight against the others'."""
+    """Weight of a version in an alias's traffic, relative to the other parts of the split."""
 
     version: int
     weight: float
@@ -99,7 +100,7 @@ class SplitPart:
 
 @dataclass(frozen=True, slots=True)
 class ShadowPart:
-    """A copy of `share` (in (0, 1]) of an alias's requests runs on `version`; its answers are dropped."""
+    """Shadow of an alias: copies of `share` (in (0, 1]) of its requests run on `version`, and their answers are dropped."""
 
     version: int
     share: float
@@ -107,19 +108,19 @@ class ShadowPart:
 
 @dataclass(frozen=True, slots=True)
 class AliasTarget:
-    """Where an alias leads."""
+    """Target of an alias: a version or a split."""
 
     version: int
-    """Of a split, the version with the largest weight."""
+    """Version; with a split, the one with the largest weight."""
     split: tuple[SplitPart, ...] = ()
-    """In the order of the versions; empty: all traffic goes to `version`."""
+    """Parts of the split by version number; empty if all traffic goes to `version`."""
 
     @classmethod
     def over(cls, parts: Sequence[SplitPart]) -> AliasTarget:
-        """A split; of the same weights in whatever order, the same one.
+        """Return the split over these parts, whose order doesn't matter.
 
         Raises:
-            InvalidRequest: too few or too many parts, a version twice, or a weight that is none.
+            InvalidRequest: there are too few or too many parts, a version twice, or an invalid weight.
         """
         if not 2 <= len(parts) <= LIMITS.max_split_versions:
             raise InvalidRequest(
@@ -140,7 +141,7 @@ class AliasTarget:
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> AliasTarget:
-        """Back from `as_json`."""
+        """Parse the result of `as_json`."""
         parts = tuple(SplitPart(part["version"], part["weight"]) for part in stored["split"] or ())
         return cls(stored["version"], parts)
 
@@ -155,7 +156,7 @@ class AliasTarget:
         return tuple(part.version for part in self.split) or (self.version,)
 
     def __str__(self) -> str:
-        """As the command line writes it."""
+        """Return the command line's notation."""
         if not self.split:
             return str(self.version)
         return ",".join(f"{part.version}={part.weight:g}" for part in self.split)
@@ -168,12 +169,12 @@ class AliasRecord:
     target: AliasTarget
     shadow: ShadowPart | None
     revision: int
-    """Never the same for two states of the alias."""
+    """Revision; differs between any two states of the alias."""
     updated_at: datetime
 
     @property
     def version(self) -> int:
-        """Of a split, the one with the largest weight."""
+        """Version; with a split, the one with the largest weight."""
         return self.target.version
 
 
@@ -181,37 +182,37 @@ class AliasRecord:
 class Published:
     version: VersionRecord
     is_new: bool
-    """False: a version with these bytes was there."""
+    """Whether the version is new; False if a version with these bytes existed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServableAdapter:
-    """An adapter that a bare name reaches."""
+    """Adapter that a bare name reaches."""
 
     name: str
     owner: str | None
-    """The name of the tenant who granted it; None: it's the tenant's own."""
+    """Name of the tenant that granted it; None for the tenant's own adapter."""
     owned_by: str
-    """The name of the tenant whose it is."""
+    """Name of the tenant that owns it."""
     created_at: datetime
     version: int
-    """Of a split, the one with the largest weight."""
+    """Version; with a split, the one with the largest weight."""
     digest: Digest
 
     @property
     def model(self) -> str:
-        """What the tenant writes as ``model``."""
+        """Value of ``model`` in the tenant's requests."""
         return self.name if self.owner is None else f"{self.owner}/{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
 class Precondition:
-    """What must hold of an alias before it moves (``If-Match``, ``If-None-Match``).
+    """Condition on an alias before it moves (``If-Match``, ``If-None-Match``).
 
     Args:
-        revisions: it must be at one of these; None: at any, or absent.
-        is_present: it must be there.
-        is_absent: it must not be there.
+        revisions: allowed revisions; None: any, or none at all.
+        is_present: the alias must exist.
+        is_absent: the alias must not exist.
     """
 
     revisions: frozenset[int] | None = None

@@ -1,4 +1,4 @@
-"""The registry: names → versions → digests. Publishing, moving names, resolving them on the token path."""
+"""The registry of adapters: from names to versions to digests, on the token path and in management calls."""
 
 from __future__ import annotations
 
@@ -56,26 +56,26 @@ DEFAULT_RETENTION_S = 7 * 86_400.0
 
 
 class Registry:
-    """The adapters of every tenant, each call for one.
+    """Adapters of all tenants; each call acts for one.
 
-    What a call acknowledged is durable: blobs first (`adapters_store`), then the database's commit. A change is seen by
-    `resolve` at once in this process and within `LIMITS.resolve_cache_s` in others.
+    A change is durable when the call returns: first the blobs (`adapters_store`), then the database's commit. `resolve` sees it
+    at once in this process, and within `LIMITS.resolve_cache_s` in others.
 
-    `uploads` and `publisher` are the way in; `aliases` moves names, `notes` writes on what is there, `tombstones` restores what was deleted; `pins` are
-    operators'; `certificates` verifies what is there again, `certificate_backfill` what couldn't be at its upload; `damages` is told of bytes that aren't what they were, `strikes` of answers
-    that are no numbers, `shadow_hours` of how shadows did; `grants` let other tenants use an adapter; `claim` says whose the store is.
+    Its parts: `uploads` and `publisher` take in versions, `aliases`, `metadata`, `restorer`, `grants` and `pins` manage them;
+    `certificates` and `certificate_backfill` verify them, `corruption` and `numeric_failures` quarantine them; `shadow_hours`
+    compares shadows, and `claim` guards the store.
 
     Args:
-        base: the resident base model; may raise `EngineUnavailable` while there is none.
-        certify: the engine's verification; None: versions have no certificates.
-        is_certified_at_upload: whether uploads wait for it; otherwise versions are verified when somebody asks.
-        retention_s: for so long what was deleted can be restored.
-        pull_allow: patterns of where adapters may be pulled from.
-        pinning: the engine that holds what operators have pinned; None: nothing does.
-        base_names: what the base is called, in adapters' configs; None: by its id alone.
+        base: returns the resident base model; may raise `EngineUnavailable` while there is none.
+        certify: verification by the engine; None: versions have no certificates.
+        is_certified_at_upload: whether uploads wait for a certificate; otherwise versions are verified on request.
+        retention_s: time for which deleted versions can be restored.
+        pull_allow: patterns of the sources that adapters may be pulled from.
+        pinning: engine that holds operators' pins; None: nothing does.
+        base_names: names of the base in adapters' configs; None: its id alone.
         throttle: pauses uploads while an engine computes on this machine's processors; None: never.
-        claim: the registry's on `store`; None: a new one.
-        draw: uniform in [0, 1): which of a split's versions a request gets that says no user.
+        claim: the registry's claim on `store`; None: a new one.
+        draw: uniform in [0, 1); chooses a split's version for requests that state no user.
     """
 
     def __init__(
@@ -148,34 +148,34 @@ class Registry:
         self.numeric_failures = NumericFailures(database, self.served_base, self.forget, clock=clock)
         self.shadow_hours = ShadowHours(database, clock=clock)
         self.num_quarantined_refused = 0
-        """Uses of versions in quarantine, since the start."""
+        """Refused uses of quarantined versions since the start."""
         self.num_of_another_base_refused = 0
-        """Uses of versions of another base, since the start."""
+        """Refused uses of versions of another base since the start."""
         self.last_used = LastUsed(clock=monotonic)
 
     @property
     def is_database_available(self) -> bool:
-        """Whether what is changed now would be kept, as far as is known."""
+        """Whether the database accepts writes, as far as is known."""
         return self._database.is_available
 
     # --- the token path ---
 
     async def bind(self, tenant: TenantId, terms: Sequence[Term], *, sticky: str | None) -> Binding:
-        """What one request is bound to, for its whole life; no terms are the base.
+        """Bind a request to its version for its whole life; without terms, to the base.
 
-        Names are found in a cache at most `LIMITS.resolve_cache_s` old; while the database is away, those that were in use go on for
-        `LIMITS.outage_grace_s`. A sum of adapters has neither a fallback nor a shadow.
+        Names are cached for `LIMITS.resolve_cache_s`, and for `LIMITS.outage_grace_s` while the database is unreachable. A sum of
+        adapters has neither a fallback nor a shadow.
 
         Args:
-            sticky: who asks, in the caller's own words: of a split's versions, the same one gets the same. None: drawn for each request.
+            sticky: key that gets the same version of a split each time; None: the version is drawn for each request.
 
         Raises:
-            ModelNotFound: a name is absent, deleted, or another tenant's who didn't grant it: one text.
-            AdapterQuarantined: a version isn't served, nor a fallback of it; the message has its certificate's numbers, or says that its bytes are damaged.
-            AdapterOfAnotherBase: likewise, since it was made for another base than this server's.
+            ModelNotFound: a name is absent, deleted, or another tenant's without a grant; the text is the same.
+            AdapterQuarantined: a version is in quarantine and has no fallback; the message gives the reason.
+            AdapterOfAnotherBase: a version was made for another base than this server's and has no fallback.
             EngineUnavailable: the base isn't loaded yet.
             InvalidRequest: the weights of a version add up to too much.
-            DatabaseUnavailable: a name isn't known here and can't be looked up.
+            DatabaseUnavailable: a name isn't cached and can't be looked up.
         """
         if not terms:
             return BASE
@@ -195,7 +195,7 @@ class Registry:
         return replace(binding, owners=owners) if owners else binding
 
     async def resolve(self, tenant: TenantId, model: ParsedModel, *, sticky: str | None = None) -> AdapterRef:
-        """The version that `model`, which isn't the base, means for one request; never its fallback.
+        """Resolve `model`, which isn't the base, to a version for one request; never to its fallback.
 
         Raises:
             ModelNotFound, AdapterQuarantined, AdapterOfAnotherBase, DatabaseUnavailable: as `bind`.
@@ -209,20 +209,21 @@ class Registry:
         return target.ref
 
     async def compose(self, tenant: TenantId, terms: Iterable[Term]) -> AdapterRef | None:
-        """The weighted sum of what the terms mean now, each found as `resolve` finds it; None is the base: nothing is left of them.
+        """Return the weighted sum of the terms, each resolved as by `resolve`; None, the base, if the weights cancel out.
 
         Raises:
-            ModelNotFound, AdapterQuarantined, AdapterOfAnotherBase, DatabaseUnavailable: as `resolve`, of the first term that can't be used.
+            ModelNotFound, AdapterQuarantined, AdapterOfAnotherBase, DatabaseUnavailable: as `resolve`, for the first term
+                that can't be used.
             InvalidRequest: the weights of a version add up to too much.
         """
         return compose(tenant, [(await self.resolve(tenant, term.adapter), term.weight) for term in terms])
 
     async def describe(self, tenant: TenantId, model: ParsedModel) -> Target:
-        """The version that `model`, which isn't the base, mostly means; it counts as no use of it.
+        """Return the main version of `model`, which isn't the base, without counting a use.
 
         Raises:
             ModelNotFound, DatabaseUnavailable: as `bind`.
-            AdapterQuarantined, AdapterOfAnotherBase: it isn't served, nor a fallback of it.
+            AdapterQuarantined, AdapterOfAnotherBase: neither the version nor a fallback is served.
         """
         route = await self._route(tenant, model)
         if not route.main.is_servable and not route.has_fallback:
@@ -230,7 +231,7 @@ class Registry:
         return route.main
 
     async def list_servable(self, tenant: TenantId) -> list[ServableAdapter]:
-        """The adapters that a bare name reaches, by name, and those granted to the tenant; at most `LIMITS.max_listed_models`."""
+        """List the adapters that a bare name reaches, then those granted to the tenant; at most `LIMITS.max_listed_models`."""
         served = self.served_base.spec
         async with self._database.read_columns() as connection:
             return await RouteRepository(connection, tenant, served).servable(LIMITS.max_listed_models)
@@ -251,13 +252,13 @@ class Registry:
         return route
 
     def forget(self, tenant: TenantId, name: str) -> None:
-        """The next request for this adapter of `tenant`, whoever's it is, finds it as it is in the database then."""
+        """Invalidate the cached routes of this adapter of `tenant`, for all tenants."""
         self._routes.forget(
             lambda key: key[1].name == name and (key[0] == tenant or key[1].owner is not None),
         )
 
     def forget_owner(self, tenant: TenantId) -> None:
-        """The next request for an adapter of `tenant`, whoever's it is, finds it as it is in the database then."""
+        """Invalidate the cached routes of all adapters of `tenant`, for all tenants."""
         self._routes.forget(lambda key: key[0] == tenant or key[1].owner is not None)
 
     # --- reading ---
@@ -271,7 +272,7 @@ class Registry:
             return (await repository.adapter_records([await repository.adapter(name)]))[0]
 
     async def list(self, tenant: TenantId, *, limit: int = 50, cursor: str | None = None) -> Page[AdapterRecord]:
-        """The tenant's adapters by name."""
+        """Return a page of the tenant's adapters by name."""
         after = decode_cursor(cursor)
         check_limit(limit)
         async with self._database.read() as session:
@@ -291,7 +292,7 @@ class Registry:
     async def list_versions(
         self, tenant: TenantId, name: str, *, limit: int = 50, cursor: str | None = None
     ) -> Page[VersionRecord]:
-        """The adapter's versions, newest first.
+        """Return a page of the adapter's versions, newest first.
 
         Raises:
             AdapterNotFound
@@ -308,19 +309,19 @@ class Registry:
     async def list_owned(
         self, tenant: TenantId | None, *, limit: int, cursor: str | None, digests: Sequence[Digest] | None
     ) -> Page[OwnedVersion]:
-        """Versions with their owners, in a fixed order: `tenant`'s, or with None everyone's; with `digests`, those alone."""
+        """Return a page of the versions of `tenant`, or with None of all tenants; with `digests`, only those."""
         return await list_owned(self._database, tenant, limit=limit, cursor=cursor, digests=digests)
 
     async def list_audit(
         self, tenant: TenantId | None, *, limit: int = 50, cursor: str | None = None
     ) -> Page[AuditEntry]:
-        """What was done to `tenant`'s things, newest first; with None, to anyone's."""
+        """Return a page of the audit entries of `tenant`, or with None of all tenants, newest first."""
         return await list_audit(self._database, tenant, limit=limit, cursor=cursor)
 
     # --- what the engine does at someone's request ---
 
     async def check_once(self, once: Once[T] | None) -> None:
-        """Return if the work is still to be done.
+        """Check that the request's `Idempotency-Key` is unused.
 
         Raises:
             Replay, IdempotencyKeyReused
@@ -332,10 +333,10 @@ class Registry:
     async def record_action(
         self, tenant: TenantId, action: str, target: str, *, actor: str, once: Once[T] | None, result: T
     ) -> None:
-        """An audit row for what was done outside the database, and its answer under the request's `Idempotency-Key`.
+        """Audit an action outside the database, and store its answer under the request's `Idempotency-Key`.
 
         Raises:
-            Replay: the same request did it at the same time.
+            Replay: the same request acted at the same time.
         """
         async with self._database.write() as session:
             if once is not None:
@@ -347,7 +348,7 @@ class Registry:
     # --- changing ---
 
     async def delete(self, tenant: TenantId, name: str, *, actor: str) -> None:
-        """The name resolves no more, nor does any version of it; requests that run go on. The rows stay as tombstones.
+        """Delete the adapter with all its versions; running requests complete, and the rows stay as tombstones.
 
         Raises:
             AdapterNotFound
@@ -361,11 +362,11 @@ class Registry:
         self.forget(tenant, name)
 
     async def delete_version(self, tenant: TenantId, name: str, number: int, *, actor: str) -> None:
-        """The version resolves no more; requests that run go on. Its number is never given again.
+        """Delete the version; running requests complete, and its number is never reused.
 
         Raises:
             AdapterNotFound, VersionNotFound
-            Conflict: aliases name it, or it is a shadow or the fallback; the message says which.
+            Conflict: an alias, a shadow or the fallback uses the version; the message says which.
         """
         now = self._clock()
         async with self._database.write() as session:
@@ -386,5 +387,5 @@ class Registry:
 
 
 def _owners(tenant: TenantId, found: Iterable[tuple[TenantId, Term]]) -> Mapping[TenantId, str]:
-    """Those of the terms' owners that aren't `tenant` itself, by the names that it called them."""
+    """Return the names of the terms' owners other than `tenant`, as the request gave them."""
     return {owner: term.adapter.owner for owner, term in found if term.adapter.owner is not None and owner != tenant}

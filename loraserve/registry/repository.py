@@ -1,4 +1,4 @@
-"""All SQL on adapters. A repository is made for one tenant and sees nothing of another: there is no other door."""
+"""SQL on adapters, versions and aliases. A repository belongs to one tenant and can't access another's rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from loraserve.types import Digest, TenantId
 
 
 class AdapterRepository:
-    """The adapters of one tenant, in one session. What another tenant has is absent: the same errors, the same texts."""
+    """Adapters of one tenant in one session. Another tenant's are reported like absent ones, with the same errors and texts."""
 
     def __init__(self, session: AsyncSession, tenant: TenantId) -> None:
         self._session = session
@@ -29,7 +29,7 @@ class AdapterRepository:
     # --- rows ---
 
     async def adapter(self, name: str, *, is_locking: bool = False) -> Adapter:
-        """The live adapter's row; locked for changes until the transaction ends when `is_locking`.
+        """Return the live adapter's row; `is_locking` locks it until the transaction ends.
 
         Raises:
             AdapterNotFound
@@ -43,7 +43,9 @@ class AdapterRepository:
         return row
 
     async def adapter_to_publish(self, name: str, now: datetime) -> tuple[Adapter, bool]:
-        """The adapter's row, locked; made if absent, brought back as a new one, without its old aliases, versions, notes and fallback, if deleted.
+        """Lock the adapter's row, after inserting it if absent or resetting it if deleted.
+
+        A reset adapter has none of its old aliases, versions, grants and metadata.
 
         Returns:
             The row, and whether the tenant has one adapter more than before.
@@ -58,14 +60,14 @@ class AdapterRepository:
         was_deleted = row.deleted_at is not None
         if was_deleted:
             await self._session.execute(delete(Alias).where(Alias.adapter_id == row.id))
-            # who could use the old one wasn't granted this one
+            # grants were for the old adapter
             await self._session.execute(delete(Grant).where(Grant.adapter_id == row.id))
             row.deleted_at, row.created_at = None, now
             row.notes, row.tags, row.fallback = "", {}, None
         return row, bool(is_made) or was_deleted
 
     async def version(self, adapter: Adapter, number: int) -> AdapterVersion:
-        """The row of a version that isn't deleted.
+        """Return the row of a version that isn't deleted.
 
         Raises:
             VersionNotFound
@@ -79,10 +81,10 @@ class AdapterRepository:
         return row
 
     async def deleted_adapter(self, name: str, *, since: datetime, is_locking: bool = False) -> Adapter:
-        """The row of an adapter that was deleted after `since`; locked for changes until the transaction ends when `is_locking`.
+        """Return the row of an adapter deleted after `since`; `is_locking` locks it until the transaction ends.
 
         Raises:
-            AdapterNotFound: there is none, or it was deleted before that.
+            AdapterNotFound: there is none, or it was deleted earlier.
             AlreadyExists: it isn't deleted.
         """
         query = select(Adapter).where(self._mine(), Adapter.name == name)
@@ -95,10 +97,10 @@ class AdapterRepository:
         return row
 
     async def deleted_version(self, adapter: Adapter, number: int, *, since: datetime) -> AdapterVersion:
-        """The row of a version that was deleted after `since`.
+        """Return the row of a version deleted after `since`.
 
         Raises:
-            VersionNotFound: there is none, or it was deleted before that.
+            VersionNotFound: there is none, or it was deleted earlier.
             AlreadyExists: it isn't deleted.
         """
         row = None
@@ -111,12 +113,12 @@ class AdapterRepository:
         return row
 
     async def versions_deleted_at(self, adapter: Adapter, at: datetime) -> Sequence[AdapterVersion]:
-        """The versions that went at that very instant, as all of an adapter's do with it."""
+        """Return the versions deleted at exactly this instant: those that were deleted with the adapter."""
         query = select(AdapterVersion).where(AdapterVersion.adapter_id == adapter.id, AdapterVersion.deleted_at == at)
         return (await self._session.scalars(query.order_by(AdapterVersion.number))).all()
 
     async def version_of_digest(self, name: str, digest: Digest) -> tuple[Adapter, AdapterVersion] | None:
-        """The live adapter's version that has these bytes, if there is one."""
+        """Return the live adapter's version with these bytes, if there is one."""
         query = (
             select(Adapter, AdapterVersion)
             .join(AdapterVersion, AdapterVersion.adapter_id == Adapter.id)
@@ -132,12 +134,12 @@ class AdapterRepository:
         return None if row is None else (row[0], row[1])
 
     async def next_number(self, name: str) -> int:
-        """The number that the adapter's next version gets, unless another takes it first."""
+        """Return the number of the adapter's next version, unless another publish takes it first."""
         query = select(Adapter.last_version).where(self._mine(), Adapter.name == name)
         return (await self._session.scalar(query) or 0) + 1
 
     async def versions_of(self, adapter: Adapter, numbers: Iterable[int]) -> list[AdapterVersion]:
-        """The rows of these versions, none of which is deleted.
+        """Return the rows of these versions.
 
         Raises:
             VersionNotFound
@@ -150,14 +152,14 @@ class AdapterRepository:
     # --- changes ---
 
     async def tenant_row(self, *, is_locking: bool = False) -> Tenant:
-        """The tenant's row.
+        """Return the tenant's row.
 
         Raises:
             TenantNotFound: it was deleted meanwhile.
         """
         query = select(Tenant).where(Tenant.id == self.tenant, Tenant.deleted_at.is_(None))
         if is_locking:
-            # Its key stays: rows that refer to the tenant, as an audit's do, needn't wait, and so can't wait in a circle.
+            # The key can't change: inserts of rows that refer to the tenant, such as audit rows, don't wait or deadlock.
             query = query.with_for_update(key_share=True)
         row = (await self._session.scalars(query)).one_or_none()
         if row is None:
@@ -165,7 +167,7 @@ class AdapterRepository:
         return row
 
     async def lock_tenant(self) -> Tenant:
-        """The tenant's row, locked: what is counted of the tenant holds until the commit.
+        """Lock and return the tenant's row, so that counts of the tenant's things hold until the commit.
 
         Raises:
             TenantNotFound: it was deleted meanwhile.
@@ -173,13 +175,13 @@ class AdapterRepository:
         return await self.tenant_row(is_locking=True)
 
     def touch(self, adapter: Adapter, now: datetime) -> int:
-        """The adapter's next revision, for a change in this transaction."""
+        """Increment the adapter's revision for a change in this transaction, and return it."""
         adapter.revision += 1
         adapter.updated_at = now
         return adapter.revision
 
     def add_version(self, adapter: Adapter, now: datetime, actor: str, **columns: Any) -> AdapterVersion:
-        """The adapter's next version; its number was never given before."""
+        """Add the adapter's next version, under a number that was never used."""
         adapter.last_version += 1
         row = AdapterVersion(
             id=str(ULID.from_datetime(now)),
@@ -198,7 +200,7 @@ class AdapterRepository:
     async def set_alias(
         self, adapter: Adapter, alias: str, target: AliasTarget, shadow: ShadowPart | None, now: datetime
     ) -> Alias:
-        """The alias leads to `target` now, at a new revision; made if absent. Where it led before is what a rollback goes back to."""
+        """Point the alias, created if absent, to `target` at a new revision, and remember the previous target for a rollback."""
         row = await self.alias(adapter, alias)
         revision = self.touch(adapter, now)
         if row is None:
@@ -217,7 +219,7 @@ class AdapterRepository:
         await self._session.delete(alias)
 
     async def delete_adapter(self, adapter: Adapter, now: datetime) -> None:
-        """The adapter and its versions are tombstones of the same instant, so that a restore can tell which went together."""
+        """Mark the adapter and its versions as deleted at the same instant, so that a restore knows which belong together."""
         self.touch(adapter, now)
         adapter.deleted_at = now
         await self._session.execute(
@@ -229,7 +231,7 @@ class AdapterRepository:
     # --- counts and lists ---
 
     async def has_adapter(self, name: str) -> bool:
-        """Whether the tenant has a live adapter of that name."""
+        """Return whether the tenant has a live adapter of that name."""
         query = select(Adapter.id).where(self._mine(), Adapter.name == name, Adapter.deleted_at.is_(None))
         return await self._session.scalar(query) is not None
 
@@ -240,13 +242,13 @@ class AdapterRepository:
         )
 
     async def all_aliases(self, adapter: Adapter) -> Sequence[Alias]:
-        """By name; there are `LIMITS.max_aliases_per_adapter` at most."""
+        """Return all aliases by name, `LIMITS.max_aliases_per_adapter` at most."""
         return (
             await self._session.scalars(select(Alias).where(Alias.adapter_id == adapter.id).order_by(Alias.name))
         ).all()
 
     async def users_of(self, adapter: Adapter, number: int) -> list[str]:
-        """What leads to the version, in words; empty: it may go."""
+        """Describe what uses the version; an empty list means that it may be deleted."""
         aliases = await self.all_aliases(adapter)
         naming = [alias.name for alias in aliases if number in target_of(alias).versions]
         shadowed = [
@@ -257,12 +259,12 @@ class AdapterRepository:
         return users + (["it is the adapter's fallback"] if adapter.fallback == str(number) else [])
 
     async def adapters(self, *, after: str | None, limit: int) -> Sequence[Adapter]:
-        """Live adapters by name, from after `after` on."""
+        """Return live adapters by name, starting after `after`."""
         query = select(Adapter).where(self._mine(), Adapter.deleted_at.is_(None)).order_by(Adapter.name).limit(limit)
         return (await self._session.scalars(query if after is None else query.where(Adapter.name > after))).all()
 
     async def versions(self, adapter: Adapter, *, before: int | None, limit: int) -> Sequence[AdapterVersion]:
-        """The versions that aren't deleted, newest first, from below `before` on."""
+        """Return the versions that aren't deleted, newest first, with numbers below `before`."""
         query = (
             select(AdapterVersion)
             .where(AdapterVersion.adapter_id == adapter.id, AdapterVersion.deleted_at.is_(None))
@@ -275,7 +277,7 @@ class AdapterRepository:
     # --- records ---
 
     async def version_records(self, adapter: Adapter, rows: Iterable[AdapterVersion]) -> list[VersionRecord]:
-        """The rows as values, each with the aliases that name it."""
+        """Convert the rows to records, each with its aliases."""
         names: dict[int, list[str]] = {}
         for alias in await self.all_aliases(adapter):
             for version in target_of(alias).versions:
@@ -286,7 +288,7 @@ class AdapterRepository:
         return (await self.version_records(adapter, [row]))[0]
 
     async def adapter_records(self, rows: Iterable[Adapter]) -> list[AdapterRecord]:
-        """The rows as values, with counts and aliases."""
+        """Convert the rows to records with counts and aliases."""
         rows = list(rows)
         ids = [row.id for row in rows]
         aliases: dict[str, dict[str, int]] = {}
@@ -326,7 +328,7 @@ class AdapterRepository:
         ]
 
     def alias_record(self, adapter: Adapter, row: Alias | None, name: str) -> AliasRecord:
-        """The row as a value.
+        """Convert the row to a record.
 
         Raises:
             AliasNotFound: the row is None.
@@ -386,5 +388,5 @@ def shadow_of(row: Alias) -> ShadowPart | None:
 
 
 def _shown(name: str) -> str:
-    """A name in quotes; what can't be a name isn't repeated."""
+    """Return the name in quotes; don't repeat a text that isn't a valid name."""
     return f'"{name}"' if is_name(name) else "of that name"

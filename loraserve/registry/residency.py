@@ -1,4 +1,4 @@
-"""Which versions belong to whom, to say where the engine's digests are in people's names."""
+"""Owners of versions, to translate the engine's digests to names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from loraserve.db.session import Database
 from loraserve.types import Digest, TenantId
 
 MAX_DIGESTS_PER_QUERY = 1000
-"""Databases bound the parameters of a statement."""
+"""Digests in one statement; databases bound the number of parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class OwnedVersion:
     digest: Digest
     size_bytes: int
     is_pinned: bool
-    """Whether an operator has pinned this version; another one of the same bytes may be pinned without it."""
+    """Whether an operator has pinned this version, rather than another one of the same bytes."""
 
 
 async def list_owned(
@@ -38,7 +38,7 @@ async def list_owned(
     cursor: str | None,
     digests: Sequence[Digest] | None,
 ) -> Page[OwnedVersion]:
-    """Live versions in the order of their ids: `tenant`'s, or with None everyone's; with `digests`, those alone."""
+    """Return a page of live versions by id: those of `tenant`, or with None of all tenants; with `digests`, only those."""
     after = decode_cursor(cursor)
     query = (
         select(
@@ -78,7 +78,7 @@ async def list_owned(
 
 
 async def versions_stored_in(session: AsyncSession, digest: Digest, blob: Digest) -> list[tuple[TenantId, str, int]]:
-    """Whose live versions of that digest are stored in that blob: tenant, name and number, in the order of their ids."""
+    """Return tenant, name and number of the live versions with that digest and blob, by id."""
     query = (
         select(Adapter.tenant_id, Adapter.name, AdapterVersion.number)
         .join(Adapter, Adapter.id == AdapterVersion.adapter_id)

@@ -1,4 +1,4 @@
-"""The SQL of the token path: where a name leads, and which names a tenant may use. For one tenant; nothing of another's but what was granted to it."""
+"""SQL of the token path: resolution of names and the names that a tenant may use, limited to its own and granted adapters."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
 
 
 class RouteRepository:
-    """Meaning of the names that `tenant` may say, on one connection. What isn't granted to it is absent.
+    """Routes of the names that `tenant` may use, on one connection; adapters not granted to it are absent.
 
     Args:
-        served: this server's base. Versions of another one lead nowhere here.
+        served: base of this server; versions of another base can't be served.
     """
 
     def __init__(self, connection: AsyncConnection, tenant: TenantId, served: BaseSpec) -> None:
@@ -28,8 +28,8 @@ class RouteRepository:
         self._served = served
 
     async def route(self, model: ParsedModel) -> Route | None:
-        """Where `model`, which isn't the base, leads now; None: it is absent, deleted, or another tenant's who didn't grant it."""
-        # most adapters have nothing but this one version, so that one question is all
+        """Return the route of `model`, which isn't the base; None if it is absent, deleted, or another tenant's without a grant."""
+        # most adapters have only this one version, so that a single query suffices
         parameters = {"tenant": self._tenant, "name": model.name, "alias": model.alias or "", "version": model.version}
         query = _OWN
         if model.owner is not None:
@@ -86,7 +86,7 @@ class RouteRepository:
         ]
 
     async def _fallback_number(self, adapter: Row[Any]) -> int | None:
-        """The version that the adapter's fallback means; None: there is none, or it's the base."""
+        """Return the version number of the adapter's fallback; None if there is none or it is the base."""
         if adapter.fallback is None or adapter.fallback == BASE_FALLBACK:
             return None
         if adapter.fallback.isdigit():
@@ -95,7 +95,7 @@ class RouteRepository:
         return await self._connection.scalar(query)
 
     async def _targets(self, adapter: Row[Any], numbers: set[int]) -> dict[int, Target]:
-        """Those of the versions that aren't deleted."""
+        """Return the versions of these numbers that aren't deleted."""
         query = select(*_TARGET_COLUMNS).where(
             AdapterVersion.adapter_id == adapter.adapter_id,
             AdapterVersion.number.in_(numbers),
@@ -130,7 +130,7 @@ _TARGET_COLUMNS = (
 
 
 def _route() -> Select[Any]:
-    """The adapter of one name with what an alias of it says, and of its versions the one that is meant: NULL where that is gone."""
+    """Select an adapter by name with an alias and the version that is meant; NULL if that is deleted."""
     number_meant = func.coalesce(Alias.version, bindparam("version", type_=Integer))
     return (
         select(*_ADAPTER_COLUMNS, Alias.split, Alias.shadow, *_TARGET_COLUMNS)
@@ -146,14 +146,14 @@ def _route() -> Select[Any]:
 
 
 def _is_granted() -> ColumnElement[bool]:
-    """The adapter is the owner's, whom the request named, and the tenant's to use: its own, under its full name, or granted to it."""
+    """Return the condition that the adapter belongs to the named owner and the tenant may use it: its own or granted."""
     tenant: BindParameter[str] = bindparam("tenant")
     granted = select(Grant.adapter_id).where(Grant.adapter_id == Adapter.id, Grant.tenant_id == tenant)
     owners = select(Tenant.id).where(Tenant.name == bindparam("owner"), Tenant.deleted_at.is_(None))
     return Adapter.tenant_id.in_(owners) & or_(Adapter.tenant_id == tenant, granted.exists())
 
 
-# made once: a statement put together for each question takes half as long again
+# built once: building a statement for each query takes half as long again
 _OWN = _route().where(Adapter.tenant_id == bindparam("tenant"))
 _GRANTED = _route().where(_is_granted())
 

@@ -1,4 +1,4 @@
-"""The base that this server serves, and the versions that were made for another one. Replicas may differ: each judges by its own, and writes nothing of it down."""
+"""The base that this server serves, and the refusal of versions of another one. Replicas may differ, so nothing is stored."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from loraserve.errors import AdapterOfAnotherBase, EngineUnavailable
 from loraserve.types import BaseSpec, Digest
 
 BASE = "base"
-"""The name of the check that says which base a version was compiled for."""
+"""Name of the check that states the base of a version."""
 _NUM_DIGITS = 12
 
 
 class ServedBase:
-    """Judges versions by the digest of the base that they hold.
+    """Compares versions with this server's base by digest.
 
-    A base's digest is of its weights as the checkpoint stores them and of the config that decides what they compute. What this server
-    rounds the weights to, and in which dtype it holds them, aren't part of it.
+    A base's digest covers its weights as the checkpoint stores them and the config that determines what they compute, but not
+    this server's quantization or dtype.
 
     Args:
-        base: the resident base; may raise `EngineUnavailable` while there is none.
+        base: returns the resident base; may raise `EngineUnavailable` while there is none.
     """
 
     def __init__(self, base: Callable[[], BaseSpec]) -> None:
@@ -35,14 +35,14 @@ class ServedBase:
 
     @property
     def digest(self) -> Digest | None:
-        """None: the base isn't loaded yet, and no version can be judged."""
+        """Digest of the base; None while it isn't loaded."""
         try:
             return self._base().digest
         except EngineUnavailable:
             return None
 
     def check(self, name: str, number: int, digest: str, checks: Iterable[Mapping[str, Any]]) -> None:
-        """Return if the version is of this base, or the base isn't loaded yet.
+        """Check that the version is of this base; pass if the base isn't loaded yet.
 
         Raises:
             AdapterOfAnotherBase
@@ -55,7 +55,7 @@ class ServedBase:
 def other_base_error(
     name: str, number: int, digest: str, checks: Iterable[Mapping[str, Any]], served: BaseSpec
 ) -> AdapterOfAnotherBase:
-    """Return why this version isn't served here: which base it was made for, and which one there is."""
+    """Return the refusal of a version of another base; the message names both bases."""
     ids = (check.get("base_id") for check in checks if check["name"] == BASE)
     made_for = _shown(next(ids, None), digest)
     return AdapterOfAnotherBase(

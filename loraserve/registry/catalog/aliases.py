@@ -1,4 +1,4 @@
-"""Aliases: names that people move between versions by compare-and-swap, split over several, shadow, and move back."""
+"""Aliases: names that move between versions by compare-and-swap, with splits, shadows and rollbacks."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from loraserve.types import TenantId
 
 
 class Aliases:
-    """The aliases of every tenant's adapters, each call for one. A change is durable, and has its audit row, when the call returns.
+    """Aliases of all tenants' adapters. A change is durable, and has its audit row, when the call returns.
 
     Args:
-        served_base: aliases are led to versions of this base alone, once it is loaded.
-        on_change: told whose name it was after a change is durable.
+        served_base: base of the versions that aliases may point to, once it is loaded.
+        on_change: called with tenant and adapter name after a change is durable.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Aliases:
     async def list(
         self, tenant: TenantId, name: str, *, limit: int = 50, cursor: str | None = None
     ) -> Page[AliasRecord]:
-        """The adapter's aliases by name.
+        """Return a page of the adapter's aliases by name.
 
         Raises:
             AdapterNotFound
@@ -80,12 +80,12 @@ class Aliases:
         actor: str,
         condition: Precondition = NO_CONDITION,
     ) -> tuple[AliasRecord, bool]:
-        """`alias` leads to `target` with that shadow or none, if `condition` holds of what it was; and whether the alias is new.
+        """Point `alias` to `target`, with that shadow or none, if `condition` holds; return it, and whether it is new.
 
-        Where the shadow is the only version that answers, there is none.
+        The shadow is dropped if it is the only version that answers.
 
         Raises:
-            InvalidRequest: the alias's name can't be one, a share isn't one, or there are `LIMITS.max_aliases_per_adapter`.
+            InvalidRequest: the name or the share isn't valid, or there are `LIMITS.max_aliases_per_adapter` already.
             AdapterNotFound, VersionNotFound
             AdapterQuarantined, AdapterOfAnotherBase: requests for the alias would be refused.
             PreconditionFailed: the condition doesn't hold; nothing was changed.
@@ -121,12 +121,12 @@ class Aliases:
         condition: Precondition = NO_CONDITION,
         once: Once[AliasRecord] | None = None,
     ) -> AliasRecord:
-        """`alias` leads to where it led before its last move, and the next rollback back to where it leads now. Its shadow stays.
+        """Point `alias` back to its previous target, and remember the present one for the next rollback; keep the shadow.
 
         Raises:
             AdapterNotFound, AliasNotFound, PreconditionFailed
-            Conflict: it was never moved, or led to a version that is deleted.
-            AdapterQuarantined, AdapterOfAnotherBase: it led to a version that isn't served.
+            Conflict: the alias was never moved, or its previous target is deleted.
+            AdapterQuarantined, AdapterOfAnotherBase: the previous target isn't served.
             Replay: `once` was used before.
         """
         async with self._database.write() as session:
@@ -147,7 +147,7 @@ class Aliases:
     async def delete(
         self, tenant: TenantId, name: str, alias: str, *, actor: str, condition: Precondition = NO_CONDITION
     ) -> None:
-        """The alias is gone, if `condition` holds of it.
+        """Delete the alias if `condition` holds.
 
         Raises:
             AdapterNotFound, AliasNotFound, PreconditionFailed
@@ -211,7 +211,7 @@ class Aliases:
         self, repository: AdapterRepository, adapter: Adapter, target: AliasTarget, shadow: ShadowPart | None
     ) -> None:
         """Raises:
-        VersionNotFound, AdapterQuarantined, AdapterOfAnotherBase: of the first version that can't be used.
+        VersionNotFound, AdapterQuarantined, AdapterOfAnotherBase: the first version that can't be used.
         """
         numbers = (*target.versions, *(() if shadow is None else (shadow.version,)))
         for row in await repository.versions_of(adapter, numbers):
@@ -222,7 +222,7 @@ class Aliases:
 
 def _check_condition(condition: Precondition, found: Alias | None, shown: str) -> None:
     """Raises:
-    PreconditionFailed: `found` isn't what the caller said it must be.
+    PreconditionFailed: `found` doesn't satisfy the caller's condition.
     """
     if condition.is_absent and found is not None:
         raise PreconditionFailed(f"{shown} exists; the request said that it must not (If-None-Match).")

@@ -1,4 +1,4 @@
-"""Grants: another tenant may use an adapter, as ``OWNER/NAME``, and do nothing else with it."""
+"""Grants: permissions for other tenants to use an adapter, as ``OWNER/NAME``, and nothing else."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from loraserve.types import TenantId
 class GrantRecord:
     adapter: str
     tenant: str
-    """The name of the tenant that may use it."""
+    """Name of the tenant that may use the adapter."""
     created_at: datetime
 
 
 class Grants:
-    """Who may use the adapters of a tenant beside it; each call for one owner. What a call acknowledges is durable.
+    """Grants on tenants' adapters. A change is durable when the call returns.
 
-    A grant ends with its adapter: one that is deleted and pushed anew has none, one that is restored has those that it had.
-    An owner doesn't learn which tenants there are: a name that no tenant has can be granted to, and a tenant of that name that is
-    made later has the grant. One to a tenant that was deleted stays in the list; the next tenant of that name has nothing of it.
+    A grant ends with its adapter: a deleted adapter that is pushed anew has none, a restored one has its old grants. An owner
+    doesn't learn which tenants exist: it can grant to an unused name, and a tenant created later under that name has the
+    grant. A grant to a deleted tenant stays in the list, but the next tenant of that name doesn't have it.
 
     Args:
-        on_change: told the owner and the adapter's name after a change is durable, so that this process forgets what it knew.
+        on_change: called with owner and adapter name after a change is durable, to invalidate this process's caches.
     """
 
     def __init__(
@@ -49,14 +49,15 @@ class Grants:
         self._clock = clock
 
     async def create(self, owner: TenantId, name: str, tenant: str, *, actor: str) -> tuple[GrantRecord, bool]:
-        """Let the tenant of this name use the adapter, as soon as there is one; return also whether it couldn't before.
+        """Let the tenant of this name use the adapter; return the grant, and whether it is new.
 
-        It may at once on this server, and within seconds on others.
+        It takes effect at once on this server, within seconds on others, and as soon as such a tenant exists.
 
         Raises:
             AdapterNotFound: `owner` has no such adapter.
             TenantNotFound: no tenant can have this name.
-            InvalidRequest: it is the owner, the adapter has `LIMITS.max_grants_per_adapter`, or the tenant `LIMITS.max_grants_per_tenant` of this owner.
+            InvalidRequest: the tenant is the owner, the adapter has `LIMITS.max_grants_per_adapter`, or the tenant has
+                `LIMITS.max_grants_per_tenant` of this owner.
         """
         now = self._clock()
         async with self._database.write() as session:
@@ -67,7 +68,7 @@ class Grants:
             row = await self._find(session, adapter, tenant)
             if row is not None and row.tenant_id == grantee.id:
                 return GrantRecord(name, tenant, row.created_at), False
-            # one to an earlier tenant of this name is this one's from now on, and looks as it was
+            # a grant to an earlier tenant of this name becomes this tenant's, and looks unchanged
             record = GrantRecord(name, tenant, now if row is None else row.created_at)
             if row is None:
                 await self._check_room(session, owner, adapter, tenant)
@@ -82,7 +83,7 @@ class Grants:
 
     async def _check_room(self, session: AsyncSession, owner: TenantId, adapter: Adapter, tenant: str) -> None:
         """Raises:
-        InvalidRequest: the adapter has as many grants as it may, or the tenant of this owner's.
+        InvalidRequest: the adapter, or the tenant from this owner, has the maximum number of grants.
         """
         mine = select(func.count()).select_from(_grants_of(adapter).subquery())
         if (await session.scalar(mine) or 0) >= LIMITS.max_grants_per_adapter:
@@ -104,7 +105,7 @@ class Grants:
     async def get(self, owner: TenantId, name: str, tenant: str) -> GrantRecord:
         """Raises:
         AdapterNotFound: `owner` has no such adapter.
-        GrantNotFound: the tenant may not use it, or there is no such tenant: one text.
+        GrantNotFound: the tenant has no grant, or there is no such tenant; the text is the same.
         """
         async with self._database.read() as session:
             adapter = await AdapterRepository(session, owner).adapter(name)
@@ -113,7 +114,7 @@ class Grants:
     async def list(
         self, owner: TenantId, name: str, *, limit: int = 50, cursor: str | None = None
     ) -> Page[GrantRecord]:
-        """Who may use the adapter beside its owner, by name.
+        """Return a page of the adapter's grants by tenant name.
 
         Raises:
             AdapterNotFound: `owner` has no such adapter.
@@ -129,7 +130,7 @@ class Grants:
         return make_page(rows, limit, lambda row: row[1], lambda row: GrantRecord(name, row[1], row[0].created_at))
 
     async def delete(self, owner: TenantId, name: str, tenant: str, *, actor: str) -> None:
-        """The tenant may use the adapter no more: here at once, elsewhere within seconds. Requests that run end as they began.
+        """Revoke the tenant's grant: at once here, within seconds on other servers. Running requests complete.
 
         Raises:
             AdapterNotFound, GrantNotFound: as `get`.
@@ -139,7 +140,7 @@ class Grants:
             adapter = await AdapterRepository(session, owner).adapter(name, is_locking=True)
             _record(name, await self._find(session, adapter, tenant), tenant)
             await self._delete(session, adapter, tenant)
-            # in any case: it takes the same time whether there is such a tenant
+            # unconditional, so that the time taken doesn't tell whether the tenant exists
             await remove_tenant_placeholder(session, tenant)
             self._audit(session, "grant.delete", owner, name, tenant, actor, now)
         self._on_change(owner, name)
@@ -152,7 +153,7 @@ class Grants:
 
     @staticmethod
     async def _delete(session: AsyncSession, adapter: Adapter, tenant: str) -> None:
-        """Remove what the adapter has of grants to this name: an earlier tenant of it may have had one too."""
+        """Delete the adapter's grants to all tenants that have or had this name."""
         named = select(Tenant.id).where(Tenant.name == tenant)
         await session.execute(delete(Grant).where(Grant.adapter_id == adapter.id, Grant.tenant_id.in_(named)))
 
@@ -164,7 +165,7 @@ class Grants:
 
 
 def _grants_of(adapter: Adapter) -> Select[Grant, str]:
-    """Return the adapter's grants with their tenants' names, one of each name: the live tenant's where it has one."""
+    """Select the adapter's grants with tenant names, one per name: that of the live tenant if there is one."""
     query = select(Grant, Tenant.name).join(Tenant, Tenant.id == Grant.tenant_id).where(Grant.adapter_id == adapter.id)
     other, namesake = aliased(Grant), aliased(Tenant)
     better = (
@@ -178,7 +179,7 @@ def _grants_of(adapter: Adapter) -> Select[Grant, str]:
 
 def _record(name: str, row: Grant | None, tenant: str) -> GrantRecord:
     if row is None:
-        # what can't be a name isn't repeated
+        # an invalid name isn't repeated in the message
         shown = f'the tenant "{tenant}"' if is_name(tenant) else "a tenant of that name"
         raise GrantNotFound(
             f'The adapter "{name}" is not granted to {shown}.', hint=f"See: loraserve grant list {name}"

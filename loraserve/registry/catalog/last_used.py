@@ -14,7 +14,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class UsedVersion(Protocol):
-    """One version of one tenant's adapter."""
+    """Version of a tenant's adapter."""
 
     @property
     def tenant(self) -> TenantId: ...
@@ -30,10 +30,10 @@ class UsedVersion(Protocol):
 
 
 class LastUsed:
-    """Times of last uses, bounded in number: the longest unused versions are forgotten first.
+    """Times of last uses, bounded in number; the version unused for longest is forgotten first.
 
-    Residency is shared between tenants that hold the same bytes. What a tenant is told of it starts from its own use, so that it
-    can't learn of another's; and what operators are told of one tenant's version doesn't show another tenant's use of its own.
+    Tenants with the same bytes share residency. A tenant sees it only after its own use, so that it can't learn of another's,
+    and what operators see of one tenant's version doesn't include another tenant's use of its own.
     """
 
     def __init__(self, *, max_entries: int = 100_000, clock: Callable[[], float] = time.monotonic) -> None:
@@ -44,7 +44,7 @@ class LastUsed:
         self._by_anyone: OrderedDict[VersionKey, float] = OrderedDict()
 
     def touch(self, tenant: TenantId, version: UsedVersion) -> None:
-        """Note that the tenant uses the version now; it may be another tenant's who granted it."""
+        """Note that the tenant uses the version now; a grant may have given it access to another tenant's."""
         key = version_key(version)
         self._note(self._by_bytes, (tenant, version.digest))
         self._note(self._by_tenant, (tenant, key))

@@ -1,4 +1,4 @@
-"""What people write on adapters and versions: notes, tags, and what answers when a version can't."""
+"""Metadata of adapters and versions: notes, tags, and the adapter's fallback."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from loraserve.types import TenantId
 
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}", re.ASCII)
 _LAYOUT = frozenset("\n\r\t")
-"""Control characters that belong in a text."""
+"""Control characters that are valid in notes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """What to write; what is None stays as it is."""
+    """Changes to metadata; fields that are None stay as they are."""
 
     notes: str | None = None
     tags: Mapping[str, str] | None = None
-    """All of them: a tag that isn't among these is gone."""
+    """Complete set of tags; other tags are removed."""
     fallback: str | None = None
-    """A version's number, an alias, ``base``; empty: nothing answers any more. Of adapters alone."""
+    """Version number, alias or ``base``; empty for none. Adapters only."""
 
     def __post_init__(self) -> None:
         """Raises:
@@ -46,10 +46,10 @@ class Edit:
 
 
 class MetadataEditor:
-    """Writes on the adapters and versions of every tenant, each call on one. What a call acknowledges is durable, and has its audit row.
+    """Edits metadata of all tenants' adapters. A change is durable, and has its audit row, when the call returns.
 
     Args:
-        on_change: told whose name it was after a change is durable.
+        on_change: called with tenant and adapter name after a change is durable.
     """
 
     def __init__(self, database: Database, on_change: Callable[[TenantId, str], None], *, clock: Clock) -> None:
@@ -58,12 +58,12 @@ class MetadataEditor:
         self._clock = clock
 
     async def edit(self, tenant: TenantId, name: str, edit: Edit, *, actor: str) -> AdapterRecord:
-        """The adapter has these notes, tags and fallback.
+        """Set the adapter's notes, tags and fallback.
 
         Raises:
-            InvalidRequest: the fallback can't be one.
+            InvalidRequest: the fallback isn't valid.
             AdapterNotFound
-            VersionNotFound, AliasNotFound: the fallback names none of the adapter's.
+            VersionNotFound, AliasNotFound: the adapter has no such version or alias for the fallback.
         """
         now = self._clock()
         async with self._database.write() as session:
@@ -84,7 +84,7 @@ class MetadataEditor:
         return record
 
     async def edit_version(self, tenant: TenantId, name: str, number: int, edit: Edit, *, actor: str) -> VersionRecord:
-        """The version has these notes and tags.
+        """Set the version's notes and tags.
 
         Raises:
             AdapterNotFound, VersionNotFound
@@ -102,7 +102,7 @@ class MetadataEditor:
 
 
 def _write(row: Adapter | AdapterVersion, edit: Edit) -> dict[str, str | int | None]:
-    """What of it is new, for the audit: what the notes say and the tags are stays out of it."""
+    """Write notes and tags to the row; return what changed, for the audit, without their texts."""
     changed: dict[str, str | int | None] = {}
     if edit.notes is not None and edit.notes != row.notes:
         row.notes = edit.notes
@@ -119,7 +119,7 @@ async def _checked_fallback(repository: AdapterRepository, adapter: Adapter, fal
     if fallback == BASE_FALLBACK:
         return BASE_FALLBACK
     if fallback.isascii() and fallback.isdigit():
-        # as long as a number may be written
+        # the length of the largest number
         number = int(fallback) if len(fallback) <= 10 else 0
         return str((await repository.version(adapter, number)).number)
     try:
@@ -133,7 +133,7 @@ async def _checked_fallback(repository: AdapterRepository, adapter: Adapter, fal
 
 def _check_tags(tags: Mapping[str, str]) -> None:
     """Raises:
-    InvalidRequest: too many, or one that can't be one. Nothing of them is repeated.
+    InvalidRequest: there are too many tags, or one isn't valid. The message doesn't repeat it.
     """
     if len(tags) > LIMITS.max_tags:
         raise InvalidRequest(f"There are {len(tags)} tags; {LIMITS.max_tags} is the most.", param="tags")

@@ -1,4 +1,4 @@
-"""Operators' pins: rows that outlive every process, and the engine of each server made to obey them."""
+"""Operators' pins: durable rows, and their synchronization with the engine of each server."""
 
 from __future__ import annotations
 
@@ -30,35 +30,35 @@ from loraserve.types import AdapterRef, Digest, TenantId
 logger = logging.getLogger(__name__)
 
 RETRY_S, MAX_RETRY_S = 2.0, 60.0
-"""A pin that the engine refused isn't asked of it again for this long; doubled with every refusal in a row, up to the second."""
+"""Delay before a refused pin is requested again, doubled with each consecutive refusal, and its maximum."""
 
 
 class PinningEngine(Protocol):
-    """What of the engine obeys pins. They end with its process."""
+    """Part of the engine that holds pins; they end with its process."""
 
     @property
     def is_ready(self) -> bool: ...
 
     @property
     def num_restarts(self) -> int:
-        """Grows with every process that takes another's place."""
+        """Number of times that the engine's process was replaced."""
         ...
 
     async def pin(self, ref: AdapterRef) -> None:
-        """Return once the adapter is on the device, to stay; raise a `LoraserveError` if it can't be."""
+        """Bring the adapter to the device and keep it there; raise a `LoraserveError` if that's impossible."""
         ...
 
     async def unpin(self, ref: AdapterRef) -> None: ...
 
 
 class Pins:
-    """What operators have pinned, in the database, and what this server's engine holds for it.
+    """Pins in the database, and what this server's engine holds for them.
 
-    A pin is durable when `pin` returns, on every server of this database within `LIMITS.pin_sync_s`, and after every start. While its
-    version is deleted, in quarantine, or of another base than this server's, it holds nothing.
+    A pin is durable when `pin` returns. Every server of this database obeys it within `LIMITS.pin_sync_s` and after each start.
+    It has no effect while its version is deleted, in quarantine, or of another base than this server's.
 
     Args:
-        engine: this server's; None: there is none to obey.
+        engine: this server's engine; None if there is none.
     """
 
     def __init__(
@@ -71,17 +71,17 @@ class Pins:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_wanted = 0
-        """Different adapters that are pinned, as of the last look into the database."""
+        """Number of distinct pinned adapters, as of the last database query."""
         self._database = database
         self._served_base = served_base
         self._engine = engine
         self._clock = clock
-        # what the engine was told to hold, whatever came of it, and not yet to let go
-        self._told: dict[Digest, AdapterRef] = {}
-        # what its present process has on the device for it
+        # requested from the engine, whatever the outcome, and not released
+        self._requested: dict[Digest, AdapterRef] = {}
+        # held on the device by the engine's present process
         self._held: set[Digest] = set()
         self._incarnation = 0
-        # what a call or a task is changing now
+        # being changed by a call or a task now
         self._changing: Counter[Digest] = Counter()
         self._retries: RetrySchedule[Digest] = RetrySchedule(Backoff(RETRY_S, MAX_RETRY_S), monotonic)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -91,15 +91,15 @@ class Pins:
 
     @property
     def num_held(self) -> int:
-        """Of `num_wanted`, those that are on the device, to stay."""
+        """Number of pinned adapters that are held on the device."""
         return len(self._held)
 
     def start(self) -> None:
-        """From now on the engine holds what is pinned, whoever's server it was pinned on."""
+        """Synchronize the engine with the pins of all servers from now on."""
         self._loop.start()
 
     async def close(self) -> None:
-        """The engine is told nothing any more; what is pinned stays so in the database."""
+        """Stop synchronizing; the pins stay in the database."""
         await self._loop.close()
         tasks = list(self._tasks)
         for task in tasks:
@@ -109,7 +109,7 @@ class Pins:
     async def pin(
         self, tenant: TenantId, name: str, number: int, *, actor: str, once: Once[bool] | None, wait_s: float
     ) -> bool:
-        """The version is pinned, durably. Returns whether it is on the device; where that takes over `wait_s`, it is under way.
+        """Pin the version durably; return whether it is on the device. A load that takes over `wait_s` continues.
 
         Raises:
             AdapterNotFound, VersionNotFound
@@ -121,7 +121,7 @@ class Pins:
         ref = await self._find(tenant, name, number, once, is_served=True)
         with self._change(ref.digest):
             is_done = self._engine is not None and await _within(wait_s, self._pin(self._engine, ref))
-            # if this can't be written, the engine is told to let go again
+            # if this can't be written, the next sync unpins it again
             async with self._database.write() as session:
                 if once is not None:
                     await once.begin(session)
@@ -138,7 +138,7 @@ class Pins:
     async def unpin(
         self, tenant: TenantId, name: str, number: int, *, actor: str, once: Once[bool] | None, wait_s: float
     ) -> bool:
-        """The version isn't pinned any more, durably. Returns whether the engine has heard of it; it will otherwise.
+        """Unpin the version durably; return whether the engine knows already. Otherwise it will be told later.
 
         Raises:
             AdapterNotFound, VersionNotFound
@@ -159,7 +159,7 @@ class Pins:
                 if gone.first() is not None:
                     now = self._clock()
                     record_change(session, repository, "version.unpin", f"{name}@{number}", actor=actor, now=now)
-                # somebody else's pin of the same bytes stays
+                # another tenant's pin of the same bytes stays
                 is_wanted = (
                     await session.execute(_wanted(self._served_base.digest).where(AdapterVersion.digest == ref.digest))
                 ).first()
@@ -167,10 +167,10 @@ class Pins:
                     await once.finish(session, True)
             if is_wanted is not None or self._engine is None:
                 return True
-            return await _within(wait_s, self._unpin(self._engine, ref)) and ref.digest not in self._told
+            return await _within(wait_s, self._unpin(self._engine, ref)) and ref.digest not in self._requested
 
     async def sync(self) -> None:
-        """The engine is told what it doesn't hold and should, and the other way round. Loads that this takes go on after the return.
+        """Tell the engine what to pin and unpin. The loads continue after the return.
 
         Raises:
             DatabaseUnavailable
@@ -186,7 +186,7 @@ class Pins:
             return
         self._see(engine.num_restarts)
         self._retries.retain(wanted)
-        for digest, ref in list(self._told.items()):
+        for digest, ref in list(self._requested.items()):
             if digest not in wanted and not self._changing[digest]:
                 self._begin(self._let_go(engine, ref))
         for digest, ref in wanted.items():
@@ -206,7 +206,7 @@ class Pins:
             await self._unpin(engine, ref)
 
     async def _pin(self, engine: PinningEngine, ref: AdapterRef) -> None:
-        self._told[ref.digest] = ref
+        self._requested[ref.digest] = ref
         incarnation = engine.num_restarts
         await engine.pin(ref)
         self._retries.succeed(ref.digest)
@@ -215,7 +215,7 @@ class Pins:
             self._held.add(ref.digest)
 
     def _see(self, incarnation: int) -> None:
-        """A new process of the engine holds nothing; what its client has told it again is still to be let go, if nobody wants it."""
+        """Note the engine's process: a new one holds nothing, but its client may have repeated pins that are to be released."""
         if incarnation != self._incarnation:
             self._incarnation = incarnation
             self._held.clear()
@@ -226,7 +226,7 @@ class Pins:
         except LoraserveError as error:
             logger.warning("the engine can't be told to unpin %s@%d: %s", ref.name, ref.version, error)
             return
-        self._told.pop(ref.digest, None)
+        self._requested.pop(ref.digest, None)
         self._held.discard(ref.digest)
 
     async def _find(
@@ -245,7 +245,7 @@ class Pins:
         return record.ref
 
     async def _add(self, session: AsyncSession, adapter: Adapter, number: int, actor: str) -> bool:
-        """Whether the pin is new."""
+        """Add the pin; return whether it is new."""
         row = {"adapter_id": adapter.id, "version": number, "created_at": self._clock(), "created_by": actor}
         if not await upsert(session, OperatorPin, [row]):
             return False
@@ -270,7 +270,7 @@ class Pins:
 
 
 async def _within(seconds: float, step: Awaitable[None]) -> bool:
-    """Whether it was done in time."""
+    """Await the step, and return whether it finished in time."""
     try:
         async with asyncio.timeout(seconds):
             await step

@@ -1,4 +1,4 @@
-"""Back from the dead: what was deleted is there again, as long as its bytes are kept."""
+"""Restoring of deleted adapters and versions while their bytes are retained."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from loraserve.types import Digest, TenantId
 
 
 class Restorer:
-    """Restores adapters and versions of every tenant, each call for one.
+    """Restores deleted adapters and versions of all tenants.
 
     Args:
-        on_change: told whose name it was after a restore is durable.
-        retention_s: for so long after its delete a thing can be restored; its bytes are kept that long.
+        on_change: called with tenant and adapter name after a restore is durable.
+        retention_s: time after the deletion for which bytes are retained and a restore is possible.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class Restorer:
     async def restore(
         self, tenant: TenantId, name: str, *, actor: str, once: Once[AdapterRecord] | None = None
     ) -> AdapterRecord:
-        """The adapter is as it was when it was deleted: with the versions that went with it, its aliases, notes and fallback. Durable.
+        """Restore the adapter durably with its aliases, notes and fallback and the versions that were deleted with it.
 
         Raises:
-            AdapterNotFound: there was none, or it was deleted longer ago than the retention.
-            AlreadyExists: it isn't deleted.
-            QuotaExceeded: the tenant may not hold another adapter or as many bytes.
-            Conflict: stored bytes of it are gone.
-            Overloaded: they are being deleted; later they are gone, or it works.
+            AdapterNotFound: there was none, or the retention is over.
+            AlreadyExists: the adapter isn't deleted.
+            QuotaExceeded: the restore would exceed the tenant's quota.
+            Conflict: stored bytes are gone.
+            Overloaded: stored bytes are being deleted; try again.
             Replay: `once` was used before.
         """
         now = self._clock()
@@ -62,7 +62,7 @@ class Restorer:
             repository = AdapterRepository(session, tenant)
             adapter = await repository.deleted_adapter(name, since=now - self._retention)
             blobs = _blobs(await repository.versions_deleted_at(adapter, _instant(adapter)))
-        await self._keep(name, blobs)
+        await self._retain(name, blobs)
         async with self._database.write() as session:
             if once is not None:
                 await once.begin(session)
@@ -88,15 +88,15 @@ class Restorer:
     async def restore_version(
         self, tenant: TenantId, name: str, number: int, *, actor: str, once: Once[VersionRecord] | None = None
     ) -> VersionRecord:
-        """The version of an adapter that isn't deleted is there again, under its number. No alias leads to it. Durable.
+        """Restore a version of a live adapter durably, under its number and without aliases.
 
         Raises:
             AdapterNotFound
-            VersionNotFound: there was none, or it was deleted longer ago than the retention.
-            AlreadyExists: it isn't deleted, or another version of the adapter has the same bytes.
-            QuotaExceeded: the tenant may not hold as many bytes.
-            Conflict: its stored bytes are gone.
-            Overloaded: they are being deleted; later they are gone, or it works.
+            VersionNotFound: there was none, or the retention is over.
+            AlreadyExists: the version isn't deleted, or another version has the same bytes.
+            QuotaExceeded: the restore would exceed the tenant's quota.
+            Conflict: stored bytes are gone.
+            Overloaded: stored bytes are being deleted; try again.
             Replay: `once` was used before.
         """
         now = self._clock()
@@ -106,7 +106,7 @@ class Restorer:
             repository = AdapterRepository(session, tenant)
             row = await repository.deleted_version(await repository.adapter(name), number, since=now - self._retention)
             blobs = _blobs([row])
-        await self._keep(f"{name}@{number}", blobs)
+        await self._retain(f"{name}@{number}", blobs)
         async with self._database.write() as session:
             if once is not None:
                 await once.begin(session)
@@ -132,12 +132,12 @@ class Restorer:
         self._on_change(tenant, name)
         return record
 
-    async def _keep(self, shown: str, blobs: Collection[Digest]) -> None:
-        """The blobs are in the store, and the collector doesn't take them.
+    async def _retain(self, shown: str, blobs: Collection[Digest]) -> None:
+        """Retain the blobs and check that they exist.
 
         Raises:
-            Conflict: one isn't there any more.
-            Overloaded: one is being deleted.
+            Conflict: a blob is gone.
+            Overloaded: a blob is being deleted.
         """
         if not blobs:
             return

@@ -1,4 +1,4 @@
-"""How shadow versions did against those that answered, by the hour: added up here, and taken to the database now and then."""
+"""Comparisons of shadow versions with the versions that answered, summed by the hour and flushed to the database."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from loraserve.types import TenantId
 logger = logging.getLogger(__name__)
 
 MAX_PENDING = 10_000
-"""Hours of versions that wait for the database; of more, what was compared is lost, and counted."""
+"""Maximum number of sums that wait for the database; further comparisons are dropped and counted."""
 _AMOUNTS = ("num_requests", "num_failed", "num_equal", "num_tokens", "num_agreed_tokens", "live_ms", "shadow_ms")
 _PRUNE_EVERY_S = 3600.0
 
@@ -41,20 +41,20 @@ class _Key(NamedTuple):
 
 @dataclass(slots=True)
 class Tally:
-    """What comparisons add up to."""
+    """Sum of comparisons."""
 
     num_requests: int = 0
     num_failed: int = 0
-    """Of those, the ones to which the shadow had no answer."""
+    """Requests that the shadow failed to answer."""
     num_equal: int = 0
-    """Those where both made the same tokens."""
+    """Requests for which both generated the same tokens."""
     num_tokens: int = 0
-    """The answers', of those that the shadow answered too."""
+    """Tokens of the answers, for requests that the shadow answered too."""
     num_agreed_tokens: int = 0
-    """Of those, the ones before the first that differs."""
+    """Tokens before the first difference."""
     live_ms: int = 0
     shadow_ms: int = 0
-    """From the request to the last token, summed over the requests that both answered."""
+    """Times from the request to the last token, summed over the requests that both answered."""
 
     def add(self, other: Tally) -> None:
         for name in _AMOUNTS:
@@ -63,25 +63,25 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class ShadowHourRecord:
-    """One hour of one pair of versions."""
+    """Sum of an hour for a pair of versions."""
 
     hour: datetime
-    """Its first instant."""
+    """Start of the hour."""
     version: int
     shadow_version: int
     tally: Tally
 
 
 class ShadowHours:
-    """The comparisons of every tenant's shadows.
+    """Comparisons of all tenants' shadows.
 
-    What was recorded is in the database within `LIMITS.shadow_flush_s`, or once it can be reached again; what a killed server had in
-    memory is lost, as is what it compared just then: these are samples, not bills.
+    They reach the database within `LIMITS.shadow_flush_s`, or once it is reachable again. A killed server loses what it has in
+    memory: these are samples, not bills.
     """
 
     def __init__(self, database: Database, *, clock: Clock, flush_s: float | None = None) -> None:
         self.num_lost = 0
-        """Comparisons that couldn't be kept, since the start."""
+        """Comparisons dropped since the start."""
         self._database = database
         self._clock = clock
         self._flush_s = LIMITS.shadow_flush_s if flush_s is None else flush_s
@@ -90,7 +90,7 @@ class ShadowHours:
         self._pruned_at: datetime | None = None
 
     def record(self, shadow: Shadow, version: int, tally: Tally) -> None:
-        """`tally` counts, in the present hour, for the shadow of the alias by which `version` was asked for."""
+        """Add `tally` to the present hour of the shadow and of `version`, which answered."""
         now = self._clock().astimezone(UTC)
         hour = now.replace(minute=0, second=0, microsecond=0)
         key = _Key(shadow.adapter_id, shadow.alias, hour, version, shadow.adapter.version)
@@ -100,10 +100,10 @@ class ShadowHours:
             self._task = asyncio.create_task(self._flush_later(), name="shadow-hours")
 
     async def flush(self) -> None:
-        """What was recorded before is in the database.
+        """Write all recorded comparisons to the database.
 
         Raises:
-            DatabaseUnavailable, StorageFull: some of it isn't; it is kept for the next time.
+            DatabaseUnavailable, StorageFull: some remain in memory for the next flush.
         """
         taken, self._pending = self._pending, {}
         if not taken:
@@ -124,17 +124,17 @@ class ShadowHours:
             raise
 
     def _halves(self, refused: dict[_Key, Tally], error: IntegrityError) -> list[dict[_Key, Tally]]:
-        """What to try apart of rows that were refused together: others' aren't lost for one."""
+        """Split rows that were refused together, so that one bad row doesn't lose the others."""
         if len(refused) > 1:
             rows = sorted(refused.items(), key=lambda row: row[0])
             return [dict(rows[: len(rows) // 2]), dict(rows[len(rows) // 2 :])]
-        # the adapter's row is gone: there is nobody to tell
+        # the adapter's row is gone
         self.num_lost += sum(tally.num_requests for tally in refused.values())
         logger.warning("what a shadow did isn't kept: %s", type(error.orig).__name__)
         return []
 
     async def close(self) -> None:
-        """What was recorded is in the database, or given up."""
+        """Flush once more; drop what can't be written."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -147,7 +147,7 @@ class ShadowHours:
     async def list(
         self, tenant: TenantId, name: str, alias: str, *, limit: int = 50, cursor: str | None = None
     ) -> Page[ShadowHourRecord]:
-        """The hours of the alias's shadows, the newest first; of all that it had within `LIMITS.shadow_retention_s`.
+        """Return a page of the hours of all shadows that the alias had within `LIMITS.shadow_retention_s`, newest first.
 
         Raises:
             AdapterNotFound, AliasNotFound
@@ -181,19 +181,19 @@ class ShadowHours:
         return True
 
     async def _flush_later(self) -> None:
-        is_told = False
+        has_warned = False
         while self._pending:
             await asyncio.sleep(self._flush_s)
             try:
                 await self.flush()
             except LoraserveError as error:
-                if not is_told:
+                if not has_warned:
                     logger.warning("what shadows did can't be kept now, and is tried again: %s", error)
-                is_told = True
+                has_warned = True
 
     async def _write(self, taken: dict[_Key, Tally]) -> None:
         now = self._clock()
-        # One order for everybody: two replicas never wait for each other's rows.
+        # sorted, so that two replicas don't deadlock
         rows = [{**key._asdict(), **asdict(taken[key])} for key in sorted(taken)]
         async with self._database.write() as session:
             await upsert(session, ShadowHour, rows, add=_AMOUNTS)

@@ -426,7 +426,7 @@ async def test_a_pause_follows_a_failure_too_and_another_server_need_not_wait_fo
     certifying.gate.set()
     other = make_server()
     async with asyncio.timeout(5):
-        while not server.certificate_backfill._refusals:
+        while not server.certificate_backfill._retries._failures:
             await asyncio.sleep(0.001)
         certifying.outcome = make_certificate()
         while not await other.certificate_backfill.sweep():
@@ -543,10 +543,10 @@ async def test_nothing_is_remembered_of_versions_that_are_gone(
     certifying.outcome = AdapterNotReady("No place is free.")
     await publish(via=server)
     await server.certificate_backfill.sweep()
-    assert len(server.certificate_backfill._refusals) == 1
+    assert len(server.certificate_backfill._retries._failures) == 1
     await server.delete(acme, "sql", actor="x")
     await server.certificate_backfill.sweep()
-    assert server.certificate_backfill._refusals == {}
+    assert server.certificate_backfill._retries._failures == {}
 
 
 async def test_one_that_is_deleted_while_it_is_verified_is_no_failure(
@@ -564,7 +564,7 @@ async def test_one_that_is_deleted_while_it_is_verified_is_no_failure(
     certifying.gate.set()
     assert await sweeping
     assert await parity(server, acme, "a1") == "passed"
-    assert server.certificate_backfill._refusals == {}
+    assert server.certificate_backfill._retries._failures == {}
 
 
 async def test_a_quarantine_that_nobody_asked_for_is_in_the_log(

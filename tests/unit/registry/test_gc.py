@@ -430,7 +430,7 @@ async def test_a_mark_that_comes_right_after_the_look_is_heeded(
     async def look(*_: Any) -> bool:
         return False
 
-    monkeypatch.setattr(references, "_is_any_marked", look)
+    monkeypatch.setattr(references, "_is_any_locked", look)
     with pytest.raises(Overloaded):
         await retain(database, blobs)
     assert await listed(database) == {blobs[0]: False, blobs[1]: True}
