@@ -33,7 +33,7 @@ _WARM_UP_ROWS = (1, 2, 15, 16, 17, 48, 63, 64, 65, 80, 1 << 20)
 """On both sides of what kernels distinguish: one row, multiples of 16, few rows and many; and the largest step."""
 
 
-class Runner:
+class GpuRunner:
     """The base model on a GPU, with its paged KV cache and the buffers that steps are described in.
 
     Attributes:

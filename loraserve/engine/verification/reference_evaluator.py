@@ -65,7 +65,7 @@ class _Read:
     """Of the files, which the subject's terms are views of."""
 
 
-class References:
+class ReferenceEvaluator:
     """Makes them, a few at a time. They are evaluated in time that nobody else wants, or, where there is next to none of that, on the caller's thread."""
 
     def __init__(

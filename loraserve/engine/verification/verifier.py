@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,11 +25,13 @@ from cachetools import LRUCache
 from torch import Tensor
 
 from adapters_store import BlobStore
-from loraserve.background import BACKGROUND_NICENESS, lower_thread_priority
+from loraserve.background import BACKGROUND_NICENESS, Throttle, lower_thread_priority
 from loraserve.engine.engine import Engine
 from loraserve.engine.probe import Probe
+from loraserve.engine.scheduled import ScheduledRequest
+from loraserve.engine.step_hooks import StepListener
 from loraserve.engine.verification.comparison import Answers, judge, unanswered
-from loraserve.engine.verification.reference_evaluator import Reference, References, Sequences
+from loraserve.engine.verification.reference_evaluator import Reference, ReferenceEvaluator, Sequences
 from loraserve.engine_client import messages as m
 from loraserve.errors import (
     AdapterCorrupt,
@@ -113,7 +116,7 @@ class _Verification:
         return bool(self.probes) and not self.is_probing
 
 
-class Verifications:
+class Verifier(StepListener):
     """The engine's verifications, a few at a time and the others in line. The step's thread calls everything here, between steps; nothing of it waits."""
 
     def __init__(
@@ -122,16 +125,19 @@ class Verifications:
         base: PlainBase,
         store: BlobStore,
         *,
+        throttle: Throttle | None = None,
         wake: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
+            throttle: pauses evaluations on the processors that steps compute on; None: they compute elsewhere.
             wake: called on another thread when there is something for `poll`.
             clock: monotonic seconds.
         """
         self._engine, self._base, self._wake, self._clock = engine, base, wake, clock
-        self._references = References(base, engine.base, store, wake, engine.throttle)
+        self.throttle = throttle or Throttle.beside_steps(math.inf)
+        self._evaluator = ReferenceEvaluator(base, engine.base, store, wake, self.throttle)
         self._waiting: deque[_Verification] = deque()
         self._active: list[_Verification] = []
         self._evaluating: Future[None] | None = None
@@ -169,8 +175,18 @@ class Verifications:
         for verification in [v for v in (*self._waiting, *self._active) if v.call_id == call_id]:
             self._end(verification)
 
-    def take(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
-        """Take the outputs that are for probes; return the others."""
+    def before_launch(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """Throttle evaluations as the step needs it."""
+        lengths = [entry.num_tokens for entry in scheduled if entry.request.probe is None]
+        is_long = self._engine.pager.num_loading > 0 or any(length > 1 for length in lengths)
+        self.throttle.note(is_serving=bool(lengths), is_long=is_long)
+
+    def on_idle(self) -> None:
+        """Let evaluations go on at once."""
+        self.throttle.note(is_serving=False)
+
+    def take_outputs(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
+        """Take the outputs of probes; return the others."""
         if not self._probes:
             return outputs
         others = []
@@ -212,9 +228,9 @@ class Verifications:
         for verification in [*self._waiting, *self._active]:
             self._end(verification)
         # who rests needn't
-        self._engine.throttle.note(is_serving=False)
+        self.throttle.note(is_serving=False)
         self._executor.shutdown(wait=True, cancel_futures=True)
-        self._references.close()
+        self._evaluator.close()
 
     def _begin(self) -> None:
         """Those that wait are read and evaluated, some together, as soon as the ones before them were."""
@@ -223,7 +239,7 @@ class Verifications:
             return
         if (
             count < MAX_TOGETHER
-            and self._engine.throttle.is_needed
+            and self.throttle.is_needed
             and self._engine.is_serving
             and sum(not v.is_probed for v in self._active) >= MAX_PROBING
         ):
@@ -232,7 +248,7 @@ class Verifications:
         together = [self._waiting.popleft() for _ in range(count)]
         self._active += together
         known = {sequences: answers.plain for sequences, answers in self._known.items()}
-        self._evaluating = self._beside(self._references.make, [v.reference for v in together], known)
+        self._evaluating = self._beside(self._evaluator.make, [v.reference for v in together], known)
 
     # one verification
 
@@ -270,7 +286,7 @@ class Verifications:
             return None
         if v.verdict is None:
             judge_it = partial(self._judge, v, v.reference.evaluation.result())
-            v.verdict = self._beside(self._references.in_idle_time, judge_it)
+            v.verdict = self._beside(self._evaluator.in_idle_time, judge_it)
         if not v.verdict.done():
             return None
         certificate = self._signed(v.verdict.result())

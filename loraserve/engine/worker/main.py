@@ -25,15 +25,16 @@ import zmq
 from loraserve import faults
 from loraserve.config import EngineConfig
 from loraserve.engine.worker.pulse import Pulses
-from loraserve.engine.worker.wakeup import Wakeup
 from loraserve.engine_client import messages as m
-from loraserve.errors import EngineError, InvariantViolation, LoraserveError
+from loraserve.errors import EngineError, LoraserveError
 from loraserve.progress import Progress
 from loraserve.types import AdapterRef
 
 # torch is loaded by `main`, once the process can say that it is being loaded
 if TYPE_CHECKING:
     from loraserve.engine.engine import Engine
+    from loraserve.engine.verification.verifier import Verifier
+    from loraserve.engine.worker.startup import EngineParts
 
 logger = logging.getLogger("loraserve.engine")
 
@@ -45,6 +46,39 @@ _SOON_POLL_MS = 1
 """While an adapter is copied to the device, whose end nobody tells; and once after a step, for what that gave back."""
 
 
+class Wakeup:
+    """End the step thread's wait for messages, from any thread.
+
+    The thread waits for the read end of a pipe beside its sockets. Looking each millisecond instead would cost loaders the
+    interpreter's lock, and a request that waits for its adapter up to a millisecond more.
+    """
+
+    def __init__(self) -> None:
+        self._read_fd, self._write_fd = os.pipe()
+        for fd in (self._read_fd, self._write_fd):
+            os.set_blocking(fd, False)
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable after `ring`."""
+        return self._read_fd
+
+    def ring(self) -> None:
+        """End the wait, or the next one. Takes a microsecond; no-op if the last ring wasn't heard yet."""
+        # full: it has been rung often enough
+        with suppress(BlockingIOError):
+            os.write(self._write_fd, b"\0")
+
+    def clear(self) -> None:
+        """Hear what was rung so far."""
+        with suppress(BlockingIOError):
+            os.read(self._read_fd, 4096)
+
+    def close(self) -> None:
+        """Close the pipe; no thread may ring any more."""
+        os.close(self._read_fd)
+        os.close(self._write_fd)
+
+
 class Worker:
     """Moves messages between the sockets and the engine."""
 
@@ -52,6 +86,7 @@ class Worker:
         self,
         config: EngineConfig,
         engine: Engine,
+        verifier: Verifier,
         inputs: zmq.Socket[bytes],
         outputs: zmq.Socket[bytes],
         wakeup: Wakeup,
@@ -61,9 +96,7 @@ class Worker:
         self._config = config
         self._progress = progress or Progress()
         self._engine = engine
-        if engine.verifications is None:
-            raise InvariantViolation("an engine without verifications was given to the worker")
-        self._verifications = engine.verifications
+        self._verifier = verifier
         self._inputs = inputs
         self._outputs = outputs
         self._wakeup = wakeup
@@ -93,7 +126,7 @@ class Worker:
             else:
                 self._progress.begin("waiting for requests")
                 self._engine.pager.poll()
-            replies = self._verifications.poll()
+            replies = self._verifier.poll()
             self._tell_damages()
             self._answer_warmed()
             for reply in replies:
@@ -124,7 +157,7 @@ class Worker:
             return 0
         if engine.pager.is_copying:
             return _SOON_POLL_MS
-        is_expecting = engine.has_requests or self._warming or self._verifications.is_active
+        is_expecting = engine.has_requests or self._warming or self._verifier.is_active
         return _EXPECTING_POLL_MS if is_expecting else _IDLE_POLL_MS
 
     def _handle(self, message: m.EngineInput) -> None:
@@ -136,9 +169,9 @@ class Worker:
             case m.WarmAdapter(call_id=call_id, adapter=adapter):
                 self._warming[call_id] = adapter
             case m.VerifyAdapter(call_id=call_id, adapter=adapter):
-                self._verifications.start(call_id, adapter)
+                self._verifier.start(call_id, adapter)
             case m.AbortVerification(call_id=call_id):
-                self._verifications.abort(call_id)
+                self._verifier.abort(call_id)
             case m.PinAdapter(call_id=call_id, adapter=adapter, is_pinned=is_pinned):
                 self._engine.pager.set_operator_pin(adapter, is_pinned)
                 if is_pinned:
@@ -215,7 +248,7 @@ def main() -> int:
     outputs.setsockopt(zmq.LINGER, 1000)
     inputs.connect(sys.argv[1])
     outputs.connect(sys.argv[2])
-    engine: Engine | None = None
+    parts: EngineParts | None = None
     wakeup = Wakeup()
     server_pid = int(sys.argv[3])
     pulses = Pulses(context, sys.argv[2], progress, config.heartbeat_s, server_pid)
@@ -226,15 +259,15 @@ def main() -> int:
         progress.begin("importing torch and the kernels")
         from loraserve.engine.worker.startup import build_engine
 
-        engine, ready = build_engine(config, wakeup.ring, progress)
+        parts = build_engine(config, wakeup.ring, progress)
         progress.on_begin = None
-        outputs.send(m.encode_output(ready))
-        Worker(config, engine, inputs, outputs, wakeup, server_pid, progress).run()
+        outputs.send(m.encode_output(parts.ready))
+        Worker(config, parts.engine, parts.verifier, inputs, outputs, wakeup, server_pid, progress).run()
     except LoraserveError as error:
         outputs.send(m.encode_output(m.Fatal(code=error.code, message=error.message, hint=error.hint)))
         return 1
     except Exception as error:
-        if engine is not None:
+        if parts is not None:
             raise
         # the next try would end as this one did
         logger.exception("the engine could not be made while it was %s", progress)
@@ -245,10 +278,8 @@ def main() -> int:
         return 1
     finally:
         pulses.stop()
-        if engine is not None:
-            if engine.verifications is not None:
-                engine.verifications.close()
-            engine.pager.close()
+        if parts is not None:
+            parts.close()
         wakeup.close()
         inputs.close()
         outputs.close()

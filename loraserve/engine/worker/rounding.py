@@ -69,17 +69,13 @@ def measure(config: EngineConfig, *, text: str = PASSAGE) -> RoundingCost:
     device = torch.device("cuda" if config.device == "cuda" and torch.cuda.is_available() else "cpu")
     exact = _plain_logits(OriginalBase(model_dir, device), inputs)
     with tempfile.TemporaryDirectory(prefix="loraserve-rounding-") as folder:
-        engine, _ = build_engine(msgspec.structs.replace(config, store_url=Path(folder).as_uri()))
+        parts = build_engine(msgspec.structs.replace(config, store_url=Path(folder).as_uri()))
         try:
-            if engine.verifications is None:
-                raise InvariantViolation("an engine was built without its base")
-            served = _served_logits(engine, inputs)
-            rounded = _plain_logits(engine.verifications.base, inputs)
+            served = _served_logits(parts.engine, inputs)
+            rounded = _plain_logits(parts.verifier.base, inputs)
         finally:
-            if engine.verifications is not None:
-                engine.verifications.close()
-            engine.pager.close()
-    base = engine.base
+            parts.close()
+    base = parts.engine.base
     return RoundingCost(
         base_id=base.id,
         base_digest=base.digest,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -16,8 +18,9 @@ from loraserve import faults
 from loraserve.background import Throttle
 from loraserve.config import EngineConfig
 from loraserve.engine.engine import Engine
-from loraserve.engine.execution.runner import Runner, StepRunner, kv_block_bytes, view_kv
-from loraserve.engine.verification.verifier import Verifications
+from loraserve.engine.execution.cpu_runner import CpuRunner
+from loraserve.engine.execution.runner import StepRunner, kv_block_bytes, view_kv
+from loraserve.engine.verification.verifier import Verifier
 from loraserve.engine_client import messages as m
 from loraserve.errors import ConfigError
 from loraserve.limits import GIB
@@ -45,9 +48,23 @@ CPU_BUDGET_BYTES = 8 * GIB
 """For KV blocks and adapters on a CPU, where nothing else is said: its memory belongs to others too."""
 
 
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """An engine that is ready to step, and what the worker runs beside it."""
+
+    engine: Engine
+    verifier: Verifier
+    ready: m.Ready
+
+    def close(self) -> None:
+        """End verifications and loads, and their threads."""
+        self.verifier.close()
+        self.engine.pager.close()
+
+
 def build_engine(
     config: EngineConfig, wake: Callable[[], None] = lambda: None, progress: Progress | None = None
-) -> tuple[Engine, m.Ready]:
+) -> EngineParts:
     """Load the base and set memory aside.
 
     Args:
@@ -94,11 +111,9 @@ def build_engine(
         wake=wake,
     )
     is_on_cpu = config.device == "cpu"
-    throttle = Throttle.beside_steps(torch.get_num_threads()) if is_on_cpu else None
-    engine = Engine(
-        config, decoder.spec, runner, pager, overlap=not is_on_cpu, kv=kv, throttle=throttle, progress=progress
-    )
-    engine.verifications = Verifications(engine, decoder, store, wake=wake)
+    throttle = Throttle.beside_steps(torch.get_num_threads() if is_on_cpu else math.inf)
+    engine = Engine(config, decoder.spec, runner, pager, overlap=not is_on_cpu, kv=kv, progress=progress)
+    engine.listener = verifier = Verifier(engine, decoder, store, throttle=throttle, wake=wake)
     ready = m.Ready(
         base=decoder.spec,
         num_kv_blocks=runner.num_blocks,
@@ -110,7 +125,7 @@ def build_engine(
             for format, out_features, in_features, one in chooser().taken()
         ),
     )
-    return engine, ready
+    return EngineParts(engine, verifier, ready)
 
 
 def resolve(config: EngineConfig) -> EngineConfig:
@@ -150,7 +165,7 @@ def _has_triton() -> bool:
     return True
 
 
-def _on_cpu(decoder: Decoder, config: EngineConfig, progress: Progress) -> tuple[Runner, AdapterDevice, BlockPool]:
+def _on_cpu(decoder: Decoder, config: EngineConfig, progress: Progress) -> tuple[CpuRunner, AdapterDevice, BlockPool]:
     division = plan_cpu_memory(
         config.memory_budget_bytes,
         kv_block_bytes(decoder, config.block_size),
@@ -158,7 +173,7 @@ def _on_cpu(decoder: Decoder, config: EngineConfig, progress: Progress) -> tuple
         mmap.PAGESIZE,
     )
     memory = HostMemory(division.num_blocks * division.block_num_bytes)
-    runner = Runner(decoder, view_kv(decoder, memory.data, division.block_num_bytes, config.block_size))
+    runner = CpuRunner(decoder, view_kv(decoder, memory.data, division.block_num_bytes, config.block_size))
     arena = Arena(division.num_pages, division.page_num_bytes)
     held = cpu_adapter_dtype(config.adapter_dtype)
     dtypes = tuple(FILE_DTYPES.values()) if held is None else (held,)
@@ -212,7 +227,7 @@ def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
 def _on_gpu(decoder: Decoder, config: EngineConfig, progress: Progress) -> tuple[StepRunner, AdapterDevice, BlockPool]:
     # Triton is loaded for GPUs alone
     from loraserve.engine.execution import gpu_memory as gpu_budget
-    from loraserve.engine.execution import gpu_runner
+    from loraserve.engine.execution.gpu_runner import GpuRunner
     from loraserve.memory.devices.gpu import GpuDevice, adapter_dtype, divide
 
     progress.begin("measuring the GPU's memory")
@@ -239,4 +254,4 @@ def _on_gpu(decoder: Decoder, config: EngineConfig, progress: Progress) -> tuple
         str(dtype).removeprefix("torch."),
     )
     progress.begin("warming up: compiling kernels and capturing graphs")
-    return gpu_runner.Runner(decoder, config, kv, adapters), adapters, _kv_cache(config, division, arena)
+    return GpuRunner(decoder, config, kv, adapters), adapters, _kv_cache(config, division, arena)

@@ -56,7 +56,7 @@ def make_engine(activated: World):
     engines: list[Engine] = []
 
     def make(**changes: object) -> Engine:
-        engine, _ = build_engine(activated.config(**changes))
+        engine = build_engine(activated.config(**changes)).engine
         engines.append(engine)
         return engine
 

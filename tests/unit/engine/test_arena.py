@@ -26,7 +26,7 @@ def make_engine(world: World) -> Iterator[Callable[..., Engine]]:
     engines: list[Engine] = []
 
     def make(**changes: object) -> Engine:
-        engines.append(build_engine(world.config(max_model_len=96, **changes))[0])
+        engines.append(build_engine(world.config(max_model_len=96, **changes)).engine)
         return engines[-1]
 
     yield make

@@ -12,9 +12,8 @@ import torch
 import zmq
 
 from loraserve.engine.engine import Engine
-from loraserve.engine.worker.main import Worker
+from loraserve.engine.worker.main import Wakeup, Worker
 from loraserve.engine.worker.startup import build_engine
-from loraserve.engine.worker.wakeup import Wakeup
 from loraserve.engine_client.messages import AddRequest
 from loraserve.memory.residency.pager import Residency
 from loraserve.types import FinishReason, RequestId, SamplingParams, TenantId, TokenOutput
@@ -29,7 +28,7 @@ def make_engine(world: World):
     engines: list[Engine] = []
 
     def make(**changes: object) -> Engine:
-        engine, _ = build_engine(world.config(**changes))
+        engine = build_engine(world.config(**changes)).engine
         engines.append(engine)
         return engine
 
@@ -192,14 +191,14 @@ def test_a_step_that_raises_fails_its_culprit_alone(world, make_engine, monkeypa
     for i, prompt in enumerate(prompts(5, seed=14)):
         wanted[add(engine, world, prompt, NAMES[i])] = world.expected(NAMES[i], prompt, 12)
     culprit = add(engine, world, [7, 7, 7, 7, 7])
-    forward = engine._runner.forward
+    forward = engine._pipeline._runner.forward
 
     def fragile(batch):
         if any(entry.request.request_id == culprit for entry in batch.entries):
             raise FloatingPointError("no")
         return forward(batch)
 
-    monkeypatch.setattr(engine._runner, "forward", fragile)
+    monkeypatch.setattr(engine._pipeline._runner, "forward", fragile)
     tokens: dict[RequestId, list[int]] = {}
     failed = []
     while engine.has_requests:
@@ -217,7 +216,7 @@ def test_a_row_that_is_not_finite_fails_alone(world, make_engine, monkeypatch):
     engine = make_engine()
     prompt = prompts(1, seed=15)[0]
     good, bad = add(engine, world, prompt), add(engine, world, [3, 3, 3], "r8")
-    forward = engine._runner.forward
+    forward = engine._pipeline._runner.forward
 
     def poisoned(batch):
         logits = forward(batch).clone()
@@ -226,7 +225,7 @@ def test_a_row_that_is_not_finite_fails_alone(world, make_engine, monkeypatch):
                 logits[start:end, 5] = float("nan")
         return logits
 
-    monkeypatch.setattr(engine._runner, "forward", poisoned)
+    monkeypatch.setattr(engine._pipeline._runner, "forward", poisoned)
     outputs = []
     while engine.has_requests:
         outputs += engine.step()
@@ -289,7 +288,7 @@ def test_a_worker_does_not_spin_while_every_request_waits_for_a_place(world, mak
     add(engine, world, [5, 5, 5], "mixed")
     with zmq.Context() as context, context.socket(zmq.PULL) as inputs, context.socket(zmq.PUSH) as outputs:
         wakeup = Wakeup()
-        worker = Worker(config, engine, inputs, outputs, wakeup, server_pid=os.getppid())
+        worker = Worker(config, engine, engine.listener, inputs, outputs, wakeup, server_pid=os.getppid())
         deadline = time.monotonic() + 10
         while engine.pager.num_loading or not engine.pager._history.size(world.refs["mixed"].digest):
             assert time.monotonic() < deadline

@@ -94,7 +94,7 @@ def test_adapters_rows_beside_the_bases_equal_pefts(tmp_path, options):
         max_num_seqs=4,
         max_num_batched_tokens=24,
     )
-    engine, _ = build_engine(config)
+    engine = build_engine(config).engine
     try:
         outputs: list[TokenOutput] = []
         ids = [

@@ -21,7 +21,7 @@ BLOCK_BYTES = 16 * 3 * 2 * 2 * 16 * 2
 
 def test_pages_that_were_an_adapters_hold_kv_and_the_other_way_round(world: World) -> None:
     budget = 18 * BLOCK_BYTES
-    engine, ready = build_engine(
+    parts = build_engine(
         world.config(
             device="cuda",
             dtype="float16",
@@ -31,6 +31,7 @@ def test_pages_that_were_an_adapters_hold_kv_and_the_other_way_round(world: Worl
             memory_budget_bytes=budget,
         )
     )
+    engine, ready = parts.engine, parts.ready
     kv, pool, division = engine._kv, engine.pager._pool, divide(engine.base, budget, BLOCK_BYTES, 3)
     assert isinstance(pool.device, GpuDevice)
     assert ready.num_kv_blocks == kv.num_blocks == division.num_blocks

@@ -29,7 +29,7 @@ def make_gpu_engine(world: World):
     engines = []
 
     def make(**changes: object):
-        engine, _ = build_engine(world.config(**{**GPU, **changes}))
+        engine = build_engine(world.config(**{**GPU, **changes})).engine
         engines.append(engine)
         return engine
 
@@ -120,7 +120,7 @@ def test_an_adapter_that_is_not_finite_fails_alone(world, make_gpu_engine):
     bad, base = add(engine, world, [1, 2, 3], "r8", max_tokens=2), add(engine, world, [1, 2, 3], None, max_tokens=2)
     while engine.pager.request(world.refs["r8"]) is not Residency.RESIDENT:
         engine.pager.poll()
-    engine._runner._adapters.pool.data.view(torch.float16).fill_(float("nan"))
+    engine._pipeline._runner._adapters.pool.data.view(torch.float16).fill_(float("nan"))
     outputs: list[TokenOutput] = []
     while engine.has_requests:
         outputs += engine.step()
@@ -131,7 +131,7 @@ def test_an_adapter_that_is_not_finite_fails_alone(world, make_gpu_engine):
 
 def test_warming_up_leaves_the_cache_as_it_is(world, make_gpu_engine):
     engine = make_gpu_engine(max_num_seqs=2)
-    runner = engine._runner
+    runner = engine._pipeline._runner
     for layer in (*runner._kv.k, *runner._kv.v):
         layer.fill_(3.0)
     runner.warm_up((3,))
@@ -141,12 +141,12 @@ def test_warming_up_leaves_the_cache_as_it_is(world, make_gpu_engine):
 def test_a_device_that_fails_ends_the_process_and_no_request(world, make_gpu_engine, monkeypatch):
     engine = make_gpu_engine(max_num_seqs=2)
     launched = []
-    monkeypatch.setattr(engine._runner._adapters, "step_launched", lambda: launched.append(1))
+    monkeypatch.setattr(engine._pipeline._runner._adapters, "step_launched", lambda: launched.append(1))
 
     def fail(*_):
         raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
 
-    monkeypatch.setattr(engine._runner, "_launch", fail)
+    monkeypatch.setattr(engine._pipeline._runner, "_launch", fail)
     add(engine, world, [1, 2, 3])
     with pytest.raises(DeviceLost):
         engine.step()

@@ -22,9 +22,9 @@ def make_engine(world: World):
 
     def make(overlap: bool, **changes: object) -> Engine:
         config = world.config(**changes)
-        plain, _ = build_engine(config)
+        plain = build_engine(config).engine
         engines.append(plain)
-        return Engine(config, plain.base, plain._runner, plain.pager, overlap=overlap)
+        return Engine(config, plain.base, plain._pipeline._runner, plain.pager, overlap=overlap)
 
     yield make
     for engine in engines:

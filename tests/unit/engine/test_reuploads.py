@@ -67,7 +67,7 @@ def answer(engine: Engine, ref: AdapterRef, number: int) -> list[int]:
 
 
 def answers_of(world: World, versions: list[tuple[AdapterRef, list[int]]]) -> list[list[int]]:
-    engine, _ = build_engine(world.config())
+    engine = build_engine(world.config()).engine
     try:
         return [answer(engine, ref, number) for number, (ref, _) in enumerate([*versions, versions[0]])]
     finally:

@@ -25,7 +25,7 @@ from loraserve.engine.execution.batch import Batch
 from loraserve.engine.scheduling import scheduler as scheduler_module
 from loraserve.engine.scheduling.step import MIN_PROBE_ROWS
 from loraserve.engine.verification import reference_evaluator as references
-from loraserve.engine.verification.verifier import MAX_PROBING, MAX_TOGETHER, Verifications
+from loraserve.engine.verification.verifier import MAX_PROBING, MAX_TOGETHER, Verifier
 from loraserve.engine.worker.startup import build_engine
 from loraserve.engine_client.messages import VerifyReply
 from loraserve.limits import LIMITS
@@ -69,9 +69,9 @@ def of_another_base(tensors: Tensors) -> None:
     tensors.update({key: tensor[:, :-1].contiguous() for key, tensor in tensors.items() if "lora_A" in key})
 
 
-def verifications(engine: Engine) -> Verifications:
-    assert engine.verifications is not None
-    return engine.verifications
+def verifier_of(engine: Engine) -> Verifier:
+    assert isinstance(engine.listener, Verifier)
+    return engine.listener
 
 
 @pytest.fixture
@@ -79,13 +79,13 @@ def make_engine(world: World) -> Iterator[Callable[..., Engine]]:
     engines: list[Engine] = []
 
     def make(**changes: object) -> Engine:
-        engine, _ = build_engine(world.config(**changes))
+        engine = build_engine(world.config(**changes)).engine
         engines.append(engine)
         return engine
 
     yield make
     for engine in engines:
-        verifications(engine).close()
+        verifier_of(engine).close()
         engine.pager.close()
 
 
@@ -106,9 +106,9 @@ def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[Subject]]:
 @pytest.fixture(scope="module")
 def engine(world: World) -> Iterator[Engine]:
     """One for tests that leave it as they found it."""
-    engine, _ = build_engine(world.config())
+    engine = build_engine(world.config()).engine
     yield engine
-    verifications(engine).close()
+    verifier_of(engine).close()
     engine.pager.close()
 
 
@@ -117,7 +117,7 @@ def replies(
 ) -> list[VerifyReply]:
     """The answers to these, in their order; nothing is held afterwards."""
     for call_id, ref in enumerate(refs):
-        verifications(engine).start(call_id, ref)
+        verifier_of(engine).start(call_id, ref)
     got: dict[int, VerifyReply] = {}
     deadline = time.monotonic() + 120
     while len(got) < len(refs):
@@ -127,7 +127,7 @@ def replies(
         else:
             engine.pager.poll()
             time.sleep(0.001)
-        got |= {reply.call_id: reply for reply in verifications(engine).poll()}
+        got |= {reply.call_id: reply for reply in verifier_of(engine).poll()}
     assert engine.check() == []
     return [got[call_id] for call_id in range(len(refs))]
 
@@ -362,8 +362,8 @@ def test_probes_meet_the_base_and_other_adapters(
 ) -> None:
     engine = make_engine()
     batches: list[Batch] = []
-    launch = engine._runner.launch
-    monkeypatch.setattr(engine._runner, "launch", lambda batch: (batches.append(batch), launch(batch))[1])
+    launch = engine._pipeline._runner.launch
+    monkeypatch.setattr(engine._pipeline._runner, "launch", lambda batch: (batches.append(batch), launch(batch))[1])
     certificate(engine, world.refs["rs"])
     assert [sum(entry.num_tokens for entry in batch.entries) for batch in batches[:1]] == [10 + 14]
     assert len(batches[0].adapters) == 1
@@ -404,7 +404,7 @@ def test_requests_are_company_for_those_of_their_kind(
     add(engine, world, PROMPT, other, max_tokens=100)
     while not engine.is_serving:
         engine.step()
-    launch = engine._runner.launch
+    launch = engine._pipeline._runner.launch
 
     def note(batch: Batch) -> object:
         for entry in batch.entries:
@@ -413,7 +413,7 @@ def test_requests_are_company_for_those_of_their_kind(
                 seen.add("base" if adapter is None else "own" if adapter.digest == world.refs["r8"].digest else "other")
         return launch(batch)
 
-    monkeypatch.setattr(engine._runner, "launch", note)
+    monkeypatch.setattr(engine._pipeline._runner, "launch", note)
     assert certificate(engine, world.refs["r8"]).verdict == "passed"
     assert seen == expected
     run(engine)
@@ -445,8 +445,8 @@ def test_running_requests_go_on_and_say_the_same(world: World, make_engine: Call
 
 def test_overlapped_steps_do_the_same(world: World, make_engine: Callable[..., Engine]) -> None:
     plain = make_engine()
-    engine = Engine(world.config(), plain.base, plain._runner, plain.pager, overlap=True)
-    engine.verifications = Verifications(engine, plain._runner._decoder, open_store(world.store_url))  # type: ignore[attr-defined]
+    engine = Engine(world.config(), plain.base, plain._pipeline._runner, plain.pager, overlap=True)
+    engine.listener = Verifier(engine, plain._pipeline._runner._decoder, open_store(world.store_url))  # type: ignore[attr-defined]
     request = add(engine, world, PROMPT, "mixed", max_tokens=40)
     tokens: list[int] = []
     found = replies(
@@ -454,7 +454,7 @@ def test_overlapped_steps_do_the_same(world: World, make_engine: Callable[..., E
         world.refs["r8"],
         on_step=lambda outputs: tokens.extend(token for output in outputs for token in output.token_ids),
     )
-    engine.verifications.close()
+    engine.listener.close()
     assert found[0].certificate is not None
     assert found[0].certificate.verdict == "passed"
     tokens += run(engine).get(request, [])
@@ -488,17 +488,17 @@ def test_memory_and_places_for_few_suffice(world: World, make_engine: Callable[.
 def test_verification_that_nobody_waits_for_holds_nothing(world: World, make_engine: Callable[..., Engine]) -> None:
     engine = make_engine()
     for stop_after in range(6):
-        verifications(engine).start(stop_after, world.refs["r8"])
-        verifications(engine).start(100, world.refs["rs"])
+        verifier_of(engine).start(stop_after, world.refs["r8"])
+        verifier_of(engine).start(100, world.refs["rs"])
         for _ in range(stop_after):
-            verifications(engine).poll()
+            verifier_of(engine).poll()
             time.sleep(0.02)
             engine.step()
-        verifications(engine).abort(stop_after)
-        verifications(engine).abort(100)
-        assert not verifications(engine).is_active
+        verifier_of(engine).abort(stop_after)
+        verifier_of(engine).abort(100)
+        assert not verifier_of(engine).is_active
         assert not engine.has_requests
-        assert verifications(engine).poll() == []
+        assert verifier_of(engine).poll() == []
         assert (engine.stats().num_kv_blocks_used, engine.stats().num_pins) == (0, 0)
 
 
@@ -512,7 +512,7 @@ def test_those_that_wait_are_evaluated_together_and_probed_a_few_at_a_time(
 
     def note(_: object) -> None:
         nonlocal most
-        most = max(most, sum(v.is_probing for v in verifications(engine)._active))
+        most = max(most, sum(v.is_probing for v in verifier_of(engine)._active))
 
     found = replies(engine, *refs, on_step=note)
     assert [reply.certificate.verdict for reply in found if reply.certificate] == ["passed"] * len(refs)
@@ -534,21 +534,21 @@ def test_beside_requests_those_that_come_meanwhile_are_evaluated_together(
     refs = [edited(world, "r8", scaled(1 + 0.01 * i)) for i in range(MAX_PROBING + 3)]
     waiting, got = list(enumerate(refs[MAX_PROBING:], MAX_PROBING)), list[VerifyReply]()
     for call_id, ref in enumerate(refs[:MAX_PROBING]):
-        verifications(engine).start(call_id, ref)
-    monkeypatch.setattr(engine.throttle, "is_needed", True)
-    monkeypatch.setattr(engine.throttle, "_pause", lambda _: 0.0)
+        verifier_of(engine).start(call_id, ref)
+    monkeypatch.setattr(verifier_of(engine).throttle, "is_needed", True)
+    monkeypatch.setattr(verifier_of(engine).throttle, "_pause", lambda _: 0.0)
     deadline = time.monotonic() + 60
     while len(got) < len(refs) and time.monotonic() < deadline:
-        active, evaluating = verifications(engine)._active, verifications(engine)._evaluating
+        active, evaluating = verifier_of(engine)._active, verifier_of(engine)._evaluating
         if waiting and evaluating is not None and not evaluating.done():
             # the first ones' probes aren't over before their evaluation is
             time.sleep(0.002)
         elif waiting and sum(v.is_probing for v in active) == MAX_PROBING:
             # one at a time, and each is seen
-            verifications(engine).start(*waiting.pop())
+            verifier_of(engine).start(*waiting.pop())
         else:
             engine.step()
-        got += verifications(engine).poll()
+        got += verifier_of(engine).poll()
     assert [reply.certificate.verdict for reply in got if reply.certificate] == ["passed"] * len(refs)
     assert len(evaluated[-1]) == 3
     if engine.has_requests:
@@ -558,8 +558,8 @@ def test_beside_requests_those_that_come_meanwhile_are_evaluated_together(
 def test_too_many_are_refused(world: World, make_engine: Callable[..., Engine]) -> None:
     engine = make_engine()
     for call_id in range(LIMITS.max_verifications + 1):
-        verifications(engine).start(call_id, world.refs["r8"])
-    (refused,) = verifications(engine).poll()
+        verifier_of(engine).start(call_id, world.refs["r8"])
+    (refused,) = verifier_of(engine).poll()
     assert (refused.call_id, refused.error_code, refused.is_permanent) == (64, "overloaded", False)
 
 

@@ -11,9 +11,8 @@ import pytest
 import zmq
 
 from loraserve.engine.worker import main as worker_module
-from loraserve.engine.worker.main import Worker
+from loraserve.engine.worker.main import Wakeup, Worker
 from loraserve.engine.worker.startup import build_engine
-from loraserve.engine.worker.wakeup import Wakeup
 from loraserve.engine_client import messages as m
 from loraserve.types import EngineStats, FinishReason, RequestId, SamplingParams, TenantId
 
@@ -92,7 +91,7 @@ def test_step_thread_waits_for_loads_and_certificates_without_looking(
 def with_worker(world: World, message: m.EngineInput, is_answer: Callable[[m.EngineOutput], bool]) -> None:
     """A worker on a thread is sent the message, and answers it."""
     wakeup, context = Wakeup(), zmq.Context()
-    engine, _ = build_engine(world.config(), wakeup.ring)
+    parts = build_engine(world.config(), wakeup.ring)
     inputs, outputs = context.socket(zmq.PUSH), context.socket(zmq.PULL)
     inputs.bind("inproc://inputs")
     outputs.bind("inproc://outputs")
@@ -101,7 +100,7 @@ def with_worker(world: World, message: m.EngineInput, is_answer: Callable[[m.Eng
         ends = context.socket(zmq.PULL), context.socket(zmq.PUSH)
         ends[0].connect("inproc://inputs")
         ends[1].connect("inproc://outputs")
-        Worker(world.config(), engine, *ends, wakeup, server_pid=os.getppid()).run()
+        Worker(world.config(), parts.engine, parts.verifier, *ends, wakeup, server_pid=os.getppid()).run()
         for end in ends:
             end.close(0)
 
@@ -116,9 +115,7 @@ def with_worker(world: World, message: m.EngineInput, is_answer: Callable[[m.Eng
     finally:
         inputs.send(m.encode_input(m.Shutdown()))
         thread.join(30)
-        assert engine.verifications is not None
-        engine.verifications.close()
-        engine.pager.close()
+        parts.close()
         wakeup.close()
         for socket in (inputs, outputs):
             socket.close(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -14,9 +15,10 @@ import torch
 
 from adapters_store import open_store
 from loraserve import background
+from loraserve.background import Throttle
 from loraserve.engine.engine import Engine
 from loraserve.engine.verification import reference_evaluator as module
-from loraserve.engine.verification.reference_evaluator import Reference, References
+from loraserve.engine.verification.reference_evaluator import Reference, ReferenceEvaluator
 from loraserve.engine.worker.startup import build_engine
 from loraserve.errors import AdapterCorrupt
 from loraserve.model.reference_model import Evaluation, PlainBase, Stopped, Subject
@@ -29,15 +31,18 @@ NAMES = ("r1", "r8", "rs", "mixed")
 
 @pytest.fixture(scope="module")
 def engine(world: World) -> Iterator[Engine]:
-    engine, _ = build_engine(world.config())
-    yield engine
-    assert engine.verifications is not None
-    engine.verifications.close()
-    engine.pager.close()
+    parts = build_engine(world.config())
+    yield parts.engine
+    parts.close()
 
 
 @pytest.fixture
-def pauses(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def throttle() -> Throttle:
+    return Throttle.beside_steps(math.inf)
+
+
+@pytest.fixture
+def pauses(throttle: Throttle, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the threads of all pauses, by the start of their names; no pause takes time."""
     threads: list[str] = []
 
@@ -46,14 +51,16 @@ def pauses(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return 0.0
 
     monkeypatch.setattr(background, "MIN_WORK_S", -1.0)
-    monkeypatch.setattr(engine.throttle, "is_needed", True)
-    monkeypatch.setattr(engine.throttle, "_pause", note)
+    monkeypatch.setattr(throttle, "is_needed", True)
+    monkeypatch.setattr(throttle, "_pause", note)
     return threads
 
 
 @pytest.fixture
-def references(world: World, engine: Engine) -> Iterator[References]:
-    made = References(engine._runner._decoder, engine.base, open_store(world.store_url), lambda: None, engine.throttle)  # type: ignore[attr-defined]
+def evaluator(world: World, engine: Engine, throttle: Throttle) -> Iterator[ReferenceEvaluator]:
+    made = ReferenceEvaluator(
+        engine._pipeline._runner._decoder, engine.base, open_store(world.store_url), lambda: None, throttle
+    )  # type: ignore[attr-defined]
     yield made
     made.close()
 
@@ -72,28 +79,28 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return seen
 
 
-def make(references: References, world: World, names: Sequence[str] = NAMES) -> dict[str, Reference]:
+def make(evaluator: ReferenceEvaluator, world: World, names: Sequence[str] = NAMES) -> dict[str, Reference]:
     made = {name: Reference(world.refs[name]) for name in names}
-    references.make([*made.values()], {})
+    evaluator.make([*made.values()], {})
     return made
 
 
 def test_those_together_take_one_pass_and_get_what_each_gets_alone(
-    references: References, world: World, passes: list[tuple[int, int]]
+    evaluator: ReferenceEvaluator, world: World, passes: list[tuple[int, int]]
 ) -> None:
-    together = make(references, world)
+    together = make(evaluator, world)
     assert [count for count, _ in passes] == [4]
     for name, reference in together.items():
-        alone = make(references, world, [name])[name].evaluation.result()
+        alone = make(evaluator, world, [name])[name].evaluation.result()
         found = reference.evaluation.result()
         for own, other in zip((*found.base, *found.adapted), (*alone.base, *alone.adapted), strict=True):
             torch.testing.assert_close(own, other, atol=1e-5, rtol=0)
 
 
-def test_one_that_cannot_be_read_is_the_only_one_without(references: References, world: World) -> None:
+def test_one_that_cannot_be_read_is_the_only_one_without(evaluator: ReferenceEvaluator, world: World) -> None:
     gone = msgspec.structs.replace(world.refs["rs"], weights_blob=Digest("0" * 64))
     made = [Reference(world.refs["r8"]), Reference(gone), Reference(world.refs["r1"])]
-    references.make(made, {})
+    evaluator.make(made, {})
     with pytest.raises(AdapterCorrupt):
         made[1].sequences.result(0)
     assert not made[1].evaluation.done()
@@ -101,7 +108,7 @@ def test_one_that_cannot_be_read_is_the_only_one_without(references: References,
 
 
 def test_one_that_cannot_be_evaluated_is_the_only_one_without(
-    references: References, world: World, monkeypatch: pytest.MonkeyPatch
+    evaluator: ReferenceEvaluator, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     evaluate = module.evaluate
 
@@ -111,42 +118,42 @@ def test_one_that_cannot_be_evaluated_is_the_only_one_without(
         return evaluate(base, subjects, **options)
 
     monkeypatch.setattr(module, "evaluate", failing)
-    made = make(references, world)
+    made = make(evaluator, world)
     assert [name for name in NAMES if made[name].evaluation.exception(0) is not None] == ["r8"]
 
 
 def test_large_ones_are_read_and_evaluated_one_by_one(
-    references: References, world: World, passes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    evaluator: ReferenceEvaluator, world: World, passes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_HELD_BYTES", 0)
-    assert all(reference.evaluation.done() for reference in make(references, world).values())
+    assert all(reference.evaluation.done() for reference in make(evaluator, world).values())
     assert [count for count, _ in passes] == [1, 1, 1, 1]
 
 
 def test_what_nobody_wants_is_neither_read_nor_evaluated(
-    references: References, world: World, passes: list[tuple[int, int]]
+    evaluator: ReferenceEvaluator, world: World, passes: list[tuple[int, int]]
 ) -> None:
     made = [Reference(world.refs[name]) for name in NAMES]
     made[0].is_wanted = made[2].is_wanted = False
-    references.make(made, {})
+    evaluator.make(made, {})
     assert [reference.sequences.done() for reference in made] == [False, True, False, True]
     assert [count for count, _ in passes] == [2]
 
 
-def test_evaluation_ends_when_the_last_one_who_wanted_it_is_gone(references: References, world: World) -> None:
+def test_evaluation_ends_when_the_last_one_who_wanted_it_is_gone(evaluator: ReferenceEvaluator, world: World) -> None:
     made = Reference(world.refs["r8"])
-    references._when_read = lambda: setattr(made, "is_wanted", False)
-    references.make([made], {})
+    evaluator._when_read = lambda: setattr(made, "is_wanted", False)
+    evaluator.make([made], {})
     assert isinstance(made.evaluation.exception(0), Stopped)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux alone")
 def test_thread_that_gets_no_time_hands_over_to_one_that_gets_a_little(
-    references: References, world: World, passes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    evaluator: ReferenceEvaluator, world: World, passes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "STARVED_AFTER_S", 0.0)
     monkeypatch.setattr(module, "STARVED_SHARE", 1e9)
-    made = make(references, world, ["r8"])["r8"]
+    made = make(evaluator, world, ["r8"])["r8"]
     assert made.evaluation.result(0).adapted
     (_, starved), (_, other) = passes
     assert starved != other == threading.get_native_id()
@@ -154,42 +161,44 @@ def test_thread_that_gets_no_time_hands_over_to_one_that_gets_a_little(
 
 
 def test_what_takes_a_moment_is_done_in_idle_time_or_else_at_once(
-    references: References, monkeypatch: pytest.MonkeyPatch
+    evaluator: ReferenceEvaluator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert references.in_idle_time(threading.get_native_id) != threading.get_native_id()
+    assert evaluator.in_idle_time(threading.get_native_id) != threading.get_native_id()
     gate = threading.Event()
-    evaluating = references._idle.submit(gate.wait, 30)
-    assert references.in_idle_time(threading.get_native_id) != threading.get_native_id()
-    busy = references._briefly_idle.submit(gate.wait, 30)
+    evaluating = evaluator._idle.submit(gate.wait, 30)
+    assert evaluator.in_idle_time(threading.get_native_id) != threading.get_native_id()
+    busy = evaluator._briefly_idle.submit(gate.wait, 30)
     monkeypatch.setattr(module, "STARVED_AFTER_S", 0.01)
-    assert references.in_idle_time(threading.get_native_id) == threading.get_native_id()
+    assert evaluator.in_idle_time(threading.get_native_id) == threading.get_native_id()
     gate.set()
     assert busy.result(10)
     assert evaluating.result(10)
     with pytest.raises(ZeroDivisionError):
-        references.in_idle_time(lambda: 1 // 0)
+        evaluator.in_idle_time(lambda: 1 // 0)
 
 
-def test_everything_is_throttled(references: References, engine: Engine, world: World, pauses: list[str]) -> None:
+def test_everything_is_throttled(
+    evaluator: ReferenceEvaluator, engine: Engine, world: World, pauses: list[str]
+) -> None:
     """Evaluations between their products, readings and verdicts between one and the next; each on its own thread."""
-    make(references, world, ["r8", "r1"])
+    make(evaluator, world, ["r8", "r1"])
     assert pauses.count(threading.current_thread().name) == 2 + 1
     assert pauses.count("evaluation") == world_products(engine)
-    references.in_idle_time(lambda: None)
+    evaluator.in_idle_time(lambda: None)
     assert pauses[-1] == "verdict"
 
 
 def test_evaluation_is_not_throttled_without_end(
-    references: References, world: World, pauses: list[str], monkeypatch: pytest.MonkeyPatch
+    evaluator: ReferenceEvaluator, world: World, pauses: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_THROTTLED_S", 0.0)
-    make(references, world, ["r8"])
+    make(evaluator, world, ["r8"])
     assert "evaluation" not in pauses
 
 
 def world_products(engine: Engine) -> int:
     """Of the base's weights in one pass: q, k and v, o, gate and up, and down of each layer, and the head."""
-    return 4 * engine._runner._decoder.config.num_layers + 1  # type: ignore[attr-defined]
+    return 4 * engine._pipeline._runner._decoder.config.num_layers + 1  # type: ignore[attr-defined]
 
 
 def test_pauses_are_no_starvation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,10 +213,10 @@ def test_pauses_are_no_starvation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert share.is_starved()
 
 
-def test_nobody_waits_for_what_never_comes(references: References, world: World) -> None:
+def test_nobody_waits_for_what_never_comes(evaluator: ReferenceEvaluator, world: World) -> None:
     made = [Reference(world.refs[name]) for name in NAMES]
-    references._when_read = lambda: 1 / 0
-    references.make(made, {})
+    evaluator._when_read = lambda: 1 / 0
+    evaluator.make(made, {})
     assert all(reference.sequences.done() and reference.evaluation.done() for reference in made)
 
 

@@ -1,0 +1,63 @@
+"""The base model on a CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from loraserve.engine.execution.batch import Batch, Resident
+from loraserve.engine.execution.runner import FinishedStep
+from loraserve.engine.execution.sampler import Sampler, has_penalties
+from loraserve.engine.request import Request
+from loraserve.errors import InvariantViolation
+from loraserve.model.decoder import Decoder
+from loraserve.model.inputs import KVTensors, ModelInputs
+from loraserve_kernels.common.plan import make_plan
+from loraserve_kernels.cpu.lora.layout import PackedAdapter
+
+
+class CpuRunner:
+    """Compute steps on a CPU, each one while it is launched."""
+
+    def __init__(self, decoder: Decoder, kv: KVTensors) -> None:
+        self._decoder, self._kv = decoder, kv
+        self.num_blocks = kv.k[0].shape[0]
+        self._sampler = Sampler(decoder.spec.eos_token_ids)
+        # sampled by the step before: the next one may be launched without knowing them
+        self._token_ids: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
+
+    def launch(self, batch: Batch) -> FinishedStep:
+        """Compute the step, and return it finished."""
+        if len(batch.feeds.rows):
+            batch.token_ids[batch.feeds.rows] = self._token_ids[batch.feeds.previous_entries]
+        results = self._sampler.sample(self.forward(batch), batch)
+        # a row that sampled nothing feeds no other, or one whose result is dropped
+        self._token_ids = np.array([result.token_id or 0 for result in results], dtype=np.int64)
+        return FinishedStep(results)
+
+    def needs_results_first(self, request: Request) -> bool:
+        """Return whether the host must know all of the request's tokens before the next one can be chosen."""
+        return has_penalties(request.params) or request.probe is not None
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Compute the batch's rows, write their KV, and return [num_logits, vocab_size] float32."""
+        inputs = ModelInputs(
+            token_ids=torch.from_numpy(batch.token_ids),
+            positions=torch.from_numpy(batch.positions),
+            slot_mapping=torch.from_numpy(batch.slots),
+            query_starts=batch.query_starts,
+            context_lens=batch.context_lens,
+            block_tables=torch.from_numpy(batch.block_tables),
+            logits_rows=torch.from_numpy(batch.logits_rows),
+            lora=make_plan([_packed(*segment) for segment in batch.adapters], len(batch.token_ids)),
+        )
+        with torch.inference_mode():
+            return self._decoder.forward(inputs, self._kv)
+
+
+def _packed(adapter: Resident, row_start: int, row_end: int) -> tuple[PackedAdapter, int, int]:
+    if not isinstance(adapter, PackedAdapter):
+        raise InvariantViolation(f"the adapter of rows {row_start}:{row_end} is not in this device's memory")
+    return adapter, row_start, row_end
