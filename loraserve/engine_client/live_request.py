@@ -1,4 +1,4 @@
-"""A request that the server waits for, whatever becomes of the engine process meanwhile."""
+"""A request between admission and its end; it outlives the engine process."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import math
 import time
 from dataclasses import dataclass, field
 
-from loraserve.engine_client.messages import GenerateRequest
+from loraserve.engine_client.messages import AddRequest, GenerateRequest
 from loraserve.engine_client.output import merge
 from loraserve.engine_client.timeouts import TIMEOUT, timeout_error
 from loraserve.errors import LoraserveError, error_from_code
 from loraserve.types import FinishReason, TokenOutput
 
 _NUM_STEPS_IN_FLIGHT = 2
-"""An engine may launch a step before it has sent the results of the one before: a request's step is known to have gone well once the token after its own is there."""
+"""Outputs after which a step of the present engine went well: it may launch one before it sends the results of another."""
 TIMEOUT_GRACE_S = 2.0
-"""The engine looks at the clock between steps: for so long it is waited for beyond a request's own time."""
+"""Seconds beyond a request's own timeout that its end is left to the engine, which looks at the clock between steps."""
 
 
 @dataclass(slots=True, eq=False)
@@ -24,30 +24,49 @@ class LiveRequest:
     """A request between admission and its end, as the server sees it. Its tokens outlive any engine process.
 
     Attributes:
-        deadline_s: when its own time is over, by `time.monotonic`; infinite where it named none.
+        deadline_s: end of its own timeout, by `time.monotonic`; infinite if it has none.
+        outputs: received and not yet read.
+        is_sent: whether the present engine has it.
+        num_crashes: consecutive engine deaths while it was in flight, without a token in between.
+        num_outputs_since_sent: outputs of the present engine.
+        has_progressed: set once a step of the present engine was certainly computed for it, or it is over.
+        has_begun: whether its first output has come, of any engine.
+        is_finished: whether the engine sent its last token; its reader may be behind.
     """
 
     request: GenerateRequest
     deadline_s: float = math.inf
     output_token_ids: list[int] = field(default_factory=list)
     outputs: list[TokenOutput] = field(default_factory=list)
-    """Received and not yet read."""
     error: LoraserveError | None = None
     has_news: asyncio.Event = field(default_factory=asyncio.Event)
     is_sent: bool = False
-    """Whether the present engine process has it."""
     num_crashes: int = 0
-    """Engine deaths in a row that it was in flight at, without a token in between."""
     num_outputs_since_sent: int = 0
-    """Of the present engine process."""
     has_progressed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Whether a step of the present engine process was computed for it, for certain; or nobody waits for it any more."""
     has_begun: bool = False
-    """Whether its first output has come, of any engine process."""
     is_finished: bool = False
-    """Whether the engine sent its last token; its reader may be behind."""
+
+    def begin_sending(self) -> AddRequest:
+        """Return the message that starts this request in a new engine, or goes on with what an earlier one began."""
+        self.is_sent = True
+        self.num_outputs_since_sent = 0
+        request = self.request
+        return AddRequest(
+            request_id=request.request_id,
+            tenant=request.tenant,
+            adapter=request.adapter,
+            prompt_token_ids=request.prompt_token_ids,
+            params=request.params,
+            output_token_ids=tuple(self.output_token_ids),
+            priority=request.priority,
+            weight=request.weight,
+            kv_share=request.kv_share,
+            timeout_s=self.remaining_s(time.monotonic()),
+        )
 
     def receive(self, output: TokenOutput) -> None:
+        """Take an output of the present engine."""
         self.output_token_ids.extend(output.token_ids)
         self.outputs.append(output)
         self.is_finished = output.finish_reason is not None
@@ -59,22 +78,23 @@ class LiveRequest:
         self.has_news.set()
 
     def fail(self, error: LoraserveError) -> None:
+        """End the request with an error."""
         self.error = error
         self.has_progressed.set()
         self.has_news.set()
 
     def remaining_s(self, now_s: float) -> float | None:
-        """What is left of its own time; None where it named none."""
+        """Return the seconds left of its own timeout; None if it has none."""
         return None if math.isinf(self.deadline_s) else max(0.0, self.deadline_s - now_s)
 
     async def next(self, max_wait_s: float | None = None) -> TokenOutput:
-        """Return everything that came since the last call, as one output; raise what ended it otherwise.
+        """Return everything that came since the last call, as one output; raise the error that ended it otherwise.
 
-        The engine ends it when its own time is over. Where that doesn't come, since the engine hangs or is being replaced, this does, a little later.
+        The engine ends a request whose own timeout is over. If it hangs or is being replaced, this does, a little later.
 
         Raises:
-            TimeoutError: nothing came for so long.
-            DeadlineExceeded: its own time is over, and there is no token.
+            TimeoutError: nothing came within `max_wait_s`.
+            DeadlineExceeded: its own timeout is over, and there is no token.
         """
         remaining_s = self.remaining_s(time.monotonic())
         patience_s = None if remaining_s is None else remaining_s + TIMEOUT_GRACE_S

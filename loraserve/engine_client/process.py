@@ -22,7 +22,6 @@ import zmq.asyncio
 from loraserve.config import EngineConfig
 from loraserve.engine_client import messages as m
 from loraserve.engine_client.stacks import dump_stacks, innermost, state_of
-from loraserve.engine_client.vitals import Vitals
 from loraserve.errors import EngineDied, LoraserveError, error_from_code
 
 logger = logging.getLogger(__name__)
@@ -36,6 +35,8 @@ _ENVIRONMENT = {
 }
 """Of the engine's process, where the server's own says nothing else."""
 
+KILL_PATIENCE_S = 10.0
+"""Seconds that a killed process may take to end; in an uninterruptible wait for a disk or a device it takes longer."""
 _MAX_TICK_S = 0.25
 _TICKS_PER_TIMEOUT = 8
 _TELL_EVERY_S = 5.0
@@ -45,6 +46,48 @@ _HINT = (
     "If it hangs in a kernel again, try another --quantize or --dtype; if the machine is only slow, raise"
     " --engine-hang-timeout."
 )
+
+
+class Vitals:
+    """Count the seconds for which an engine process has made no progress, in the watcher's own ticks.
+
+    Only time in which the watcher itself ran counts: of what passes between two ticks, no more than `max_tick_s`. After a
+    suspended machine, a frozen container or a blocked event loop the engine has had no chance to speak either.
+
+    Attributes:
+        quiet_s: seconds since the last progress: a message of the working thread, or a pulse whose count of moves has grown.
+        has_spoken: whether there ever was a message.
+        what: the engine's current work, by the last pulse.
+        doing: the same with how far it is.
+    """
+
+    def __init__(self, max_tick_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.quiet_s = 0.0
+        self.has_spoken = False
+        self.what = self.doing = "starting its process"
+        self._max_tick_s, self._clock = max_tick_s, clock
+        self._num_moves = -1
+        self._last_tick_s = clock()
+
+    def tick(self) -> None:
+        """Add the time since the last tick, up to `max_tick_s`."""
+        now = self._clock()
+        passed_s = min(now - self._last_tick_s, self._max_tick_s)
+        self._last_tick_s = now
+        self.quiet_s += passed_s
+
+    def note_pulse(self, num_moves: int, what: str, doing: str) -> None:
+        """Note a pulse: the process runs, and made progress if the count of moves has grown."""
+        self.has_spoken = True
+        self.what, self.doing = what, doing
+        if num_moves != self._num_moves:
+            self._num_moves = num_moves
+            self.quiet_s = 0.0
+
+    def note_message(self) -> None:
+        """Note a message of the working thread."""
+        self.has_spoken = True
+        self.quiet_s = 0.0
 
 
 class EngineProcess:
@@ -181,7 +224,7 @@ class EngineProcess:
                 await asyncio.wait_for(self._process.wait(), grace_s)
             except TimeoutError:
                 self.kill()
-                await self._process.wait()
+                await self._reap()
         for task in (self._watcher, self._reader):
             if task is not None:
                 task.cancel()
@@ -194,6 +237,14 @@ class EngineProcess:
         self._outputs.close(0)
         self._context.term()
         shutil.rmtree(self._dir, ignore_errors=True)
+
+    async def _reap(self) -> None:
+        """Wait for the end of the killed process, but not for ever: it may wait for a disk or a device."""
+        if self._process is not None:
+            try:
+                await asyncio.wait_for(self._process.wait(), KILL_PATIENCE_S)
+            except TimeoutError:
+                logger.error("the engine's process %d was killed and doesn't end; it is left behind", self._process.pid)
 
     @property
     def _stacks_path(self) -> Path:

@@ -110,9 +110,9 @@ async def test_it_knows_when_this_machines_processors_compute_for_somebody(world
     await anext(answers)
     assert client.is_computing_here
     # as an engine on a GPU would have said
-    client._device = "cuda"
+    client._supervisor.device = "cuda"
     assert not client.is_computing_here
-    client._device = "cpu"
+    client._supervisor.device = "cpu"
     await answers.aclose()
     assert not client.is_computing_here
 
@@ -162,7 +162,7 @@ async def test_a_killed_engine_changes_no_text(world, params):
 async def test_an_engine_computes_with_the_kernels_of_the_one_before_it(world, monkeypatch):
     """The clock chose those, and may choose others a second time, which round otherwise: streams go on with the same bits."""
     async with running(world, quantize="int8") as client:
-        chosen = client._process.ready.kernels
+        chosen = client._supervisor._process.ready.kernels
     assert {choice.format for choice in chosen} == {"int8"}
     widened = tuple(msgspec.structs.replace(one, arithmetic="w8a16", kernel="widened") for one in chosen)
     starts = itertools.count()
@@ -212,13 +212,13 @@ async def test_a_suspect_is_cleared_by_the_token_after_its_first(world, monkeypa
         tasks = [asyncio.create_task(collect(client, make(world, prompt(n), max_tokens=60))) for n in range(2)]
         await until(lambda: sum(bool(live.output_token_ids) for live in client._live.values()) == 2)
         counts: list[list[int]] = []
-        send = client._send
+        send = client._supervisor.send_request
 
         def spy(live):
             counts.append([other.num_outputs_since_sent for other in client._live.values() if other.is_sent])
             send(live)
 
-        monkeypatch.setattr(client, "_send", spy)
+        monkeypatch.setattr(client._supervisor, "send_request", spy)
         os.kill(client.pid, signal.SIGKILL)
         for n, task in enumerate(tasks):
             assert (await task)[1] == world.expected(None, prompt(n), 60)
@@ -266,7 +266,7 @@ async def test_a_message_that_makes_no_sense_replaces_the_engine(world, monkeypa
                 raise ValueError("what?")
             receive(message)
 
-        client._process._on_message = nonsense
+        client._supervisor._process._on_message = nonsense
         answer = await collect(client, make(world, prompt(3), max_tokens=30))
         assert answer[1] == world.expected(None, prompt(3), 30)
         assert client.num_restarts == 1
@@ -284,7 +284,7 @@ async def test_a_request_whose_text_cannot_begin_is_not_left_behind(world, clien
 
 
 async def test_a_long_replay_does_not_keep_the_server_from_being_ready(world, monkeypatch):
-    monkeypatch.setattr("loraserve.engine_client.client._REPLAY_ALONE_S", 0.3)
+    monkeypatch.setattr("loraserve.engine_client.supervisor._REPLAY_ALONE_S", 0.3)
     async with running(world, max_num_seqs=1, max_num_batched_tokens=16) as client:
         tasks = [
             asyncio.create_task(collect(client, make(world, prompt(n), max_tokens=100, ignore_eos=True)))

@@ -13,6 +13,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from loraserve.engine_client import process as process_module
+from loraserve.engine_client import supervisor as supervisor_module
 from loraserve.engine_client.client import EngineClient
 from loraserve.engine_client.messages import GenerateRequest
 from loraserve.engine_client.process import EngineProcess
@@ -138,6 +140,51 @@ async def test_a_step_that_is_slow_and_moves_is_no_hang(world: World) -> None:
         assert time.monotonic() - begun_s > 2
         assert tokens == world.expected(None, test_client.prompt(6), 2)
         assert client.num_restarts == 0
+
+
+async def test_a_hanging_engine_that_cannot_be_killed_fails_what_is_alive_and_is_replaced_once_it_ends(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that waits for a disk in state D, where SIGKILL takes effect only when the wait is over."""
+    monkeypatch.setattr(supervisor_module, "KILL_PATIENCE_S", 0.5)
+    monkeypatch.setattr(EngineProcess, "kill", lambda _: None)
+    async with running(world) as client:
+        pid = client.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        async with asyncio.timeout(30):
+            with pytest.raises(EngineUnavailable, match=f"process {pid} was killed 0.5 s ago and hasn't ended"):
+                await test_client.collect(client, make(world, 1))
+        assert not client.is_live
+        with pytest.raises(EngineUnavailable, match="hasn't ended"):
+            await test_client.collect(client, make(world, 2))
+        assert client.num_live_requests == 0
+        os.kill(pid, signal.SIGKILL)
+        await test_client.until(lambda: client.is_ready)
+        assert client.is_live
+        assert client.num_restarts == client.num_hangs == 1
+        _text, tokens, _ = await test_client.collect(client, make(world, 1))
+        assert tokens == world.expected(None, test_client.prompt(1), 40)
+
+
+async def test_closing_does_not_wait_for_a_process_that_cannot_be_killed(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Stuck:
+        pid, returncode = 4_000_000, None
+
+        def kill(self) -> None: ...
+
+        async def wait(self) -> int:
+            await asyncio.sleep(3600)
+            return 0
+
+    monkeypatch.setattr(process_module, "KILL_PATIENCE_S", 0.1)
+    process = EngineProcess(world.config(), lambda _: None, hang_timeout_s=30, load_timeout_s=10)
+    process._process = Stuck()  # type: ignore[assignment]
+    async with asyncio.timeout(5):
+        await process.close(grace_s=0.1)
+    assert "process 4000000 was killed and doesn't end" in caplog.text
 
 
 async def test_a_load_that_hangs_is_reported_with_its_stack(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loraserve.engine_client.vitals import Vitals
+from loraserve.engine_client.process import Vitals
 from loraserve.progress import Progress
 
 
