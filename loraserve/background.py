@@ -1,4 +1,4 @@
-"""Work beside an engine's steps: threads of low priority, throttled work, periodic tasks and retry delays."""
+"""Work beside an engine's steps: thread priorities, throttling, periodic tasks, retry delays."""
 
 from __future__ import annotations
 
@@ -21,22 +21,29 @@ T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 
 LOADER_NICENESS = 5
-"""Niceness of adapter loaders: a third of a step thread's weight where there are too few cores for all.
+"""Niceness of adapter loaders: a third of a step thread's weight where cores are scarce.
 
-Measured on two cores taken wholly by steps and other work, with loads of 9 MB without end: a step took a sixth longer,
-instead of nearly half again with loaders at niceness 0, and a load two to three times as long (1.1 s instead of 0.4 s).
-SCHED_IDLE and niceness 19 spared the steps no more, and a load took 5 to 15 s while a request waited for it. A loader
-holds the interpreter's lock for a quarter of its 32 ms of work: hashing, reading, checking and packing release it.
+Measured on two cores taken wholly by steps and other work, with loads of 9 MB without end: a step
+took a sixth longer, instead of nearly half again with loaders at niceness 0, and a load two to
+three times as long (1.1 s instead of 0.4 s). SCHED_IDLE and niceness 19 spared the steps no more,
+and a load took 5 to 15 s while a request waited for it. A loader holds the interpreter's lock for a
+quarter of its 32 ms of work: hashing, reading, checking and packing release it.
 """
 SERVER_NICENESS = 10
-"""Niceness of the server's threads, which check and hash uploads and tokenize long prompts: a tenth of a step's weight."""
+"""Niceness of the server's threads: a tenth of a step's weight.
+
+They check and hash uploads, and tokenize long prompts.
+"""
 BACKGROUND_NICENESS = 19
 """Niceness of work that no request waits for; the highest there is."""
 
 MIN_WORK_S = 0.002
 """Seconds of work that are worth a pause; shorter pauses cost more than they spare."""
 LONG_STEP_PATIENCE_S = 0.25
-"""Seconds that a pause is prolonged by until a long step is over; long steps may follow each other without end."""
+"""Seconds that a pause is prolonged by until a long step is over.
+
+Long steps may follow each other without end.
+"""
 
 UPLOAD_PAUSE_FACTOR = 5.0
 """Seconds of pause per second of an upload's work: all uploads together take a sixth of a core."""
@@ -48,25 +55,31 @@ UPLOAD_MAX_WAIT_S = 5.0
 STEP_SHARE = 0.0125
 """Share of the processors that background work in the engine takes while requests are computed.
 
-Measured on two processors (`benchmarks.churn`: 32 streams, a cold adapter a second, uploads without end), relative to
-runs without cold adapters and uploads: p99 between tokens 0.99, tokens/s 0.96, and a certificate each 6 s. With twice
-this share: 1.10 to 1.15, 0.92, and a certificate each 3.3 s.
+Measured on two processors (`benchmarks.churn`: 32 streams, a cold adapter a second, uploads without
+end), relative to runs without cold adapters and uploads: p99 between tokens 0.99, tokens/s 0.96,
+and a certificate each 6 s. With twice this share: 1.10 to 1.15, 0.92, and a certificate each 3.3 s.
 """
 STEP_MAX_PAUSE_S = 2.0
 """Cap on the pause after one piece of background work in the engine."""
 
 Pause = Callable[[], float]
-"""Function that a thread calls between the pieces of its work; it returns the seconds that it paused there."""
+"""Function that a thread calls between the pieces of its work.
+
+It returns the seconds that it paused there.
+"""
 
 
 def lower_thread_priority(niceness: int, *, is_idle: bool = False) -> None:
-    """Schedule this thread, and those it starts, after the threads of the steps; no-op on systems other than Linux.
+    """Schedule this thread, and those it starts, after the threads of the steps.
+
+    No-op on systems other than Linux.
 
     Args:
         niceness: added to the thread's own.
-        is_idle: run only on idle processors (SCHED_IDLE) where the system supports it. Since Linux 6.6 a thread that is
-            only nice ends its time slice of some milliseconds first, and a step's threads wait for each other hundreds of
-            times. On a busy machine an idle thread gets a 300th of a core. Most users can't undo it.
+        is_idle: run only on idle processors (SCHED_IDLE) where the system supports it. Since Linux
+            6.6 a thread that is only nice ends its time slice of some milliseconds first, and a
+            step's threads wait for each other hundreds of times. On a busy machine an idle thread
+            gets a 300th of a core. Most users can't undo it.
     """
     # on other systems a thread's id may be another process's
     if sys.platform != "linux":
@@ -82,9 +95,9 @@ def lower_thread_priority(niceness: int, *, is_idle: bool = False) -> None:
 class Throttle:
     """Pause work between its pieces while steps are computed on the same processors.
 
-    A lower priority alone doesn't spare the steps: threads share caches, memory and often a core's units, and a step
-    waits for the slowest of its threads. Pauses of all threads and tasks queue up, so that together they take no more
-    processor time than one of them.
+    A lower priority alone doesn't spare the steps: threads share caches, memory and often a core's
+    units, and a step waits for the slowest of its threads. Pauses of all threads and tasks queue
+    up, so that together they take no more processor time than one of them.
 
     Attributes:
         is_needed: whether any work is ever paused.
@@ -104,7 +117,8 @@ class Throttle:
             pause_factor: seconds of pause per second of work.
             max_pause_s: cap on the pause after one piece of work.
             max_wait_s: cap on a pause including those queued before it.
-            is_serving: return whether requests are computed on this machine's processors now; None: as `note` said last.
+            is_serving: return whether requests are computed on this machine's processors now; None:
+                as `note` said last.
             threads: runs the work of `run_in_pieces`; None: the event loop's default executor.
         """
         self.is_needed = pause_factor > 0
@@ -118,10 +132,13 @@ class Throttle:
 
     @classmethod
     def beside_steps(cls, num_processors: float) -> Throttle:
-        """Return a throttle that leaves `STEP_SHARE` of the processors to background work; `note` tells it of the steps.
+        """Return a throttle that leaves `STEP_SHARE` of the processors to background work.
+
+        `note` tells it of the steps.
 
         Args:
-            num_processors: processors that steps compute on; with infinitely many nothing is paused.
+            num_processors: processors that steps compute on; with infinitely many nothing is
+                paused.
         """
         factor = max(0.0, 1 / (STEP_SHARE * num_processors) - 1)
         return cls(factor, max_pause_s=STEP_MAX_PAUSE_S, max_wait_s=math.inf)
@@ -131,11 +148,13 @@ class Throttle:
 
         Args:
             is_serving: whether the step computes requests.
-            is_long: whether the step takes longer than others: it has prompts, or loads run beside it.
+            is_long: whether the step takes longer than others: it has prompts, or loads run beside
+                it.
         """
         is_less = (self._is_step_serving and not is_serving) or (self._is_step_long and not is_long)
         self._is_step_serving, self._is_step_long = is_serving, is_long
-        # A paused thread of the lowest priority may be preempted while it holds the lock: its pause is over soon anyway.
+        # A paused thread of the lowest priority may be preempted while it holds the lock: its pause
+        # is over soon anyway.
         if is_less and self._changed.acquire(blocking=False):
             try:
                 self._changed.notify_all()
@@ -150,11 +169,14 @@ class Throttle:
         return result
 
     async def run_in_pieces(self, work: Callable[[Pause], T]) -> T:
-        """Run `work` on a thread, where it calls its argument between its pieces; return its result."""
+        """Run `work` on a thread, where it calls its argument between its pieces.
+
+        Return its result.
+        """
         return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: work(self.on_thread()))
 
     def on_thread(self) -> Pause:
-        """Return the function that the calling thread, and no other, calls between the pieces of its work from now on."""
+        """Return a function for the calling thread to call between the pieces of its work."""
         began_s = thread_time()
 
         def pause() -> float:
@@ -177,7 +199,7 @@ class Throttle:
         return monotonic() - began_s
 
     def _queue(self, work_s: float) -> float:
-        """Return the seconds until work that took so long may go on: its own pause follows all that were queued before."""
+        """Return the seconds until work may go on: its own pause follows those queued before."""
         with self._changed:
             now_s = monotonic()
             until_s = max(self._paused_until_s, now_s) + min(self._factor * work_s, self._max_pause_s)
@@ -185,7 +207,10 @@ class Throttle:
             return self._paused_until_s - now_s
 
     def _block(self, seconds: float) -> None:
-        """Block the thread for so long, or until no requests are computed; then, for a while, until no long step is."""
+        """Block the thread for so long, or until no requests are computed.
+
+        Then, for a while, until no long step is.
+        """
         with self._changed:
             self._changed.wait_for(lambda: not self._is_serving(), seconds)
             self._changed.wait_for(lambda: not (self._is_step_serving and self._is_step_long), LONG_STEP_PATIENCE_S)
@@ -202,15 +227,19 @@ def _timed(work: Callable[[], T]) -> tuple[T, float]:
 
 
 class BackgroundTask:
-    """Run an async function again and again, from `start` until `close`; log what it raises and go on.
+    """Run an async function again and again, from `start` until `close`.
+
+    Log what it raises and go on.
 
     Args:
         name: of the asyncio task.
         work: called once an interval.
-        interval_s: seconds between the end of one call and the next one; a function is asked each time.
+        interval_s: seconds between the end of one call and the next one; a function is asked each
+            time.
         failure: log message for a call that raised, such as "the pins can't be compared".
         logger: of the module that owns the task.
-        level: level for a `LoraserveError`; any other error is a bug and is logged with its traceback.
+        level: level for a `LoraserveError`; any other error is a bug and is logged with its
+            traceback.
         first_delay_s: seconds before the first call; None: one interval.
         logs_once: log only the first of consecutive failures.
     """

@@ -1,12 +1,13 @@
-"""Named points where a test can make the world fail: ``faults.hit("blob.after_fsync")``.
+"""Named points where a test can inject failures: ``faults.hit("blob.after_fsync")``.
 
-Nothing is armed unless a test arms it: in its own process with `arm`, in a process that it starts with the variable
-``LORASERVE_FAULTS`` (read once, at import). A point that isn't armed costs one look at an empty dict.
+Tests arm points in their own process with `arm`, and in a process that they start with the variable
+``LORASERVE_FAULTS``, which is read once, at import. A point that isn't armed costs one lookup in an
+empty dict.
 
     LORASERVE_FAULTS="blob.after_fsync=kill, blob.write=ENOSPC@3, blob.read=delay:0.2"
 
-Actions: ``kill`` (SIGKILL to this process), the name of an errno (raises that OSError), ``delay:SECONDS``. ``@n`` lets the first n - 1
-hits pass and acts on the n-th only; without it the action happens at every hit.
+Actions: ``kill`` (SIGKILL to this process), the name of an errno (raises that OSError), and
+``delay:SECONDS``. With ``@n`` only the n-th hit acts; without it every hit does.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _armed: dict[str, _Armed] = {}
 
 
 def hit(point: str) -> None:
-    """Do what a test armed this point with; nothing otherwise."""
+    """Run the action that a test armed this point with; no-op otherwise."""
     armed = _armed.get(point)
     if armed is None:
         return
@@ -46,7 +47,10 @@ def hit(point: str) -> None:
 
 @contextmanager
 def arm(point: str, action: str | Callable[[], None]) -> Iterator[None]:
-    """Arm `point` for the length of a with block; `action` is a callable, or text as in ``LORASERVE_FAULTS``."""
+    """Arm `point` for the length of a with block.
+
+    `action` is a callable, or text as in ``LORASERVE_FAULTS``.
+    """
     armed = _parse_action(action) if isinstance(action, str) else _Armed(action, None)
     _armed[point] = armed
     try:

@@ -1,4 +1,4 @@
-"""Current work of a process, told by the thread that works and read by the thread that reports it."""
+"""Current work of a process, noted by its working thread and read by the thread that reports it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from contextlib import contextmanager
 
 
 class Progress:
-    """Count the moves of one working thread, and say what it is doing. Reading is safe on any thread; telling is for one thread.
+    """Count the moves of one working thread and describe its work. Any thread may read.
 
-    A reader that sees the same `num_moves` twice knows that the worker reached none of its marks in between. The marks are close
-    together: a piece of a file while a base is loaded, a part of a layer while a step is computed. A mark costs about 50 ns.
+    One thread writes.
+
+    A reader that sees the same `num_moves` twice knows that the thread reached none of its marks in
+    between. Marks are close together: a piece of a file while a base is loaded, a part of a layer
+    within a step. A mark costs about 50 ns.
 
     Attributes:
         num_moves: marks reached since the start; it only grows.
-        on_begin: called at each `begin`, where a reader wants to know at once; None: none does.
+        on_begin: called at each `begin`, to report it at once; None: not needed.
     """
 
     __slots__ = ("_done", "_total", "_what", "num_moves", "on_begin")
@@ -25,11 +28,11 @@ class Progress:
         self._what, self._done, self._total = "starting", 0, 0
 
     def begin(self, what: str, total: int = 0) -> None:
-        """Begin something else.
+        """Begin other work.
 
         Args:
             what: as in "the engine is …": ``loading shard 1 of 4``.
-            total: how many parts it has, where they are counted with `advance`; 0: they aren't.
+            total: number of parts, if `advance` counts them; 0: it doesn't.
         """
         self._what, self._done, self._total = what, 0, total
         self.num_moves += 1
@@ -38,7 +41,7 @@ class Progress:
 
     @contextmanager
     def aside(self, what: str) -> Iterator[None]:
-        """Do something else in the block; go on with what was being done, and as far as it was, after it."""
+        """Do other work in the block, then resume the current work where it was."""
         before, done, total = self._what, self._done, self._total
         self.begin(what)
         try:
@@ -48,17 +51,17 @@ class Progress:
             self._done = done
 
     def advance(self, done: int) -> None:
-        """Say that so many of the parts are done."""
+        """Note that so many parts are done."""
         self._done = done
         self.num_moves += 1
 
     def tick(self) -> None:
-        """Say that the work goes on."""
+        """Note that the work goes on."""
         self.num_moves += 1
 
     @property
     def what(self) -> str:
-        """Current work, without how far it is."""
+        """Current work, without its progress."""
         return self._what
 
     def __str__(self) -> str:

@@ -1,4 +1,7 @@
-"""The engine: requests go in, tokens come out, one step at a time. One thread calls it; it knows no sockets and no HTTP."""
+"""The engine: requests go in, tokens come out, one step at a time. One thread calls it.
+
+It knows no sockets and no HTTP.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +45,9 @@ logger = logging.getLogger(__name__)
 class Engine:
     """Add requests, abort them, and call `step` while there are any.
 
-    A step is one sentence: poll the pager, schedule, launch, collect, update. With `overlap` it collects the results of
-    the step before: the device computes one step while the host prepares the next.
+    A step is one sentence: poll the pager, schedule, launch, collect, update. With `overlap` it
+    collects the results of the step before: the device computes one step while the host prepares
+    the next.
 
     Attributes:
         listener: hooks around the steps for work that isn't serving; set by the worker.
@@ -63,7 +67,8 @@ class Engine:
     ) -> None:
         """
         Args:
-            kv: cache whose blocks the runner's steps write; None: one of the runner's blocks, all of which are its own.
+            kv: cache whose blocks the runner's steps write; None: one of the runner's blocks, all
+                of which are its own.
             progress: told of each step; None: nothing reads it.
         """
         self.base = base
@@ -101,12 +106,15 @@ class Engine:
 
     @property
     def adapters_served(self) -> set[Digest | None]:
-        """Adapters of the requests that take part in steps, without probes; None stands for the base alone."""
+        """Adapters of the requests that take part in steps, without probes.
+
+        None stands for the base alone.
+        """
         return self._scheduler.adapters_served
 
     @property
     def has_requests(self) -> bool:
-        """Whether `step` has anything to do: requests, or a step in flight, though all of its requests may have ended."""
+        """Whether `step` has anything to do: requests, or a step in flight, even of ended ones."""
         return self._scheduler.has_requests or bool(self._pipeline)
 
     @property
@@ -120,7 +128,8 @@ class Engine:
     def step(self) -> list[TokenOutput]:
         """Advance every request that can be advanced; return what their clients get.
 
-        With `overlap` the step launched here stays in flight, and the outputs are those of the one before.
+        With `overlap` the step launched here stays in flight, and the outputs are those of the one
+        before.
         """
         self._timer.begin(is_idle=not self._scheduler.num_running)
         self._scheduler.note_changed(self.pager.poll())
@@ -174,7 +183,10 @@ class Engine:
         self._prompt_tokens += len(message.prompt_token_ids)
 
     def add_probe(self, probe: Probe, adapter: AdapterRef | None) -> None:
-        """Queue a probe as a request like any other, without counting its prompt; its outputs go to the listener."""
+        """Queue a probe as a request like any other, without counting its prompt.
+
+        Its outputs go to the listener.
+        """
         self._scheduler.add(self._probe_request(probe, adapter))
 
     def add_probe_of_resident(self, probe: Probe, digest: Digest) -> None:

@@ -1,4 +1,4 @@
-"""What an engine calls around its steps: hooks for work that isn't serving, and the clocks of its counters."""
+"""Hooks around an engine's steps for work that isn't serving, and the steps' timer."""
 
 from __future__ import annotations
 

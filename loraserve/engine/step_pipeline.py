@@ -29,8 +29,9 @@ class _Step:
 class StepPipeline:
     """Launch steps and hand their results to the scheduler.
 
-    With `overlap` one step stays in flight, so that the device computes it while the host prepares the next.
-    A step that raises is recomputed in halves, until the request at fault stands alone and only that one fails.
+    With `overlap` one step stays in flight, so that the device computes it while the host prepares
+    the next. A step that raises is recomputed in halves, until the request at fault stands alone
+    and only that one fails.
     """
 
     def __init__(
@@ -61,7 +62,10 @@ class StepPipeline:
         return [entry for step in self._in_flight for entry in step.batch.entries]
 
     def launch(self, scheduled: Sequence[ScheduledRequest]) -> list[TokenOutput]:
-        """Launch a step, unless it is empty; return outputs only if that raised and all steps were completed here."""
+        """Launch a step, unless it is empty.
+
+        Return outputs only if that raised and all steps were completed here.
+        """
         if not scheduled:
             return []
         try:
@@ -74,7 +78,9 @@ class StepPipeline:
         return []
 
     def collect(self, scheduled: Sequence[ScheduledRequest]) -> list[TokenOutput]:
-        """Update the scheduler with the results of all steps but those that may stay in flight; return the outputs.
+        """Update the scheduler with the results of all steps but those that may stay in flight.
+
+        Return the outputs.
 
         Args:
             scheduled: the step launched last; empty if none was.
@@ -86,7 +92,10 @@ class StepPipeline:
         return outputs
 
     def _num_left(self, scheduled: Sequence[ScheduledRequest]) -> int:
-        """Return how many steps may run on while the next is scheduled: none if that needs to know what this one samples."""
+        """Return how many steps may run on while the next is scheduled.
+
+        None may if that needs to know what this one samples.
+        """
         if not self._overlap or not scheduled:
             return 0
         needs_results = any(e.is_sampled and self._runner.needs_results_first(e.request) for e in scheduled)
@@ -110,7 +119,10 @@ class StepPipeline:
     # steps that raise
 
     def _drop_in_flight(self) -> None:
-        """Forget the steps launched after one that raised: it may have fed them. Their requests are scheduled again."""
+        """Forget the steps launched after one that raised: it may have fed them.
+
+        Their requests are scheduled again.
+        """
         while self._in_flight:
             step = self._in_flight.pop()
             with suppress(Exception):
@@ -125,9 +137,12 @@ class StepPipeline:
         return self._bisect([entry for entry in scheduled if entry.is_current])
 
     def _bisect(self, scheduled: Sequence[ScheduledRequest]) -> list[TokenOutput]:
-        """Compute rows synchronously; if that raises, halve them until the request at fault stands alone, and fail it.
+        """Compute rows synchronously.
 
-        Computing rows twice is safe: they don't see each other, and KV is written to the same slots again.
+        If that raises, halve them until the request at fault stands alone, and fail it.
+
+        Computing rows twice is safe: they don't see each other, and KV is written to the same slots
+        again.
         """
         if not scheduled:
             return []

@@ -1,1 +1,4 @@
-"""The engine as the server sees it: starts the process, sends requests, replays them after a crash. No torch."""
+"""The engine as the server sees it: start its process, send requests, replay them after a crash.
+
+No torch.
+"""

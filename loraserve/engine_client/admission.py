@@ -1,4 +1,4 @@
-"""How many requests may be alive, and whose: what is refused is refused before it costs the engine anything."""
+"""Bounds on live requests, in all and per tenant, applied before they reach the engine."""
 
 from __future__ import annotations
 
@@ -11,55 +11,57 @@ from loraserve.errors import Overloaded, RateLimited
 from loraserve.types import TenantId
 
 MAX_OVERFILL = 2
-"""Tenants with less than their part of a full queue may come until so many times its bound are alive."""
+"""Multiple of the bound up to which tenants with less than their part are admitted."""
 _SMOOTHING = 0.3
-_FIRST_PACE_S = 1.0
-_PACES_S = (0.05, 60.0)
-"""Nobody is told to come back sooner, or later."""
+_FIRST_INTERVAL_S = 1.0
+_INTERVALS_S = (0.05, 60.0)
+"""Smallest and largest delay that a refused client is told to wait."""
 
 
 @dataclass(slots=True)
 class _Tenant:
-    """A tenant's requests that are alive.
+    """Live requests of a tenant.
 
     Attributes:
-        num_waiting: those without a first token.
-        pace_s: between two first tokens while others wait, of late.
+        num_waiting: requests without a first token.
+        last_began_s: time of the last first token.
+        interval_s: seconds between two first tokens while others wait, smoothed.
     """
 
     num_alive: int = 0
     num_waiting: int = 0
     last_began_s: float | None = None
-    pace_s: float = _FIRST_PACE_S
+    interval_s: float = _FIRST_INTERVAL_S
 
 
 class QueueBounds:
-    """Counts what is alive; remembers the tenants of those requests alone.
+    """Count live requests by tenant.
 
     Args:
-        num_places: sequences that run at once: as long as no more are alive, nobody queues.
-        max_live: requests of all tenants.
+        num_slots: sequences that run at once: as long as no more are alive, none queues.
+        max_live: bound on requests of all tenants.
     """
 
-    def __init__(self, num_places: int, max_live: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, num_slots: int, max_live: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_live = max_live
         self.num_alive = 0
-        self._num_places = num_places
+        self._num_slots = num_slots
         self._clock = clock
         self._tenants: dict[TenantId, _Tenant] = {}
 
     def enter(self, request: GenerateRequest) -> None:
-        """The request is alive.
+        """Admit a request.
 
         Raises:
             RateLimited: its tenant has as many waiting as it may.
             Overloaded: too many are alive, and its tenant has its part of them.
         """
         tenant = self._tenants.get(request.tenant) or _Tenant()
-        if request.max_queued and self.num_alive >= self._num_places and tenant.num_waiting >= request.max_queued:
+        if request.max_queued and self.num_alive >= self._num_slots and tenant.num_waiting >= request.max_queued:
             raise RateLimited(
-                f"{tenant.num_waiting} of the tenant's requests wait for their first token; at most {request.max_queued} may.",
-                retry_after_s=min(max(tenant.pace_s, _PACES_S[0]), _PACES_S[1]),
+                f"{tenant.num_waiting} of the tenant's requests wait for their first token; at most"
+                f" {request.max_queued} may.",
+                retry_after_s=min(max(tenant.interval_s, _INTERVALS_S[0]), _INTERVALS_S[1]),
             )
         if self.num_alive >= self.max_live and not self._has_part_left(request.tenant, tenant):
             raise Overloaded(f"{self.num_alive} requests are alive; no more are taken until some end.")
@@ -69,15 +71,15 @@ class QueueBounds:
         self.num_alive += 1
 
     def note_began(self, tenant_id: TenantId) -> None:
-        """One of the tenant's has its first token."""
+        """Note the first token of one of the tenant's requests."""
         tenant, now = self._tenants[tenant_id], self._clock()
         tenant.num_waiting -= 1
         if tenant.num_waiting and tenant.last_began_s is not None:
-            tenant.pace_s += _SMOOTHING * (now - tenant.last_began_s - tenant.pace_s)
+            tenant.interval_s += _SMOOTHING * (now - tenant.last_began_s - tenant.interval_s)
         tenant.last_began_s = now
 
     def leave(self, tenant_id: TenantId, *, has_begun: bool) -> None:
-        """One of the tenant's is over."""
+        """Note the end of one of the tenant's requests."""
         tenant = self._tenants[tenant_id]
         tenant.num_alive -= 1
         tenant.num_waiting -= not has_begun

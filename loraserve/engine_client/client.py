@@ -37,7 +37,10 @@ __all__ = ["Chunk", "EngineClient", "GenerateRequest"]
 
 
 class EngineClient:
-    """The API's interface to the engine. Everything happens on the event loop that called `start`."""
+    """The API's interface to the engine.
+
+    Everything happens on the event loop that called `start`.
+    """
 
     def __init__(
         self,
@@ -54,13 +57,13 @@ class EngineClient:
         Args:
             config: passed to each engine process.
             tokenizer: of the base; text is made here, not in the engine.
-            max_queued_requests: requests beyond the sequences that run at once; more are refused unless their tenant
-                has less than its part.
+            max_queued_requests: requests beyond the sequences that run at once; more are refused
+                unless their tenant has less than its part.
             max_queue_wait_s: seconds that a request waits for its first token.
             hang_timeout_s: seconds without progress after which an engine is killed and replaced.
             load_timeout_s: the same while it loads the base; None: four times that.
-            on_damage: called with the digest of a version and of its blob that the engine found damaged or gone, before
-                the request that met it fails.
+            on_damage: called with the digest of a version and of its blob that the engine found
+                damaged or gone, before the request that met it fails.
         """
         self.stats = EngineStats()
         self._tokenizer = tokenizer
@@ -86,12 +89,18 @@ class EngineClient:
 
     @property
     def is_live(self) -> bool:
-        """Whether the engine runs or can be replaced; False too where it hangs and isn't replaced in time."""
+        """Whether the engine runs or can be replaced.
+
+        False too where it hangs and isn't replaced in time.
+        """
         return self._supervisor.is_live
 
     @property
     def status(self) -> str | None:
-        """Reason why requests can't be computed now, without anything of tenants; None if they can."""
+        """Reason why requests can't be computed now, without anything of tenants.
+
+        None if they can.
+        """
         return "The server is shutting down." if self._is_stopping else self._supervisor.status
 
     @property
@@ -120,7 +129,9 @@ class EngineClient:
         return self._supervisor.device == "cpu" and bool(self._live)
 
     async def start(self) -> None:
-        """Start the engine and return once the base is loaded. One that dies or hangs first is replaced a few times.
+        """Start the engine and return once the base is loaded.
+
+        One that dies or hangs first is replaced a few times.
 
         Raises:
             LoraserveError: why no engine can be had.
@@ -128,7 +139,10 @@ class EngineClient:
         await self._supervisor.start()
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Refuse new requests, wait up to ``grace_s`` for those alive, end the others with an error, and stop the engine."""
+        """Refuse new requests, wait up to ``grace_s`` for those alive, and stop the engine.
+
+        Requests that are alive by then fail.
+        """
         self._is_stopping = True
         deadline = time.monotonic() + grace_s
         while self._live and time.monotonic() < deadline:
@@ -138,10 +152,13 @@ class EngineClient:
         await self._supervisor.stop()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """Yield the answer as it is made; the last chunk has a finish reason. Closing the generator aborts the request.
+        """Yield the answer as it is made; the last chunk has a finish reason.
+
+        Closing the generator aborts the request.
 
         Raises:
-            Overloaded: too many requests are alive, or this one waited too long for its first token.
+            Overloaded: too many requests are alive, or this one waited too long for its first
+                token.
             RateLimited: too many of the tenant's requests wait.
             DeadlineExceeded: the request's own timeout was over before its first token.
             AdapterUnavailable, EngineError: the request failed.
@@ -188,7 +205,9 @@ class EngineClient:
         return adapters
 
     async def verify(self, ref: AdapterRef) -> Certificate:
-        """Return how far the adapter's answers are from those of its reference evaluation. The verdict may be "failed".
+        """Return how far the adapter's answers are from those of its reference evaluation.
+
+        The verdict may be "failed".
 
         Requests that run meanwhile go on. Cancelling this frees what it holds.
 

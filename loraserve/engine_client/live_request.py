@@ -14,14 +14,22 @@ from loraserve.errors import LoraserveError, error_from_code
 from loraserve.types import FinishReason, TokenOutput
 
 _NUM_STEPS_IN_FLIGHT = 2
-"""Outputs after which a step of the present engine went well: it may launch one before it sends the results of another."""
+"""Outputs after which a step of the present engine certainly went well.
+
+The engine may launch a step before it sends the results of another.
+"""
 TIMEOUT_GRACE_S = 2.0
-"""Seconds beyond a request's own timeout that its end is left to the engine, which looks at the clock between steps."""
+"""Seconds beyond a request's timeout that its end is left to the engine.
+
+The engine looks at the clock between steps.
+"""
 
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """A request between admission and its end, as the server sees it. Its tokens outlive any engine process.
+    """A request between admission and its end, as the server sees it.
+
+    Its tokens outlive any engine process.
 
     Attributes:
         deadline_s: end of its own timeout, by `time.monotonic`; infinite if it has none.
@@ -29,7 +37,8 @@ class LiveRequest:
         is_sent: whether the present engine has it.
         num_crashes: consecutive engine deaths while it was in flight, without a token in between.
         num_outputs_since_sent: outputs of the present engine.
-        has_progressed: set once a step of the present engine was certainly computed for it, or it is over.
+        has_progressed: set once a step of the present engine was certainly computed for it, or it
+            is over.
         has_begun: whether its first output has come, of any engine.
         is_finished: whether the engine sent its last token; its reader may be behind.
     """
@@ -48,7 +57,7 @@ class LiveRequest:
     is_finished: bool = False
 
     def begin_sending(self) -> AddRequest:
-        """Return the message that starts this request in a new engine, or goes on with what an earlier one began."""
+        """Return the message that starts this request in an engine, or continues it there."""
         self.is_sent = True
         self.num_outputs_since_sent = 0
         request = self.request
@@ -88,9 +97,12 @@ class LiveRequest:
         return None if math.isinf(self.deadline_s) else max(0.0, self.deadline_s - now_s)
 
     async def next(self, max_wait_s: float | None = None) -> TokenOutput:
-        """Return everything that came since the last call, as one output; raise the error that ended it otherwise.
+        """Return everything that came since the last call, as one output.
 
-        The engine ends a request whose own timeout is over. If it hangs or is being replaced, this does, a little later.
+        Raise the error that ended it otherwise.
+
+        The engine ends a request whose own timeout is over. If it hangs or is being replaced, this
+        does, a little later.
 
         Raises:
             TimeoutError: nothing came within `max_wait_s`.

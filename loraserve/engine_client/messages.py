@@ -1,4 +1,4 @@
-"""What travels between the server and the engine process: msgspec structs on ZeroMQ, one tagged union each way."""
+"""Messages between server and engine: msgspec structs on ZeroMQ, one tagged union each way."""
 
 from __future__ import annotations
 
@@ -21,7 +21,19 @@ from loraserve.types import (
 
 
 class GenerateRequest(Struct, frozen=True):
-    """What the API asks of `EngineClient.generate`. The engine gets its tokens' part; stop strings are the client's."""
+    """A request as the API makes it. The engine gets its tokens; the client handles stop strings.
+
+    Attributes:
+        priority: lower runs first among its tenant's; below 0 it comes before every tenant's.
+        weight: of its tenant: twice the weight gets twice the service while both have requests
+            waiting.
+        kv_share: part of the KV blocks that its tenant's requests may hold together.
+        max_queued: cap on the tenant's requests without a first token while all slots are taken; 0:
+            none.
+        timeout_s: seconds from its arrival until it ends with what there is.
+        is_background: no client waits for it, and it doesn't count in the queue's bounds; its
+            sender bounds such requests.
+    """
 
     request_id: RequestId
     tenant: TenantId
@@ -32,21 +44,20 @@ class GenerateRequest(Struct, frozen=True):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     priority: int = 0
-    """Lower runs first, among its tenant's; below 0 it comes before every tenant's."""
     weight: float = 1.0
-    """Of its tenant: one of twice the weight gets twice the service while both have something waiting."""
     kv_share: float = 1.0
-    """The part of the KV blocks that its tenant's requests may hold together."""
     max_queued: int = 0
-    """How many of its tenant's requests may wait for their first token while every place is taken; 0: no bound of its own."""
     timeout_s: float | None = None
-    """From its arrival; then it ends with what there is."""
     is_background: bool = False
-    """Nobody waits for it: it takes no place in a queue's bounds, and so no other's. Whoever sends such requests bounds them."""
 
 
 class AddRequest(Struct, frozen=True, tag="add"):
-    """Start a request, or go on with it after a crash: ``output_token_ids`` were already sent to its client."""
+    """Start a request, or continue it after a crash.
+
+    Attributes:
+        output_token_ids: tokens that its client already has.
+        timeout_s: seconds left of its timeout.
+    """
 
     request_id: RequestId
     tenant: TenantId
@@ -58,22 +69,23 @@ class AddRequest(Struct, frozen=True, tag="add"):
     weight: float = 1.0
     kv_share: float = 1.0
     timeout_s: float | None = None
-    """What is left of it."""
 
 
 class AbortRequest(Struct, frozen=True, tag="abort"):
+    """End a request; no-op if it is over. It isn't answered."""
+
     request_id: RequestId
 
 
 class WarmAdapter(Struct, frozen=True, tag="warm"):
-    """Bring an adapter to the device without a request; answered by CallReply once it is there or failed."""
+    """Load an adapter onto the device without a request; answered by CallReply."""
 
     call_id: int
     adapter: AdapterRef
 
 
 class PinAdapter(Struct, frozen=True, tag="pin"):
-    """Keep an adapter from eviction (or stop keeping it). Answered by CallReply."""
+    """Pin an adapter to the device, or unpin it; answered by CallReply."""
 
     call_id: int
     adapter: AdapterRef
@@ -81,24 +93,26 @@ class PinAdapter(Struct, frozen=True, tag="pin"):
 
 
 class VerifyAdapter(Struct, frozen=True, tag="verify"):
-    """Compare an adapter's answers with a plain evaluation of it; answered by VerifyReply."""
+    """Compare an adapter's logits with their reference; answered by VerifyReply."""
 
     call_id: int
     adapter: AdapterRef
 
 
 class AbortVerification(Struct, frozen=True, tag="abort_verify"):
-    """Nobody waits for it any more: it isn't answered."""
+    """End a verification; it isn't answered."""
 
     call_id: int
 
 
 class QueryResidency(Struct, frozen=True, tag="residency"):
+    """Ask which adapters are in memory; answered by ResidencyReply."""
+
     call_id: int
 
 
 class Shutdown(Struct, frozen=True, tag="shutdown"):
-    pass
+    """End the engine process."""
 
 
 EngineInput = (
@@ -107,20 +121,23 @@ EngineInput = (
 
 
 class Ready(Struct, frozen=True, tag="ready"):
-    """The base is loaded and memory is set aside."""
+    """Report that the base is loaded and memory is allocated.
+
+    Attributes:
+        device: where steps are computed: cpu or cuda.
+        kernels: kernels that were chosen on a CPU, for the engines that follow this one.
+    """
 
     base: BaseSpec
     num_kv_blocks: int
     block_size: int
     adapter_budget_bytes: int
     device: str
-    """Where steps are computed: cpu or cuda."""
     kernels: tuple[KernelChoice, ...] = ()
-    """Kernels that it chose on a CPU, for the engines that follow it."""
 
 
 class Fatal(Struct, frozen=True, tag="fatal"):
-    """The engine can't start or go on; it exits after this."""
+    """Report why the engine can't start or go on; it exits after this."""
 
     code: str
     message: str
@@ -128,48 +145,63 @@ class Fatal(Struct, frozen=True, tag="fatal"):
 
 
 class StepOutputs(Struct, frozen=True, tag="outputs"):
+    """Send the outputs of a step."""
+
     outputs: tuple[TokenOutput, ...]
 
 
 class Heartbeat(Struct, frozen=True, tag="heartbeat"):
+    """Send the engine's counters and gauges."""
+
     stats: EngineStats
 
 
 class Pulse(Struct, frozen=True, tag="pulse"):
-    """State of the working thread, said by another: from before the base is loaded on, also within a long step."""
+    """Report the working thread's progress, also during loads and long steps.
+
+    Attributes:
+        num_moves: moves of `loraserve.progress`; the same number twice means that the thread didn't
+            move in between.
+        what: current work, as in "the engine is …": ``loading shard 1 of 4``.
+        doing: the same with how far it is: ``loading shard 1 of 4: 12 of 291 tensors``.
+    """
 
     num_moves: int
-    """Moves of `loraserve.progress`: the same number twice says that the thread didn't move in between."""
     what: str
-    """Work that it is at, as in "the engine is …": ``loading shard 1 of 4``."""
     doing: str
-    """The same work, with how far it is: ``loading shard 1 of 4: 12 of 291 tensors``."""
 
 
 class CallReply(Struct, frozen=True, tag="reply"):
+    """Answer a call: done, or the error."""
+
     call_id: int
     error_code: str | None = None
     error_message: str | None = None
 
 
 class VerifyReply(Struct, frozen=True, tag="verify"):
-    """A certificate, whose verdict may be that the adapter failed; or why there is none."""
+    """Answer a verification with a certificate, whose verdict may be "failed", or with the error.
+
+    Attributes:
+        is_permanent: whether the adapter can never be served here; otherwise it may be tried again.
+    """
 
     call_id: int
     certificate: Certificate | None = None
     error_code: str | None = None
     error_message: str | None = None
     is_permanent: bool = False
-    """Whether the adapter can never be served here; otherwise another try may go well."""
 
 
 class ResidencyReply(Struct, frozen=True, tag="residency"):
+    """Answer QueryResidency."""
+
     call_id: int
     adapters: tuple[AdapterResidency, ...]
 
 
 class AdapterDamaged(Struct, frozen=True, tag="damaged"):
-    """A load of this version failed, since one of its blobs is gone or no longer hashes to its digest. One per load that failed so."""
+    """Report a failed load: a blob of the version is gone or no longer hashes to its digest."""
 
     digest: Digest
     blob: Digest

@@ -1,4 +1,4 @@
-"""From a request's tokens to its client's text: detokenizes as tokens come and ends the text at a stop string."""
+"""Make text of a request's tokens as they come, and end it at a stop string."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from loraserve.types import FinishReason, Struct, TokenLogprobs, TokenOutput
 
 
 class Chunk(Struct, frozen=True):
-    """A piece of an answer. Its text is final: what a later stop string could still take back is held.
+    """A piece of an answer.
+
+    Its text is final: text that may be the beginning of a stop string is held back.
 
     Attributes:
-        prompt_logprobs: with the first chunk, when asked for.
+        prompt_logprobs: with the first chunk, if asked for.
         stop_reason: the stop string or stop token id that ended the text; None for EOS and length.
         queue_s, adapter_s, prefill_s: with the first chunk.
     """
@@ -31,14 +33,17 @@ class Chunk(Struct, frozen=True):
 
 
 class StopStrings:
-    """Finds the first stop string in a text that grows, holding back no more than could be one's beginning."""
+    """Find the first stop string in a growing text; hold back no more than could begin one."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
         self._held = ""
 
     def push(self, delta: str) -> tuple[str, str | None]:
-        """Return (text that is certain, the stop string that it ends before); with a stop string, nothing may follow."""
+        """Return (final text, the stop string that it ends before).
+
+        After a stop string, no push may follow.
+        """
         text = self._held + delta
         found = [(at, s) for s in self._stop if (at := text.find(s)) >= 0]
         if found:
@@ -50,24 +55,24 @@ class StopStrings:
         return text[: len(text) - hold], None
 
     def pass_by(self, delta: str) -> str:
-        """Let text through unsearched (before `min_tokens`)."""
+        """Return text without searching it (before `min_tokens`)."""
         text, self._held = self._held + delta, ""
         return text
 
     def finish(self) -> str:
-        """Return what was held back."""
+        """Return the text held back."""
         text, self._held = self._held, ""
         return text
 
     def _num_open(self, text: str) -> int:
-        """Length of the longest end of ``text`` that some stop string begins with."""
+        """Return the length of the longest end of ``text`` that some stop string begins with."""
         return max(
             (n for s in self._stop for n in range(min(len(s) - 1, len(text)), 0, -1) if text.endswith(s[:n])), default=0
         )
 
 
 class OutputProcessor:
-    """Turns one request's TokenOutputs into Chunks."""
+    """Turn one request's TokenOutputs into Chunks."""
 
     def __init__(self, request: GenerateRequest, tokenizer: Tokenizer) -> None:
         self._request = request
@@ -76,10 +81,13 @@ class OutputProcessor:
         self._num_tokens = 0
 
     def push(self, output: TokenOutput) -> Chunk:
-        """Return what this output adds. A chunk with a finish reason is the last, though the engine may not know yet."""
+        """Return the chunk of an output.
+
+        One with a finish reason is the last, though the engine may not know yet.
+        """
         text, num_taken, stop = self._take(output)
         if stop is None and output.finish_reason is not None:
-            # bytes that waited for their character are text now, in which a stop string may end
+            # incomplete characters are flushed, and a stop string may end in them
             tail, stop = self._search(self._detokenizer.finish())
             text += tail if stop is not None else tail + self._stop.finish()
         finish_reason, stop_reason = output.finish_reason, output.stop_reason
@@ -101,7 +109,10 @@ class OutputProcessor:
         )
 
     def _take(self, output: TokenOutput) -> tuple[str, int, str | None]:
-        """Consume tokens up to a stop string: (text, how many tokens were consumed, the stop string found)."""
+        """Consume tokens up to a stop string.
+
+        Return (text, number of tokens consumed, stop string found).
+        """
         # The token that ends a text by being EOS or a stop token isn't part of the text.
         ends_by_token = output.finish_reason is FinishReason.STOP and not self._request.include_stop_str_in_output
         num_shown = len(output.token_ids) - (1 if ends_by_token else 0)
@@ -121,7 +132,7 @@ class OutputProcessor:
 
 
 def merge(outputs: Sequence[TokenOutput]) -> TokenOutput:
-    """Join outputs of one request that came while its reader was busy into one."""
+    """Join the outputs of one request that came while its reader was busy."""
     if len(outputs) == 1:
         return outputs[0]
     first, last = outputs[0], outputs[-1]

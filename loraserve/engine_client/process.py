@@ -1,4 +1,4 @@
-"""One incarnation of the engine process: its sockets, its start, its end."""
+"""One engine process: its start, sockets, liveness and end."""
 
 from __future__ import annotations
 
@@ -28,19 +28,23 @@ logger = logging.getLogger(__name__)
 
 
 _ENVIRONMENT = {
-    # waiting threads that spin take the cores that the server and the loaders need
+    # spinning threads would take the cores that the server and the loaders need
     "OMP_WAIT_POLICY": "PASSIVE",
-    # the base's weights lie in huge pages: a step of 32 sequences takes a twentieth less (110M parameters in float32)
+    # with weights in huge pages a step of 32 sequences takes a twentieth less (110M parameters in
+    # float32)
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
-"""Of the engine's process, where the server's own says nothing else."""
+"""Defaults for the environment of the engine's process."""
 
 KILL_PATIENCE_S = 10.0
-"""Seconds that a killed process may take to end; in an uninterruptible wait for a disk or a device it takes longer."""
+"""Seconds that a killed process may take to end.
+
+In an uninterruptible wait for a disk or a device it takes longer.
+"""
 _MAX_TICK_S = 0.25
 _TICKS_PER_TIMEOUT = 8
-_TELL_EVERY_S = 5.0
-"""A load that takes long says how far it is that often, beside each time it begins something else."""
+_LOG_INTERVAL_S = 5.0
+"""Interval at which a long load logs its progress, beside each time it begins something else."""
 
 _HINT = (
     "If it hangs in a kernel again, try another --quantize or --dtype; if the machine is only slow, raise"
@@ -49,13 +53,15 @@ _HINT = (
 
 
 class Vitals:
-    """Count the seconds for which an engine process has made no progress, in the watcher's own ticks.
+    """Count seconds in which an engine made no progress, in the watcher's own ticks.
 
-    Only time in which the watcher itself ran counts: of what passes between two ticks, no more than `max_tick_s`. After a
-    suspended machine, a frozen container or a blocked event loop the engine has had no chance to speak either.
+    Only time in which the watcher itself ran counts: of what passes between two ticks, no more than
+    `max_tick_s`. After a suspended machine, a frozen container or a blocked event loop the engine
+    has had no chance to speak either.
 
     Attributes:
-        quiet_s: seconds since the last progress: a message of the working thread, or a pulse whose count of moves has grown.
+        quiet_s: seconds since the last progress: a message of the working thread, or a pulse whose
+            count of moves has grown.
         has_spoken: whether there ever was a message.
         what: the engine's current work, by the last pulse.
         doing: the same with how far it is.
@@ -91,19 +97,21 @@ class Vitals:
 
 
 class EngineProcess:
-    """Starts ``python -m loraserve.engine.worker.main``, carries messages to and from it, and notices when it hangs.
+    """Start ``loraserve.engine.worker.main``, exchange messages with it, notice when it hangs.
 
-    A process hangs that made no progress for so long: its working thread reached none of its marks (`loraserve.progress`), or the whole of it said nothing.
-    A load or a step that goes on, however slowly, is none.
+    A process hangs if its working thread reaches none of its marks (`loraserve.progress`) or sends
+    nothing for too long. A load or a step that goes on, however slowly, doesn't hang.
 
     Args:
-        on_message: called on the event loop with everything the engine sends after Ready, but pulses.
-        hang_timeout_s: without progress, once the base is loaded.
+        on_message: called on the event loop with everything the engine sends after Ready, except
+            pulses.
+        hang_timeout_s: seconds without progress, once the base is loaded.
         load_timeout_s: the same before.
 
     Attributes:
-        vitals: since when it said nothing, made no progress, and what it is at.
-        was_stopped: whether it hangs since something outside stopped it; known once `hung` has returned.
+        vitals: progress of the process.
+        was_stopped: whether it hangs because something outside stopped it; known once `hung` has
+            returned.
     """
 
     def __init__(
@@ -121,9 +129,9 @@ class EngineProcess:
         self.vitals = Vitals(max_tick_s=2 * self._tick_s)
         self._config = config
         self._on_message = on_message
-        self._dir = tempfile.mkdtemp(prefix="loraserve-engine-")  # 0700: only we can reach the sockets
+        self._dir = tempfile.mkdtemp(prefix="loraserve-engine-")  # 0700: no other user reaches the sockets
         self._context = zmq.asyncio.Context()
-        # Plain, not asyncio: sending never waits (no high-water mark), so it may be called from anywhere on the loop.
+        # not asyncio: without a high-water mark sending never waits
         self._inputs: zmq.Socket[bytes] = zmq.Socket(self._context, zmq.PUSH)
         self._outputs = self._context.socket(zmq.PULL)
         self._inputs.setsockopt(zmq.SNDHWM, 0)
@@ -143,8 +151,8 @@ class EngineProcess:
         """Start the process and return once the base is loaded.
 
         Raises:
-            LoraserveError: what the engine said was wrong (ModelError, ConfigError, …).
-            EngineDied: it ended without saying why, or hangs.
+            LoraserveError: the engine reported it (ModelError, ConfigError, …).
+            EngineDied: it ended without a reason, or hangs.
         """
         endpoints = [f"ipc://{self._dir}/{name}" for name in ("inputs", "outputs")]
         self._inputs.bind(endpoints[0])
@@ -173,7 +181,7 @@ class EngineProcess:
             pending: set[asyncio.Future[Any]] = {self._ready, exited, self._hung}
             await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             if not self._ready.done() and exited.done():
-                # Its last words may still be in the socket.
+                # its last message may still be in the socket
                 await asyncio.wait({self._ready}, timeout=0.5)
             if self._ready.done():
                 return self._ready.result()
@@ -192,7 +200,10 @@ class EngineProcess:
         return await self._process.wait()
 
     async def hung(self) -> str:
-        """Return what is known of it once the process hangs, as in "the engine …"; the log has its stack then."""
+        """Wait until the process hangs; return where, as in "the engine …".
+
+        The log has its stack then.
+        """
         return await asyncio.shield(self._hung)
 
     def describe_end(self, code: int) -> str:
@@ -203,21 +214,22 @@ class EngineProcess:
             name = signal.Signals(-code).name
         except ValueError:
             name = f"signal {-code}"
-        # the kernel's own killer leaves no other trace here
+        # the kernel's OOM killer leaves no other trace here
         why = " (by the system for want of memory, if by nobody else: see its log)" if -code == signal.SIGKILL else ""
         return f"was killed by {name}{why}"
 
     def send(self, message: m.EngineInput) -> None:
-        """Send, without waiting. To a dead engine it's a no-op: whoever waits for an answer learns of the death elsewhere."""
+        """Send without waiting; no-op if the engine is dead, which its supervisor notices."""
         with contextlib.suppress(zmq.ZMQError):
             self._inputs.send(m.encode_input(message), zmq.NOBLOCK)
 
     def kill(self) -> None:
+        """Send SIGKILL; no-op if the process has ended."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
     async def close(self, grace_s: float = 5.0) -> None:
-        """Ask it to stop, kill it when it doesn't within the grace, and free sockets and files."""
+        """Ask the process to stop, kill it after `grace_s`, and free sockets and files."""
         if self._process is not None and self._process.returncode is None:
             self.send(m.Shutdown())
             try:
@@ -232,14 +244,14 @@ class EngineProcess:
                     await task
         self._hung.cancel()
         if self._ready.done() and not self._ready.cancelled():
-            self._ready.exception()  # seen, whoever waits or not
+            self._ready.exception()  # mark it retrieved
         self._inputs.close(0)
         self._outputs.close(0)
         self._context.term()
         shutil.rmtree(self._dir, ignore_errors=True)
 
     async def _reap(self) -> None:
-        """Wait for the end of the killed process, but not for ever: it may wait for a disk or a device."""
+        """Wait for the end of the killed process, but only for so long."""
         if self._process is not None:
             try:
                 await asyncio.wait_for(self._process.wait(), KILL_PATIENCE_S)
@@ -251,38 +263,41 @@ class EngineProcess:
         return Path(self._dir) / "stacks"
 
     async def _watch(self) -> None:
-        """Count the seconds without progress, say how far a load is, and find out what a process that hangs hangs in."""
+        """Count seconds without progress, log a load's progress, find out where a process hangs."""
         try:
-            told, told_s = "", time.monotonic()
+            logged, logged_s = "", time.monotonic()
             while True:
                 await asyncio.sleep(self._tick_s)
                 vitals = self.vitals
                 vitals.tick()
                 if not self._ready.done():
                     now = time.monotonic()
-                    if vitals.what != told or (now - told_s > _TELL_EVERY_S and vitals.quiet_s < _TELL_EVERY_S):
-                        told, told_s = vitals.what, now
+                    if vitals.what != logged or (now - logged_s > _LOG_INTERVAL_S and vitals.quiet_s < _LOG_INTERVAL_S):
+                        logged, logged_s = vitals.what, now
                         logger.info("the engine is %s", vitals.doing)
                 timeout_s = self._hang_timeout_s if self._ready.done() else self._load_timeout_s
                 if vitals.quiet_s > timeout_s:
-                    self._tell_hung(await self._examine(timeout_s))
+                    self._note_hang(await self._examine(timeout_s))
                     return
         except Exception:
             logger.exception("the engine's watcher broke")
-            self._tell_hung("can't be watched any more")
+            self._note_hang("can't be watched any more")
 
-    def _tell_hung(self, reason: str) -> None:
+    def _note_hang(self, reason: str) -> None:
         if not self._hung.done():
             self._hung.set_result(reason)
 
     async def _examine(self, timeout_s: float) -> str:
-        """Return what is known of a process that made no progress for so long; its stack goes into the log."""
+        """Return where a process hangs that made no progress for so long; log its stack."""
         doing, pid = self.vitals.doing, self.pid or 0
         state = state_of(pid)
         if state in ("T", "t"):
             self.was_stopped = True
             by = "SIGSTOP" if state == "T" else "a debugger"
-            return f"was stopped by {by} for {timeout_s:g} s while it was {doing}; a stopped process can't say where it stands"
+            return (
+                f"was stopped by {by} for {timeout_s:g} s while it was {doing};"
+                " a stopped process can't say where it stands"
+            )
         where = "its Python stack can't be had: it " + (
             "waits for a disk or a device (state D)"
             if state == "D"
@@ -305,7 +320,7 @@ class EngineProcess:
                     self.vitals.note_message()
                 self._take(message)
         except Exception:
-            # nobody would hear this engine any more: the next one starts from what is known
+            # this engine can't be heard any more: the next one starts from what is known
             logger.exception("a message of the engine process makes no sense; it is killed")
             self.kill()
 

@@ -1,5 +1,4 @@
-"""Place where a process that doesn't move stands: its state as the system sees it, and the Python stack that it writes
-on SIGUSR1."""
+"""Location of a hang: the process's state, and the Python stacks that it writes on SIGUSR1."""
 
 from __future__ import annotations
 
@@ -16,7 +15,10 @@ _FRAME = re.compile(r'^ *File "(?P<path>[^"]+)", line (?P<line>\d+|\?\?\?) in (?
 
 
 def state_of(pid: int) -> str:
-    """Return the letter that Linux has for the process: R, S, D, T (stopped), t (traced), Z; empty where nothing is known."""
+    """Return Linux's letter for the state of the process: R, S, D, T (stopped), t (traced), Z.
+
+    Empty if unknown.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except (OSError, IndexError):
@@ -24,9 +26,11 @@ def state_of(pid: int) -> str:
 
 
 async def dump_stacks(pid: int, path: Path) -> str:
-    """Have the process append the stacks of its threads to `path`, and return what it wrote; empty if it writes nothing in time.
+    """Have the process append its stacks to `path`.
 
-    The process must have told faulthandler about SIGUSR1 before: the signal's default is to end it.
+    Return them, or an empty text if none come in time.
+
+    The process must have registered faulthandler for SIGUSR1, whose default is to end it.
     """
     try:
         begin = _num_bytes(path)
@@ -54,7 +58,7 @@ def _read_from(path: Path, begin: int) -> str:
 
 
 def innermost(stacks: str, num_frames: int = 3) -> str:
-    """Return the main thread's innermost frames on one line, innermost first: ``gemm.py:151 in int8_linear < …``. Empty if there are none."""
+    """Return the main thread's innermost frames: ``gemm.py:151 in int8_linear < …``."""
     threads = [thread for thread in stacks.split("\n\n") if "_run_module_as_main" in thread] or [stacks]
     frames = [match for line in threads[0].splitlines() if (match := _FRAME.match(line))]
     return " < ".join(f"{Path(frame['path']).name}:{frame['line']} in {frame['name']}" for frame in frames[:num_frames])

@@ -1,4 +1,4 @@
-"""Keep an engine process running: start it, watch it, replace it when it ends or hangs, and replay what was alive."""
+"""Keep an engine process running: start, watch and replace it; replay what was alive."""
 
 from __future__ import annotations
 
@@ -23,9 +23,15 @@ from loraserve.types import AdapterRef, BaseSpec, Digest, RequestId
 logger = logging.getLogger(__name__)
 
 _MAX_DEATHS_BEFORE_READY = 3
-"""Deaths in a row after which the server's start fails. Once an engine was ready, others are started again and again."""
+"""Deaths in a row after which the server's start fails.
+
+Once an engine was ready, others are started again and again.
+"""
 _LOAD_PATIENCE = 4.0
-"""Multiple of the hang timeout that a load may take without progress: its marks are further apart, with a compiler in between."""
+"""Multiple of the hang timeout that a load may take without progress.
+
+Its marks are further apart, with a compiler in between.
+"""
 _MAX_QUIET_S = 3.0
 """Seconds without progress after which new requests aren't computed at once."""
 _EXAMINATION_S = 5.0
@@ -41,7 +47,9 @@ _REPLAY_ALONE_S = 30.0
 
 
 class EngineSupervisor:
-    """Run one engine process after another. Everything happens on the event loop that called `start`.
+    """Run one engine process after another.
+
+    Everything happens on the event loop that called `start`.
 
     Attributes:
         live: requests between admission and end, replayed to each new engine.
@@ -95,14 +103,20 @@ class EngineSupervisor:
 
     @property
     def is_live(self) -> bool:
-        """Whether the engine runs or can be replaced; False too where it hangs and isn't replaced in time."""
+        """Whether the engine runs or can be replaced.
+
+        False too where it hangs and isn't replaced in time.
+        """
         if self.failure is not None or self._process is None:
             return False
         return not self.is_up or self._quiet_s < self._hang_timeout_s + _EXAMINATION_S
 
     @property
     def status(self) -> str | None:
-        """Reason why requests can't be computed now, without anything of tenants; None if they can."""
+        """Reason why requests can't be computed now, without anything of tenants.
+
+        None if they can.
+        """
         if self.failure is not None:
             return "The engine can't be started; the log says why."
         if self._loading is not None:
@@ -110,7 +124,10 @@ class EngineSupervisor:
         if not self.is_up:
             return "The engine is being started."
         if self._is_quiet:
-            return f"The engine made no progress for {self._quiet_s:.0f} s; after {self._hang_timeout_s:g} s it is replaced."
+            return (
+                f"The engine made no progress for {self._quiet_s:.0f} s;"
+                f" after {self._hang_timeout_s:g} s it is replaced."
+            )
         return None
 
     @property
@@ -128,7 +145,9 @@ class EngineSupervisor:
         return self._quiet_s > min(_MAX_QUIET_S, self._hang_timeout_s)
 
     async def start(self) -> None:
-        """Start an engine and return once the base is loaded. One that dies or hangs first is replaced a few times.
+        """Start an engine and return once the base is loaded.
+
+        One that dies or hangs first is replaced a few times.
 
         Raises:
             LoraserveError: why no engine can be had.
@@ -142,8 +161,9 @@ class EngineSupervisor:
                 if attempt == _MAX_DEATHS_BEFORE_READY:
                     raise EngineUnavailable(
                         f"The engine died {attempt} times in a row before it was ready. The last time {error}.",
-                        hint="The log has more. Where it hangs in a kernel, try another --quantize or --dtype; where it was killed,"
-                        " see whether the base fits into memory (loraserve plan). If the machine is only slow, raise --engine-hang-timeout.",
+                        hint="The log has more. Where it hangs in a kernel, try another --quantize or --dtype;"
+                        " where it was killed, see whether the base fits into memory (loraserve plan). If the machine is only"
+                        " slow, raise --engine-hang-timeout.",
                     ) from error
         self.is_up = True
         self._task = asyncio.create_task(self._supervise(), name="engine-supervisor")
@@ -195,11 +215,15 @@ class EngineSupervisor:
             raise EngineUnavailable("The base model's files changed while the server ran; restart the server.")
         self._base = ready.base
         self.device = ready.device
-        # chosen by measuring times: streams must go on in the same arithmetic in the engines that follow
+        # chosen by measuring times: streams must go on in the same arithmetic in the engines that
+        # follow
         self._config = msgspec.structs.replace(self._config, kernels=ready.kernels)
 
     async def _supervise(self) -> None:
-        """Keep an engine running until none can be started; then, or if this fails, end every request and call."""
+        """Keep an engine running until none can be started.
+
+        Then, or if this fails, end every request and call.
+        """
         try:
             await self._keep_running()
         except Exception as error:
@@ -215,7 +239,10 @@ class EngineSupervisor:
             live.fail(error)
 
     async def _keep_running(self) -> None:
-        """Replay what was alive, wait for the engine's end, start the next; return when none can be started."""
+        """Replay what was alive, wait for the engine's end, start the next.
+
+        Return when none can be started.
+        """
         num_deaths = 0
         while True:
             started = time.monotonic()
@@ -256,7 +283,10 @@ class EngineSupervisor:
             hung.cancel()
 
     def _give_up_on(self, process: EngineProcess) -> None:
-        """Fail what is alive, since a killed engine doesn't end and holds its memory; once it does, another is started."""
+        """Fail what is alive, since a killed engine doesn't end and holds its memory.
+
+        Once it does, another is started.
+        """
         self.failure = EngineUnavailable(
             f"The engine's process {process.pid} was killed {KILL_PATIENCE_S:g} s ago and hasn't ended:"
             " it probably waits for a disk or a device.",
@@ -286,7 +316,9 @@ class EngineSupervisor:
         return False
 
     def _count_crash(self, *, is_suspicious: bool) -> None:
-        """Fail a request in flight at two crashes in a row; suspects are replayed one by one, so that it fails alone.
+        """Fail a request in flight at two crashes in a row.
+
+        Suspects are replayed one by one, so that it fails alone.
 
         Args:
             is_suspicious: whether one of those in flight may be why.
@@ -302,10 +334,10 @@ class EngineSupervisor:
                 self.live.pop(live.request.request_id, None)
 
     async def _replay(self, ended: asyncio.Task[str]) -> None:
-        """Send a new engine the suspects of the last crash one at a time, each until it made progress, then the rest.
+        """Send a new engine the suspects of the last crash one at a time, then the rest.
 
-        The step that kills an engine is thus computed for its culprit alone, the only request in flight without a token
-        of this engine.
+        The step that kills an engine is thus computed for its culprit alone, the only request in
+        flight without a token of this engine.
         """
         # suspects may queue for a slot or an adapter; new requests needn't wait for all of them
         timer = asyncio.get_running_loop().call_later(_REPLAY_ALONE_S, self._send_new)

@@ -1,1 +1,1 @@
-"""Execution of a step: batches as arrays, the CPU's and the GPU's runner, and sampling."""
+"""Execution of a step: batches as arrays, runners for CPU and GPU, and sampling."""

@@ -1,4 +1,4 @@
-"""A step's requests as the arrays that a runner hands to its device. Built with NumPy, for all sequences at once where that can be: it takes time of every step."""
+"""A step's requests as arrays for a runner, built with NumPy for all sequences at once."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from loraserve.types import Digest
 from loraserve_kernels.cpu.lora.layout import PackedAdapter
 
 Resident = PackedAdapter | int
-"""An adapter as kernels know it: its weights on a CPU, its slot in the pool on a GPU."""
+"""An adapter as the kernels take it: its weights on a CPU, its slot in the pool on a GPU."""
 
 
 class Feeds(NamedTuple):
-    """Rows whose token isn't known to the host, because the step before, which samples it, still runs.
+    """Rows whose token the step in flight samples, so that the host doesn't know it yet.
 
     Attributes:
-        rows: [num_feeds] int64, ascending: places in ``token_ids``, which holds 0 there.
-        previous_entries: [num_feeds] int64: the row's token is the one that the step launched just before this one samples for
-            that entry of its batch.
+        rows: [num_feeds] int64, ascending: indices into ``token_ids``, which holds 0 there.
+        previous_entries: [num_feeds] int64: entries of the previous step's batch whose sampled
+            tokens belong there.
     """
 
     rows: npt.NDArray[np.int64]
@@ -34,20 +34,25 @@ class Feeds(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What crosses from the scheduler to the runner. Rows of one sequence are contiguous and in position order; sequences of one adapter are neighbours.
+    """A step as the runner takes it. Rows of a sequence are contiguous, in order.
+
+    Sequences of an adapter are neighbours.
 
     Attributes:
         entries: the step's requests; those of the base first, then adapter by adapter.
         token_ids, positions: [num_tokens] int64.
-        slots: [num_tokens] int64, ``block * block_size + offset``: where the row's K and V are written.
-        query_starts: num_entries + 1 numbers: entry i has rows ``query_starts[i]:query_starts[i + 1]``.
-        context_lens: num_entries numbers: the sequence's tokens whose KV exist once this step has run.
+        slots: [num_tokens] int64, ``block * block_size + offset``: destination of the row's K and
+            V.
+        query_starts: num_entries + 1 numbers: entry i has rows ``query_starts[i]:query_starts[i +
+            1]``.
+        context_lens: num_entries numbers: tokens of the sequence whose KV exist after this step.
         block_tables: [num_entries, max_blocks] int32, padded with 0.
-        logits_rows: [num_logits] int64, ascending: the rows whose logits are wanted.
-        logits_ranges: per entry, its part ``[start, end)`` of the logits; empty when the step doesn't reach its last token.
-        adapters: (adapter, row_start, row_end), in row order; the other rows are the base's. Once for each adapter, and once more for each of its sequences whose
-            first rows are still the base's.
-        feeds: the rows whose token the runner puts in; none unless another step is in flight.
+        logits_rows: [num_logits] int64, ascending: rows whose logits are wanted.
+        logits_ranges: each entry's range ``[start, end)`` of the logits; empty if the step doesn't
+            reach its last token.
+        adapters: (adapter, row_start, row_end), in row order; other rows are the base's. One for
+            each adapter, and one more for each of its sequences that begins with rows of the base.
+        feeds: rows whose token the runner fills in; empty unless another step is in flight.
     """
 
     entries: list[ScheduledRequest]
@@ -72,8 +77,8 @@ def build_batch(
     """Return the step's arrays.
 
     Args:
-        resident: gives an adapter that some scheduled request has pinned.
-        previous: the step in flight, launched just before this one will be; None when every result is known.
+        resident: returns an adapter that some scheduled request has pinned.
+        previous: batch of the step in flight; None if every result is known.
 
     Raises:
         InvariantViolation: a token isn't known and ``previous`` doesn't sample it.
@@ -83,12 +88,12 @@ def build_batch(
     starts = np.fromiter((entry.start for entry in entries), np.int64, num_entries)
     counts = np.fromiter((entry.num_tokens for entry in entries), np.int64, num_entries)
     ends = np.cumsum(counts)
-    # which entry a row is of, and its position
+    # each row's entry and position
     owners = np.repeat(np.arange(num_entries), counts)
     positions = np.arange(len(owners)) + np.repeat(starts + counts - ends, counts)
     tables = _block_tables(entries)
     slots = tables[owners, positions // block_size].astype(np.int64) * block_size + positions % block_size
-    # rows from the first, of those that score their prompt, or the last, if it is sampled from
+    # all rows of entries that score their prompt; else the last one, if it is sampled from
     num_logits = [entry.num_tokens if entry.is_scored else int(entry.is_sampled) for entry in entries]
     logits_ends = np.cumsum(num_logits)
     logits_rows = np.arange(logits_ends[-1]) + np.repeat(ends - logits_ends, num_logits)
@@ -136,10 +141,11 @@ def _feeds(entries: Sequence[ScheduledRequest], query_starts: Sequence[int], pre
         if num_unknown <= 0:
             continue
         index = sampled.get(id(entry.request))
-        # one at most: only the step that is in flight keeps a token from us
+        # at most one token is unknown: that of the step in flight
         if num_unknown > 1 or index is None:
             raise InvariantViolation(
-                f"Request {entry.request.request_id} is scheduled up to token {entry.end}; {num_unknown} of them aren't known, "
+                f"Request {entry.request.request_id} is scheduled up to token {entry.end};"
+                f" {num_unknown} of them aren't known, "
                 "and the step in flight doesn't sample them."
             )
         rows.append(query_starts[i + 1] - 1)
@@ -148,7 +154,10 @@ def _feeds(entries: Sequence[ScheduledRequest], query_starts: Sequence[int], pre
 
 
 def _acting_adapter(entry: ScheduledRequest) -> str:
-    """The digest of the adapter that acts on some of the entry's rows; empty if none does."""
+    """Return the digest of the adapter that acts on some of the entry's rows.
+
+    Empty if none does.
+    """
     activation = entry.request.activation
     return activation.adapter if activation is not None and activation.start < entry.end else ""
 

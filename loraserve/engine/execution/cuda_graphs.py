@@ -1,4 +1,7 @@
-"""The decode step as CUDA graphs: one for each size of batch, with adapters and without. On the CPU (Triton's interpreter) the same steps run as they are."""
+"""Decode steps as CUDA graphs, one per batch size with and without adapters.
+
+On the CPU (Triton's interpreter) they run eagerly.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +19,22 @@ logger = logging.getLogger(__name__)
 
 
 def bucket_sizes(max_num_seqs: int) -> list[int]:
-    """Sizes that a decode step is filled up to: close together where steps are small, each at most twice the one before it; the last is the largest step."""
+    """Return the sizes that decode steps are padded to, each at most twice the one before."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32), *range(576, 4097, 64)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
 class DecodeGraphs:
-    """Decode steps by (bucket, whether any row has an adapter), each captured once and replayed with what the static buffers hold by then.
+    """Capture each decode step once, by its size and whether any row has an adapter.
+
+    Replay it from static buffers.
 
     Args:
         device: a CUDA device, or the CPU, where nothing is captured.
-        sizes: the buckets, ascending.
-        run: computes a step of so many rows, with LoRA's kernels or without, from buffers at fixed addresses, and returns its logits. It doesn't wait for the
-            device, and computes rows that stand for nobody without reading or writing anything of others.
+        sizes: batch sizes, ascending.
+        run: computes a step of so many rows, with LoRA's kernels or without, from buffers at fixed
+            addresses, and returns its logits. It doesn't wait for the device; padding rows read and
+            write nothing of others.
     """
 
     def __init__(self, device: torch.device, sizes: list[int], run: Callable[[int, bool], Tensor]) -> None:
@@ -36,15 +42,15 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     def bucket(self, num_rows: int) -> int | None:
-        """Return the smallest bucket that holds so many rows; None when there's none."""
+        """Return the smallest size that holds so many rows; None if there is none."""
         index = bisect_left(self._sizes, num_rows)
         return self._sizes[index] if index < len(self._sizes) else None
 
     def capture(self, prepare: Callable[[int], None]) -> None:
-        """Capture every step, largest first, so that the smaller ones live in the memory of the largest.
+        """Capture every step, largest first, so that smaller ones share its memory.
 
         Args:
-            prepare: fills the static buffers with a step of so many rows that stand for nobody.
+            prepare: fills the static buffers with a step of so many padding rows.
         """
         if self._device.type != "cuda":
             return
@@ -53,7 +59,7 @@ class DecodeGraphs:
         for size in reversed(self._sizes):
             prepare(size)
             for with_lora in (True, False):
-                # kernels are compiled, and libraries take their workspaces, before the capture
+                # before the capture: kernels are compiled, and libraries allocate their workspaces
                 self._run(size, with_lora)
                 torch.cuda.synchronize(self._device)
                 graph = torch.cuda.CUDAGraph()
@@ -68,7 +74,7 @@ class DecodeGraphs:
         logger.info("captured %d decode steps in %.1f s", len(self._graphs), seconds)
 
     def replay(self, size: int, with_lora: bool) -> Tensor:
-        """Run a step of a bucket; the logits [size, vocab_size] stand until the next step."""
+        """Run a step; its logits [size, vocab_size] are valid until the next step."""
         captured = self._graphs.get((size, with_lora))
         if captured is None:
             return self._run(size, with_lora)
@@ -78,7 +84,7 @@ class DecodeGraphs:
 
 
 class _Borrowed:
-    """What ``torch.as_tensor`` needs to see memory that isn't the tensor's own."""
+    """Array interface through which ``torch.as_tensor`` sees memory without owning it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.__cuda_array_interface__ = {
@@ -90,10 +96,13 @@ class _Borrowed:
 
 
 def borrow(tensor: Tensor) -> Tensor:
-    """Return the same memory, float32 and contiguous on a CUDA device, as a tensor that doesn't keep it from being used again.
+    """Return a tensor of the same memory that doesn't keep it from being reused.
+
+    Args:
+        tensor: float32, contiguous, on a CUDA device.
 
     Raises:
-        InvariantViolation: the tensor is of another kind.
+        InvariantViolation: the tensor is none of that kind.
     """
     if tensor.dtype != torch.float32 or not tensor.is_contiguous() or not tensor.is_cuda:
         raise InvariantViolation(f"logits are {tensor.dtype} on {tensor.device}; expected contiguous float32 on a GPU")

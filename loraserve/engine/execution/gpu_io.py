@@ -1,4 +1,4 @@
-"""A step that was launched on a GPU: what is on its way to the host, and the results once it has arrived."""
+"""A step launched on a GPU: copies on their way to the host, then its results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ logger = logging.getLogger(__name__)
 
 
 class Top(NamedTuple):
-    """The likeliest tokens of a step's sampled rows: `chosen` [num_sampled], `values` and `ids` [num_sampled, k], in the host's memory."""
+    """Log probabilities of a step's sampled rows, in the host's memory.
+
+    Attributes:
+        chosen: [num_sampled], those of the sampled tokens.
+        values: [num_sampled, k], those of the likeliest tokens.
+        ids: [num_sampled, k], the likeliest tokens.
+    """
 
     chosen: Tensor
     values: Tensor
@@ -28,6 +34,7 @@ class Top(NamedTuple):
 
 
 def send_logprobs(entries: list[ScheduledRequest], logits: Tensor, tokens: Tensor) -> Top | None:
+    """Compute and send the log probabilities that the entries ask for; return None if none does."""
     counts = [entry.request.params.logprobs for entry in entries if entry.request.params.logprobs is not None]
     if not counts:
         return None
@@ -36,13 +43,13 @@ def send_logprobs(entries: list[ScheduledRequest], logits: Tensor, tokens: Tenso
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy in the host's memory, there once what was launched so far is done: into pinned memory, or else the copy would wait."""
+    """Return a copy in pinned host memory, complete once everything launched so far is done."""
     out = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return out.copy_(tensor, non_blocking=True)
 
 
 class HostResults:
-    """Pinned memory that a step's tokens arrive in."""
+    """Pinned memory for a step's sampled tokens."""
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
@@ -52,7 +59,7 @@ class HostResults:
 
 @dataclass(frozen=True, slots=True)
 class GpuStep:
-    """A launched step. Its host memory is the runner's, until the step after the next is launched."""
+    """A launched step. The runner reuses its host memory for the step after the next."""
 
     batch: Batch
     sampled: list[int]
@@ -63,7 +70,7 @@ class GpuStep:
     event: torch.cuda.Event | None
 
     def results(self) -> list[StepResult]:
-        """Wait for the device."""
+        """Wait for the device; return one result per entry of the batch."""
         if self.event is not None:
             try:
                 self.event.synchronize()
@@ -91,6 +98,6 @@ class GpuStep:
 
 
 def lost(error: RuntimeError) -> DeviceLost:
-    """An error of the device stays with its process: every later call would fail with it."""
+    """Log a device error, which every later call would raise too; return it as DeviceLost."""
     logger.error("the device failed: %s", str(error).splitlines()[0])
     return DeviceLost(str(error))

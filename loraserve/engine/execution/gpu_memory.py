@@ -1,4 +1,4 @@
-"""What a GPU's steps take of its memory, and what is left for KV blocks and adapters."""
+"""GPU memory that steps take, and the rest for KV blocks and adapters."""
 
 from __future__ import annotations
 
@@ -14,10 +14,18 @@ from loraserve.model.inputs import GpuInputs
 from loraserve_kernels.gpu.attention.plan import GpuAttentionPlan
 
 MAX_WORK_ITEMS = 4096
-"""Of one site in one step: 64 rows of as many adapters of rank 341, or 512 of one of rank 512. A step that has more is refused by its plan, and the engine halves it."""
+"""Cap on the LoRA work items of one site in one step.
+
+Enough for 64 rows with 64 adapters of rank 341, or 512 rows with one of rank 512.
+
+The plan refuses a step that has more, and the engine halves it.
+"""
 
 PLANS_BYTES = MAX_WORK_ITEMS * 16 * 16 * 4 * (16 + 32 + 16) + 64 * MIB
-"""What the three LoRA plans and the other buffers of a runner take: an item has at most 16 parts of a tile's rows times 16 ranks."""
+"""Bytes of a runner's three LoRA plans and its other buffers.
+
+An item has at most 16 parts of a tile's rows times 16 ranks.
+"""
 
 
 def attention_plan(decoder: Decoder, config: EngineConfig) -> GpuAttentionPlan:
@@ -36,10 +44,10 @@ def attention_plan(decoder: Decoder, config: EngineConfig) -> GpuAttentionPlan:
 
 
 def free_bytes(decoder: Decoder, config: EngineConfig) -> int:
-    """Return what of the device's memory is left for KV blocks and adapters: its free memory after the largest step was computed once.
+    """Compute the largest step once; return the bytes left for KV blocks and adapters.
 
     Raises:
-        ConfigError: nothing is.
+        ConfigError: nothing is left.
     """
     device = decoder.backend.device
     torch.cuda.empty_cache()
@@ -54,7 +62,8 @@ def free_bytes(decoder: Decoder, config: EngineConfig) -> int:
     budget = int(total * config.memory_utilization) - (total - free) - 2 * step_bytes - PLANS_BYTES
     if budget <= 0:
         raise ConfigError(
-            f"The base leaves no memory: of the device's {total / GIB:.1f} GiB {free / GIB:.1f} are free, and a step takes {step_bytes / GIB:.1f}.",
+            f"The base leaves no memory: of the device's {total / GIB:.1f} GiB {free / GIB:.1f}"
+            f" are free, and a step takes {step_bytes / GIB:.1f}.",
             hint="Quantize the base, lower --max-num-batched-tokens, or raise --memory-utilization.",
         )
     return budget
@@ -62,7 +71,7 @@ def free_bytes(decoder: Decoder, config: EngineConfig) -> int:
 
 @torch.inference_mode()
 def _compute_largest_step(decoder: Decoder, config: EngineConfig) -> None:
-    """Rows that stand for nobody, as many as a step may have; their logits for as many as may be sampled."""
+    """Compute a step of the most rows and logits that are possible, all of them padding."""
     device, plan = decoder.backend.device, attention_plan(decoder, config)
     num_rows = max(config.max_num_batched_tokens, config.max_num_seqs)
     lengths = [decoder.spec.max_model_len] * (num_rows // decoder.spec.max_model_len)

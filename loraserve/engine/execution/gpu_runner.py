@@ -1,7 +1,8 @@
-"""Runs the model over batches on a GPU: decode steps as CUDA graphs, tokens sampled on the device, nothing in a step that waits for it.
+"""The base model on a GPU: decode steps as CUDA graphs, tokens sampled on the device.
 
-A step is launched while the one before still runs. What it reads of the host goes over in a few copies to fixed addresses, from pinned buffers that are used in turn;
-the tokens that aren't known yet are taken from where the step before leaves them. With ``TRITON_INTERPRET=1`` the same steps run on CPU tensors, for tests.
+A step is launched while the one before still runs. Its description is copied from alternating
+pinned buffers to fixed addresses; tokens that aren't known yet are read from where the step before
+leaves them. With ``TRITON_INTERPRET=1`` the same steps run on CPU tensors, for tests.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from loraserve_kernels.gpu.lora.plan import GpuLoraPlan
 from loraserve_kernels.gpu.sampling.sampling import SamplingRows, sample, top_logprobs
 
 _WARM_UP_ROWS = (1, 2, 15, 16, 17, 48, 63, 64, 65, 80, 1 << 20)
-"""On both sides of what kernels distinguish: one row, multiples of 16, few rows and many; and the largest step."""
+"""Step sizes on both sides of those that kernels distinguish, and the largest."""
 
 
 class GpuRunner:
-    """The base model on a GPU, with its paged KV cache and the buffers that steps are described in.
+    """Launch steps on a GPU from buffers at fixed addresses.
 
     Attributes:
         num_blocks: KV blocks that slots may name.
@@ -44,8 +45,8 @@ class GpuRunner:
         """Allocate what steps need and capture the decode steps.
 
         Args:
-            kv: the cache.
-            adapters: where adapters lie; told of every launch, so that it overwrites nothing that a step still reads.
+            adapters: holds the adapters; noted every launch, so that it overwrites nothing that a
+                step still reads.
         """
         self._decoder, self._adapters, self._kv = decoder, adapters, kv
         self.num_blocks = kv.k[0].shape[0]
@@ -62,10 +63,10 @@ class GpuRunner:
         self._sampling = SamplingRows(max_num_seqs, device)
         self._sampled = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._finite = torch.zeros(max_num_seqs, dtype=torch.bool, device=device)
-        # a step's results are read while those of the next one are made
+        # a step's results are read while the next step writes its own
         self._host_results = [HostResults(max_num_seqs, device) for _ in range(2)]
         self._turn = 0
-        # of the step before: entry of its batch → place in `_sampled`
+        # previous step: entry of its batch → index into `_sampled`
         self._places: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
         sizes = bucket_sizes(max_num_seqs) if config.cuda_graphs else []
         self._graphs = DecodeGraphs(device, sizes, self._decode)
@@ -73,13 +74,13 @@ class GpuRunner:
         if device.type == "cuda":
             self.warm_up(_WARM_UP_ROWS)
         with torch.inference_mode():
-            self._graphs.capture(self._prepare_nobody)
+            self._graphs.capture(self._prepare_padding)
 
     @torch.inference_mode()
     def warm_up(self, sizes: Sequence[int]) -> None:
-        """Compute steps of so many rows that stand for nobody, so that no request's step waits for a compiler.
+        """Compute steps of so many padding rows, so that no request's step waits for a compiler.
 
-        Triton compiles a kernel anew for a number that is 1, or a multiple of 16, where others have shared one.
+        Triton specializes kernels for numbers that are 1 or multiples of 16.
         """
         for num_rows in sorted({min(size, self._max_num_tokens, self._decoder.spec.max_model_len) for size in sizes}):
             self._mixed_rows.clear(num_rows)
@@ -99,11 +100,11 @@ class GpuRunner:
                 sample(logits, self._sampling, self._sampled[:num_logits], self._finite[:num_logits])
             to_host(top_logprobs(logits, self._sampled[:num_logits], 1)[0])
             if self._device.type == "cuda":
-                # pinned buffers take turns: nobody may fill one whose copy hasn't been made
+                # pinned buffers alternate: none may be filled before its copy is made
                 torch.cuda.synchronize(self._device)
 
     def launch(self, batch: Batch) -> GpuStep:
-        """Send the step's description and kernels to the device, and return without waiting for it."""
+        """Launch a step on the device without waiting for it."""
         row_slots = np.zeros(len(batch.token_ids), dtype=np.int32)
         for adapter, start, end in batch.adapters:
             if not isinstance(adapter, int):
@@ -119,7 +120,7 @@ class GpuRunner:
                 raise lost(error) from error
             raise
         finally:
-            # also when a launch raised: what was launched before it may still read adapters
+            # also if this raised: earlier launches may still read adapters
             self._adapters.step_launched()
 
     def _launch(self, batch: Batch, row_slots: npt.NDArray[np.int32]) -> GpuStep:
@@ -135,7 +136,7 @@ class GpuRunner:
         return self._sample(batch, sampled, logits, rows)
 
     def needs_results_first(self, request: Request) -> bool:
-        """Whether the request's next token is chosen on the host."""
+        """Return whether the request's next token is chosen on the host."""
         return needs_host(request)
 
     def _run_decode(self, batch: Batch, row_slots: npt.NDArray[np.int32], bucket: int) -> Tensor:
@@ -156,7 +157,7 @@ class GpuRunner:
         inputs = self._inputs(self._decode_rows, num_rows, None, lora, lora)
         return self._decoder.forward(inputs, self._kv)
 
-    def _prepare_nobody(self, num_rows: int) -> None:
+    def _prepare_padding(self, num_rows: int) -> None:
         self._decode_rows.clear(num_rows)
         self._attention.fill(
             np.arange(num_rows + 1, dtype=np.int32),
@@ -198,12 +199,12 @@ class GpuRunner:
         )
 
     def _sample(self, batch: Batch, sampled: list[int], logits: Tensor, rows: Tensor) -> GpuStep:
-        """Choose the tokens of the entries that reach their last one on the device; what is chosen on the host has its logits sent there.
+        """Sample tokens on the device; send the logits of entries that are sampled on the host.
 
         Args:
-            sampled: those entries.
-            logits: [num_logits, vocab_size] float32, or more: behind the last wanted row come those that stand for nobody.
-            rows: [num_sampled, vocab_size]: those that tokens are chosen from.
+            sampled: entries that reach their last token.
+            logits: [num_logits, vocab_size] float32; padding rows may follow.
+            rows: [num_sampled, vocab_size]: logits of the sampled entries.
         """
         entries, count = [batch.entries[i] for i in sampled], len(sampled)
         self._places = np.zeros(len(batch.entries), dtype=np.int64)
@@ -230,7 +231,7 @@ class GpuRunner:
 
 
 def needs_host(request: Request) -> bool:
-    """Whether the request's tokens are chosen on the host: by its history, or by its own list of tokens; or settled already."""
+    """Return whether the request's tokens are chosen on the host, or in advance."""
     params = request.params
     if request.probe is not None:
         return True

@@ -16,7 +16,7 @@ from loraserve.model.inputs import KVTensors
 
 
 class DeviceLost(BaseException):
-    """The device computes nothing any more: the engine process ends, and its successor takes over the requests.
+    """Report that the device computes nothing any more, which ends the engine process.
 
     It is no Exception: no step is recomputed and no request fails for it.
     """
@@ -51,12 +51,13 @@ class StepRunner(Protocol):
     def launch(self, batch: Batch) -> StepHandle:
         """Launch a step; the batch's host tensors aren't read after this call.
 
-        At most two steps are in flight. ``batch.feeds`` names the tokens that the step launched before this one samples.
+        At most two steps are in flight. ``batch.feeds`` names the tokens that the step launched
+        before this one samples.
         """
         ...
 
     def needs_results_first(self, request: Request) -> bool:
-        """Return whether the host must know all of the request's tokens before the next one can be chosen."""
+        """Return whether the next token depends on the host knowing all tokens before it."""
         ...
 
 
@@ -78,7 +79,7 @@ def kv_block_bytes(decoder: Decoder, block_size: int) -> int:
 
 
 def view_kv(decoder: Decoder, data: Tensor, block_num_bytes: int, block_size: int) -> KVTensors:
-    """Return a cache of the blocks that fit into `data`, each contiguous: keys and values of all layers side by side.
+    """Return a cache of the blocks that fit into `data`, each contiguous with all its layers.
 
     The memory isn't initialized: no slot is read before it is written.
 

@@ -1,4 +1,4 @@
-"""From logits to tokens, each row by its own request's parameters, independent of the rows beside it."""
+"""Sample tokens from logits, each row by its own request's parameters alone."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from loraserve.engine.scheduled import ScheduledRequest, StepResult
 from loraserve.types import SamplingParams, TokenLogprobs
 
 MIN_TEMPERATURE = 1e-5
-"""At or below this the likeliest token is taken."""
+"""Temperature up to which sampling is greedy."""
 
 _TOP_P_CANDIDATES = 1024
-"""Top-p sorts only so many tokens when they hold the mass that it asks for, which is nearly always."""
+"""Tokens that top-p sorts first; they nearly always hold the mass that it needs."""
 
 _MASK64 = (1 << 64) - 1
 
@@ -25,7 +25,8 @@ _MASK64 = (1 << 64) - 1
 def uniform(seed: int, position: int) -> float:
     """Return the number in [0, 1) that chooses the token at a position of a sequence.
 
-    It depends on nothing else, so that sampled text survives preemption, a crash and other company in the batch.
+    It depends on nothing else, so sampled text is the same after preemption, a crash or in another
+    batch.
 
     Source: SplitMix64 (Steele, Lea, Flood 2014), seeded by the seed and stepped to the position.
     """
@@ -38,7 +39,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 class Sampler:
-    """Chooses the next token of every request that a step brought to its end, and scores the prompts that want it."""
+    """Sample the next token of each request that a step completed, and score prompts."""
 
     def __init__(self, eos_token_ids: Sequence[int]) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
@@ -48,12 +49,13 @@ class Sampler:
         """Return one result per entry of the batch, in its order.
 
         Args:
-            logits: [num_logits, vocab_size] float32; ``batch.logits_ranges`` says whose rows are whose. Rows may be
+            logits: [num_logits, vocab_size] float32, split by ``batch.logits_ranges``; may be
                 overwritten.
         """
         if logits.shape[0] == 0:
             return [StepResult() for _ in batch.entries]
-        # A sum is finite exactly when every term is (opposite infinities make NaN), and reads the logits once.
+        # A sum is finite exactly when every term is (opposite infinities make NaN), and reads the
+        # logits once.
         finite = torch.isfinite(logits.sum(dim=1)).tolist()
         greedy = logits.argmax(dim=1).tolist()
         results = []
@@ -71,7 +73,7 @@ class Sampler:
         """Return one entry's result.
 
         Args:
-            logits: [its part of the step's, vocab_size] float32; at least one row.
+            logits: [num_rows, vocab_size] float32, the entry's own; at least one row.
         """
         if not bool(torch.isfinite(logits.sum())):
             return StepResult(is_finite=False)
@@ -97,7 +99,7 @@ class Sampler:
         params = entry.request.params
         row = row.clone()
         if _is_too_early_to_end(entry):
-            self._forbid_endings(row, params)
+            self._forbid_end_tokens(row, params)
         _apply_penalties(row, entry.request)
         if params.logit_bias:
             ids = torch.tensor(list(params.logit_bias), dtype=torch.int64)
@@ -106,9 +108,9 @@ class Sampler:
             return int(row.argmax())
         return draw(row, params, uniform(params.seed, entry.end))
 
-    def _forbid_endings(self, row: Tensor, params: SamplingParams) -> None:
-        endings = {*params.stop_token_ids, *self._eos_token_ids}
-        row[torch.tensor(sorted(endings), dtype=torch.int64)] = -inf
+    def _forbid_end_tokens(self, row: Tensor, params: SamplingParams) -> None:
+        end_tokens = {*params.stop_token_ids, *self._eos_token_ids}
+        row[torch.tensor(sorted(end_tokens), dtype=torch.int64)] = -inf
 
 
 def draw(row: Tensor, params: SamplingParams, u: float) -> int:
@@ -118,8 +120,9 @@ def draw(row: Tensor, params: SamplingParams, u: float) -> int:
         row: [vocab_size] float32 logits, penalties applied.
         u: in [0, 1).
 
-    The distribution is softmax(row / temperature), cut to the `top_k` likeliest, then to the fewest that hold `top_p` of
-    what is left, then to those with at least `min_p` times the likeliest one's probability: the order of transformers' and vLLM's.
+    The distribution is softmax(row / temperature), cut to the `top_k` likeliest tokens, then to the
+    fewest that hold `top_p` of the rest, then to those with `min_p` times the largest probability:
+    the order of transformers and vLLM.
     """
     candidates, probabilities = _candidates(row / params.temperature, params.top_k, params.top_p)
     keep = len(probabilities)
@@ -137,7 +140,7 @@ def draw(row: Tensor, params: SamplingParams, u: float) -> int:
 
 
 def _candidates(scaled: Tensor, top_k: int, top_p: float) -> tuple[Tensor | None, Tensor]:
-    """Token ids (None: all, in order of id) and their float64 probabilities, best first when top-k or top-p must cut."""
+    """Return token ids (None: all, in order) and float64 probabilities, sorted if cut."""
     vocab_size = scaled.shape[0]
     # float64: a running sum over a whole vocabulary must not lose the tail.
     probabilities = torch.softmax(scaled.double(), dim=0)
@@ -158,7 +161,7 @@ def _candidates(scaled: Tensor, top_k: int, top_p: float) -> tuple[Tensor | None
 
 
 def has_penalties(params: SamplingParams) -> bool:
-    """Whether a token's choice depends on which tokens came before it."""
+    """Return whether a token's choice depends on the tokens before it."""
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
@@ -178,7 +181,7 @@ def _is_too_early_to_end(entry: ScheduledRequest) -> bool:
 
 
 def _apply_penalties(row: Tensor, request: Request) -> None:
-    """Penalise in place: repetition over prompt and output, presence and frequency over the output alone."""
+    """Penalize in place: repetition over all tokens, presence and frequency over the output."""
     params = request.params
     if params.repetition_penalty != 1.0:
         seen: Tensor = torch.unique(torch.tensor(request.token_ids, dtype=torch.int64))
@@ -191,7 +194,10 @@ def _apply_penalties(row: Tensor, request: Request) -> None:
 
 
 def _score_prompt(entry: ScheduledRequest, logits: Tensor) -> tuple[TokenLogprobs, ...]:
-    """Log probabilities of the prompt tokens that this step's rows predict; the row of the prompt's last token predicts none of them."""
+    """Return log probabilities of the prompt tokens that this step's rows predict.
+
+    The prompt's last row predicts none.
+    """
     request = entry.request
     last = min(entry.end, request.num_prompt_tokens - 1)
     targets = request.token_ids[entry.start + 1 : last + 1]

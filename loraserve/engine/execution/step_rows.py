@@ -1,4 +1,4 @@
-"""A step's rows where a GPU reads them."""
+"""Row arrays of a step in the GPU's memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from loraserve.engine.execution.batch import Batch
 
 
 class StepRows:
-    """A step's rows as the device reads them, at one address for life, and two buffers of pinned memory that they come from in turn."""
+    """Hold a step's rows at a fixed device address, filled from two alternating pinned buffers."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
@@ -23,29 +23,35 @@ class StepRows:
         self._turn = 0
 
     def token_ids(self, count: int, sampled: Tensor) -> Tensor:
-        """Return the rows' tokens, [count] int64: those that the host didn't know are in `sampled`."""
+        """Return the rows' tokens, [count] int64.
+
+        Those that the host didn't know are taken from `sampled`.
+        """
         tokens, feeds = self._rows[0, :count], self._rows[3, :count]
         return torch.where(feeds >= 0, sampled[feeds.clamp_min(0)], tokens)
 
     def positions(self, count: int) -> Tensor:
+        """Return the rows' positions, [count] int64."""
         return self._rows[1, :count]
 
     def slots(self, count: int) -> Tensor:
+        """Return the rows' KV slots, [count] int64."""
         return self._rows[2, :count]
 
     def logits_rows(self, count: int) -> Tensor:
+        """Return the rows whose logits are wanted, [count] int64."""
         return self._rows[4, :count]
 
     def sampled(self, logits: Tensor, count: int) -> Tensor:
-        """Return the logits that tokens are chosen from, [count, vocab_size]."""
+        """Return the logits to sample from, [count, vocab_size]."""
         return logits if count == logits.shape[0] else logits[self._rows[5, :count]]
 
     def fill(self, batch: Batch, places: npt.NDArray[np.int64], sampled_rows: Sequence[int], num_rows: int) -> None:
-        """Describe a batch, followed by rows that stand for nobody, up to `num_rows`.
+        """Copy a batch to the device, padded to `num_rows`.
 
         Args:
-            places: of the step before: entry → where its token will stand.
-            sampled_rows: which rows of the logits tokens are chosen from.
+            places: index of each entry's token among those that the previous step samples.
+            sampled_rows: rows of the logits to sample from.
         """
         host, count = self._hosts[self._turn], len(batch.token_ids)
         host[0, :count], host[1, :count], host[2, :count] = batch.token_ids, batch.positions, batch.slots
@@ -56,7 +62,7 @@ class StepRows:
         self._send(count, num_rows)
 
     def clear(self, num_rows: int) -> None:
-        """Rows that all stand for nobody."""
+        """Make all rows padding."""
         self._send(0, num_rows)
 
     def _send(self, count: int, num_rows: int) -> None:

@@ -1,1 +1,1 @@
-"""Verification: an adapter's answers compared with a plain evaluation of the same weights."""
+"""Verification: an adapter's logits in the engine compared with a reference evaluation."""

@@ -1,4 +1,4 @@
-"""Whether an adapter's answers are those of its plain evaluation: what is asked, and what is compared."""
+"""Probe sequences, and the comparison of the engine's logits with a reference evaluation."""
 
 from __future__ import annotations
 
@@ -21,26 +21,34 @@ _MAX_SPECIAL = 4
 
 _EPSILONS: Mapping[str, float] = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 3e-2}
 _LOSS_FACTOR = 10.0
-"""What a module loses, others may make larger: 1 to 2 times where an adapter is weaker than its base, up to 10 times where it's so strong that little is left of that."""
+"""Factor by which later modules may amplify a precision loss.
+
+Measured: 1 to 2 where an adapter is weaker than its base, up to 10 where it overwhelms the base.
+"""
 _FLOORS: Mapping[str, float] = {"float32": 1e-5, "float16": 2.5e-4, "bfloat16": 1e-3}
-"""Of the largest logit: what rounding may make of a weight that an adapter leaves almost as it was; of float32, what it makes of a sum through all layers."""
+"""Allowed difference as a part of the largest logit.
+
+It covers the rounding of weights that an adapter hardly changes and, in float32, of sums through
+all layers.
+"""
 _MAX_BASE_NOISE = 0.35
-"""Of the logits' standard deviation."""
+"""Cap on the base's own rms difference, as a part of the logits' standard deviation."""
 _CHUNK_LOGITS = 1 << 17
-"""Compared at a time: half a MiB of each."""
+"""Logits compared at a time: half a MiB of each tensor."""
 
 
 def probe_sequences(base: BaseSpec, adapters: Sequence[AdapterIR]) -> list[tuple[int, ...]]:
-    """Return the token ids that an adapter is probed with, the same ones each time: arbitrary tokens, and among them those that it has rows of its own for.
+    """Return the token ids of an adapter's probes: fixed arbitrary ones and its trained ones.
 
-    An activated adapter's hold its invocation: once, and twice where it's short. None of it is in the last few, which stand for an answer.
+    Sequences of an activated adapter contain its invocation, the second one twice if it is short.
+    The last few tokens, which stand for an answer, contain none of it.
     """
     invocation = next((ir.invocation_token_ids for ir in adapters if ir.invocation_token_ids), ())
     own = [token for ir in adapters for module in ir.modules for token in module.token_ids]
     own = [token for token in dict.fromkeys(own) if token not in invocation]
     sequences = []
     for number, length in enumerate(_LENGTHS):
-        # from both ends of those that it has
+        # from both ends of the trained tokens
         special = own[:_MAX_SPECIAL] if number == 0 else own[-_MAX_SPECIAL:]
         filler = _filler(base.vocab_size, number, length - len(special), invocation)
         tokens = [*filler[:2], *special, *filler[2:]]
@@ -52,7 +60,7 @@ def probe_sequences(base: BaseSpec, adapters: Sequence[AdapterIR]) -> list[tuple
 
 
 def _filler(vocab_size: int, seed: int, count: int, avoided: Sequence[int]) -> list[int]:
-    """Token ids that look like any, from SplitMix64."""
+    """Return arbitrary token ids, from SplitMix64."""
     tokens: list[int] = []
     state = seed
     while len(tokens) < count:
@@ -69,11 +77,11 @@ def _filler(vocab_size: int, seed: int, count: int, avoided: Sequence[int]) -> l
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The engine's logits: for each sequence [num_tokens, vocab_size] float32.
+    """The engine's logits, [num_tokens, vocab_size] float32 for each sequence.
 
     Attributes:
-        base: the base's own.
-        adapted: the adapter's, in each round: alone, and in a mixed batch.
+        base: logits of the base alone.
+        adapted: logits of the adapter in each round: in a batch of its own, and in a mixed batch.
     """
 
     base: Sequence[Tensor]
@@ -81,34 +89,41 @@ class Answers:
 
 
 def judge(answers: Answers, reference: Evaluation, *, dtype: str, precision_loss: float, seconds: float) -> Certificate:
-    """Return the certificate of an adapter whose answers are these.
+    """Compare an adapter's logits with their reference and return its certificate.
 
-    The engine's own rounding is what the base alone shows, so that a bound is as tight as the base allows. Three things are compared, in each round:
+    The base alone shows the engine's own rounding, so bounds are as tight as the base allows. Each
+    round is checked for:
 
     - every logit: |difference| ≤ floor + 5 · (base's largest difference) + ε · (largest effect);
-    - the effect, which is what the adapter adds to the base's logits, over all tokens and at each token: rms error ≤ floor + 4 · (base's rms difference) + ε · (rms effect);
-    - how large the effect is as a multiple of what it should be: |multiple - 1| ≤ ε + 8 standard errors, which its scatter over the tokens gives, + floor / (rms
-      effect). Rounding averages out in it, so that it speaks of effects too that single logits don't show.
+    - the effect, which the adapter adds to the base's logits, over all tokens and at each token:
+      rms error ≤ floor + 4 · (base's rms difference) + ε · (rms effect);
+    - the size of the effect as a multiple of the reference's: |multiple - 1| ≤ ε + 8 standard
+      errors (from its scatter over the tokens) + floor / (rms effect). Rounding averages out here,
+      so effects show that single logits hide.
 
-    ε is 0.001 for float32, 0.01 for float16 and 0.03 for bfloat16, plus ten times the adapter's precision loss; the floor 0.00001, 0.00025 and 0.001 of the largest logit.
+    ε is 0.001 for float32, 0.01 for float16 and 0.03 for bfloat16, plus ten times the adapter's
+    precision loss; the floor is 0.00001, 0.00025 and 0.001 of the largest logit.
 
-    Measured with the demo's base and adapters (logits up to 15) and with random ones on three architectures, in float32, bfloat16, float16, int8, int4 and NF4: of what
-    was served right no comparison came to more than 0.7 of its bound. What fails of three of the demo's adapters that are packed wrong, by the rms of their effect:
+    Measured with the demo's base and adapters (logits up to 15) and with random ones on three
+    architectures, in float32, bfloat16, float16, int8, int4 and NF4: no comparison of correctly
+    served adapters exceeded 0.7 of its bound. Faults found in three of the demo's adapters when
+    packed wrongly, by the rms of their effect:
 
-    =============== ============ =================================================== ============================
-    base            rms 2.5      rms 0.4 (B times 0.1)                               rms 0.05 and less
-    =============== ============ =================================================== ============================
-    float32         all          all                                                 all, down to 0.005
-    bfloat16        all          missing, half a scale; a few of the others          missing, down to 0.02
-    NF4             all          all but one rank of eight of one adapter            missing
-    int8            all          missing, half a scale of two                        missing
-    =============== ============ =================================================== ============================
+    ======== ======= =========================================== =======================
+    base     rms 2.5 rms 0.4 (B times 0.1)                       rms 0.05 and less
+    ======== ======= =========================================== =======================
+    float32  all     all                                         all, down to 0.005
+    bfloat16 all     missing, half a scale; a few of the others  missing, down to 0.02
+    NF4      all     all but one rank of eight of one adapter    missing
+    int8     all     missing, half a scale of two                missing
+    ======== ======= =========================================== =======================
 
-    All: the adapter missing, its scale halved or a fifth too large, one layer of four, one of seven modules or the last of eight ranks left out. int8 rounds
-    activations too. int4 rounds as NF4 does; only what is served right was measured on it.
+    All faults: the adapter missing, its scale halved or a fifth too large, one layer of four, one
+    of seven modules or the last of eight ranks left out. int8 rounds activations too. int4 rounds
+    as NF4 does; only correctly served adapters were measured on it.
 
     Raises:
-        EngineError: the base alone is too far from its plain evaluation for anything to be said.
+        EngineError: the base alone is too far from its reference for a verdict.
     """
     tokens = _joined(_TokenSums, [_TokenSums.of(*some) for some in _chunks(answers.base, reference)])
     if not bool(tokens.is_finite.all()):
@@ -119,7 +134,8 @@ def judge(answers: Answers, reference: Evaluation, *, dtype: str, precision_loss
     noise = _Noise.of(tokens, vocab_size)
     if not noise.rms <= _MAX_BASE_NOISE * float(tokens.deviation.mean()):
         raise EngineError(
-            f"The base's own answers are {noise.largest:.3g} from its plain evaluation: nothing can be said of an adapter."
+            f"The base's own answers are {noise.largest:.3g} from its plain evaluation:"
+            " nothing can be said of an adapter."
         )
     epsilon = _EPSILONS[dtype] + _LOSS_FACTOR * precision_loss
     floor = _FLOORS[dtype] * float(tokens.largest.max())
@@ -146,8 +162,11 @@ def judge(answers: Answers, reference: Evaluation, *, dtype: str, precision_loss
 
 
 def _chunks(base: Sequence[Tensor], reference: Evaluation, *more: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the same few tokens' logits of each: the engine's of the base, the plain evaluation's of the base and of the adapter, and more. What is computed of them
-    stays in a processor's cache."""
+    """Yield logits of a few tokens at a time, small enough for a processor's cache.
+
+    Each is the engine's logits of the base, the reference's of the base and of the adapter, and
+    `more`.
+    """
     for sequence in zip(base, reference.base, reference.adapted, *more, strict=True):
         step = max(1, _CHUNK_LOGITS // sequence[0].shape[1])
         for start in range(0, sequence[0].shape[0], step):
@@ -159,28 +178,33 @@ def _joined(kind: type[SumsT], parts: Sequence[SumsT]) -> SumsT:
 
 
 class _TokenSums(NamedTuple):
-    """Over the vocabulary, of each token, [num_tokens]; sums in float64, to be added up."""
+    """Statistics over the vocabulary for each token, [num_tokens]; sums are float64.
+
+    Attributes:
+        is_finite: whether the adapter's reference logits are finite.
+        deviation: standard deviation of the base's reference logits.
+        largest: largest of their magnitudes.
+        largest_noise: largest difference of the base's logits to their reference.
+        noise: sum of the squares of those differences.
+        largest_effect: largest change of the base's reference logits by the adapter.
+        effect: sum of the squares of those changes.
+    """
 
     is_finite: Tensor
-    """Of the plain evaluation with the adapter."""
     deviation: Tensor
-    """The standard deviation of the base's logits, by the plain evaluation."""
     largest: Tensor
-    """Of those."""
     largest_noise: Tensor
     noise: Tensor
-    """The sum of squares of what the engine's rounding makes of the base's logits."""
     largest_effect: Tensor
     effect: Tensor
-    """The sum of its squares."""
 
     @classmethod
-    def of(cls, base: Tensor, plain_base: Tensor, plain: Tensor) -> _TokenSums:
-        noise, effect = base - plain_base, plain - plain_base
+    def of(cls, base: Tensor, reference_base: Tensor, reference: Tensor) -> _TokenSums:
+        noise, effect = base - reference_base, reference - reference_base
         return cls(
-            plain.isfinite().all(1),
-            plain_base.std(1),
-            plain_base.abs().amax(1),
+            reference.isfinite().all(1),
+            reference_base.std(1),
+            reference_base.abs().amax(1),
             noise.abs().amax(1),
             _squares(noise),
             effect.abs().amax(1),
@@ -189,28 +213,31 @@ class _TokenSums(NamedTuple):
 
 
 class _RoundSums(NamedTuple):
-    """The same of a round."""
+    """Statistics of one round over the vocabulary for each token, [num_tokens].
+
+    Attributes:
+        largest: largest difference of a logit to its reference.
+        total: sum of those differences.
+        error: sum of the squares of the effect's error.
+        product: dot product of the effect and its reference.
+        is_agreed: whether the largest logit is the same as the reference's.
+    """
 
     largest: Tensor
-    """Of a logit's difference to the plain evaluation."""
     total: Tensor
-    """Of all such differences."""
     error: Tensor
-    """The sum of squares of what is wrong with the effect."""
     product: Tensor
-    """Of what was added to the base's logits and what should have been: the sum."""
     is_agreed: Tensor
-    """Whether the largest logit is the plain evaluation's."""
 
     @classmethod
-    def of(cls, base: Tensor, plain_base: Tensor, plain: Tensor, rows: Tensor) -> _RoundSums:
-        difference, effect, added = (rows - plain).abs(), plain - plain_base, rows - base
+    def of(cls, base: Tensor, reference_base: Tensor, reference: Tensor, rows: Tensor) -> _RoundSums:
+        difference, effect, added = (rows - reference).abs(), reference - reference_base, rows - base
         return cls(
             difference.amax(1),
             difference.sum(1).double(),
             _squares(added - effect),
             (added * effect).sum(1).double(),
-            rows.argmax(1) == plain.argmax(1),
+            rows.argmax(1) == reference.argmax(1),
         )
 
 
@@ -220,7 +247,13 @@ def _squares(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Noise:
-    """What the engine's rounding makes of the base's logits: the largest difference, their rms, and the rms of the token where it's largest."""
+    """Differences of the base's logits to their reference, caused by the engine's rounding.
+
+    Attributes:
+        largest: largest difference.
+        rms: rms over all tokens.
+        token_rms: rms of the token where it is largest.
+    """
 
     largest: float
     rms: float
@@ -233,10 +266,10 @@ class _Noise:
 
 
 class _Bounds:
-    """What the differences of a round must not pass; `judge` says why.
+    """Bounds on the differences of a round, as `judge` explains them.
 
     Attributes:
-        largest: of any logit's.
+        largest: bound on the difference of any logit.
     """
 
     def __init__(self, floor: float, noise: _Noise, epsilon: float, tokens: _TokenSums, vocab_size: int) -> None:
@@ -245,20 +278,26 @@ class _Bounds:
         self.largest = floor + 5 * noise.largest + epsilon * float(tokens.largest_effect.max())
 
     def broken_by(self, one: _RoundSums) -> str:
-        """Return which of the bounds a round breaks, in words; empty if none."""
+        """Return the first bound that a round breaks, as text; empty if none."""
         largest = float(one.largest.max())
         if not largest <= self.largest:
             return f"A logit is {largest:.4g} from its plain evaluation; {self.largest:.4g} is allowed."
         effect_rms, error_rms = self._rms(self._effect), self._rms(one.error)
         allowed = self._floor + 4 * self._noise.rms + self._epsilon * effect_rms
         if not error_rms <= allowed:
-            return f"What it changes of the base's logits is off by {error_rms:.4g} (rms), of {effect_rms:.4g}; {allowed:.4g} is allowed."
+            return (
+                f"What it changes of the base's logits is off by {error_rms:.4g} (rms),"
+                f" of {effect_rms:.4g}; {allowed:.4g} is allowed."
+            )
         own, errors = ((squares / self._vocab_size).sqrt() for squares in (self._effect, one.error))
         own = own.clamp(min=effect_rms)
         excess = errors - (self._floor + 4 * self._noise.token_rms + self._epsilon * own)
         if not float(excess.max()) <= 0:
             token = int(excess.argmax())
-            return f"What it changes of the base's logits at probe token {token} is off by {float(errors[token]):.4g} (rms), of {float(own[token]):.4g}."
+            return (
+                f"What it changes of the base's logits at probe token {token} is off by"
+                f" {float(errors[token]):.4g} (rms), of {float(own[token]):.4g}."
+            )
         return self._wrong_size(one)
 
     def _wrong_size(self, one: _RoundSums) -> str:
@@ -267,18 +306,21 @@ class _Bounds:
             return ""
         multiple = float(one.product.sum() / squares.sum())
         error = float((one.product - multiple * squares).square().sum().sqrt() / squares.sum())
-        # of a small effect, rounding may leave nothing
+        # rounding may leave nothing of a small effect
         if abs(multiple - 1) <= self._epsilon + 8 * error + self._floor / self._rms(self._effect):
             return ""
-        return f"What it changes of the base's logits is {multiple:.4g} of what it should be (with a standard error of {error:.2g})."
+        return (
+            f"What it changes of the base's logits is {multiple:.4g} of what it should be"
+            f" (with a standard error of {error:.2g})."
+        )
 
     def _rms(self, squares: Tensor) -> float:
-        """Over all tokens, of each one's sum of squares."""
+        """Return the rms over all tokens of their sums of squares."""
         return float((squares.mean() / self._vocab_size).sqrt())
 
 
 def unanswered(reason: str, *, precision_loss: float, seconds: float) -> Certificate:
-    """Return the certificate of an adapter that has failed before anything could be compared."""
+    """Return the certificate of an adapter that failed before any comparison."""
     return Certificate(
         verdict="failed",
         max_difference=0.0,

@@ -1,4 +1,4 @@
-"""What adapters' answers are compared with: adapters read from the store and evaluated in plain float32, several in one pass over the base's weights. On a thread beside the steps."""
+"""Reference logits: adapters read from the store, several evaluated in one float32 pass."""
 
 from __future__ import annotations
 
@@ -27,28 +27,37 @@ from loraserve.types import AdapterRef, BaseSpec
 ResultT = TypeVar("ResultT")
 
 Sequences = tuple[tuple[int, ...], ...]
-"""Token ids that an adapter is probed with."""
+"""Token ids of an adapter's probes."""
 
 MAX_HELD_BYTES = 256 * MIB
-"""Of adapters' files: of those to be evaluated together no more are read once they are over this."""
+"""Bytes of adapters' files held for one pass; beyond this no more are read for it."""
 
 MAX_THROTTLED_S = 30.0
-"""Seconds after which the evaluations of one batch are no longer throttled, so that large bases on few cores finish."""
+"""Seconds after which evaluations of one batch are no longer throttled.
+
+Large bases on few cores would never finish otherwise.
+"""
 
 STARVED_AFTER_S = 5.0
+"""Seconds after which a thread may be found starved."""
 STARVED_SHARE = 0.05
-"""Of a core. A thread of niceness 19 gets a seventieth of one that steps never leave; one with idle time alone a 300th."""
+"""Share of a core below which a thread is starved.
+
+On a core that steps never leave, a thread of niceness 19 gets a 70th, and one of idle priority a
+300th.
+"""
 
 
 @dataclass(slots=True, eq=False)
 class Reference:
-    """One adapter's, or a composition's.
+    """The reference evaluation of one adapter or composition.
 
     Attributes:
-        sequences: once it's read; or why it can't be: it doesn't fit this base (`AdapterRejected`), or its files can't be read (`AdapterCorrupt`,
+        sequences: probe sequences, once the adapter is read; or the error: it doesn't fit this base
+            (`AdapterRejected`), or its files can't be read (`AdapterCorrupt`,
             `AdapterUnavailable`).
-        evaluation: later.
-        is_wanted: False: whoever evaluates may stop.
+        evaluation: logits of the sequences.
+        is_wanted: set to False to let the evaluation stop.
     """
 
     ref: AdapterRef
@@ -59,25 +68,33 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
+    """An adapter that was read.
+
+    Attributes:
+        num_bytes: size of the files, which the subject's terms are views of.
+    """
+
     reference: Reference
     subject: Subject
     num_bytes: int
-    """Of the files, which the subject's terms are views of."""
 
 
 class ReferenceEvaluator:
-    """Makes them, a few at a time. They are evaluated in time that nobody else wants, or, where there is next to none of that, on the caller's thread."""
+    """Evaluate references a few at a time, on an idle thread.
+
+    On the caller's where idle threads get next to no time.
+    """
 
     def __init__(
         self, base: PlainBase, spec: BaseSpec, store: BlobStore, when_read: Callable[[], None], throttle: Throttle
     ) -> None:
         """
         Args:
-            when_read: called when the sequences of one are there.
-            throttle: pauses what is done here.
+            when_read: called when the sequences of a reference are known.
+            throttle: pauses the evaluations.
         """
         self._base, self._spec, self._store, self._when_read, self._throttle = base, spec, store, when_read, throttle
-        # one of them for what takes a moment, and doesn't wait for an evaluation
+        # one for evaluations, and one for short work that needn't wait for them
         self._idle, self._briefly_idle = (
             ThreadPoolExecutor(
                 1,
@@ -86,17 +103,20 @@ class ReferenceEvaluator:
             )
             for name in ("evaluation", "verdict")
         )
-        # the latter's
+        # made on the latter's thread
         self._pause_briefly: Pause | None = None
         self._throttled_until_s = 0.0
 
     def close(self) -> None:
-        """The threads are gone; `make` isn't called any more."""
+        """End the threads; `make` isn't called any more."""
         for idle in (self._idle, self._briefly_idle):
             idle.shutdown(wait=True, cancel_futures=True)
 
     def in_idle_time(self, work: Callable[[], ResultT]) -> ResultT:
-        """Do what takes a moment in time that nobody else wants, or on this thread if there was none for a while: perhaps twice, so that it must be no matter how often."""
+        """Run short work on an idle thread, or on this one if that was starved.
+
+        It must be idempotent, since it may run twice.
+        """
         future = self._briefly_idle.submit(self._after_pause, work)
         try:
             return future.result(STARVED_AFTER_S)
@@ -105,17 +125,19 @@ class ReferenceEvaluator:
             return work()
 
     def _after_pause(self, work: Callable[[], ResultT]) -> ResultT:
-        """Pauses are for work done before, so that nobody waits for one whose work is done."""
+        """Pause for earlier work first, so that no result waits for its own pause."""
         if self._pause_briefly is None:
             self._pause_briefly = self._throttle.on_thread()
         self._pause_briefly()
         return work()
 
     def make(self, references: Sequence[Reference], known: Mapping[Sequences, tuple[Tensor, ...]]) -> None:
-        """Read these, and evaluate them in one pass or, of large ones, in a few. What goes wrong is told by its own reference alone.
+        """Read references and evaluate them in one pass, or in a few if they are large.
+
+        Errors go to their own reference.
 
         Args:
-            known: the base's logits, of sequences that were evaluated before.
+            known: the base's logits of sequences that were evaluated before.
         """
         self._throttled_until_s = monotonic() + MAX_THROTTLED_S
         try:
@@ -131,7 +153,7 @@ class ReferenceEvaluator:
             pause()
             self._evaluate(read)
         except Exception as error:
-            # nobody may wait for what will never come
+            # every future must end
             for future in (future for one in references for future in (one.sequences, one.evaluation)):
                 if not future.done():
                     future.set_exception(error)
@@ -162,7 +184,8 @@ class ReferenceEvaluator:
             return
         try:
             found = None
-            # on a GPU a thread waits more than it works: that looks like being starved, and takes no processor from the steps
+            # on a GPU the thread mostly waits, which looks like starvation and takes no processor
+            # from the steps
             if self._base.device.type == "cpu":
                 found = self._idle.submit(self._run_unless_starved, read).result()
             if found is None:
@@ -171,7 +194,7 @@ class ReferenceEvaluator:
             if len(read) == 1:
                 read[0].reference.evaluation.set_exception(error)
                 return
-            # whose fault it is shows when each is alone
+            # evaluated alone, only the one at fault fails
             for one in read:
                 self._evaluate([one])
         else:
@@ -179,10 +202,10 @@ class ReferenceEvaluator:
                 one.reference.evaluation.set_result(evaluation)
 
     def _run_unless_starved(self, read: Sequence[_Read]) -> list[Evaluation] | None:
-        """None: this thread gets next to no time.
+        """Evaluate on this idle thread; return None if it gets next to no time.
 
         Raises:
-            Stopped: nobody wants it any more.
+            Stopped: no reference is wanted any more.
         """
         share, pause = _Share(), self._throttle.on_thread()
 
@@ -199,9 +222,10 @@ class ReferenceEvaluator:
             raise
 
     def _run(self, read: Sequence[_Read], may_go_on: Callable[[], bool] = lambda: True) -> list[Evaluation]:
-        """
+        """Evaluate in one pass.
+
         Raises:
-            Stopped: nobody wants it any more, or it may not go on.
+            Stopped: no reference is wanted any more, or `may_go_on` returned False.
         """
         with background_compute(self._base.device):
             return evaluate(
@@ -212,10 +236,10 @@ class ReferenceEvaluator:
 
 
 class _Share:
-    """What a thread gets of a core, since this was made on it.
+    """Share of a core that the thread has had since this was created on it.
 
     Attributes:
-        was_starved: whether it has ever been found so.
+        was_starved: whether it was found starved the last time.
     """
 
     def __init__(self) -> None:
@@ -223,11 +247,11 @@ class _Share:
         self._began_s, self._worked_s = monotonic(), thread_time()
 
     def leave_out(self, paused_s: float) -> None:
-        """It didn't want anything for so long."""
+        """Don't count seconds in which the thread paused."""
         self._began_s += paused_s
 
     def is_starved(self) -> bool:
-        """Whether it has next to nothing, for long enough to say so."""
+        """Return whether the thread has had next to no time, for long enough to tell."""
         elapsed_s, worked_s = monotonic() - self._began_s, thread_time() - self._worked_s
         self.was_starved = elapsed_s > STARVED_AFTER_S and worked_s < STARVED_SHARE * elapsed_s
         return self.was_starved

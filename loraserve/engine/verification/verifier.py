@@ -1,10 +1,13 @@
-"""Verifications: probes of an adapter go through the engine beside everything else, while a thread of their own evaluates the same in plain float32.
+"""Verification of adapters beside serving: probes in steps, compared with a reference.
 
-What is compared, and when an adapter has failed, is `parity`'s. Here an adapter is asked of the pager like any request's; its probes' rows take their part in steps,
-first in one that has no other rows, then mixed with the base's, with another adapter's and with whatever is running. Nothing of them is kept in the prefix cache, and nothing found there.
+`comparison` decides whether an adapter has failed. Its probes are requests like any other: they pin
+the adapter and have rows in steps, first in one without other rows, then mixed with rows of the
+base, of another adapter and of whatever is running. They neither use nor fill the prefix cache.
 
-A step of their own would hold up everybody: where requests run, there is none, and the probes' rows trickle into theirs. What the base alone answers, in the engine and in the plain
-evaluation, doesn't change: the same sequences of it are computed once. Verifications that wait are evaluated together, in one pass over the base's weights.
+While requests run, no step is computed for probes alone: their rows are added to others' steps a
+few at a time. The base's logits of a sequence don't change, so they are computed once, in the
+engine and in the reference. Waiting verifications are evaluated together, in one pass over the
+base's weights.
 """
 
 from __future__ import annotations
@@ -55,34 +58,57 @@ ParamsT = ParamSpec("ParamsT")
 ResultT = TypeVar("ResultT")
 
 EXACT_BASE = 1e-3
-"""Logits of a base in float32 are nearer than this to its plain evaluation's: ours to transformers' are within 1e-4."""
+"""Bound on the difference of a float32 base's logits to their reference.
+
+Ours are within 1e-4 of transformers'.
+"""
 
 MAX_KNOWN_SEQUENCES = 2
-"""Sets of probe sequences whose answers by the base are kept: all adapters have the same ones but those with tokens of their own. Each takes two times 30 tokens' logits."""
+"""Sets of probe sequences whose base logits are cached, twice 30 tokens' each.
+
+Adapters without trained tokens share one set.
+"""
 
 BESIDE_END = 6
-"""Probes that aren't judged, and are there to be in the batch, are the tokens before this one."""
+"""End of the token range of probes that only fill the batch and aren't compared."""
 
 MAX_PROBING = 2
-"""Adapters that are brought in for their probes at a time: while one waits for its place, another goes on."""
+"""Adapters probed at a time: while one waits to be loaded, another goes on."""
 
 MAX_TOGETHER = 4
-"""Adapters that are evaluated in one pass over the base's weights: half of what they take one by one; of eight, 0.43. (110M parameters in float32, one core.)"""
+"""Adapters evaluated in one pass over the base's weights.
+
+Four take half of the time that they take one by one, eight 0.43 (110M parameters in float32, one
+core).
+"""
 
 MAX_ACTIVE = 2 * MAX_TOGETHER
-"""Verifications that are read: those that are evaluated, and those whose probes aren't done yet. Each has 30 tokens' logits."""
+"""Verifications in progress, being evaluated or probed; each holds 30 tokens' logits."""
 
 
 @dataclass(frozen=True, slots=True)
 class _BaseAnswers:
-    """The logits of some sequences by the base alone: the engine's, and the plain evaluation's."""
+    """Logits of a set of sequences by the base alone: the engine's, and the reference's."""
 
     engine: tuple[Tensor, ...]
-    plain: tuple[Tensor, ...]
+    reference: tuple[Tensor, ...]
 
 
 @dataclass(slots=True, eq=False)
 class _Verification:
+    """A verification between its call and its certificate.
+
+    Attributes:
+        verdict: set once the comparison has begun.
+        alone: probes in steps without other rows.
+        mixed: probes in mixed batches.
+        base: probes of the base's logits, unless those are known.
+        beside: probes that only fill the batch.
+        precision_loss: loss of serving the adapter's weights; known once it is on the device, when
+            the mixed round begins.
+        known_base: base logits that were known when the probes began.
+    """
+
     call_id: int
     reference: Reference
     started_s: float
@@ -92,9 +118,7 @@ class _Verification:
     base: list[Probe] = field(default_factory=list)
     beside: list[Probe] = field(default_factory=list)
     precision_loss: float | None = None
-    """What serving its weights loses; known once it's on the device, which is when the mixed round begins."""
     known_base: _BaseAnswers | None = None
-    """What was known of the base when its probes began."""
 
     @property
     def ref(self) -> AdapterRef:
@@ -117,7 +141,10 @@ class _Verification:
 
 
 class Verifier(StepListener):
-    """The engine's verifications, a few at a time and the others in line. The step's thread calls everything here, between steps; nothing of it waits."""
+    """Verify adapters, a few at a time. Only the steps' thread calls this, between steps.
+
+    Nothing here blocks it.
+    """
 
     def __init__(
         self,
@@ -131,7 +158,8 @@ class Verifier(StepListener):
     ) -> None:
         """
         Args:
-            throttle: pauses evaluations on the processors that steps compute on; None: they compute elsewhere.
+            throttle: pauses evaluations on the processors that steps compute on; None: they compute
+                elsewhere.
             wake: called on another thread when there is something for `poll`.
             clock: monotonic seconds.
         """
@@ -145,25 +173,28 @@ class Verifier(StepListener):
         self._replies: list[m.VerifyReply] = []
         self._numbers = itertools.count()
         self._known: LRUCache[Sequences, _BaseAnswers] = LRUCache(MAX_KNOWN_SEQUENCES)
-        # Two, of which one mostly waits for the thread that evaluates: what is beside the steps shall take one core, and of that what they leave. Done between the steps, a piece
-        # at a time in a twentieth of theirs, a certificate (0.7 s) took 15 s instead of 3, and 0.65 s from the steps instead of about 0.2: measured on two cores, 32 sequences,
-        # a base of 110M parameters in float32.
+        # Two, of which one mostly waits for the thread that evaluates. Evaluating between steps
+        # instead, in a twentieth of their time, a certificate took 15 s instead of 3, and 0.65 s of
+        # the steps instead of about 0.2 (two cores, 32 sequences, 110M parameters in float32).
         self._executor = ThreadPoolExecutor(
             2, thread_name_prefix="verification", initializer=lower_thread_priority, initargs=(BACKGROUND_NICENESS,)
         )
 
     @property
     def base(self) -> PlainBase:
-        """The resident base, whose weights the plain evaluation reads."""
+        """Resident base, whose weights the reference evaluation reads."""
         return self._base
 
     @property
     def is_active(self) -> bool:
-        """Whether `poll` will have something to say, sooner or later."""
+        """Whether `poll` will return anything, sooner or later."""
         return bool(self._active or self._waiting or self._replies)
 
     def start(self, call_id: int, ref: AdapterRef) -> None:
-        """Queue a verification; `poll` returns its answer. Of too many, it's that there are too many."""
+        """Queue a verification.
+
+        `poll` returns its reply, which is an error if too many are queued.
+        """
         if len(self._waiting) + len(self._active) >= LIMITS.max_verifications:
             error = Overloaded(f"{LIMITS.max_verifications} verifications are running or waiting; no more are taken.")
             self._replies.append(_refused(call_id, error))
@@ -171,7 +202,7 @@ class Verifier(StepListener):
         self._waiting.append(_Verification(call_id, Reference(ref), self._clock()))
 
     def abort(self, call_id: int) -> None:
-        """End a verification that nobody waits for any more, and free what it holds; nothing if it's over."""
+        """End a verification and free what it holds; no-op if it is over."""
         for verification in [v for v in (*self._waiting, *self._active) if v.call_id == call_id]:
             self._end(verification)
 
@@ -200,7 +231,10 @@ class Verifier(StepListener):
         return others
 
     def poll(self) -> list[m.VerifyReply]:
-        """Go on with each verification as far as it can go now; return, once, the answers of those that are over."""
+        """Advance each verification as far as it can go now.
+
+        Return the replies of those that ended.
+        """
         for verification in list(self._active):
             try:
                 certificate = self._advance(verification)
@@ -218,22 +252,22 @@ class Verifier(StepListener):
                 if certificate is not None:
                     self._end(verification)
                     self._replies.append(m.VerifyReply(call_id=verification.call_id, certificate=certificate))
-        # after the verdicts of those before them
+        # after the verdicts, which make room
         self._begin()
         replies, self._replies = self._replies, []
         return replies
 
     def close(self) -> None:
-        """No verification goes on, and the threads are gone."""
+        """End all verifications and their threads."""
         for verification in [*self._waiting, *self._active]:
             self._end(verification)
-        # who rests needn't
+        # end pauses at once
         self.throttle.note(is_serving=False)
         self._executor.shutdown(wait=True, cancel_futures=True)
         self._evaluator.close()
 
     def _begin(self) -> None:
-        """Those that wait are read and evaluated, some together, as soon as the ones before them were."""
+        """Begin evaluating waiting verifications together, once those before are evaluated."""
         count = min(MAX_TOGETHER, MAX_ACTIVE - len(self._active), len(self._waiting))
         if count <= 0 or (self._evaluating is not None and not self._evaluating.done()):
             return
@@ -243,20 +277,20 @@ class Verifier(StepListener):
             and self._engine.is_serving
             and sum(not v.is_probed for v in self._active) >= MAX_PROBING
         ):
-            # their probes would have to wait anyway: meanwhile others may come, to share a pass with
+            # their probes would have to wait anyway: more may arrive meanwhile and share the pass
             return
         together = [self._waiting.popleft() for _ in range(count)]
         self._active += together
-        known = {sequences: answers.plain for sequences, answers in self._known.items()}
+        known = {sequences: answers.reference for sequences, answers in self._known.items()}
         self._evaluating = self._beside(self._evaluator.make, [v.reference for v in together], known)
 
     # one verification
 
     def _advance(self, v: _Verification) -> Certificate | None:
-        """Return the certificate once it's there.
+        """Advance a verification; return the certificate once it is there.
 
         Raises:
-            LoraserveError: why there will be none.
+            LoraserveError: there will be none.
         """
         if not v.reference.sequences.done():
             return None
@@ -264,11 +298,11 @@ class Verifier(StepListener):
         if not v.probes:
             if sum(other.is_probing for other in self._active) >= MAX_PROBING:
                 return None
-            # just read and found whole: that an earlier load failed says nothing any more
+            # its files were just read and are whole: an earlier failed load says nothing any more
             self._engine.pager.forget_failure(v.ref.digest)
             v.known_base = self._known.get(sequences)
             if self._engine.is_serving:
-                # the first of the mixed ones brings the adapter in
+                # the first mixed probe has the adapter loaded
                 v.mixed = [self._probe(sequences[0], v.ref)]
             else:
                 v.alone = [self._probe(sequence, v.ref, has_own_step=True) for sequence in sequences]
@@ -278,7 +312,7 @@ class Verifier(StepListener):
         if v.precision_loss is None:
             first = v.alone or v.mixed
             if all(probe.num_captured >= probe.num_prompt_tokens for probe in first):
-                # their adapter is there, and pinned by them
+                # the adapter is resident, and these probes pin it
                 v.precision_loss = self._engine.pager.metadata(v.ref.digest).precision_loss
                 self._mix(v, sequences)
             return None
@@ -295,9 +329,10 @@ class Verifier(StepListener):
         return certificate
 
     def _mix(self, v: _Verification, sequences: Sequences) -> None:
-        """Queue the mixed round: the adapter's sequences, the base's (a short one where their answers are known), and a short one of another adapter, if there is any.
+        """Queue the mixed round: sequences of the adapter, the base, and another resident adapter.
 
-        The short ones only where no request of their kind is in the steps now: those are company enough, and each row costs them time.
+        Where the base's logits are known, a short sequence of it will do. Short ones are left out
+        if requests of their kind are in the steps anyway, since each row costs those time.
         """
         served = self._engine.adapters_served
         if v.known_base is None:
@@ -310,7 +345,7 @@ class Verifier(StepListener):
             probe = self._new_probe(sequences[-1][1:BESIDE_END])
             self._engine.add_probe_of_resident(probe, other)
             v.beside.append(probe)
-        # after those, so that they are in its batches also where only a few rows are let in
+        # last, so that the others are in its batches even if a step takes only a few rows
         v.mixed += [self._probe(sequence, v.ref) for sequence in sequences[len(v.mixed) :]]
 
     def _probe(self, sequence: Sequence[int], ref: AdapterRef | None, *, has_own_step: bool = False) -> Probe:
@@ -324,7 +359,10 @@ class Verifier(StepListener):
         return probe
 
     def _end_failed(self, v: _Verification, probe: Probe) -> Certificate:
-        """An adapter whose logits aren't finite has failed; anything else isn't known to be its fault."""
+        """Return a failed certificate if the adapter's logits aren't finite.
+
+        Raise other errors, which may not be its fault.
+        """
         output = probe.output
         code, message = (output.error_code, output.error_message) if output is not None else (None, None)
         error = error_from_code(code or "", message or "The adapter could not be verified.")
@@ -335,7 +373,7 @@ class Verifier(StepListener):
         raise error
 
     def _signed(self, certificate: Certificate) -> Certificate:
-        """Return the certificate with what it holds for: the base, and how this engine computes it."""
+        """Return the certificate with the base and the arithmetic that it holds for."""
         base = self._engine.base
         return msgspec.structs.replace(
             certificate,
@@ -347,6 +385,7 @@ class Verifier(StepListener):
         )
 
     def _end(self, v: _Verification) -> None:
+        """Free what a verification holds."""
         v.reference.is_wanted = False
         if v.verdict is not None:
             v.verdict.cancel()
@@ -359,19 +398,21 @@ class Verifier(StepListener):
         else:
             self._waiting.remove(v)
 
-    # on the thread beside the steps
+    # on background threads
 
     def _beside(
         self, work: Callable[ParamsT, ResultT], *args: ParamsT.args, **kwargs: ParamsT.kwargs
     ) -> Future[ResultT]:
+        """Run work on a background thread; wake the steps' thread when it is done."""
         future = self._executor.submit(work, *args, **kwargs)
         future.add_done_callback(lambda _: self._wake())
         return future
 
     def _judge(self, v: _Verification, reference: Evaluation) -> Certificate:
-        """
+        """Compare the probes' logits with their reference.
+
         Raises:
-            EngineError: the base alone answers otherwise than it should: that is no adapter's fault, and no verdict on one can be had.
+            EngineError: the base alone is too far from its reference, which is no adapter's fault.
         """
         with background_compute(self._base.device):
             if v.known_base is None:
@@ -386,7 +427,10 @@ class Verifier(StepListener):
             )
         base = self._engine.base
         if (base.dtype, base.quantization) == ("float32", "none") and not certificate.base_difference <= EXACT_BASE:
-            found = f"logits are off by up to {certificate.base_difference:.3g}; float32 is expected to stay below {EXACT_BASE:g}"
+            found = (
+                f"logits are off by up to {certificate.base_difference:.3g};"
+                f" float32 is expected to stay below {EXACT_BASE:g}"
+            )
             logger.error("the base alone answers otherwise than its plain evaluation: %s", found)
             raise EngineError(
                 f"The base alone answers otherwise than its plain evaluation: {found}.", hint="Restart the server."
@@ -395,7 +439,7 @@ class Verifier(StepListener):
 
 
 def _logits(probes: Sequence[Probe]) -> list[Tensor]:
-    """Every probe's; all have ended well."""
+    """Return the logits of probes that all ended well."""
     logits = [probe.logits() for probe in probes]
     if any(rows is None for rows in logits):
         raise InvariantViolation("A probe ended, and not all of its rows were computed.")

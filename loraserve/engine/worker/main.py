@@ -1,10 +1,11 @@
-"""The engine process: reads its EngineConfig from stdin, loads the base, then steps until it is told to stop.
+"""The engine process: read an EngineConfig from stdin, load the base, step until stopped.
 
     python -m loraserve.engine.worker.main INPUT_ENDPOINT OUTPUT_ENDPOINT SERVER_PID < config.json
 
-The step's thread is the only thread here that touches the engine. It takes messages between steps, sends what a step
-made, and sends a heartbeat: one that comes late says that steps come late. What it is at, another thread says (`loraserve.engine.worker.pulse`):
-also while it loads the base, or is within a step. On SIGUSR1 the stacks of all threads are written, whatever they hang in.
+Only the steps' thread touches the engine. It takes messages between steps, sends outputs, and sends
+a heartbeat: a late one means that steps are late. Another thread reports its progress
+(`loraserve.engine.worker.pulse`), also while the base is loaded or within a step. On SIGUSR1 the
+stacks of all threads are written, whatever they hang in.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from loraserve.errors import EngineError, LoraserveError
 from loraserve.progress import Progress
 from loraserve.types import AdapterRef
 
-# torch is loaded by `main`, once the process can say that it is being loaded
+# `main` loads torch once the process can report that it is being loaded
 if TYPE_CHECKING:
     from loraserve.engine.engine import Engine
     from loraserve.engine.verification.verifier import Verifier
@@ -41,16 +42,20 @@ logger = logging.getLogger("loraserve.engine")
 _PR_SET_PDEATHSIG = 1
 _IDLE_POLL_MS = 100
 _EXPECTING_POLL_MS = 20
-"""While something is expected that rings when it's there: for what time alone changes, such as whose turn it is."""
+"""Timeout while an event is expected that rings the wakeup; some things change with time alone."""
 _SOON_POLL_MS = 1
-"""While an adapter is copied to the device, whose end nobody tells; and once after a step, for what that gave back."""
+"""Timeout while an adapter is copied to the device, and once after a step.
+
+Neither the end of a copy nor memory freed by a step rings the wakeup.
+"""
 
 
 class Wakeup:
     """End the step thread's wait for messages, from any thread.
 
-    The thread waits for the read end of a pipe beside its sockets. Looking each millisecond instead would cost loaders the
-    interpreter's lock, and a request that waits for its adapter up to a millisecond more.
+    The thread waits for the read end of a pipe beside its sockets. Looking each millisecond instead
+    would cost loaders the interpreter's lock, and a request that waits for its adapter up to a
+    millisecond more.
     """
 
     def __init__(self) -> None:
@@ -63,7 +68,10 @@ class Wakeup:
         return self._read_fd
 
     def ring(self) -> None:
-        """End the wait, or the next one. Takes a microsecond; no-op if the last ring wasn't heard yet."""
+        """End the wait, or the next one. Takes a microsecond.
+
+        No-op if the last ring wasn't heard yet.
+        """
         # full: it has been rung often enough
         with suppress(BlockingIOError):
             os.write(self._write_fd, b"\0")
@@ -80,7 +88,7 @@ class Wakeup:
 
 
 class Worker:
-    """Moves messages between the sockets and the engine."""
+    """Move messages between the sockets and the engine."""
 
     def __init__(
         self,
@@ -103,7 +111,7 @@ class Worker:
         self._poller = zmq.Poller()
         self._poller.register(inputs, zmq.POLLIN)
         self._poller.register(wakeup, zmq.POLLIN)
-        # told, not asked for: the server may die while the base is loaded
+        # an argument, since the server may die while the base is loaded
         self._server_pid = server_pid
         self._is_stopping = False
         self._last_heartbeat_s = 0.0
@@ -118,8 +126,8 @@ class Worker:
             if self._engine.has_requests:
                 faults.hit("engine.before_step")
                 outputs = self._engine.step()
-                # before whoever waited is told: who asks again meets the quarantine, or soon will
-                self._tell_damages()
+                # before the requests that met it fail: the next ones find the version in quarantine
+                self._report_corruptions()
                 if outputs:
                     self._send(m.StepOutputs(outputs=tuple(outputs)))
                     faults.hit("engine.after_outputs")
@@ -127,18 +135,18 @@ class Worker:
                 self._progress.begin("waiting for requests")
                 self._engine.pager.poll()
             replies = self._verifier.poll()
-            self._tell_damages()
+            self._report_corruptions()
             self._answer_warmed()
             for reply in replies:
                 self._send(reply)
             self._beat()
 
     def _receive(self) -> None:
-        """Take every message that is there; when no step could do anything, wait a little for one."""
-        patience_ms = self._patience_ms()
-        # what the last step gave back is somebody's at the next look, for which nobody rings
-        ready = dict(self._poller.poll(min(patience_ms, _SOON_POLL_MS) if self._was_busy else patience_ms))
-        self._was_busy = patience_ms == 0
+        """Handle all messages; if no step could do anything, wait a little for one."""
+        timeout_ms = self._timeout_ms()
+        # what the last step freed is allocated at the next poll, which rings nothing
+        ready = dict(self._poller.poll(min(timeout_ms, _SOON_POLL_MS) if self._was_busy else timeout_ms))
+        self._was_busy = timeout_ms == 0
         if self._wakeup.fileno() in ready:
             self._wakeup.clear()
         if self._inputs not in ready:
@@ -150,8 +158,8 @@ class Worker:
                 return
             self._handle(m.decode_input(raw))
 
-    def _patience_ms(self) -> int:
-        """How long to wait for a message, or for a thread beside the steps to be done."""
+    def _timeout_ms(self) -> int:
+        """Return how long to wait for a message, or for a background thread."""
         engine = self._engine
         if engine.has_requests and not engine.is_waiting_for_adapters_only:
             return 0
@@ -184,10 +192,10 @@ class Worker:
             case m.Shutdown():
                 self._is_stopping = True
 
-    def _tell_damages(self) -> None:
-        for damage in self._engine.pager.take_corruptions():
-            logger.error("blob %s of adapter %s is damaged or gone", damage.blob, damage.digest)
-            self._send(m.AdapterDamaged(digest=damage.digest, blob=damage.blob))
+    def _report_corruptions(self) -> None:
+        for corruption in self._engine.pager.take_corruptions():
+            logger.error("blob %s of adapter %s is damaged or gone", corruption.blob, corruption.digest)
+            self._send(m.AdapterDamaged(digest=corruption.digest, blob=corruption.blob))
 
     def _answer_warmed(self) -> None:
         if not self._warming:
@@ -228,12 +236,14 @@ def _failed_reply(call_id: int, error: LoraserveError | None) -> m.CallReply:
 
 
 def main() -> int:
+    """Run the engine process; return its exit code."""
     logging.basicConfig(
         stream=sys.stderr,
         level=os.environ.get("LORASERVE_LOG_LEVEL", "INFO").upper(),
         format="%(levelname)s %(name)s: %(message)s",
     )
-    # Ctrl-C, and a supervisor's SIGTERM, go to the whole process group: the server drains first, and tells the engine when to stop.
+    # Ctrl-C and SIGTERM may go to the whole process group: the server drains first, then stops the
+    # engine.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     _end_with_the_server()
@@ -253,7 +263,7 @@ def main() -> int:
     server_pid = int(sys.argv[3])
     pulses = Pulses(context, sys.argv[2], progress, config.heartbeat_s, server_pid)
     pulses.start()
-    # the steps of a load are few and long; those of a running engine are thousands a second, and are sampled
+    # steps of a load are few and long; those of a running engine are too many to report each
     progress.on_begin = pulses.send_now
     try:
         progress.begin("importing torch and the kernels")
@@ -288,9 +298,10 @@ def main() -> int:
 
 
 def _end_with_the_server() -> None:
-    """Have the system kill this process when the server is gone: one that is stopped or hangs by then can't end by itself.
+    """Have the system kill this process when the server ends, even if it hangs.
 
-    Linux counts the server's thread that started it. A server that is gone already is noticed by the next heartbeat.
+    Linux watches the server's thread that started it. The next heartbeat notices a server that is
+    gone already.
     """
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
@@ -298,9 +309,8 @@ def _end_with_the_server() -> None:
 
 
 def _dump_stacks_on_signal(path: str | None) -> None:
-    """Append the Python stack of every thread to the file, or to stderr where there is none, on each SIGUSR1; also
-    while the process hangs in C."""
-    # open as long as the process lives: the handler writes to its descriptor
+    """Append all Python stacks to the file, or stderr, on each SIGUSR1, even in C code."""
+    # open as long as the process: the handler writes to its descriptor
     file = sys.stderr if path is None else open(path, "a")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
 

@@ -1,4 +1,4 @@
-"""Tells the server what the engine's working thread is at, on a thread of its own: also while a load or a step takes long."""
+"""Report the progress of the engine's working thread to the server, from another thread."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ from loraserve.engine_client import messages as m
 from loraserve.progress import Progress
 
 _ORPHAN_PATIENCE_S = 10.0
-"""An engine whose server is gone ends by itself between two steps. One that hangs gets there no more: after so long it is ended."""
+"""Seconds after which an engine without a server that makes no progress is ended.
+
+Others end by themselves between steps.
+"""
 
 
 class Pulses:
-    """Sends a `Pulse` every `interval_s` from `start` to `stop`.
+    """Send a `Pulse` every `interval_s` from `start` to `stop`.
 
-    A server that hears none knows that the process stands still; one that hears pulses whose count of moves stays the same knows that the
-    working thread does. The server counts, not this thread: it knows for how long it listened.
+    A server that gets none knows that the process stands still; one whose pulses have the same
+    count of moves knows that the working thread does. The server counts the seconds, since it knows
+    for how long it listened.
 
     Args:
-        context: the thread makes its own socket of it.
+        context: makes the thread's own socket.
         server_pid: the parent, as long as it lives.
     """
 
@@ -41,6 +45,7 @@ class Pulses:
         self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def send_now(self) -> None:
@@ -48,7 +53,7 @@ class Pulses:
         self._wanted.set()
 
     def stop(self) -> None:
-        """Send no more, and give the socket back."""
+        """End the thread and close its socket."""
         self._is_over = True
         self._wanted.set()
         if self._thread.ident is not None:
@@ -69,7 +74,7 @@ class Pulses:
                 if progress.num_moves != num_moves or os.getppid() == self._server_pid:
                     num_moves, moved_s = progress.num_moves, now
                 elif now - moved_s > _ORPHAN_PATIENCE_S:
-                    # nothing can be told to the thread that hangs, and no server is left to kill the process
+                    # the hanging thread can't be reached, and no server is left to kill the process
                     os._exit(1)
                 self._wanted.wait(self._interval_s)
                 self._wanted.clear()

@@ -1,11 +1,11 @@
-"""Cost of rounding a base: its answers on real text as it is served, against the same checkpoint computed in float32
-with nothing rounded.
+"""Cost of rounding a base: its logits on real text, compared with those in float32.
 
     python -m loraserve.engine.worker.rounding < config.json
 
-prints a `types.RoundingCost` as JSON. Three evaluations of the same positions tell weights from activations: the checkpoint's own weights in float32 (read as they are
-multiplied); the resident base's weights as it multiplies them, in float32; and the engine's own steps. In memory are the resident base, one sequence's KV, a block of weights,
-and three times the positions' logits.
+prints a `types.RoundingCost` as JSON. Three evaluations of the same positions separate weights from
+activations: the checkpoint's weights in float32, read as they are multiplied; the resident base's
+weights in float32; and the engine's own steps. Memory holds the resident base, one sequence's KV, a
+block of weights, and three times the positions' logits.
 """
 
 from __future__ import annotations
@@ -37,17 +37,20 @@ from loraserve.types import FinishReason, RequestId, Rounding, RoundingCost
 NUM_POSITIONS = 256
 _MIN_POSITIONS = 16
 _BUDGET_BYTES = 2 * GIB
-"""Memory for one sequence of the positions' length: a megabyte a token is more than any base of 70B parameters takes.
-It is taken as it is written."""
+"""Memory for one sequence of the positions' length: more than any base of 70B parameters takes.
+
+Untouched parts cost nothing.
+"""
 _ROWS_AT_A_TIME = 16
 
 
 def measure(config: EngineConfig, *, text: str = PASSAGE) -> RoundingCost:
-    """Return what rounding costs the base that this config would serve, over the first `NUM_POSITIONS` positions of a text.
+    """Return what rounding costs the config's base over `NUM_POSITIONS` positions of a text.
 
     Raises:
-        ConfigError, ModelError: the base can't be served so, or its tokenizer makes too little of the text.
-        EngineError: it doesn't answer.
+        ConfigError, ModelError: the base can't be served so, or its tokenizer makes too few tokens
+            of the text.
+        EngineError: a step failed.
     """
     started = time.monotonic()
     model_dir = Path(config.model_dir)
@@ -67,12 +70,12 @@ def measure(config: EngineConfig, *, text: str = PASSAGE) -> RoundingCost:
         torch.set_num_threads(config.num_threads)
     # in Triton's interpreter a GPU's engine runs on the CPU
     device = torch.device("cuda" if config.device == "cuda" and torch.cuda.is_available() else "cpu")
-    exact = _plain_logits(OriginalBase(model_dir, device), inputs)
+    exact = _reference_logits(OriginalBase(model_dir, device), inputs)
     with tempfile.TemporaryDirectory(prefix="loraserve-rounding-") as folder:
         parts = build_engine(msgspec.structs.replace(config, store_url=Path(folder).as_uri()))
         try:
             served = _served_logits(parts.engine, inputs)
-            rounded = _plain_logits(parts.verifier.base, inputs)
+            rounded = _reference_logits(parts.verifier.base, inputs)
         finally:
             parts.close()
     base = parts.engine.base
@@ -96,7 +99,7 @@ def measure(config: EngineConfig, *, text: str = PASSAGE) -> RoundingCost:
 
 
 def compare(found: Tensor, expected: Tensor, targets: Tensor) -> Rounding:
-    """Return how far log probabilities are from the expected ones.
+    """Return the differences of log probabilities to the expected ones.
 
     Args:
         found, expected: logits [num_positions, vocab_size].
@@ -129,8 +132,8 @@ def _loss(logits: Tensor, targets: Tensor) -> float:
 
 
 def _windows(token_ids: Sequence[int], max_model_len: int) -> list[list[int]]:
-    """Cut a text into sequences that the model's context holds, each with one token more than it has positions."""
-    # a probe's request asks for one token behind its last
+    """Cut a text into sequences that fit the context, each one token longer than its positions."""
+    # a probe asks for one token beyond its last
     size = min(NUM_POSITIONS, max_model_len - 1)
     windows: list[list[int]] = []
     num_left = NUM_POSITIONS
@@ -142,20 +145,22 @@ def _windows(token_ids: Sequence[int], max_model_len: int) -> list[list[int]]:
             break
     if NUM_POSITIONS - num_left < _MIN_POSITIONS:
         raise ConfigError(
-            f"The base's tokenizer makes {len(token_ids)} tokens of the text that rounding is measured on; {_MIN_POSITIONS + 1} are needed."
+            f"The base's tokenizer makes {len(token_ids)} tokens of the text that rounding is"
+            f" measured on; {_MIN_POSITIONS + 1} are needed."
         )
     return windows
 
 
-def _plain_logits(base: PlainBase, inputs: Sequence[Sequence[int]]) -> Tensor:
+def _reference_logits(base: PlainBase, inputs: Sequence[Sequence[int]]) -> Tensor:
     """Return every position's logits, [num_positions, vocab_size], in the host's memory."""
-    # a subject without terms is the base; its answers by the base alone needn't be computed beside it
+    # a subject without terms is the base, whose logits needn't be computed a second time
     (found,) = evaluate(base, [Subject(inputs, (), known_base=())])
     return torch.cat(found.adapted)
 
 
 def _served_logits(engine: Engine, inputs: Sequence[Sequence[int]]) -> Tensor:
-    """
+    """Return every position's logits as the engine computes them.
+
     Raises:
         EngineError: a step failed.
     """

@@ -1,4 +1,4 @@
-"""From an EngineConfig to an engine that is ready to step: the device chosen, the base loaded, memory divided, kernels compiled."""
+"""Build an engine: choose the device, load the base, divide memory, compile kernels."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from loraserve_kernels.ops import warm_up
 logger = logging.getLogger(__name__)
 
 CPU_BUDGET_BYTES = 8 * GIB
-"""For KV blocks and adapters on a CPU, where nothing else is said: its memory belongs to others too."""
+"""Default bytes for KV blocks and adapters on a CPU, whose memory other processes use too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +65,14 @@ class EngineParts:
 def build_engine(
     config: EngineConfig, wake: Callable[[], None] = lambda: None, progress: Progress | None = None
 ) -> EngineParts:
-    """Load the base and set memory aside.
+    """Load the base and allocate memory.
 
     Args:
-        wake: called on threads beside the steps' when something is ready for these.
-        progress: told what is being done, here and in every step; None: nothing reads it.
+        wake: called on background threads when something is ready for the steps' thread.
+        progress: notes what is being done, here and in every step; None: nothing reads it.
 
     Raises:
-        ModelError, ConfigError: what is wrong with the model's directory, the device or the memory budget.
+        ModelError, ConfigError: the model's directory, the device or the memory budget is wrong.
     """
     progress = progress or Progress()
     progress.begin("looking for devices")
@@ -132,7 +132,7 @@ def resolve(config: EngineConfig) -> EngineConfig:
     """Return the config with each ``auto`` replaced by what this machine has.
 
     Raises:
-        ConfigError: a GPU is asked for and there's none that serves.
+        ConfigError: the config asks for a GPU, and none can be used.
     """
     has_gpu = torch.cuda.is_available()
     device = config.device
@@ -153,7 +153,7 @@ def resolve(config: EngineConfig) -> EngineConfig:
 
 
 def is_interpreted() -> bool:
-    """Whether Triton's kernels run on the CPU, for tests: a GPU's engine then runs here, slowly."""
+    """Return whether Triton's kernels are interpreted on the CPU, for tests of the GPU's engine."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -179,7 +179,7 @@ def _on_cpu(decoder: Decoder, config: EngineConfig, progress: Progress) -> tuple
     dtypes = tuple(FILE_DTYPES.values()) if held is None else (held,)
     progress.begin("compiling kernels for adapters' dtypes", len(dtypes))
     for number, dtype in enumerate(dtypes):
-        warm_up(dtype)  # no step shall wait for a compiler
+        warm_up(dtype)  # no step may wait for a compiler
         progress.advance(number + 1)
 
     def release(blocks: Sequence[int]) -> None:
@@ -209,12 +209,12 @@ def _kv_cache(
 
 
 def num_needed_blocks(decoder: Decoder, config: EngineConfig) -> int:
-    """KV blocks of one sequence of the model's full length."""
+    """Return the KV blocks of one sequence of the model's full length."""
     return -(-decoder.spec.max_model_len // config.block_size)
 
 
 def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Numbers that follow one another, each run as (first, how many)."""
+    """Return the runs of consecutive numbers as (first, count)."""
     found: list[tuple[int, int]] = []
     for number in sorted(numbers):
         if found and sum(found[-1]) == number:
