@@ -8,14 +8,15 @@ WORKERS ?= 2
 # Waiting OpenMP threads that spin take the cores that others need.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo formats test check bench gpu format clean
+.PHONY: demo formats test check bench gpu format sdk clean
 .DEFAULT_GOAL := help
 help:
 	@echo "make demo             start the bundled model and adapters, and show them (ARGS=--once: a checked tour, then exit)"
 	@echo "                      (ARGS='--quantize int8', int4, nf4 or fp8: the base in that format)"
 	@echo "make formats          the checked tour in every format: fails where one can't be served on this machine"
 	@echo "make test             run the tests, two at once (ARGS='-k scheduler' to choose, ARGS=--all for the long campaigns too)"
-	@echo "make check            formatting, lint, types, import directions, migrations"
+	@echo "make check            formatting, lint, generated code, types, import directions, migrations"
+	@echo "make sdk              generate the blocking client (loraserve/sdk/_sync) from the async one"
 	@echo "make bench            our server and PEFT on the same work (ARGS='--size S --quick')"
 	@echo "make bench ARGS=PART  thousands of adapters, and tenants: registered, churn, trace, metering or fairness (ARGS='registered --quick')"
 	@echo "make gpu              checks and benchmarks of the GPU's kernels, under ten minutes (ARGS=--tiny: a dry run without a GPU)"
@@ -52,6 +53,7 @@ test: $(VENV)/.installed-dev
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python -P tools/generate_sync_sdk.py --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -P -m loraserve.db.check
@@ -59,6 +61,10 @@ check: $(VENV)/.installed-dev
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# The blocking client from the async one.
+sdk: $(VENV)/.installed-dev
+	$(BIN)/python -P tools/generate_sync_sdk.py
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks $(ARGS)

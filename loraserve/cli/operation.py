@@ -11,7 +11,7 @@ from loraserve.cli.output import Column, Output, size
 
 if TYPE_CHECKING:
     from loraserve.sdk import Client
-    from loraserve.sdk.resources.operations import Operation
+    from loraserve.sdk.types.operations import Operation
 
 app = typer.Typer(help="What the server does beside requests, such as fetching an adapter.", no_args_is_help=True)
 

@@ -15,8 +15,8 @@ from loraserve.cli.output import Column, Format, Output, size
 
 if TYPE_CHECKING:
     from loraserve.sdk import Client
-    from loraserve.sdk.resources.residency import AdapterResidency, Memory
-    from loraserve.sdk.resources.server import Base
+    from loraserve.sdk.types.residency import AdapterResidency, Memory
+    from loraserve.sdk.types.server import Base
 
 COLUMNS = (
     Column("ADAPTER", "model"),

@@ -17,7 +17,7 @@ from loraserve.planning.memory import Arena
 
 if TYPE_CHECKING:
     from loraserve.sdk import Client
-    from loraserve.sdk.resources.residency import AdapterResidency
+    from loraserve.sdk.types.residency import AdapterResidency
 
 TIMEOUT_S = 10.0
 MAX_COMPARED = 5

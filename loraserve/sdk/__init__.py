@@ -1,6 +1,8 @@
 """The Python client of a loraserve server: `Client` and `AsyncClient`.
 
-It stands alone: of loraserve it imports nothing but `loraserve.errors`, and neither torch nor the server.
+It stands alone: it imports `loraserve.errors` and nothing else of loraserve, neither torch nor the server.
+
+`_async` is written by hand, `_sync` is generated from it; the other modules do no I/O and serve both.
 
     with Client("http://127.0.0.1:8000", api_key="sk-lora-…") as client:
         client.adapters.push("./my-peft-dir", name="sql")
@@ -9,8 +11,10 @@ It stands alone: of loraserve it imports nothing but `loraserve.errors`, and nei
 
 from __future__ import annotations
 
-from loraserve.sdk.client import AsyncClient, Client
+from loraserve.sdk._async.client import AsyncClient
+from loraserve.sdk._async.streaming import AsyncStream
+from loraserve.sdk._sync.client import Client
+from loraserve.sdk._sync.streaming import Stream
 from loraserve.sdk.file_piece import Progress
-from loraserve.sdk.transport.streaming import AsyncStream, Stream
 
 __all__ = ["AsyncClient", "AsyncStream", "Client", "Progress", "Stream"]

@@ -113,6 +113,11 @@ def idempotency_key() -> dict[str, str]:
     return {"Idempotency-Key": uuid.uuid4().hex}
 
 
+def if_match_header(etag: str | None) -> dict[str, str]:
+    """Return the header that makes a change fail unless the resource still has this ETag; none if it is None."""
+    return {} if etag is None else {"If-Match": etag}
+
+
 def segment(name: str, what: str, *, safe: str = "") -> str:
     """`name` as part of a URL's path.
 

@@ -1,13 +1,11 @@
-"""A run of a file's bytes on its way to the server, as the body of one request."""
+"""A range of a file's bytes on its way to the server, as the body of one request."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
-
-import anyio.to_thread
 
 from loraserve import errors
 
@@ -16,7 +14,7 @@ CHUNK_BYTES = 256 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How much of an upload or a download has been handed over."""
+    """How much of an upload or a download has been transferred."""
 
     sent_bytes: int
     total_bytes: int
@@ -24,6 +22,9 @@ class Progress:
     def __str__(self) -> str:
         share = 100 * self.sent_bytes // self.total_bytes if self.total_bytes else 100
         return f"{self.sent_bytes:,} of {self.total_bytes:,} bytes ({share} %)"
+
+
+OnProgress = Callable[[Progress], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class FilePiece:
     start: int
     end: int
     file_bytes: int
-    on_progress: Callable[[Progress], object] | None = None
+    on_progress: OnProgress | None = None
 
     @property
     def headers(self) -> dict[str, str]:
@@ -44,43 +45,27 @@ class FilePiece:
             "Content-Range": f"bytes {self.start}-{self.end - 1}/{self.file_bytes}",
         }
 
-    def pieces(self) -> Iterator[bytes]:
-        """The bytes, at most CHUNK_BYTES in memory at a time.
+    def open(self) -> BinaryIO:
+        """Open the file at the piece's first byte."""
+        file = self.path.open("rb")
+        file.seek(self.start)
+        return file
+
+    def read_chunk(self, file: BinaryIO, at: int) -> bytes:
+        """Read at most CHUNK_BYTES of the piece from byte `at` of the file, where `file` stands.
 
         Raises:
-            AdapterFormatError: the file ends before `end`.
+            AdapterFormatError: the file ends there.
         """
-        with self.path.open("rb") as file:
-            file.seek(self.start)
-            at = self.start
-            while at < self.end:
-                self._tell(at)
-                chunk = self._check(file.read(min(CHUNK_BYTES, self.end - at)), at)
-                at += len(chunk)
-                yield chunk
-            self._tell(at)
-
-    async def apieces(self) -> AsyncIterator[bytes]:
-        """As `pieces`; the file is read on a thread."""
-        file: BinaryIO = await anyio.to_thread.run_sync(self.path.open, "rb")
-        with file:
-            file.seek(self.start)
-            at = self.start
-            while at < self.end:
-                self._tell(at)
-                chunk = self._check(await anyio.to_thread.run_sync(file.read, min(CHUNK_BYTES, self.end - at)), at)
-                at += len(chunk)
-                yield chunk
-            self._tell(at)
-
-    def _tell(self, sent_bytes: int) -> None:
-        if self.on_progress is not None:
-            self.on_progress(Progress(sent_bytes, self.file_bytes))
-
-    def _check(self, chunk: bytes, at: int) -> bytes:
+        chunk = file.read(min(CHUNK_BYTES, self.end - at))
         if not chunk:
             raise errors.AdapterFormatError(
                 f"{self.path} became shorter while it was being sent: {at} of {self.file_bytes} bytes were there.",
                 hint="Push again when nothing writes to the directory.",
             )
         return chunk
+
+    def report(self, sent_bytes: int) -> None:
+        """Tell the observer how many of the file's bytes have been sent."""
+        if self.on_progress is not None:
+            self.on_progress(Progress(sent_bytes, self.file_bytes))

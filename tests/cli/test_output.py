@@ -10,10 +10,10 @@ from loraserve.cli.ps import _look, _print, summary
 from loraserve.cli.run import _tell_fallback
 from loraserve.errors import RateLimited
 from loraserve.sdk.answers import Answer
-from loraserve.sdk.resources.residency import AdapterResidency, Memory
-from loraserve.sdk.resources.server import Base
 from loraserve.sdk.types.management import Adapter
+from loraserve.sdk.types.residency import AdapterResidency, Memory
 from loraserve.sdk.types.samples import parse_metrics
+from loraserve.sdk.types.server import Base
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 

@@ -8,6 +8,7 @@ from typing import Any, NotRequired, TypedDict
 
 Prompt = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 Message = Mapping[str, Any]
+ExtraBody = Mapping[str, Any] | None
 
 
 class StreamOptions(TypedDict, total=False):

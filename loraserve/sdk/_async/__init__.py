@@ -1,0 +1,1 @@
+"""The async client, and the source of the blocking one: `_sync` is generated from these modules."""

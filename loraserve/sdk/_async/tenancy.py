@@ -1,0 +1,176 @@
+"""`client.tenants`, `client.keys` and `client.grants`. Tenants and keys take an admin key."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from loraserve.sdk._async.paging import all_rows
+from loraserve.sdk._async.transport import AsyncTransport
+from loraserve.sdk.call import Call, encode, idempotency_key, if_match_header, read_into, read_nothing, segment
+from loraserve.sdk.types.tenancy import Grant, Key, Limits, NewKey, Tenant
+
+ROOT = "/api/v1/tenants"
+
+
+class AsyncTenants:
+    def __init__(self, transport: AsyncTransport) -> None:
+        self._transport = transport
+
+    async def create(
+        self,
+        name: str,
+        *,
+        limits: Limits | None = None,
+        weight: float | None = None,
+        prices: Mapping[str, Any] | None = None,
+    ) -> Tenant:
+        """Create a tenant without keys or adapters.
+
+        Args:
+            limits: ``max_adapters``, ``max_stored_bytes``, ``requests_per_minute``, ``tokens_per_minute``,
+                ``max_concurrent_requests``, ``max_queued_requests``, ``max_kv_share``; None: only the server's own bounds.
+            weight: its share of the engine against other tenants' when there isn't enough for all; None: 1.
+            prices: ``{"currency", "prompt", "cached", "completion", "adapters": {NAME: {…}}}``, per million tokens,
+                as decimal text.
+
+        Raises:
+            AlreadyExists: a tenant has this name.
+        """
+        body = encode({"name": name, **_policy(limits, weight, prices)})
+        return await self._transport.send(Call("POST", ROOT, read_into(Tenant), headers=idempotency_key(), body=body))
+
+    async def update(
+        self,
+        name: str,
+        *,
+        limits: Limits | None = None,
+        weight: float | None = None,
+        prices: Mapping[str, Any] | None = None,
+        if_match: str | None = None,
+    ) -> Tenant:
+        """Change the fields that are given, for all later requests. Other replicas follow within seconds.
+
+        Args:
+            limits: the limits to change; None as a limit's value removes it.
+            prices: the whole table; empty: its tokens have no price any more.
+            if_match: the ETag that the tenant was read with: change it only if it hasn't changed since.
+
+        Raises:
+            PreconditionFailed: it has changed since.
+        """
+        body, headers = encode(_policy(limits, weight, prices)), if_match_header(if_match)
+        return await self._transport.send(
+            Call("PATCH", _tenant_path(name), read_into(Tenant), headers=headers, body=body)
+        )
+
+    def list(self) -> AsyncIterator[Tenant]:
+        """Yield every tenant by name; pages are requested as they're needed."""
+        return all_rows(self._transport, ROOT, Tenant)
+
+    async def get(self, name: str) -> Tenant:
+        """Return the tenant.
+
+        Raises:
+            TenantNotFound: there is none.
+        """
+        return await self._transport.send(Call("GET", _tenant_path(name), read_into(Tenant)))
+
+    async def delete(self, name: str) -> None:
+        """Delete the tenant. Its keys and models stop working at once."""
+        await self._transport.send(Call("DELETE", _tenant_path(name), read_nothing))
+
+
+class AsyncKeys:
+    def __init__(self, transport: AsyncTransport) -> None:
+        self._transport = transport
+
+    async def create(
+        self, tenant: str, *, name: str, scopes: Sequence[str] | None = None, expires_at: datetime | None = None
+    ) -> NewKey:
+        """Create a key of the tenant; `key` is its secret, shown this once.
+
+        Args:
+            name: a label to tell keys apart.
+            scopes: of ``inference``, ``adapters:read``, ``adapters:write``; None: all three. Or ``metrics:read`` alone,
+                for a scraper of all tenants' metrics.
+            expires_at: when it stops working; None: never.
+        """
+        body: dict[str, object] = {"name": name}
+        if scopes is not None:
+            body["scopes"] = list(scopes)
+        if expires_at is not None:
+            # a naive instant is in this machine's time zone
+            body["expires_at"] = expires_at.astimezone().isoformat()
+        headers = idempotency_key()
+        return await self._transport.send(
+            Call("POST", _keys_path(tenant), read_into(NewKey), headers=headers, body=encode(body))
+        )
+
+    def list(self, tenant: str) -> AsyncIterator[Key]:
+        """Yield the tenant's keys, oldest first, revoked ones too."""
+        return all_rows(self._transport, _keys_path(tenant), Key)
+
+    async def revoke(self, tenant: str, key_id: str) -> None:
+        """Revoke the key; no-op if it is revoked."""
+        await self._transport.send(Call("DELETE", f"{_keys_path(tenant)}/{segment(key_id, 'key')}", read_nothing))
+
+
+class AsyncGrants:
+    """Grants let other tenants use an adapter as ``OWNER/NAME``; they neither see its files nor change it."""
+
+    def __init__(self, transport: AsyncTransport) -> None:
+        self._transport = transport
+
+    async def add(self, adapter: str, tenant: str) -> Grant:
+        """Let `tenant` use the adapter; no-op if it may.
+
+        Raises:
+            TenantNotFound: there is no such tenant.
+        """
+        return await self._transport.send(Call("PUT", _grant_path(adapter, tenant), read_into(Grant)))
+
+    def list(self, adapter: str) -> AsyncIterator[Grant]:
+        """Yield the adapter's grants; pages are requested as they're needed."""
+        return all_rows(self._transport, _grants_path(adapter), Grant)
+
+    async def get(self, adapter: str, tenant: str) -> Grant:
+        """Return the grant.
+
+        Raises:
+            GrantNotFound: there is none.
+        """
+        return await self._transport.send(Call("GET", _grant_path(adapter, tenant), read_into(Grant)))
+
+    async def remove(self, adapter: str, tenant: str) -> None:
+        """End `tenant`'s use of the adapter within seconds. Running requests finish."""
+        await self._transport.send(Call("DELETE", _grant_path(adapter, tenant), read_nothing))
+
+
+def _policy(limits: Limits | None, weight: float | None, prices: Mapping[str, Any] | None) -> dict[str, object]:
+    """Return the fields that are given."""
+    body: dict[str, object] = {}
+    if limits is not None:
+        body["limits"] = dict(limits)
+    if weight is not None:
+        body["weight"] = weight
+    if prices is not None:
+        body["prices"] = dict(prices) or None
+    return body
+
+
+def _tenant_path(tenant: str) -> str:
+    return f"{ROOT}/{segment(tenant, 'tenant')}"
+
+
+def _keys_path(tenant: str) -> str:
+    return f"{_tenant_path(tenant)}/keys"
+
+
+def _grants_path(adapter: str) -> str:
+    return f"/api/v1/adapters/{segment(adapter, 'name')}/grants"
+
+
+def _grant_path(adapter: str, tenant: str) -> str:
+    return f"{_grants_path(adapter)}/{segment(tenant, 'tenant')}"

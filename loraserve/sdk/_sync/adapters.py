@@ -1,0 +1,313 @@
+# Generated from loraserve/sdk/_async/adapters.py by tools/generate_sync_sdk.py (make sdk): don't edit.
+"""`client.adapters`: push and pull PEFT directories, list and move versions, keep weights in memory or let them go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from loraserve import errors
+from loraserve.sdk._sync.paging import all_rows
+from loraserve.sdk._sync.transfer import download, send_file
+from loraserve.sdk._sync.transport import Transport
+from loraserve.sdk.call import Call, encode, idempotency_key, if_match_header, read_into, read_nothing, segment
+from loraserve.sdk.concurrency import sync_call
+from loraserve.sdk.file_piece import OnProgress
+from loraserve.sdk.files.peft_directory import find_files, read_config
+from loraserve.sdk.types.management import Action, Adapter, Alias, ShadowHour, Version
+from loraserve.sdk.types.operations import Operation
+
+ROOT = "/api/v1/adapters"
+LIVE = "live"
+
+
+class Adapters:
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def push(
+        self,
+        directory: str | Path,
+        *,
+        name: str,
+        alias: str | None = None,
+        promote: bool = True,
+        dry_run: bool = False,
+        notes: str | None = None,
+        tags: Mapping[str, str] | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> Version:
+        """Send a PEFT directory and return the version that the server made of it, checked and durable.
+
+        The weights are sent in pieces: a push that was interrupted goes on from the bytes that the server already has.
+        Pushing the same bytes again returns the version that has them. With ``dry_run`` everything is checked and
+        nothing published. A version whose certificate failed is quarantined (`Version.is_quarantined`): it isn't
+        served, and no alias points to it.
+
+        Args:
+            alias: point this alias at the new version too.
+            promote: point `live`, which the bare name means, at the new version.
+            notes, tags: set on the version.
+            on_progress: called with the bytes sent so far; a resumed push starts from those that the server has.
+
+        Raises:
+            AdapterFormatError: the directory isn't a PEFT adapter (before anything is sent), or its files are broken.
+            AdapterRejected: it can't be served on this base; `problems` lists every reason.
+        """
+        config_path, weights_path = find_files(Path(directory))
+        config = sync_call(read_config, config_path)
+        params = {} if promote else {"promote": "false"}
+        if dry_run:
+            params["dry_run"] = "true"
+        made = self._publish(name, config, weights_path, params, on_progress)
+        if made.version is None or dry_run:
+            return made
+        if notes is not None or tags is not None:
+            made = self.update_version(name, made.version, notes=notes, tags=tags)
+        if alias is None or made.is_quarantined or made.version is None:
+            return made
+        self.set_alias(name, alias, made.version)
+        return self.version(name, made.version)
+
+    def _publish(
+        self, name: str, config: str, weights: Path, params: Mapping[str, str], on_progress: OnProgress | None
+    ) -> Version:
+        """Upload the weights and publish them; upload them again if the server has lost or damaged them meanwhile."""
+        policy = self._transport.config.retry
+        attempt = 0
+        while True:
+            digest = send_file(self._transport, weights, on_progress)
+            # the config's own text: the server reads every number to its last digit
+            body = f'{{"config":{config},"blob":"{digest}"}}'.encode()
+            path, headers = f"{_path(name)}/versions", idempotency_key()
+            call = Call("POST", path, read_into(Version), params=params, headers=headers, body=body)
+            try:
+                return self._transport.send(call)
+            except (errors.UploadNotFound, errors.Conflict) as error:
+                delay = policy.delay_after_failure(attempt)
+                # subclasses of Conflict are refusals
+                if type(error) not in (errors.UploadNotFound, errors.Conflict) or delay is None:
+                    raise
+            self._transport.pause(delay)
+            attempt += 1
+
+    def pull(
+        self,
+        name: str,
+        directory: str | Path,
+        *,
+        version: int | None = None,
+        overwrite: bool = False,
+        on_progress: OnProgress | None = None,
+    ) -> Version:
+        """Download a version's two files, as they were pushed, into `directory`, and return the version.
+
+        Each file is checked against its digest.
+
+        Args:
+            version: None: the one that `live` points to.
+            overwrite: replace files that exist.
+
+        Raises:
+            AlreadyExists: a file exists, and `overwrite` is False.
+        """
+        if version is None:
+            live = self.alias(name, LIVE)
+            version = live.version
+        found = self.version(name, version)
+        download(
+            self._transport,
+            _path(name, version),
+            found.size_bytes,
+            Path(directory),
+            overwrite=overwrite,
+            on_progress=on_progress,
+        )
+        return found
+
+    def pull_from(self, name: str, source: str, *, promote: bool = True) -> Operation:
+        """Make the server fetch a version of the adapter itself. Takes an admin key.
+
+        Args:
+            source: ``hf://ORG/NAME[@REVISION]`` or ``s3://BUCKET/PREFIX``, on the operator's list.
+            promote: point `live` at the new version.
+
+        Returns:
+            The operation, for `client.operations` to wait for or cancel; its `result` is the version.
+        """
+        body = encode({"source": source} if promote else {"source": source, "promote": False})
+        headers = idempotency_key()
+        return self._transport.send(
+            Call("POST", f"{_path(name)}/pulls", read_into(Operation), headers=headers, body=body)
+        )
+
+    def list(self) -> Iterator[Adapter]:
+        """Yield every adapter by name; pages are requested as they're needed."""
+        return all_rows(self._transport, ROOT, Adapter)
+
+    def get(self, name: str) -> Adapter:
+        """Return the adapter.
+
+        Raises:
+            AdapterNotFound: there is none, or it is another tenant's.
+        """
+        return self._transport.send(Call("GET", _path(name), read_into(Adapter)))
+
+    def update(self, name: str, *, notes: str | None = None, tags: Mapping[str, str] | None = None) -> Adapter:
+        """Replace the adapter's notes, its tags, or both; None leaves a field as it is."""
+        return self._transport.send(Call("PATCH", _path(name), read_into(Adapter), body=encode(_changes(notes, tags))))
+
+    def set_fallback(self, name: str, fallback: int | str | None) -> Adapter:
+        """Set what answers when the requested version can't: a version, an alias, ``"base"``, or None for nothing."""
+        body = encode({"fallback": None if fallback is None else str(fallback)})
+        return self._transport.send(Call("PATCH", _path(name), read_into(Adapter), body=body))
+
+    def versions(self, name: str) -> Iterator[Version]:
+        """Yield every version of the adapter; pages are requested as they're needed."""
+        return all_rows(self._transport, f"{_path(name)}/versions", Version)
+
+    def version(self, name: str, version: int) -> Version:
+        """Return the version.
+
+        Raises:
+            VersionNotFound: there is none.
+        """
+        return self._transport.send(Call("GET", _path(name, version), read_into(Version)))
+
+    def update_version(
+        self, name: str, version: int, *, notes: str | None = None, tags: Mapping[str, str] | None = None
+    ) -> Version:
+        """Replace the version's notes, its tags, or both; None leaves a field as it is."""
+        return self._transport.send(
+            Call("PATCH", _path(name, version), read_into(Version), body=encode(_changes(notes, tags)))
+        )
+
+    def delete(self, name: str, version: int | None = None) -> None:
+        """Delete the adapter, or one version of it. Running requests finish on the version they started with."""
+        self._transport.send(Call("DELETE", _path(name, version), read_nothing))
+
+    def restore(self, name: str) -> Adapter:
+        """Bring back a deleted adapter with its versions and aliases, while the server still keeps them."""
+        return self._transport.send(
+            Call("POST", f"{_path(name)}/restore", read_into(Adapter), headers=idempotency_key())
+        )
+
+    def restore_version(self, name: str, version: int) -> Version:
+        """Bring back a deleted version, while the server still keeps it."""
+        return self._transport.send(
+            Call("POST", f"{_path(name, version)}/restore", read_into(Version), headers=idempotency_key())
+        )
+
+    def aliases(self, name: str) -> Iterator[Alias]:
+        """Yield every alias of the adapter; pages are requested as they're needed."""
+        return all_rows(self._transport, f"{_path(name)}/aliases", Alias)
+
+    def set_alias(
+        self,
+        name: str,
+        alias: str,
+        version: int | None = None,
+        *,
+        split: Mapping[int, float] | None = None,
+        shadow: tuple[int, float] | None = None,
+        if_match: str | None = None,
+    ) -> Alias:
+        """Point `alias` at `version`, or split its traffic.
+
+        Args:
+            split: version → weight; each request goes to one of them, and all of one `user` to the same.
+            shadow: (version, share): run a copy of this share of the requests on that version and compare the answers;
+                None: no copies.
+            if_match: the ETag that the alias was read with (`Alias.etag`): move it only if it hasn't changed since.
+
+        Raises:
+            InvalidRequest: neither a version nor a split is given, or both are.
+            PreconditionFailed: it has changed since.
+        """
+        if (version is None) == (split is None):
+            raise errors.InvalidRequest("An alias points to a version, or splits its traffic: give one of the two.")
+        body: dict[str, object] = {} if version is None else {"version": version}
+        if split is not None:
+            body["split"] = [{"version": number, "weight": weight} for number, weight in split.items()]
+        if shadow is not None:
+            body["shadow"] = {"version": shadow[0], "share": shadow[1]}
+        headers = if_match_header(if_match)
+        return self._transport.send(
+            Call("PUT", _alias_path(name, alias), read_into(Alias), headers=headers, body=encode(body))
+        )
+
+    def alias(self, name: str, alias: str) -> Alias:
+        """Return the alias, with its `etag`.
+
+        Raises:
+            AliasNotFound: there is none.
+        """
+        return self._transport.send(Call("GET", _alias_path(name, alias), read_into(Alias)))
+
+    def delete_alias(self, name: str, alias: str, *, if_match: str | None = None) -> None:
+        """Delete the alias; the version that it points to stays. `if_match` as for `set_alias`."""
+        headers = if_match_header(if_match)
+        self._transport.send(Call("DELETE", _alias_path(name, alias), read_nothing, headers=headers))
+
+    def rollback(self, name: str, alias: str = LIVE, *, if_match: str | None = None) -> Alias:
+        """Point the alias where it pointed before its last move; a second rollback undoes the first.
+
+        Raises:
+            Conflict: it never moved.
+            PreconditionFailed: it has moved since it was read; `if_match` as for `set_alias`.
+        """
+        path, headers = f"{_alias_path(name, alias)}/rollback", idempotency_key() | if_match_header(if_match)
+        return self._transport.send(Call("POST", path, read_into(Alias), headers=headers))
+
+    def shadow(self, name: str, alias: str = LIVE) -> Iterator[ShadowHour]:
+        """Yield how the alias's shadow version compared, hour by hour; pages are requested as they're needed."""
+        return all_rows(self._transport, f"{_alias_path(name, alias)}/shadow", ShadowHour)
+
+    def verify(self, name: str, version: int, *, rebase: bool = False) -> Version:
+        """Compare the version's answers with the reference's again; return it with the new `Version.certificate`.
+
+        A certificate that failed puts the version into quarantine, one that passed ends it.
+
+        Args:
+            rebase: move a version that was made for another base to the server's, if its certificate there passes.
+                Servers of the other base refuse it from then on.
+
+        Raises:
+            AdapterOfAnotherBase: it was made for another base, and `rebase` isn't given.
+            AdapterRejected: it doesn't fit the server's base, or its certificate there failed; it stays on the other one.
+            EngineUnavailable: no certificate could be made; nothing was changed.
+        """
+        params = {"rebase": "true"} if rebase else {}
+        path = f"{_path(name, version)}/verify"
+        return self._transport.send(Call("POST", path, read_into(Version), params=params, headers=idempotency_key()))
+
+    def warm(self, name: str, version: int) -> Action:
+        """Load the version's weights into memory, so that its first request needn't wait."""
+        return self._act(name, version, "warm")
+
+    def pin(self, name: str, version: int) -> Action:
+        """Keep the version's weights in memory until `unpin`. Takes an admin key: others lack that memory."""
+        return self._act(name, version, "pin")
+
+    def unpin(self, name: str, version: int) -> Action:
+        """Allow the version's weights to be evicted when their memory is needed."""
+        return self._act(name, version, "unpin")
+
+    def _act(self, name: str, version: int, action: str) -> Action:
+        path = f"{_path(name, version)}/{action}"
+        return self._transport.send(Call("POST", path, read_into(Action), headers=idempotency_key()))
+
+
+def _path(name: str, version: int | None = None) -> str:
+    path = f"{ROOT}/{segment(name, 'name')}"
+    return path if version is None else f"{path}/versions/{version}"
+
+
+def _alias_path(name: str, alias: str) -> str:
+    return f"{_path(name)}/aliases/{segment(alias, 'alias')}"
+
+
+def _changes(notes: str | None, tags: Mapping[str, str] | None) -> dict[str, object]:
+    """Return the fields that are given."""
+    changes: dict[str, object] = {} if notes is None else {"notes": notes}
+    return changes if tags is None else {**changes, "tags": dict(tags)}

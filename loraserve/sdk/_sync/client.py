@@ -1,0 +1,139 @@
+# Generated from loraserve/sdk/_async/client.py by tools/generate_sync_sdk.py (make sdk): don't edit.
+"""The client: a server, a key, and all calls that can be made with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+
+from loraserve import errors
+from loraserve.sdk._sync.adapters import Adapters
+from loraserve.sdk._sync.inference import Chat, Completions, Models
+from loraserve.sdk._sync.operations import Operations
+from loraserve.sdk._sync.paging import all_rows
+from loraserve.sdk._sync.tenancy import Grants, Keys, Tenants
+from loraserve.sdk._sync.transport import Transport
+from loraserve.sdk._sync.usage import Usage
+from loraserve.sdk.call import Call, read_into
+from loraserve.sdk.config import DEFAULT_TIMEOUT_S, ClientConfig
+from loraserve.sdk.types.residency import AdapterResidency, Memory, ResidencyPage
+from loraserve.sdk.types.server import AuditEntry, Base, Limits
+
+if TYPE_CHECKING:
+    import openai
+
+
+class Client:
+    """Call one server with one key; each call blocks, and threads may share it. Close it, or use it in an `with` block.
+
+    Args:
+        base_url: the server's root; None: LORASERVE_URL, else this machine's port 8000.
+        api_key: None: LORASERVE_API_KEY.
+        tenant: the tenant that an admin key acts for (`X-Tenant`); None: LORASERVE_TENANT, else the key's own tenant.
+        timeout: seconds to wait for an answer, and between two pieces of one.
+        max_retries: most further tries when the server is overloaded or can't be reached.
+        http_client: an httpx2 client of your own (proxies, certificates); it stays yours to close.
+
+    Raises:
+        ConfigError: there is no key, or a value isn't valid.
+    """
+
+    def __init__(
+        self,
+        base_url: str | None = None,
+        *,
+        api_key: str | None = None,
+        tenant: str | None = None,
+        timeout: float = DEFAULT_TIMEOUT_S,
+        max_retries: int = 2,
+        http_client: httpx2.Client | None = None,
+    ) -> None:
+        self._config = ClientConfig.resolve(base_url, api_key, tenant, timeout, max_retries)
+        self._transport = Transport(self._config, http_client)
+        self.adapters = Adapters(self._transport)
+        self.completions = Completions(self._transport)
+        self.chat = Chat(self._transport)
+        self.models = Models(self._transport)
+        self.tenants = Tenants(self._transport)
+        self.keys = Keys(self._transport)
+        self.grants = Grants(self._transport)
+        self.operations = Operations(self._transport)
+        self.usage = Usage(self._transport)
+
+    @property
+    def url(self) -> str:
+        """The server's root."""
+        return self._config.url
+
+    def residency(self, *, resident: bool = False) -> Iterator[AdapterResidency]:
+        """Yield where each version's weights are: device, host or disk; with `resident`, only versions in memory."""
+        params = {"resident": "true"} if resident else {}
+        return all_rows(self._transport, "/api/v1/residency", AdapterResidency, params)
+
+    def memory(self) -> Memory | None:
+        """Return the use of the device's and the host's memory at the last heartbeat; None for a tenant's key."""
+        # every page carries the memory: request the smallest
+        call = Call("GET", "/api/v1/residency", read_into(ResidencyPage), params={"limit": "1"})
+        page = self._transport.send(call)
+        return page.memory
+
+    def audit(self) -> Iterator[AuditEntry]:
+        """Yield the audit log, newest entry first."""
+        return all_rows(self._transport, "/api/v1/audit", AuditEntry)
+
+    def base(self) -> Base:
+        """Return the resident base model."""
+        return self._transport.send(Call("GET", "/api/v1/base", read_into(Base)))
+
+    def limits(self) -> Limits:
+        """Return every bound of the server."""
+        return self._transport.send(Call("GET", "/api/v1/limits", read_into(Limits)))
+
+    def metrics(self) -> str:
+        """Return the server's counters and gauges, in Prometheus' text format."""
+        return self._transport.send(Call("GET", "/metrics", lambda _answer, body: body.decode("utf-8", "replace")))
+
+    def openai(self) -> openai.OpenAI:
+        """Return the official client, configured for this server, key and tenant.
+
+        Raises:
+            ConfigError: `openai` isn't installed.
+        """
+        return _import_openai().OpenAI(**_openai_arguments(self._config))  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Client({self.url!r}, tenant={self._config.tenant!r})"
+
+
+def _import_openai() -> Any:
+    try:
+        import openai
+    except ImportError as error:
+        raise errors.ConfigError(
+            "The official client isn't installed.", hint='Install it: pip install "loraserve[openai]"'
+        ) from error
+    return openai
+
+
+def _openai_arguments(config: ClientConfig) -> dict[str, Any]:
+    return {
+        "base_url": f"{config.url}/v1",
+        "api_key": config.api_key,
+        "default_headers": {"X-Tenant": config.tenant} if config.tenant else {},
+        "timeout": config.timeout_s,
+        "max_retries": config.retry.max_retries,
+    }

@@ -1,0 +1,81 @@
+# Generated from loraserve/sdk/_async/transport.py by tools/generate_sync_sdk.py (make sdk): don't edit.
+"""Calls over HTTP, with retries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import BinaryIO, TypeVar
+
+import httpx2
+
+from loraserve.sdk.answers import Answer
+from loraserve.sdk.attempt import Attempt
+from loraserve.sdk.call import Call
+from loraserve.sdk.concurrency import sync_call, sync_http_client, sync_sleep
+from loraserve.sdk.config import ClientConfig
+from loraserve.sdk.file_piece import FilePiece
+
+T = TypeVar("T")
+
+
+class Transport:
+    """Send calls to one server. Threads may share it."""
+
+    def __init__(self, config: ClientConfig, http: httpx2.Client | None = None) -> None:
+        self.config = config
+        self._is_ours = http is None
+        self._http = http if http is not None else sync_http_client()
+        self._sleep = sync_sleep
+
+    def send(self, call: Call[T]) -> T:
+        """Return what the call's reader makes of the answer.
+
+        Raises:
+            LoraserveError: the server refused, didn't answer, or answered something else.
+        """
+        response = self._exchange(call, is_stream=False)
+        return call.read(Answer.of(response), response.content)
+
+    def open(self, call: Call[T]) -> httpx2.Response:
+        """Return an accepted response whose body is still to come; the caller closes it."""
+        return self._exchange(call, is_stream=True)
+
+    def _exchange(self, call: Call[T], *, is_stream: bool) -> httpx2.Response:
+        attempt = Attempt(self.config, call)
+        while True:
+            content = call.body if call.piece is None else _read(call.piece)
+            try:
+                response = self._http.send(attempt.build(self._http, content), stream=is_stream)
+                if response.is_success:
+                    return response
+                response.read()
+                response.close()
+                delay = attempt.after_refusal(response)
+            except httpx2.TransportError as failure:
+                delay = attempt.after_failure(failure)
+            self._sleep(delay)
+
+    def pause(self, seconds: float) -> None:
+        """Sleep, as between two tries."""
+        self._sleep(seconds)
+
+    def close(self) -> None:
+        if self._is_ours:
+            self._http.close()
+
+
+def _read(piece: FilePiece) -> Iterator[bytes]:
+    """Yield the bytes of a piece, one chunk in memory at a time.
+
+    Raises:
+        AdapterFormatError: the file ends before the piece does.
+    """
+    file: BinaryIO = sync_call(piece.open)
+    with file:
+        at = piece.start
+        while at < piece.end:
+            piece.report(at)
+            chunk = sync_call(piece.read_chunk, file, at)
+            at += len(chunk)
+            yield chunk
+        piece.report(at)

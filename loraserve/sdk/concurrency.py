@@ -1,0 +1,40 @@
+"""What the two clients do differently: wait, work on files, open connections.
+
+`_sync` is generated from `_async` by replacing each `async_` name with its `sync_` counterpart.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar, TypeVarTuple
+
+import anyio
+import anyio.to_thread
+import httpx2
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+async_sleep = anyio.sleep
+sync_sleep = time.sleep
+
+
+async def async_call(function: Callable[[*Ts], T], *args: *Ts) -> T:
+    """Call `function` on a thread, so that reading or writing a file doesn't hold up the event loop."""
+    return await anyio.to_thread.run_sync(function, *args)
+
+
+def sync_call(function: Callable[[*Ts], T], *args: *Ts) -> T:
+    """Call `function`."""
+    return function(*args)
+
+
+def async_http_client() -> httpx2.AsyncClient:
+    """Return a client without a bound on its connections: tasks are cheap, and the server admits."""
+    return httpx2.AsyncClient(limits=httpx2.Limits(max_connections=None))
+
+
+def sync_http_client() -> httpx2.Client:
+    """Return a client with httpx2's own bound on connections."""
+    return httpx2.Client()

@@ -1,1 +1,0 @@
-"""Resources of the API: one module per noun."""

@@ -1,1 +1,0 @@
-"""HTTP calls with retries, blocking and asynchronous; streaming and paging."""
