@@ -87,68 +87,95 @@ class Settings(BaseSettings):
     """
 
     model_config: ClassVar[SettingsConfigDict] = SettingsConfigDict(
-        env_prefix=ENV_PREFIX, env_ignore_empty=True, extra="forbid", frozen=True, hide_input_in_errors=True
+        env_prefix=ENV_PREFIX,
+        env_ignore_empty=True,
+        extra="forbid",
+        frozen=True,
+        hide_input_in_errors=True,
+        use_attribute_docstrings=True,
     )
 
     config: Path | None = None
-    """The TOML file; ``loraserve.toml`` in the current directory is read when it is there."""
+    """The TOML file. Default: loraserve.toml in the current directory, if it exists."""
 
     model: str = Field(min_length=1)
     """A directory in Hugging Face's layout, or a Hugging Face id."""
     model_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")
-    """What clients write as ``model`` for the base. None: the directory's name, or the Hugging Face id."""
+    """Name of the base in requests' `model`. Default: the directory's name, or the Hugging Face
+    id."""
     base_names: Names = ()
-    """Other names of the base, with commas between: adapters' configs may have them as `base_model_name_or_path`
-    without a warning."""
+    """Other names of the base that adapters' configs may carry without a warning, separated by
+    commas."""
     strict_base: bool = False
-    """Whether adapters are refused whose config names another base; otherwise that is a warning."""
+    """Reject adapters whose config names another base, instead of a warning."""
     host: str = Field(default="127.0.0.1", min_length=1)
+    """Address to listen on."""
     port: int = Field(default=8000, ge=0, le=65535)
+    """Port to listen on; 0 picks a free one."""
     data_dir: Path = Field(default_factory=lambda: Path(platformdirs.user_data_dir("loraserve")))
+    """Directory of the SQLite registry and the adapters' files. Default: the user's data folder."""
     database_url: str | None = None
-    """None: SQLite in the data directory."""
+    """Database of the registry: sqlite:///… or postgresql://…. Default: SQLite in the data
+    directory."""
     store_url: str | None = None
-    """None: files in the data directory."""
+    """Store of the adapters' files: file:///… or s3://…. Default: the data directory."""
     retention_s: float = Field(default=7 * 86_400.0, ge=0, le=10 * 365 * 86_400.0)
-    """How long what was deleted can be restored; its bytes are collected after that."""
+    """How long deleted adapters can be restored; their files are collected after that."""
     pull_allow: Patterns = ()
-    """Where admins may pull adapters from, as ``hf://ORG/*`` or ``s3://BUCKET/PREFIX/*``; none: pulls are refused."""
+    """Sources that admins may pull adapters from: hf://ORG/*, s3://BUCKET/PREFIX/*. Default:
+    none."""
     admin_key: SecretStr | None = None
+    """The first admin key, of 32 characters or more. Default: one is made and printed."""
     grace_s: float = Field(default=30.0, ge=0, le=3600)
-    """How long running requests may go on after SIGTERM."""
+    """How long running requests may continue after SIGTERM."""
     engine_hang_timeout: float = Field(default=30.0, ge=1, le=86_400)
-    """Seconds without progress after which an engine is taken to hang, and is replaced; four times as many while it
-    loads the base."""
+    """Replace an engine that makes no progress for this long; four times as long while it loads the
+    base."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe messages to log."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the engine; auto: a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Data type of activations and of weights that aren't quantized."""
     quantize: Literal["none", "int8", "int4", "nf4", "fp8"] = "none"
-    """What a float checkpoint's linears are rounded to while they're loaded; none: they stay as they're stored."""
+    """Format that a float checkpoint's linears are rounded to while loading; none: as stored."""
     activation_dtype: Literal["auto", "int8", "float"] = "auto"
-    """Activations that int8 linears multiply on a CPU: rounded to int8, or as they are; auto: rounded where --quantize
-    rounds the weights, as they are where the checkpoint holds int8 weights already."""
+    """Activations that int8 linears multiply on a CPU: rounded to int8, or float. auto: int8 with
+    --quantize, float for checkpoints that hold int8 weights."""
     memory_budget: Size | None = None
-    """None: 8 GiB on a CPU, on a GPU what is free."""
+    """Memory for KV blocks and adapters together. Default: 8GiB on a CPU, all free memory on a
+    GPU."""
     memory_utilization: float = Field(default=0.9, gt=0, le=1)
-    """The part of a GPU's memory that the engine may take in all, where no budget is given."""
+    """Share of a GPU's memory that the engine may use in all, if no budget is given."""
     adapter_dtype: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
-    """What adapters are held in; auto: on a GPU the activations' dtype, on a CPU each as it's stored. fp32 is for CPUs."""
+    """Data type of adapters in memory; auto: on a GPU the activations', on a CPU as stored. fp32 is
+    for CPUs."""
     adapter_rank_error: float | None = Field(default=None, gt=0, lt=1)
-    """Each module of an adapter keeps the fewest ranks whose product is within this relative (Frobenius) error of the uploaded one; None: all of them."""
+    """Reduce each module of an adapter to the fewest ranks within this relative (Frobenius) error,
+    e.g. 0.01. Default: keep all ranks."""
     max_adapter_loss: float | None = Field(default=None, ge=0, le=1)
-    """An adapter is refused if what is held of any of its modules is off by more than this, relative to the module's size; None: none is."""
+    """Reject adapters whose precision loss in any module exceeds this value, e.g. 0.02. Default:
+    reject none."""
     certify: Literal["at-upload", "on-request"] = "at-upload"
-    """Whether each upload waits for its certificate, which costs a pass over the base's weights; otherwise `adapter verify` makes it."""
+    """When adapters are certified: uploads wait for a pass over the base's weights, or `adapter
+    verify` runs it."""
     cuda_graphs: bool = True
+    """Capture a GPU's decode steps as CUDA graphs."""
     host_cache: Size = 4 * GIB
+    """Host memory for adapters that are not on the device."""
     max_model_len: int | None = Field(default=None, ge=1)
+    """Longest prompt and answer together. Default: as the model's config says."""
     max_num_seqs: int = Field(default=64, ge=1, le=4096)
+    """Most sequences in one step."""
     max_num_batched_tokens: int = Field(default=512, ge=16, le=1 << 20)
+    """Most tokens in one step."""
     enable_prefix_cache: bool = True
+    """Reuse the KV blocks of equal prompt prefixes."""
     num_threads: int = Field(default=0, ge=0, le=1024)
     """Threads of the forward pass; 0: torch's own choice."""
     loader_threads: int = Field(default=2, ge=1, le=64)
+    """Threads that load adapters."""
 
     @classmethod
     def load(cls, **flags: object) -> Settings:

@@ -1,4 +1,4 @@
-"""``loraserve``: puts the nouns together."""
+"""``loraserve``: the root command, with every noun under it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import typer
 
 from loraserve.cli import audit, bench, operation, ps, run, usage
 from loraserve.cli.adapters import adapter, adapter_alias, adapter_memory
+from loraserve.cli.help import App
 from loraserve.cli.local import db, demo, doctor, plan, serve
+from loraserve.cli.local.serve_flags import SettingsCommand
 from loraserve.cli.options import FormatOption, choose_format
 from loraserve.cli.output import Output
 from loraserve.cli.tenants import grant, key, tenant
 
-app = typer.Typer(
+app = App(
     name="loraserve",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -36,14 +38,14 @@ def _root(
         bool, typer.Option("--version", help="Print the version and exit.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Thousands of LoRA adapters on one resident base model.
+    """Serve thousands of LoRA adapters on one resident base model.
 
-    Data goes to stdout, words to stderr. LORASERVE_URL and LORASERVE_API_KEY say which server and who.
+    Data goes to stdout, messages to stderr. LORASERVE_URL names the server, LORASERVE_API_KEY holds the key.
     """
     choose_format(format)
 
 
-app.command("serve")(serve.serve)
+app.command("serve", cls=SettingsCommand)(serve.serve)
 app.add_typer(demo.app, name="demo")
 adapter_alias.register(adapter.app)
 adapter_memory.register(adapter.app)
@@ -58,8 +60,8 @@ app.command("ps")(ps.ps)
 app.command("run")(run.run)
 app.add_typer(db.app, name="db")
 app.command("bench")(bench.bench)
-app.command("plan")(plan.plan)
-app.command("doctor")(doctor.doctor)
+app.command("plan", cls=SettingsCommand)(plan.plan)
+app.command("doctor", cls=SettingsCommand)(doctor.doctor)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from loraserve.cli.help import App
 from loraserve.cli.options import FormatOption, reporting
 from loraserve.cli.output import Format, Output
 
@@ -14,11 +15,16 @@ if TYPE_CHECKING:
     from loraserve.registry.storage_gc.marker import Adoption
     from loraserve.settings import Settings
 
-app = typer.Typer(help="The registry's tables, and its store.", no_args_is_help=True)
+app = App(help="Manage the registry's tables and its store.", no_args_is_help=True)
 
-DataDirOption = Annotated[str | None, typer.Option(help="Where `serve` keeps its data (default: as for serve)")]
+DataDirOption = Annotated[
+    str | None, typer.Option(metavar="PATH", help="Data directory of `serve` (default: as for serve).")
+]
 UrlOption = Annotated[
-    str | None, typer.Option("--database-url", help="sqlite:///… or postgresql://… (default: in the data directory)")
+    str | None,
+    typer.Option(
+        "--database-url", metavar="URL", help="sqlite:///… or postgresql://… (default: in the data directory)."
+    ),
 ]
 
 
@@ -38,7 +44,7 @@ def _say(output: Output, revision: str | None, head: str) -> None:
 
 @app.command()
 def upgrade(data_dir: DataDirOption = None, database_url: UrlOption = None, format: FormatOption = None) -> None:
-    """Bring the tables to the revision that this program works with."""
+    """Migrate the tables to the revision of this program."""
     with reporting(format) as output:
         from loraserve.db import migrate
 
@@ -53,7 +59,7 @@ def upgrade(data_dir: DataDirOption = None, database_url: UrlOption = None, form
 
 @app.command()
 def current(data_dir: DataDirOption = None, database_url: UrlOption = None, format: FormatOption = None) -> None:
-    """The tables' revision; "none" for an empty database."""
+    """Print the tables' revision; "none" for an empty database."""
     with reporting(format) as output:
         from loraserve.db import migrate
 
@@ -65,7 +71,7 @@ def current(data_dir: DataDirOption = None, database_url: UrlOption = None, form
 
 @app.command()
 def check(data_dir: DataDirOption = None, database_url: UrlOption = None, format: FormatOption = None) -> None:
-    """Exit 0 if the tables are those that this program works with and differ from the models in nothing."""
+    """Check the tables: exit with 0 if they are at this program's revision and equal its models."""
     with reporting(format) as output:
         from loraserve.db import migrate
         from loraserve.errors import SchemaOutdated
@@ -84,15 +90,15 @@ def check(data_dir: DataDirOption = None, database_url: UrlOption = None, format
 
 @app.command("adopt-store")
 def adopt_store(
-    yes: Annotated[
-        bool, typer.Option("--yes", help="Do it; without it the command says what it would change.")
-    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Make the change; without this flag, only show it.")] = False,
     data_dir: DataDirOption = None,
     database_url: UrlOption = None,
-    store_url: Annotated[str | None, typer.Option(help="file:///… or s3://… (default: as for serve)")] = None,
+    store_url: Annotated[
+        str | None, typer.Option(metavar="URL", help="file:///… or s3://… (default: as for serve).")
+    ] = None,
     format: FormatOption = None,
 ) -> None:
-    """Make the store this registry's, where `serve` refuses it. Blobs that the registry doesn't know are deleted later."""
+    """Bind the store to this registry, if `serve` refuses it. Blobs unknown to the registry are deleted later."""
     with reporting(format) as output:
         from loraserve.errors import ConfigError
         from loraserve.settings import Settings

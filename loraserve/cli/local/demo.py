@@ -1,4 +1,4 @@
-"""``loraserve demo``: the bundled base and its adapters, shown; and their training."""
+"""``loraserve demo``: show the bundled base and its adapters, or train them again."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from loraserve.cli.help import App
 from loraserve.cli.options import FormatOption, reporting
 from loraserve.cli.output import Format
 from loraserve.errors import ConfigError
@@ -23,19 +24,19 @@ class Quantize(StrEnum):
     FP8 = "fp8"
 
 
-app = typer.Typer(help="The bundled base and adapters, served and shown.", invoke_without_command=True)
+app = App(help="Serve the bundled base and adapters, and show them.", invoke_without_command=True)
 
 
 @app.callback()
 def demo(
     context: typer.Context,
     once: Annotated[
-        bool, typer.Option("--once", help="A scripted tour: exit 0 only if every answer is right.")
+        bool, typer.Option("--once", help="Run a scripted tour; exit with 0 only if every answer is right.")
     ] = False,
     quantize: Annotated[
-        Quantize, typer.Option(help="What the base's linears are rounded to, as for serve.", case_sensitive=True)
+        Quantize, typer.Option(help="Format of the base's linears, as for serve.", case_sensitive=True)
     ] = Quantize.NONE,
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="The port to listen at; 0: any free one.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = None,
 ) -> None:
     """Serve the bundled base, push its seven adapters, and show one prompt answered by all of them."""
     if context.invoked_subcommand is not None:
@@ -50,14 +51,18 @@ def demo(
 @app.command()
 def train(
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Where to write the pack; one that is there is replaced.")
+        Path, typer.Argument(metavar="DIR", help="Directory to write the pack to; an existing one is replaced.")
     ],
     seed: Annotated[
-        int | None, typer.Option(help="The same seed gives the same pack (default: the shipped one's)")
+        int | None,
+        typer.Option(help="Seed of the training: the same seed gives the same pack (default: the shipped one's)."),
     ] = None,
     format: FormatOption = None,
 ) -> None:
-    """Train the bundled base and adapters again, in some minutes on one core. Exit 0 only if every adapter is good enough to ship."""
+    """Train the bundled base and adapters again, in some minutes on one core.
+
+    Exit with 0 only if every adapter is good enough to ship.
+    """
     with reporting(format) as output:
         try:
             from loraserve.demo.trainer import DEFAULT_SEED

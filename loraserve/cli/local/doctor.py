@@ -12,18 +12,7 @@ from urllib.parse import unquote, unquote_plus, urlsplit
 import typer
 
 from loraserve import errors
-from loraserve.cli.local.serve_flags import (
-    SERVE,
-    ActivationDtypeFlag,
-    AdapterDtypeFlag,
-    ConfigFlag,
-    DtypeFlag,
-    MaxModelLenFlag,
-    MemoryBudgetFlag,
-    ModelFlag,
-    QuantizeFlag,
-    Text,
-)
+from loraserve.cli.local.serve_flags import takes_settings
 from loraserve.cli.options import FormatOption, UrlOption, reporting
 from loraserve.cli.output import Format, Output
 
@@ -34,7 +23,7 @@ if TYPE_CHECKING:
     from loraserve.settings import Settings
     from loraserve.types import RoundingCost
 
-_SERVE_FLAGS = (
+SETTINGS = (
     "model",
     "device",
     "dtype",
@@ -53,40 +42,30 @@ NO_MODEL = "/"
 """A name that no base has: without one, everything else of the settings can be looked at."""
 
 
+@takes_settings(SETTINGS)
 def doctor(
     url: UrlOption = None,
-    model: ModelFlag = None,
-    device: Annotated[Text, typer.Option(help="auto, cpu or cuda.", rich_help_panel=SERVE)] = None,
-    dtype: DtypeFlag = None,
-    quantize: QuantizeFlag = None,
-    activation_dtype: ActivationDtypeFlag = None,
-    memory_budget: MemoryBudgetFlag = None,
-    adapter_dtype: AdapterDtypeFlag = None,
-    max_model_len: MaxModelLenFlag = None,
-    data_dir: Annotated[
-        Text, typer.Option(help="The SQLite registry and the adapters' bytes.", rich_help_panel=SERVE)
-    ] = None,
-    database_url: Annotated[Text, typer.Option(help="sqlite:///… or postgresql://…", rich_help_panel=SERVE)] = None,
-    config: ConfigFlag = None,
     precision: Annotated[
         bool,
-        typer.Option("--precision", help="Load the base in a process of its own, and measure what rounding costs it."),
+        typer.Option("--precision", help="Load the base in a separate process and measure its rounding error."),
     ] = False,
     kernels: Annotated[
         bool,
         typer.Option(
             "--kernels",
-            help="Instead of all that: try every kernel of a CPU's linears in each format (or --quantize's alone), and show which is taken and how fast it is.",
+            help="Run no other check: time every CPU kernel for linears in each format (or only --quantize's), "
+            "and show which one is used.",
         ),
     ] = False,
     format: FormatOption = None,
+    **settings: str | None,
 ) -> None:
-    """Check this installation, and the server where one answers (LORASERVE_API_KEY: an admin key sees most). Changes nothing.
+    """Check this installation, and the server if one answers. Changes nothing.
 
-    Settings are those of `serve`: flags, LORASERVE_* and loraserve.toml. Exit code 1: something failed.
+    Flags, LORASERVE_* variables and loraserve.toml say which server, as for `serve`. With an admin key in
+    LORASERVE_API_KEY most is checked. The exit code is 1 if a check failed.
     """
-    given = locals()
-    flags = {name: given[name] for name in _SERVE_FLAGS}
+    flags = settings
     with reporting(format) as output:
         from loraserve.doctor.checks import Status, masked
 

@@ -1,4 +1,4 @@
-"""``loraserve plan``: what a server would need and have room for, before it is started."""
+"""``loraserve plan``: the memory that a server would need, and what fits, before it is started."""
 
 from __future__ import annotations
 
@@ -7,26 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loraserve.cli.local.serve_flags import (
-    SERVE,
-    ActivationDtypeFlag,
-    AdapterDtypeFlag,
-    ConfigFlag,
-    DtypeFlag,
-    MaxModelLenFlag,
-    MemoryBudgetFlag,
-    ModelFlag,
-    QuantizeFlag,
-    Text,
-)
+from loraserve.cli.local.serve_flags import takes_settings
 from loraserve.cli.options import FormatOption, reporting
 from loraserve.cli.output import Format, Output, size
 
 if TYPE_CHECKING:
     from loraserve.planning.plan import Plan
 
-LOAD = "What it shall carry"
-_SERVE_FLAGS = (
+LOAD = "Load to plan for"
+SETTINGS = (
     "model",
     "device",
     "dtype",
@@ -43,78 +32,62 @@ _SERVE_FLAGS = (
     "data_dir",
     "config",
 )
-"""Values go to Settings as they are written, as those of `serve` do."""
 _SHOWN = 20
 """Adapters that a table lists; JSON has all."""
 
 
+@takes_settings(SETTINGS)
 def plan(
-    model: ModelFlag = None,
-    device: Annotated[
-        Text, typer.Option(help="cpu or cuda (default: cuda where nvidia-smi finds a GPU)", rich_help_panel=SERVE)
-    ] = None,
-    dtype: DtypeFlag = None,
-    quantize: QuantizeFlag = None,
-    activation_dtype: ActivationDtypeFlag = None,
-    memory_budget: MemoryBudgetFlag = None,
-    memory_utilization: Annotated[
-        Text, typer.Option(help="Without it: the part of a GPU's memory to take.", rich_help_panel=SERVE)
-    ] = None,
-    host_cache: Annotated[
-        Text, typer.Option(help="For adapters that wait in host memory.", rich_help_panel=SERVE)
-    ] = None,
-    adapter_dtype: AdapterDtypeFlag = None,
-    max_model_len: MaxModelLenFlag = None,
-    max_num_seqs: Annotated[Text, typer.Option(help="The most sequences in one step.", rich_help_panel=SERVE)] = None,
-    max_num_batched_tokens: Annotated[
-        Text, typer.Option(help="The most tokens in one step.", rich_help_panel=SERVE)
-    ] = None,
-    loader_threads: Annotated[Text, typer.Option(help="Threads that load adapters.", rich_help_panel=SERVE)] = None,
-    data_dir: Annotated[
-        Text, typer.Option(help="Whose disk is measured: where the blobs would lie.", rich_help_panel=SERVE)
-    ] = None,
-    config: ConfigFlag = None,
     device_memory: Annotated[
-        Text,
-        typer.Option(help="The GPU's memory, such as 24GiB (default: as nvidia-smi says)", rich_help_panel=LOAD),
+        str | None,
+        typer.Option(
+            metavar="BYTES", help="The GPU's memory, e.g. 24GiB (default: from nvidia-smi).", rich_help_panel=LOAD
+        ),
     ] = None,
     adapters: Annotated[
         list[Path] | None,
-        typer.Option(help="A PEFT directory, or a directory of some; again for more.", rich_help_panel=LOAD),
+        typer.Option(
+            metavar="DIR", help="A PEFT directory, or a directory of several; may be repeated.", rich_help_panel=LOAD
+        ),
     ] = None,
     ranks: Annotated[
-        Text, typer.Option(help="Without directories: LoRA of these ranks, such as 8,16.", rich_help_panel=LOAD)
+        str | None,
+        typer.Option(metavar="RANK,…", help="Plan LoRA of these ranks instead, e.g. 8,16.", rich_help_panel=LOAD),
     ] = None,
     targets: Annotated[
-        str, typer.Option(help="On these modules of every layer, or all.", rich_help_panel=LOAD)
+        str, typer.Option(metavar="MODULE,…", help="Modules of every layer to adapt, or all.", rich_help_panel=LOAD)
     ] = "all",
-    count: Annotated[int, typer.Option(min=1, help="So many of them.", rich_help_panel=LOAD)] = 1,
+    count: Annotated[int, typer.Option(min=1, help="Number of adapters.", rich_help_panel=LOAD)] = 1,
     stored: Annotated[
-        str, typer.Option(help="What their files hold: float32, float16 or bfloat16.", rich_help_panel=LOAD)
+        str,
+        typer.Option(
+            metavar="float32|float16|bfloat16", help="Data type of the adapters' files.", rich_help_panel=LOAD
+        ),
     ] = "float32",
     running: Annotated[
-        int | None, typer.Option(min=1, help="Sequences that run at once, to look at.", rich_help_panel=LOAD)
+        int | None, typer.Option(min=1, help="Sequences running at once, for the memory left.", rich_help_panel=LOAD)
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of each (default: the full length)", rich_help_panel=LOAD)
+        int | None, typer.Option(min=1, help="Tokens of each sequence (default: the longest).", rich_help_panel=LOAD)
     ] = None,
     disk_rate: Annotated[
-        Text,
+        str | None,
         typer.Option(
-            help="Bytes a second of reading and hashing, such as 500MB (default: measured)", rich_help_panel=LOAD
+            metavar="BYTES",
+            help="Bytes read and hashed per second, e.g. 500MB (default: measured).",
+            rich_help_panel=LOAD,
         ),
     ] = None,
     format: FormatOption = None,
+    **settings: str | None,
 ) -> None:
-    """What a server would need and have room for. Starts nothing, reads headers alone.
+    """Show what a server would need and what fits, without starting one: only files' headers are read.
 
-    Exit code 1: something of it can't be served.
+    The exit code is 1 if part of it can't be served. BYTES are written as 8GiB, 500MB or a plain number.
     """
-    given = locals()
-    flags = {name: given[name] for name in _SERVE_FLAGS}
     with reporting(format) as output:
         made = _make(
-            flags,
+            settings,
             device_memory=device_memory,
             directories=adapters or [],
             ranks=ranks,

@@ -1,28 +1,115 @@
-"""Flags of ``serve`` that other commands take too, to say which server is meant. Values go to `loraserve.settings` as they are written."""
+"""Flags that are settings: each is a field of `loraserve.settings.Settings`, which checks it and holds its help."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
 
-Text = str | None
-SERVE = "As for serve"
-"""Their panel in the help."""
+from loraserve.cli.help import Command
 
-ModelFlag = Annotated[Text, typer.Option(help="The base's directory.", rich_help_panel=SERVE)]
-DtypeFlag = Annotated[Text, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=SERVE)]
-QuantizeFlag = Annotated[Text, typer.Option(help="none, int8, int4, nf4 or fp8.", rich_help_panel=SERVE)]
-ActivationDtypeFlag = Annotated[
-    Text, typer.Option(help="What int8 linears multiply on a CPU: auto, int8 or float.", rich_help_panel=SERVE)
-]
-MemoryBudgetFlag = Annotated[
-    Text, typer.Option(help="For KV blocks and adapters together, such as 8GiB.", rich_help_panel=SERVE)
-]
-AdapterDtypeFlag = Annotated[Text, typer.Option(help="auto, fp32, bf16, fp16 or int8.", rich_help_panel=SERVE)]
-MaxModelLenFlag = Annotated[
-    Text, typer.Option(help="The longest prompt and answer together, in tokens.", rich_help_panel=SERVE)
-]
-ConfigFlag = Annotated[
-    Text, typer.Option(help="The TOML file (default: loraserve.toml, if there is one)", rich_help_panel=SERVE)
-]
+F = TypeVar("F", bound=Callable[..., Any])
+
+SERVE = "As for serve"
+"""The section of these flags in the help of other commands."""
+SECTIONS = {
+    "Model": "model model_id base_names strict_base device dtype quantize activation_dtype max_model_len",
+    "Engine": "memory_budget memory_utilization adapter_dtype adapter_rank_error max_adapter_loss certify host_cache "
+    "max_num_seqs max_num_batched_tokens enable_prefix_cache cuda_graphs num_threads loader_threads",
+    "Storage": "data_dir database_url store_url retention_s pull_allow",
+    "Server": "host port grace_s engine_hang_timeout log_level config",
+}
+"""All flags of `serve`, by their section in its help. The admin key is none: a process list would show it."""
+SWITCHES = frozenset({"strict_base", "enable_prefix_cache", "cuda_graphs"})
+VALUES = {
+    "BYTES": "memory_budget host_cache",
+    "SECONDS": "retention_s grace_s engine_hang_timeout",
+    "PATH": "data_dir config",
+    "URL": "database_url store_url",
+    "FRACTION": "memory_utilization adapter_rank_error max_adapter_loss",
+    "TOKENS": "max_model_len max_num_batched_tokens",
+    "N": "max_num_seqs num_threads loader_threads port",
+    "DIR|ID": "model",
+    "NAME": "model_id",
+    "NAME,…": "base_names",
+    "PATTERN,…": "pull_allow",
+    "ADDRESS": "host",
+}
+"""Names of values in the help; those with a choice show it."""
+
+
+def takes_settings(names: Sequence[str] | None = None) -> Callable[[F], F]:
+    """Give a command these settings as flags, or all; it gets them as ``**settings``, None for those not given.
+
+    Values are passed on as they are written, so that a flag, a variable and a line of loraserve.toml are checked by
+    one rule and refused in the same words.
+    """
+
+    def add(function: F) -> F:
+        signature = inspect.signature(function, eval_str=True)
+        flags = [
+            _flag(name, section if names is None else SERVE)
+            for section, of_section in SECTIONS.items()
+            for name in of_section.split()
+            if names is None or name in names
+        ]
+        own = [
+            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for parameter in signature.parameters.values()
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        ]
+        parameters = [*flags, *own]
+        function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters} | {"return": None}
+        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return function
+
+    return add
+
+
+def _flag(name: str, section: str) -> inspect.Parameter:
+    flag = f"--{name.replace('_', '-')}"
+    is_switch = name in SWITCHES
+    option = typer.Option(f"{flag}/--no-{flag[2:]}" if is_switch else flag, rich_help_panel=section)
+    annotation = Annotated[bool | None, option] if is_switch else Annotated[str | None, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+class SettingsCommand(Command):
+    """A command whose settings are described by `Settings`, which is loaded only when its help is shown."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        from loraserve.settings import ENV_PREFIX, Settings
+
+        params: list[Any] = self.get_params(ctx)
+        for param in params:
+            if getattr(param, "help", "") is not None or param.name not in Settings.model_fields:
+                continue
+            field = Settings.model_fields[param.name]
+            default = _default_text(field.default)
+            facts = [f"env var: {ENV_PREFIX}{param.name.upper()}", *([f"default: {default}"] if default else [])]
+            param.help = f"{' '.join((field.description or '').split())}  [{'; '.join(facts)}]"
+            if param.name not in SWITCHES:
+                param.metavar = _value_name(param.name, field.annotation)
+        super().format_options(ctx, formatter)
+
+
+def _value_name(name: str, annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return "|".join(get_args(annotation))
+    return next(value for value, names in VALUES.items() if name in names.split())
+
+
+def _default_text(default: object) -> str | None:
+    match default:
+        case bool():
+            return "on" if default else "off"
+        case int() if default >= 1 << 30:
+            return f"{default >> 30}GiB"
+        case int() | float():
+            return f"{default:.10g}"
+        case str() | Path():
+            return str(default)
+    return None

@@ -1,0 +1,64 @@
+"""Help as plain text: a section for each group of options, every flag whole at 80 columns, values named by what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+VALUES: dict[type, str] = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT"}
+"""Names of values whose option has none of its own."""
+FIRST_COLUMN = 32
+
+
+class Command(TyperCommand):
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        _write_sections(self, ctx, formatter)
+
+
+class Group(TyperGroup):
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        _write_sections(self, ctx, formatter)
+        self.format_commands(ctx, formatter)
+
+
+class App(typer.Typer):
+    """A noun of the command line, with help as above."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(cls=Group, rich_markup_mode=None, **options)
+
+    def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
+        return super().command(name, **({"cls": Command} | options))
+
+
+def _write_sections(command: Any, ctx: Any, formatter: Any) -> None:
+    sections: dict[str, list[tuple[str, str]]] = {}
+    for param in command.get_params(ctx):
+        is_argument = param.param_type_name == "argument"
+        if param.metavar is None and not is_argument:
+            param.metavar = _value_name(param, ctx)
+        record = param.get_help_record(ctx)
+        if record is None:
+            continue
+        title = getattr(param, "rich_help_panel", None) or ("Arguments" if is_argument else "Options")
+        # the name of an argument says what it holds
+        names = record[0].partition(" <")[0] if is_argument else record[0]
+        sections.setdefault(title, []).append((names, record[1]))
+    for title, records in sections.items():
+        with formatter.section(title):
+            formatter.write_dl(records, col_max=FIRST_COLUMN)
+
+
+def _value_name(param: Any, ctx: Any) -> str | None:
+    """Return the choices of an option, or the name of its type's values."""
+    descriptor = getattr(param, "type_descriptor", None)
+    if descriptor is None:
+        return None
+    if descriptor.is_choice:
+        return str(param.display_type(ctx)).strip("<>")
+    kind = descriptor.annotation
+    return VALUES.get(next(iter(get_args(kind)), kind))
