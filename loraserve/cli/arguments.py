@@ -1,4 +1,4 @@
-"""Arguments that are more than a word: versions, splits, tags, instants and times."""
+"""Parsers of arguments: versions, splits, tags, instants and durations."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _EXAMPLES = {"WEIGHT": "90", "SHARE": "0.1"}
 
 
 def split_version(text: str) -> tuple[str, int | None]:
-    """``NAME`` or ``NAME@VERSION`` as its two parts.
+    """Return the two parts of ``NAME`` or ``NAME@VERSION``.
 
     Raises:
-        typer.BadParameter: what stands after the ``@`` isn't a version's number.
+        typer.BadParameter: the part after the ``@`` isn't a version's number.
     """
     name, at, version = text.partition("@")
     if not at:
@@ -26,7 +26,7 @@ def split_version(text: str) -> tuple[str, int | None]:
 
 
 def version_numbers(text: str, what: str) -> dict[int, float]:
-    """``3=90,4=10`` as version → number.
+    """Return ``3=90,4=10`` as version → number.
 
     Raises:
         typer.BadParameter: it isn't such a list, or it names a version twice.
@@ -47,7 +47,7 @@ def version_numbers(text: str, what: str) -> dict[int, float]:
 
 
 def key_values(items: Sequence[str], what: str) -> dict[str, str]:
-    """``KEY=VALUE`` texts as a mapping.
+    """Return ``KEY=VALUE`` texts as a mapping.
 
     Raises:
         typer.BadParameter: one has no ``=`` or no key.
@@ -62,7 +62,7 @@ def key_values(items: Sequence[str], what: str) -> dict[str, str]:
 
 
 def instant(text: str | None) -> datetime | None:
-    """A date or an instant in ISO 8601; UTC where it names no zone.
+    """Parse a date or an instant in ISO 8601; UTC unless it names a zone.
 
     Raises:
         typer.BadParameter: it isn't one.
@@ -83,7 +83,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
 
 def duration(text: str | None) -> timedelta | None:
-    """``90s``, ``15m``, ``12h``, ``30d`` or ``4w``.
+    """Parse a duration: ``90s``, ``15m``, ``12h``, ``30d`` or ``4w``.
 
     Raises:
         typer.BadParameter: it isn't one.

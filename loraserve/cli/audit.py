@@ -22,16 +22,16 @@ COLUMNS = (
 
 
 def audit(
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="The most entries to show.")] = 50,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Most entries to show.")] = 50,
     since: Annotated[
         str | None,
-        typer.Option(metavar="INSTANT", help="None older than this date or instant (UTC where it names no zone)."),
+        typer.Option(metavar="INSTANT", help="Show entries since this date or instant (UTC unless it names a zone)."),
     ] = None,
     url: UrlOption = None,
     tenant: ActForOption = None,
     format: FormatOption = None,
 ) -> None:
-    """Who did what to the tenant's things, newest first; for an admin key that acts for no tenant, to anyone's."""
+    """Show changes to the tenant's resources, newest first; all tenants' with an admin key that acts for none."""
     start = instant(since)
     with connected(format, url, tenant) as (output, client):
         entries = takewhile(lambda entry: start is None or entry.at >= start, client.audit())

@@ -18,24 +18,31 @@ if TYPE_CHECKING:
 def bench(
     models: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[MODEL]...", help="Asked in turn (default: the base).", show_default=False),
+        typer.Argument(
+            metavar="[MODEL]...", help="Models to send requests to, in turn (default: the base).", show_default=False
+        ),
     ] = None,
-    all_adapters: Annotated[bool, typer.Option("--all", help="Every adapter of the tenant, in turn.")] = False,
+    all_adapters: Annotated[
+        bool, typer.Option("--all", help="Send requests to every adapter of the tenant, in turn.")
+    ] = False,
     requests: Annotated[int, typer.Option("--requests", "-n", min=1, max=1_000_000)] = 64,
-    concurrency: Annotated[int, typer.Option("--concurrency", "-c", min=1, max=10_000, help="So many at a time.")] = 8,
+    concurrency: Annotated[
+        int, typer.Option("--concurrency", "-c", min=1, max=10_000, help="Requests in flight at once.")
+    ] = 8,
     rate: Annotated[
         float | None,
         typer.Option(
-            min=0.001, help="Instead: so many a second at random times, whether earlier ones are answered or not."
+            min=0.001,
+            help="Send this many per second at random times instead, whether or not earlier ones are answered.",
         ),
     ] = None,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Random token ids, other ones in each prompt.")] = 128,
-    shared_tokens: Annotated[int, typer.Option(min=0, help="Of these, what all prompts begin with.")] = 0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Each answer has so many: its end is ignored.")] = 64,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Random tokens in each prompt.")] = 128,
+    shared_tokens: Annotated[int, typer.Option(min=0, help="Leading tokens that all prompts share.")] = 0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer; the end of text is ignored.")] = 64,
     warmup: Annotated[
-        bool, typer.Option("--warmup/--no-warmup", help="First ask each model once, which isn't measured.")
+        bool, typer.Option("--warmup/--no-warmup", help="Send each model one request first that isn't measured.")
     ] = True,
-    seed: Annotated[int, typer.Option(help="The same seed asks the same.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts and the order of models.")] = 0,
     url: UrlOption = None,
     tenant: ActForOption = None,
     format: FormatOption = None,

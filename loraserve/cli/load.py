@@ -23,7 +23,7 @@ FIRST_TOKEN_ID = 3
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is asked.
+    """Requests to send.
 
     Attributes:
         models: each in its turn.
@@ -63,7 +63,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Asked:
-    """One request and what came of it. Instants by `time.perf_counter`."""
+    """One request and its outcome. Instants are of `time.perf_counter`."""
 
     model: str
     due_s: float
@@ -73,9 +73,9 @@ class Asked:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     failure: str = ""
-    """The code of what went wrong; empty: it was answered to the end."""
+    """Code of the failure; empty if it was answered to the end."""
     waits_ms: dict[str, float] = field(default_factory=dict)
-    """What the server says of where the time to the first token went."""
+    """The server's breakdown of the time to the first token."""
 
     @property
     def ttft_s(self) -> float:
@@ -90,7 +90,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How measurements are spread, in milliseconds; None where there are none."""
+    """Distribution of measurements, in milliseconds; None where there are none."""
 
     mean: float | None
     p50: float | None
@@ -113,14 +113,14 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a run came to. Only whole answers count for tokens and times."""
+    """Result of a run. Only whole answers count for tokens and times."""
 
     num_requests: int
     num_complete: int
     failures: dict[str, int]
-    """Code → how many."""
+    """Number of failures by code."""
     wall_s: float
-    """From the first that was due to the last token."""
+    """Seconds from the first request's due time to the last token."""
     requests_per_s: float
     output_tokens: int
     output_tokens_per_s: float
@@ -130,9 +130,9 @@ class Figures:
     tpot_ms: Spread
     latency_ms: Spread
     queue_ms: Spread
-    """Of the time to the first token: waiting for its turn."""
+    """Part of the time to the first token spent in the queue."""
     adapter_ms: Spread
-    """Of the time to the first token: waiting for its adapter's weights."""
+    """Part of the time to the first token spent waiting for its adapter's weights."""
 
     @classmethod
     def of(cls, asked: Sequence[Asked]) -> Figures:
@@ -164,7 +164,7 @@ class Figures:
 async def measure(
     client: AsyncClient, plan: Plan, vocab_size: int, tell: Callable[[int], object] = lambda _: None
 ) -> list[Asked]:
-    """Send the plan's requests and return what came of each. What goes wrong is in there; nothing is raised for it.
+    """Send the plan's requests and return the outcome of each; failures are outcomes, not errors.
 
     Args:
         client: one that doesn't try again by itself: a refusal is a result here.
@@ -223,7 +223,7 @@ async def ask(client: AsyncClient, model: str, prompt: list[int], max_tokens: in
 
 
 def _server_timing(header: str | None) -> dict[str, float]:
-    """``queue;dur=1.5, adapter;dur=0`` as name → milliseconds."""
+    """Return ``queue;dur=1.5, adapter;dur=0`` as name → milliseconds."""
     found = {}
     for part in (header or "").split(","):
         name, _, duration = part.strip().partition(";dur=")

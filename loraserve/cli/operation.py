@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from loraserve.cli.help import App
 from loraserve.cli.options import ActForOption, FormatOption, UrlOption, connected
 from loraserve.cli.output import Column, Output, size
 
@@ -13,9 +14,9 @@ if TYPE_CHECKING:
     from loraserve.sdk import Client
     from loraserve.sdk.types.operations import Operation
 
-app = typer.Typer(help="What the server does beside requests, such as fetching an adapter.", no_args_is_help=True)
+app = App(help="Show, await or cancel long-running work, such as fetching an adapter.", no_args_is_help=True)
 
-IdArgument = Annotated[str, typer.Argument(metavar="ID", help="The operation's id.")]
+IdArgument = Annotated[str, typer.Argument(metavar="ID", help="Id of the operation.")]
 COLUMNS = (
     Column("ID", "id"),
     Column("KIND", "kind"),
@@ -59,14 +60,18 @@ def show_operation(output: Output, operation: Operation) -> None:
 
 
 def wait_for(output: Output, client: Client, operation: Operation, timeout_s: float | None = None) -> Operation:
-    """The operation once it's done, with a bar meanwhile. Raises: LoraserveError: it failed, or still runs after `timeout_s`."""
+    """Show a progress bar until the operation is done, and return it.
+
+    Raises:
+        LoraserveError: it failed, or still runs after `timeout_s`.
+    """
     with output.progress(f"{operation.kind} {operation.target}") as on_progress:
         return client.operations.wait(operation.id, timeout=timeout_s, on_progress=on_progress)
 
 
 @app.command("list")
 def list_(url: UrlOption = None, tenant: ActForOption = None, format: FormatOption = None) -> None:
-    """The tenant's operations, newest first."""
+    """List the tenant's operations, newest first."""
     with connected(format, url, tenant) as (output, client):
         empty = "No operations. Start one: loraserve adapter pull NAME --from hf://ORG/NAME"
         output.rows(client.operations.list(), COLUMNS, name="id", empty=empty)
@@ -76,7 +81,7 @@ def list_(url: UrlOption = None, tenant: ActForOption = None, format: FormatOpti
 def show(
     operation_id: IdArgument, url: UrlOption = None, tenant: ActForOption = None, format: FormatOption = None
 ) -> None:
-    """One operation."""
+    """Show an operation."""
     with connected(format, url, tenant) as (output, client):
         show_operation(output, client.operations.get(operation_id))
 
@@ -85,13 +90,14 @@ def show(
 def wait(
     operation_id: IdArgument,
     timeout: Annotated[
-        float | None, typer.Option(min=0, help="Seconds to wait at most; it goes on after that.")
+        float | None,
+        typer.Option(min=0, metavar="SECONDS", help="Stop waiting after this long; the operation goes on."),
     ] = None,
     url: UrlOption = None,
     tenant: ActForOption = None,
     format: FormatOption = None,
 ) -> None:
-    """Return when it's done; exit 1 if it failed or was cancelled."""
+    """Wait until an operation is done; exit with 1 if it failed or was cancelled."""
     with connected(format, url, tenant) as (output, client):
         operation = client.operations.get(operation_id)
         show_operation(output, wait_for(output, client, operation, timeout))
@@ -101,7 +107,7 @@ def wait(
 def cancel(
     operation_id: IdArgument, url: UrlOption = None, tenant: ActForOption = None, format: FormatOption = None
 ) -> None:
-    """End it; what it did so far is undone."""
+    """Cancel an operation; its work is undone."""
     with connected(format, url, tenant) as (output, client):
         operation = client.operations.cancel(operation_id)
         show_operation(output, operation)

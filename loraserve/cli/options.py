@@ -1,4 +1,4 @@
-"""Options that many commands share, and the frame that each command runs in."""
+"""Options that many commands share, and the context that each command runs in."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FormatOption = Annotated[
     Format | None,
     typer.Option(
         "--format",
-        help="human, json, or quiet (names alone) (default: human)",
+        help="Output format; quiet prints only names (default: human).  [env var: LORASERVE_FORMAT]",
         show_default=False,
         envvar=FORMAT_VARIABLE,
         show_envvar=False,
@@ -30,30 +30,38 @@ FormatOption = Annotated[
 ]
 UrlOption = Annotated[
     str | None,
-    typer.Option("--url", help="The server (default: LORASERVE_URL, or http://127.0.0.1:8000)", show_default=False),
+    typer.Option(
+        "--url",
+        metavar="URL",
+        help="Server (default: http://127.0.0.1:8000).  [env var: LORASERVE_URL]",
+        show_default=False,
+    ),
 ]
 ActForOption = Annotated[
     str | None,
     typer.Option(
-        "--tenant", help="The tenant that an admin key acts for (default: LORASERVE_TENANT)", show_default=False
+        "--tenant",
+        metavar="TENANT",
+        help="Tenant that an admin key acts for.  [env var: LORASERVE_TENANT]",
+        show_default=False,
     ),
 ]
-TenantOption = Annotated[str, typer.Option("--tenant", help="The tenant's name.")]
+TenantOption = Annotated[str, typer.Option("--tenant", metavar="TENANT", help="Name of the tenant.")]
 
 
 def choose_format(format: Format | None) -> None:
-    """Make a ``--format`` that stands before the command the default of the command's own."""
+    """Make a ``--format`` before the command the default of the command's own."""
     if format is not None:
-        # Commands are parsed after this ran, and this variable is where they look.
+        # commands are parsed after this ran, and read this variable
         os.environ[FORMAT_VARIABLE] = format.value
 
 
 @contextmanager
 def reporting(format: Format | None, named: Mapping[str, str] = NOTHING_NAMED) -> Iterator[Output]:
-    """An `Output` for the block. An error of ours becomes words on stderr and the exit code that fits.
+    """Yield an `Output` for the block; print an error of ours on stderr and exit with its code.
 
     Args:
-        named: what this command's NAME, DIR and the like are: the command to run next is shown with them.
+        named: values of this command's NAME, DIR and the like, to fill into the command to run next.
 
     Raises:
         typer.Exit: 2 for a wrong configuration, 1 for every other error of ours.
@@ -70,7 +78,7 @@ def reporting(format: Format | None, named: Mapping[str, str] = NOTHING_NAMED) -
 def connected(
     format: Format | None, url: str | None, tenant: str | None = None, named: Mapping[str, str] = NOTHING_NAMED
 ) -> Iterator[tuple[Output, Client]]:
-    """As `reporting`, with a client of the server."""
+    """Do as `reporting`, and yield a client of the server too."""
     with reporting(format, named) as output:
         from loraserve.sdk import Client
 

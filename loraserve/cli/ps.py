@@ -37,14 +37,14 @@ _TIERS = ("device", "loading", "host", "disk")
 
 
 def ps(
-    all_versions: Annotated[bool, typer.Option("--all", help="Versions too that are on disk alone.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Show it again and again, until Ctrl-C.")] = False,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    all_versions: Annotated[bool, typer.Option("--all", help="Show versions that are only on disk, too.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Time between two refreshes.")] = 1.0,
     url: UrlOption = None,
     tenant: ActForOption = None,
     format: FormatOption = None,
 ) -> None:
-    """Which adapters are in memory, how the base multiplies, and (for an admin key) what the engine and its memory do."""
+    """Show the adapters in memory and the base's arithmetic; with an admin key, the engine's load and memory too."""
     with connected(format, url, tenant) as (output, client), output.frames() as show:
         while True:
             look = _look(client, all_versions=all_versions)
@@ -56,7 +56,7 @@ def ps(
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What one look at a server found. `memory` and `stats`: None for a key that may not see them."""
+    """State of a server at one time. `memory` and `stats` are None for a key that may not see them."""
 
     base: Base
     rows: list[AdapterResidency]
@@ -71,13 +71,13 @@ def _look(client: Client, *, all_versions: bool) -> _Look:
 
 
 def _hotness(row: AdapterResidency) -> tuple[int, float]:
-    """The nearest tier first, and in a tier the last used."""
+    """Return the sort key: the nearest tier first, in it the last used."""
     tier = _TIERS.index(row.tier) if row.tier in _TIERS else len(_TIERS)
     return tier, float("inf") if row.last_used_s is None else row.last_used_s
 
 
 def _stats(client: Client) -> dict[str, float] | None:
-    """The engine's counters; None for a key that may not see them."""
+    """Return the engine's counters; None for a key that may not see them."""
     from loraserve.sdk.types.samples import parse_metrics
 
     try:
@@ -116,7 +116,7 @@ def base_in_words(base: Base) -> str:
 
 
 def summary(stats: Mapping[str, float]) -> dict[str, int]:
-    """What the engine does now, and what it did since its start, by plain names."""
+    """Return the engine's load now and its work since its start, by plain names."""
 
     def of(name: str, **labels: str) -> int:
         shown = ",".join(f'{label}="{value}"' for label, value in labels.items())
@@ -166,7 +166,7 @@ def _in_words(engine: Mapping[str, int], memory: Memory) -> dict[str, str]:
 
 
 def _found(engine: Mapping[str, int]) -> str:
-    """Where requests found their adapters, in parts of all."""
+    """Return the shares of requests by the tier that had their adapter."""
     found = {
         "on the device": engine["adapters_found_on_device"],
         "in the host's memory": engine["adapters_found_in_host"],

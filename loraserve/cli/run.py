@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     Messages = list[dict[str, str]]
     Own = dict[str, float] | None
-    """What only this server's API has."""
+    """Fields of a request that only this server's API has."""
 
 DEFAULT_MAX_TOKENS = 128
 
@@ -29,32 +29,33 @@ def run(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="NAME, NAME@ALIAS, NAME@VERSION, a sum (a+0.5*b), or the base's id.")
     ],
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The prompt; - reads it from stdin.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Prompt; - reads it from stdin.")],
     is_chat: Annotated[
         bool | None,
         typer.Option(
             "--chat/--raw",
-            help="Put the prompt into the model's chat template, or send it as it is (default: chat if there is a template)",
+            help="Use the model's chat template (default: if there is one).",
             show_default=False,
         ),
     ] = None,
-    system: Annotated[str | None, typer.Option(help="A system message before the prompt.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens to generate.")] = DEFAULT_MAX_TOKENS,
-    temperature: Annotated[float, typer.Option(min=0, help="0: the likeliest token each time.")] = 0.0,
+    system: Annotated[str | None, typer.Option(help="System message before the prompt.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = DEFAULT_MAX_TOKENS,
+    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 takes the likeliest token.")] = 0.0,
     top_p: Annotated[float | None, typer.Option(min=0, max=1)] = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of sampling: the same seed gives the same answer.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text to stop before; may be repeated.")] = None,
     user: Annotated[
-        str | None, typer.Option(help="Who asks: of an alias that is split, a user stays on one version.")
+        str | None, typer.Option(help="User of the request: under a split alias, each user stays on one version.")
     ] = None,
     timeout: Annotated[
-        float | None, typer.Option(min=0.001, help="End after so many seconds with what there is.")
+        float | None,
+        typer.Option(min=0.001, metavar="SECONDS", help="Stop after this long with the tokens generated so far."),
     ] = None,
     url: UrlOption = None,
     tenant: ActForOption = None,
     format: FormatOption = None,
 ) -> None:
-    """Send a prompt and print the answer as it comes; with --format json, the whole answer at the end."""
+    """Send a prompt and stream the answer; with --format json, print the whole answer at the end."""
     if system is not None and is_chat is False:
         raise typer.BadParameter("--system needs a chat template: leave out --raw.")
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt

@@ -1,4 +1,4 @@
-"""``loraserve usage``: who used what, and what it cost."""
+"""``loraserve usage``: tokens used, and their cost."""
 
 from __future__ import annotations
 
@@ -48,22 +48,23 @@ def _groups(text: str) -> tuple[str, ...]:
 
 
 def usage(
-    group_by: Annotated[
-        str, typer.Option(metavar="GROUP,…", help=f"One sum for each of these: {', '.join(GROUPS)}.")
-    ] = "",
+    group_by: Annotated[str, typer.Option(metavar="GROUP,…", help=f"Sum by each of these: {', '.join(GROUPS)}.")] = "",
     start: Annotated[
-        str | None, typer.Option("--from", metavar="INSTANT", help="A date or an instant (UTC where it names no zone).")
+        str | None,
+        typer.Option("--from", metavar="INSTANT", help="Start, a date or an instant (UTC unless it names a zone)."),
     ] = None,
-    end: Annotated[str | None, typer.Option("--to", metavar="INSTANT", help="As --from; until then.")] = None,
-    adapter: Annotated[str | None, typer.Option(help="This one's alone; the base's id: the base's.")] = None,
-    csv: Annotated[bool, typer.Option("--csv", help="Comma-separated values, whatever the format.")] = False,
+    end: Annotated[str | None, typer.Option("--to", metavar="INSTANT", help="End, written as --from.")] = None,
+    adapter: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Count only this adapter; the base's id: only the base.")
+    ] = None,
+    csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values, whatever the format.")] = False,
     tenant: Annotated[
-        str | None, typer.Option(help="Whose (default: the key's own; for an admin key, everyone's).")
+        str | None, typer.Option(metavar="TENANT", help="Tenant (default: the key's own; with an admin key, all).")
     ] = None,
     url: UrlOption = None,
     format: FormatOption = None,
 ) -> None:
-    """Requests and tokens that were used, and their cost where there are prices."""
+    """Sum requests and tokens, and their cost where there are prices."""
     groups, since, until = _groups(group_by), instant(start), instant(end)
     with connected(format, url, named={"TENANT": tenant} if tenant else {}) as (output, client):
         if csv:

@@ -12,6 +12,7 @@ from loraserve import errors
 from loraserve.cli.adapters.alias_view import ALIAS_COLUMNS, aliases_in_words
 from loraserve.cli.adapters.version_view import VERSION_COLUMNS, check_served, show_version
 from loraserve.cli.arguments import key_values, split_version
+from loraserve.cli.help import App
 from loraserve.cli.operation import show_operation, wait_for
 from loraserve.cli.options import ActForOption, FormatOption, UrlOption, connected
 from loraserve.cli.output import Column, Format
@@ -19,12 +20,12 @@ from loraserve.cli.output import Column, Format
 if TYPE_CHECKING:
     from loraserve.sdk import Progress
 
-app = typer.Typer(help="Push, pull, see, name and delete adapters.", no_args_is_help=True)
+app = App(help="Push, pull, list, alias and delete adapters.", no_args_is_help=True)
 
-NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The adapter's name.")]
-TargetArgument = Annotated[str, typer.Argument(metavar="NAME[@VERSION]", help="The adapter, or one version of it.")]
-NotesOption = Annotated[str | None, typer.Option(help="Words for people; - reads them from stdin.")]
-TagOption = Annotated[list[str] | None, typer.Option("--tag", help="KEY=VALUE; may be repeated.")]
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of the adapter.")]
+TargetArgument = Annotated[str, typer.Argument(metavar="NAME[@VERSION]", help="Adapter, or one version of it.")]
+NotesOption = Annotated[str | None, typer.Option(help="Free text; - reads it from stdin.")]
+TagOption = Annotated[list[str] | None, typer.Option("--tag", metavar="KEY=VALUE", help="Tag to set; may be repeated.")]
 
 ADAPTER_COLUMNS = (
     Column("NAME", "name"),
@@ -59,13 +60,13 @@ def _tags(items: list[str] | None) -> dict[str, str] | None:
 @app.command()
 def push(
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="As PEFT's save_pretrained() makes it.", show_default=False)
+        Path, typer.Argument(metavar="DIR", help="Directory written by PEFT's save_pretrained().", show_default=False)
     ],
-    name: Annotated[str, typer.Option(help="What requests will write as `model`.")],
-    alias: Annotated[str | None, typer.Option(help="Point this alias at the new version too.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, keep nothing.")] = False,
+    name: Annotated[str, typer.Option(metavar="NAME", help="Name that requests use as `model`.")],
+    alias: Annotated[str | None, typer.Option(metavar="ALIAS", help="Alias to point at the new version too.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, but publish nothing.")] = False,
     promote: Annotated[
-        bool, typer.Option("--promote/--no-promote", help="Let NAME itself mean the new version.")
+        bool, typer.Option("--promote/--no-promote", help="Point NAME itself at the new version.")
     ] = True,
     notes: NotesOption = None,
     tag: TagOption = None,
@@ -73,7 +74,7 @@ def push(
     tenant: ActForOption = None,
     format: FormatOption = None,
 ) -> None:
-    """Send a PEFT directory; it is served when this returns."""
+    """Push a PEFT directory; the new version is served once this returns."""
     said, tags = _notes(notes), _tags(tag)
     with connected(format, url, tenant, {"NAME": name, "DIR": str(directory)}) as (output, client):
         num_sent = 0
@@ -115,26 +116,26 @@ def push(
 def pull(
     target: TargetArgument,
     directory: Annotated[
-        Path | None, typer.Argument(metavar="DIR", help="Where its two files go.", show_default=False)
+        Path | None, typer.Argument(metavar="DIR", help="Directory for its two files.", show_default=False)
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace files that are there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
     source: Annotated[
         str | None,
         typer.Option(
             "--from",
             metavar="SOURCE",
-            help="Let the server fetch a new version itself: hf://ORG/NAME[@REVISION] or s3://BUCKET/PREFIX (takes an admin key).",
+            help="Make the server fetch a new version: hf://ORG/NAME[@REVISION] or s3://BUCKET/PREFIX (takes an admin key).",
         ),
     ] = None,
     promote: Annotated[
-        bool, typer.Option("--promote/--no-promote", help="With --from: let NAME itself mean the new version.")
+        bool, typer.Option("--promote/--no-promote", help="With --from: point NAME itself at the new version.")
     ] = True,
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="With --from: return when the server has it.")] = True,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="With --from: wait until the server has it.")] = True,
     url: UrlOption = None,
     tenant: ActForOption = None,
     format: FormatOption = None,
 ) -> None:
-    """Bring a version's files here (the live one's where none is named), or with --from let the server fetch one."""
+    """Download a version's files (default: the live version's), or make the server fetch a version with --from."""
     name, version = split_version(target)
     if (directory is None) == (source is None):
         raise typer.BadParameter(
@@ -159,7 +160,7 @@ def pull(
 
 @app.command("list")
 def list_(url: UrlOption = None, tenant: ActForOption = None, format: FormatOption = None) -> None:
-    """Every adapter of the tenant."""
+    """List the tenant's adapters."""
     with connected(format, url, tenant) as (output, client):
         empty = "No adapters yet. Push one: loraserve adapter push DIR --name NAME"
         adapters = list(client.adapters.list())
@@ -176,7 +177,7 @@ def list_(url: UrlOption = None, tenant: ActForOption = None, format: FormatOpti
 def show(
     target: TargetArgument, url: UrlOption = None, tenant: ActForOption = None, format: FormatOption = None
 ) -> None:
-    """One adapter and its live version, or one version of it, with its certificate."""
+    """Show an adapter and its live version, or one version, with its certificate."""
     name, version = split_version(target)
     with connected(format, url, tenant, {"NAME": name}) as (output, client):
         if version is not None:
@@ -200,7 +201,7 @@ def show(
 def versions(
     name: NameArgument, url: UrlOption = None, tenant: ActForOption = None, format: FormatOption = None
 ) -> None:
-    """Every version of an adapter."""
+    """List the versions of an adapter."""
     with connected(format, url, tenant, {"NAME": name}) as (output, client):
         output.rows(client.adapters.versions(name), VERSION_COLUMNS, name="model", empty=f"{name} has no versions.")
 
@@ -210,19 +211,19 @@ def set_(
     target: TargetArgument,
     notes: NotesOption = None,
     tag: TagOption = None,
-    untag: Annotated[list[str] | None, typer.Option(metavar="KEY", help="Take a tag away; may be repeated.")] = None,
+    untag: Annotated[list[str] | None, typer.Option(metavar="KEY", help="Tag to remove; may be repeated.")] = None,
     fallback: Annotated[
         str | None,
         typer.Option(
             metavar="VERSION|ALIAS|base|none",
-            help="What answers when the version asked for can't (the adapter's, not a version's).",
+            help="Answer with this if the requested version can't (of an adapter, not a version).",
         ),
     ] = None,
     url: UrlOption = None,
     tenant: ActForOption = None,
     format: FormatOption = None,
 ) -> None:
-    """Change the notes and tags of an adapter or a version, or what answers in an adapter's place."""
+    """Change the notes, tags or fallback of an adapter, or the notes and tags of a version."""
     name, version = split_version(target)
     said, added = _notes(notes), _tags(tag)
     if said is None and added is None and not untag and fallback is None:
@@ -248,7 +249,7 @@ def set_(
 def delete(
     target: TargetArgument, url: UrlOption = None, tenant: ActForOption = None, format: FormatOption = None
 ) -> None:
-    """Delete an adapter, or one version of it. Requests that run finish on what they started with."""
+    """Delete an adapter, or one version of it. Running requests finish on the version they started with."""
     name, version = split_version(target)
     with connected(format, url, tenant, {"NAME": name}) as (output, client):
         client.adapters.delete(name, version)
@@ -259,7 +260,7 @@ def delete(
 def restore(
     target: TargetArgument, url: UrlOption = None, tenant: ActForOption = None, format: FormatOption = None
 ) -> None:
-    """Bring back what was deleted, as long as the server keeps it."""
+    """Restore a deleted adapter or version, while the server still keeps it."""
     name, version = split_version(target)
     with connected(format, url, tenant, {"NAME": name}) as (output, client):
         if version is None:

@@ -14,9 +14,9 @@ from loraserve.cli.output import Column
 from loraserve.errors import AliasNotFound
 
 LIVE, NONE = "live", "none"
-AliasArgument = Annotated[str, typer.Argument(metavar="ALIAS", help="`live` is what NAME alone means.")]
-LiveArgument = Annotated[str, typer.Argument(metavar="ALIAS", help="`live` is what NAME alone means.")]
-IfMatchOption = Annotated[str | None, typer.Option(help="Only if its ETag is still this one.")]
+AliasArgument = Annotated[str, typer.Argument(metavar="ALIAS", help="Alias; `live` is what NAME alone means.")]
+LiveArgument = Annotated[str, typer.Argument(metavar="ALIAS", help="Alias; `live` is what NAME alone means.")]
+IfMatchOption = Annotated[str | None, typer.Option(metavar="ETAG", help="Fail unless its ETag is still this one.")]
 
 SHADOW_COLUMNS = (
     Column("HOUR", "hour"),
@@ -32,7 +32,7 @@ SHADOW_COLUMNS = (
 
 
 def register(app: typer.Typer) -> None:
-    """The commands of this file are `app`'s."""
+    """Add the commands of this file to `app`."""
     for command in (alias, aliases, unalias, rollback, shadow):
         app.command()(command)
 
@@ -49,17 +49,20 @@ def alias(
     name: NameArgument,
     alias: AliasArgument,
     version: Annotated[
-        int | None, typer.Argument(metavar="VERSION", min=1, help="Leave it out to see where the alias points.")
+        int | None,
+        typer.Argument(metavar="VERSION", min=1, help="Version to point at; without one, show where the alias points."),
     ] = None,
     split: Annotated[
         str | None,
-        typer.Option(metavar="VERSION=WEIGHT,…", help="Share the traffic: 3=90,4=10. A user stays on one version."),
+        typer.Option(
+            metavar="VERSION=WEIGHT,…", help="Split the traffic by weight: 3=90,4=10. Each user stays on one version."
+        ),
     ] = None,
     shadow: Annotated[
         str | None,
         typer.Option(
             metavar=f"VERSION=SHARE|{NONE}",
-            help="Run a copy of this share of the requests there too, and compare. Said alone, the alias stays where it is.",
+            help="Run a copy of this share of the requests on that version and compare the answers. Alone, it leaves the alias where it points.",
         ),
     ] = None,
     if_match: IfMatchOption = None,
@@ -67,7 +70,7 @@ def alias(
     tenant: ActForOption = None,
     format: FormatOption = None,
 ) -> None:
-    """Point an alias at a version, or at several by weight: promote, canary. Without either, show it."""
+    """Point an alias at a version, or at several by weight; without either, show it."""
     if version is not None and split is not None:
         raise typer.BadParameter("Give a VERSION or a --split, not both.")
     weights = None if split is None else version_numbers(split, "WEIGHT")
@@ -107,7 +110,7 @@ def alias(
 def aliases(
     name: NameArgument, url: UrlOption = None, tenant: ActForOption = None, format: FormatOption = None
 ) -> None:
-    """Every alias of an adapter."""
+    """List the aliases of an adapter."""
     with connected(format, url, tenant, {"NAME": name}) as (output, client):
         output.rows(client.adapters.aliases(name), ALIAS_COLUMNS, name="alias", empty=f"{name} has no aliases.")
 
@@ -120,7 +123,7 @@ def unalias(
     tenant: ActForOption = None,
     format: FormatOption = None,
 ) -> None:
-    """Take an alias away; the versions that it named stay."""
+    """Delete an alias; the versions that it points to stay."""
     with connected(format, url, tenant, {"NAME": name, "ALIAS": alias}) as (output, client):
         client.adapters.delete_alias(name, alias, if_match=if_match)
         output.done({"deleted": f"{name}@{alias}"}, f"{name}@{alias} is no name any more.")
@@ -134,7 +137,7 @@ def rollback(
     tenant: ActForOption = None,
     format: FormatOption = None,
 ) -> None:
-    """Point an alias where it pointed before its last move; again, and it's back."""
+    """Point an alias where it pointed before its last move; a second rollback undoes the first."""
     with connected(format, url, tenant, {"NAME": name, "ALIAS": alias}) as (output, client):
         output.one(client.adapters.rollback(name, alias, if_match=if_match), ALIAS_DETAILS, name="version")
 
@@ -146,7 +149,7 @@ def shadow(
     tenant: ActForOption = None,
     format: FormatOption = None,
 ) -> None:
-    """How an alias's shadow version did against the one that answered, hour by hour."""
+    """Compare an alias's shadow version with the one that answered, hour by hour."""
     with connected(format, url, tenant, {"NAME": name, "ALIAS": alias}) as (output, client):
         empty = f"No request had a shadow yet. Give it one: loraserve adapter alias {name} {alias} --shadow VERSION=0.1"
         output.rows(client.adapters.shadow(name, alias), SHADOW_COLUMNS, name="hour", empty=empty)

@@ -23,13 +23,13 @@ ACTION_COLUMNS = (
 
 
 def register(app: typer.Typer) -> None:
-    """The commands of this file are `app`'s."""
+    """Add the commands of this file to `app`."""
     for command in (verify, warm, pin, unpin):
         app.command()(command)
 
 
 def _target(client: Client, target: str) -> tuple[str, int]:
-    """The name and the version that ``NAME[@VERSION]`` means: the live one where none is named."""
+    """Return the name and the version of ``NAME[@VERSION]``; without one, the live version."""
     name, version = split_version(target)
     return name, client.adapters.alias(name, "live").version if version is None else version
 
@@ -44,14 +44,14 @@ def verify(
         bool,
         typer.Option(
             "--rebase",
-            help="Take a version of another base over to the server's, if it passes there. Servers of the other one refuse it then.",
+            help="Move a version of another base to the server's, if it passes there. Servers of the other base then refuse it.",
         ),
     ] = False,
     url: UrlOption = None,
     tenant: ActForOption = None,
     format: FormatOption = None,
 ) -> None:
-    """Compare the answers with a plain evaluation of the adapter, anew. What fails isn't served until it passes."""
+    """Certify a version again, against the reference. One that fails isn't served until it passes."""
     with connected(format, url, tenant, _named(target)) as (output, client):
         version = client.adapters.verify(*_target(client, target), rebase=rebase)
         show_version(output, version)
@@ -61,7 +61,7 @@ def verify(
 def warm(
     target: TargetArgument, url: UrlOption = None, tenant: ActForOption = None, format: FormatOption = None
 ) -> None:
-    """Bring the weights into memory before the first request asks for them."""
+    """Load the weights into memory before the first request needs them."""
     with connected(format, url, tenant, _named(target)) as (output, client):
         output.one(client.adapters.warm(*_target(client, target)), ACTION_COLUMNS, name="name")
 
@@ -69,7 +69,7 @@ def warm(
 def pin(
     target: TargetArgument, url: UrlOption = None, tenant: ActForOption = None, format: FormatOption = None
 ) -> None:
-    """Keep the weights in memory until they're unpinned (takes an admin key)."""
+    """Keep the weights in memory until they are unpinned (takes an admin key)."""
     with connected(format, url, tenant, _named(target)) as (output, client):
         output.one(client.adapters.pin(*_target(client, target)), ACTION_COLUMNS, name="name")
 
@@ -77,6 +77,6 @@ def pin(
 def unpin(
     target: TargetArgument, url: UrlOption = None, tenant: ActForOption = None, format: FormatOption = None
 ) -> None:
-    """Let the weights go when their room is needed (takes an admin key)."""
+    """Allow the weights to be evicted when memory is needed (takes an admin key)."""
     with connected(format, url, tenant, _named(target)) as (output, client):
         output.one(client.adapters.unpin(*_target(client, target)), ACTION_COLUMNS, name="name")

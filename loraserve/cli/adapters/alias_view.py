@@ -39,7 +39,7 @@ def _target(adapter: Adapter, alias: str) -> str:
 
 
 def _split(split: object) -> str | None:
-    """``90 % of 3, 10 % of 4``."""
+    """Return ``90 % of 3, 10 % of 4``."""
     if not isinstance(split, list) or not split:
         return None
     total = sum(one.weight for one in split)

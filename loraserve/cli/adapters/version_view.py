@@ -51,7 +51,7 @@ CERTIFICATE_DETAILS = (
 
 
 def _details(version: Version) -> list[Column]:
-    """What people are shown of a version: its certificate's numbers too, where it has one."""
+    """Return the lines that describe a version, with its certificate's numbers if it has one."""
     certificate = version.certificate
     if certificate is None:
         return list(VERSION_DETAILS)
@@ -66,7 +66,7 @@ def _fixed(text: str) -> Callable[[object], str]:
 
 
 def _parity(version: Version) -> str | None:
-    """The verdict, and why it isn't a better one."""
+    """Return the verdict, and the reason if it isn't passed."""
     if version.verdict in (None, "passed"):
         return version.verdict
     certificate = version.certificate

@@ -7,12 +7,13 @@ from typing import Annotated
 import typer
 
 from loraserve.cli.adapters.adapter import NameArgument
+from loraserve.cli.help import App
 from loraserve.cli.options import ActForOption, FormatOption, UrlOption, connected
 from loraserve.cli.output import Column
 
-app = typer.Typer(help="Which other tenants may use an adapter, as OWNER/NAME.", no_args_is_help=True)
+app = App(help="Let other tenants use an adapter, as OWNER/NAME.", no_args_is_help=True)
 
-ToArgument = Annotated[str, typer.Argument(metavar="TENANT", help="The tenant that may use it.")]
+ToArgument = Annotated[str, typer.Argument(metavar="TENANT", help="Tenant that may use it.")]
 COLUMNS = (Column("ADAPTER", "adapter"), Column("TENANT", "tenant"), Column("CREATED", "created_at"))
 
 
@@ -24,7 +25,7 @@ def add(
     tenant: ActForOption = None,
     format: FormatOption = None,
 ) -> None:
-    """Let a tenant use an adapter. It neither sees its files nor changes it."""
+    """Grant a tenant the use of an adapter. It can neither read its files nor change it."""
     with connected(format, url, tenant, {"NAME": name, "TENANT": to}) as (output, client):
         output.one(client.grants.add(name, to), COLUMNS, name="tenant")
         output.note(
@@ -34,7 +35,7 @@ def add(
 
 @app.command("list")
 def list_(name: NameArgument, url: UrlOption = None, tenant: ActForOption = None, format: FormatOption = None) -> None:
-    """Who may use an adapter beside its owner."""
+    """List the other tenants that may use an adapter."""
     with connected(format, url, tenant, {"NAME": name}) as (output, client):
         empty = f"Nobody but its owner. Let somebody: loraserve grant add {name} TENANT"
         output.rows(client.grants.list(name), COLUMNS, name="tenant", empty=empty)
@@ -48,7 +49,7 @@ def remove(
     tenant: ActForOption = None,
     format: FormatOption = None,
 ) -> None:
-    """A tenant may use an adapter no more, within seconds. Requests that run finish."""
+    """End a tenant's use of an adapter, within seconds. Running requests finish."""
     with connected(format, url, tenant, {"NAME": name, "TENANT": to}) as (output, client):
         client.grants.remove(name, to)
         output.done({"removed": to, "adapter": name}, f"{to} may use {name} no more.")

@@ -8,10 +8,11 @@ from typing import Annotated
 import typer
 
 from loraserve.cli.arguments import duration
+from loraserve.cli.help import App
 from loraserve.cli.options import FormatOption, TenantOption, UrlOption, connected
 from loraserve.cli.output import Column
 
-app = typer.Typer(help="A tenant's API keys (takes an admin key).", no_args_is_help=True)
+app = App(help="Manage a tenant's API keys (takes an admin key).", no_args_is_help=True)
 
 COLUMNS = (
     Column("ID", "id"),
@@ -34,7 +35,7 @@ NEW_COLUMNS = (
 @app.command()
 def create(
     tenant: TenantOption,
-    name: Annotated[str, typer.Option(help="For people, to tell keys apart.")] = "cli",
+    name: Annotated[str, typer.Option(metavar="NAME", help="Label to tell keys apart.")] = "cli",
     scope: Annotated[
         list[str] | None,
         typer.Option(
@@ -45,12 +46,12 @@ def create(
         ),
     ] = None,
     expires_in: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Let it end by itself: 12h, 30d (default: never).")
+        str | None, typer.Option(metavar="TIME", help="Lifetime, e.g. 12h or 30d (default: no end).")
     ] = None,
     url: UrlOption = None,
     format: FormatOption = None,
 ) -> None:
-    """A new key. Its secret is shown this once; with --format quiet it's all that is printed."""
+    """Create a key and print its secret, this once; with --format quiet, only the secret."""
     lasts = duration(expires_in)
     expires_at = None if lasts is None else datetime.now(UTC) + lasts
     with connected(format, url, named={"TENANT": tenant}) as (output, client):
@@ -61,7 +62,7 @@ def create(
 
 @app.command("list")
 def list_(tenant: TenantOption, url: UrlOption = None, format: FormatOption = None) -> None:
-    """The tenant's keys, without their secrets; the revoked too."""
+    """List the tenant's keys without their secrets, revoked ones too."""
     with connected(format, url, named={"TENANT": tenant}) as (output, client):
         empty = f"No keys yet. Make one: loraserve key create --tenant {tenant}"
         output.rows(client.keys.list(tenant), COLUMNS, name="id", empty=empty)
@@ -69,12 +70,12 @@ def list_(tenant: TenantOption, url: UrlOption = None, format: FormatOption = No
 
 @app.command()
 def revoke(
-    key_id: Annotated[str, typer.Argument(metavar="ID", help="The key's id, as `key list` shows it.")],
+    key_id: Annotated[str, typer.Argument(metavar="ID", help="Id of the key, from `key list`.")],
     tenant: TenantOption,
     url: UrlOption = None,
     format: FormatOption = None,
 ) -> None:
-    """The key works no more."""
+    """Revoke a key."""
     with connected(format, url, named={"NAME": tenant, "TENANT": tenant}) as (output, client):
         client.keys.revoke(tenant, key_id)
         output.done({"revoked": key_id}, f"Revoked {key_id}.")

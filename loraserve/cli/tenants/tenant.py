@@ -9,10 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
+from loraserve.cli.help import App
 from loraserve.cli.options import FormatOption, UrlOption, connected
 from loraserve.cli.output import Column
 
-app = typer.Typer(help="Who shares the server (takes an admin key).", no_args_is_help=True)
+app = App(help="Manage the tenants that share the server (takes an admin key).", no_args_is_help=True)
 
 NONE = "none"
 LIMITS = (
@@ -24,30 +25,30 @@ LIMITS = (
     "max_queued_requests",
     "max_kv_share",
 )
-NameArgument = Annotated[str, typer.Argument(metavar="TENANT", help="The tenant's name.")]
+NameArgument = Annotated[str, typer.Argument(metavar="TENANT", help="Name of the tenant.")]
 
 
 def _limit(flag: str, what: str) -> Any:
-    return typer.Option(flag, metavar=f"N|{NONE}", help=what, rich_help_panel="Limits (none: no limit)")
+    return typer.Option(flag, metavar=f"N|{NONE}", help=what, rich_help_panel="Limits (none: remove)")
 
 
-MaxAdapters = Annotated[str | None, _limit("--max-adapters", "The most adapters it may have.")]
-MaxStoredBytes = Annotated[str | None, _limit("--max-stored-bytes", "The most bytes its versions may have together.")]
-RequestsPerMinute = Annotated[str | None, _limit("--requests-per-minute", "The most requests a minute.")]
+MaxAdapters = Annotated[str | None, _limit("--max-adapters", "Most adapters.")]
+MaxStoredBytes = Annotated[str | None, _limit("--max-stored-bytes", "Most bytes of all its versions.")]
+RequestsPerMinute = Annotated[str | None, _limit("--requests-per-minute", "Most requests per minute.")]
 TokensPerMinute = Annotated[
-    str | None, _limit("--tokens-per-minute", "The most tokens a minute, of prompts and answers.")
+    str | None, _limit("--tokens-per-minute", "Most tokens per minute, in prompts and answers.")
 ]
-MaxConcurrent = Annotated[str | None, _limit("--max-concurrent-requests", "The most requests at a time.")]
-MaxQueued = Annotated[str | None, _limit("--max-queued-requests", "The most requests that wait for their turn.")]
-MaxKvShare = Annotated[str | None, _limit("--max-kv-share", "The most of the KV memory that it may hold, 0 to 1.")]
+MaxConcurrent = Annotated[str | None, _limit("--max-concurrent-requests", "Most concurrent requests.")]
+MaxQueued = Annotated[str | None, _limit("--max-queued-requests", "Most queued requests.")]
+MaxKvShare = Annotated[str | None, _limit("--max-kv-share", "Largest share of the KV memory, 0 to 1.")]
 WeightOption = Annotated[
-    float | None, typer.Option(min=0, help="Its share of the engine against other tenants' weights when it's busy.")
+    float | None, typer.Option(min=0, metavar="WEIGHT", help="Share of a busy engine, against other tenants' weights.")
 ]
 PricesOption = Annotated[
     str | None,
     typer.Option(
         metavar=f"FILE|-|{NONE}",
-        help='JSON, per million tokens: {"currency": "EUR", "prompt": "0.50", "cached": "0.05", "completion": "1.50"}; '
+        help='Prices per million tokens, as JSON: {"currency": "EUR", "prompt": "0.50", "cached": "0.05", "completion": "1.50"}; '
         '"adapters": {"NAME": {…}} for those with other prices.',
     ),
 ]
@@ -68,7 +69,7 @@ def _set(limits: dict[str, object]) -> dict[str, object]:
 
 
 def _prices(prices: dict[str, Any] | None) -> str | None:
-    """``EUR 0.50 / 0.05 / 1.50 per million``: prompt, cached, completion."""
+    """Return ``EUR 0.50 / 0.05 / 1.50 per million``: prompt, cached, completion."""
     if not prices:
         return None
     own = len(prices.get("adapters") or {})
@@ -77,7 +78,7 @@ def _prices(prices: dict[str, Any] | None) -> str | None:
 
 
 def _limits(given: dict[str, str | None]) -> dict[str, int | float | None] | None:
-    """The limits that are given, as numbers; None: none is.
+    """Return the limits that are given, as numbers; None if none is.
 
     Raises:
         typer.BadParameter: one is no number.
@@ -95,7 +96,7 @@ def _limits(given: dict[str, str | None]) -> dict[str, int | float | None] | Non
 
 
 def _read_prices(source: str | None) -> dict[str, Any] | None:
-    """The table, whose numbers the server reads; empty: none any more. None: nothing was said.
+    """Return the price table as the server reads it; empty removes it, None leaves it as it is.
 
     Raises:
         typer.BadParameter: it can't be read, or isn't a JSON object.
@@ -126,7 +127,7 @@ def create(
     url: UrlOption = None,
     format: FormatOption = None,
 ) -> None:
-    """A new tenant, without keys or adapters."""
+    """Create a tenant without keys or adapters."""
     given = locals()
     limits, table = _limits({flag: given[flag] for flag in LIMITS}), _read_prices(prices)
     with connected(format, url, named={"TENANT": name}) as (output, client):
@@ -137,7 +138,7 @@ def create(
 
 @app.command("list")
 def list_(url: UrlOption = None, format: FormatOption = None) -> None:
-    """Every tenant."""
+    """List the tenants."""
     with connected(format, url) as (output, client):
         empty = "No tenants yet. Make one: loraserve tenant create TENANT"
         output.rows(client.tenants.list(), COLUMNS, name="name", empty=empty)
@@ -145,7 +146,7 @@ def list_(url: UrlOption = None, format: FormatOption = None) -> None:
 
 @app.command()
 def show(name: NameArgument, url: UrlOption = None, format: FormatOption = None) -> None:
-    """One tenant."""
+    """Show a tenant."""
     with connected(format, url, named={"TENANT": name}) as (output, client):
         output.one(client.tenants.get(name), DETAILS, name="name")
 
@@ -165,7 +166,7 @@ def set_(
     url: UrlOption = None,
     format: FormatOption = None,
 ) -> None:
-    """Change a tenant's limits, weight or prices; what isn't given stays."""
+    """Change a tenant's limits, weight or prices; flags left out change nothing."""
     given = locals()
     limits, table = _limits({flag: given[flag] for flag in LIMITS}), _read_prices(prices)
     if limits is None and weight is None and table is None:
@@ -176,7 +177,7 @@ def set_(
 
 @app.command()
 def delete(name: NameArgument, url: UrlOption = None, format: FormatOption = None) -> None:
-    """Delete a tenant: its keys and models work no more, at once."""
+    """Delete a tenant; its keys and models stop working at once."""
     with connected(format, url, named={"TENANT": name}) as (output, client):
         client.tenants.delete(name)
         output.done({"deleted": name}, f"Deleted the tenant {name}.")
