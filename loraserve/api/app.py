@@ -6,14 +6,15 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.routing import iter_route_contexts
+from prometheus_client.registry import Collector
 
 from loraserve import __version__
-from loraserve.api import errors, health, management, openai, openapi, scopes
+from loraserve.api import errors, management, monitoring, openai, openapi, scopes
 from loraserve.api.http.guard import Guard
-from loraserve.api.metrics import route as metrics
-from loraserve.api.metrics.billing import UsageCollector
-from loraserve.api.metrics.counters import EngineCollector
+from loraserve.api.metrics import tables
+from loraserve.api.metrics.table import TableCollector
 from loraserve.api.services import Services
+from loraserve.tenancy.limits.shares import Shares
 
 
 def create_app(services: Services) -> FastAPI:
@@ -33,11 +34,10 @@ def create_app(services: Services) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.services = services
-    services.metrics.registry.register(EngineCollector(services))
-    services.metrics.registry.register(UsageCollector(services))
+    for collector in _collectors(services):
+        services.metrics.registry.register(collector)
     errors.install(app)
-    app.include_router(health.router)
-    app.include_router(metrics.router)
+    app.include_router(monitoring.router)
     for prefix in ("", "/t/{tenant}"):
         app.include_router(openai.router, prefix=prefix)
     app.include_router(management.router)
@@ -47,6 +47,24 @@ def create_app(services: Services) -> FastAPI:
         Guard, metrics=services.metrics, limits=services.limits, rooms=services.rooms, route_names=_route_names(app)
     )
     return app
+
+
+def _collectors(services: Services) -> tuple[Collector, ...]:
+    """Return the collectors of what the services count. They look the services up anew at every scrape."""
+
+    def shares() -> tuple[Shares, ...]:
+        return (*services.rooms.all(), *services.registry.uploads.shares())
+
+    stats_tables = (*tables.STEPS, *tables.MEMORY, *tables.VLLM)
+    return (
+        TableCollector(tables.ENGINE, lambda: services.engine),
+        TableCollector(stats_tables, lambda: services.engine.stats),
+        TableCollector(tables.vllm_lora_info(services.settings.max_num_seqs), lambda: services.metrics.adapter_load),
+        TableCollector(tables.ADMISSIONS, lambda: services.admissions),
+        TableCollector(tables.SHARES, shares),
+        TableCollector(tables.REGISTRY, lambda: services.registry),
+        TableCollector(tables.BILLING, lambda: services.usage),
+    )
 
 
 def _route_names(app: FastAPI) -> dict[Any, str]:

@@ -17,7 +17,7 @@ import uvloop
 
 from adapters_store import open_store
 from loraserve.api.app import create_app
-from loraserve.api.http.connection import connection_class, raise_file_limit
+from loraserve.api.http.listener import connection_class, open_listener, raise_file_limit
 from loraserve.api.logs import configure_logging
 from loraserve.api.services import Services
 from loraserve.background import SERVER_NICENESS, Throttle, lower_thread_priority
@@ -70,7 +70,7 @@ async def _serve(settings: Settings) -> int:
     asyncio.get_running_loop().set_default_executor(_threads("server"))
     # Its default ends the process at once, streams and all: a closed terminal, or an operator who means "read the settings again".
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _ignore_hangup)
-    listener = _listen(settings)
+    listener = open_listener(settings.host, settings.port)
     with listener:
         services, database = await _make_services(settings)
         registry, usage, servers = services.registry, services.usage, Servers(database)
@@ -112,25 +112,6 @@ def _threads(name: str, count: int | None = None) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(
         count, thread_name_prefix=name, initializer=lower_thread_priority, initargs=(SERVER_NICENESS,)
     )
-
-
-def _listen(settings: Settings) -> socket.socket:
-    """Raises:
-    ConfigError: the address can't be listened on.
-    """
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((settings.host, settings.port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"Can't listen on {settings.host} port {settings.port}: {error.strerror or error}.",
-            hint="Choose another with --host or --port.",
-        ) from error
-    listener.setblocking(False)
-    return listener
 
 
 async def _make_services(settings: Settings) -> tuple[Services, Database]:
@@ -225,7 +206,7 @@ class _Lifetime:
         server = _Server(
             uvicorn.Config(
                 create_app(self.services),
-                http=connection_class(),
+                http=connection_class(self.services.rooms.connections),
                 ws="none",
                 lifespan="off",
                 log_config=None,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from starlette.requests import HTTPConnection
 
 from loraserve.api.http.text_threads import TextThreads
-from loraserve.api.inference.shadow import Shadows
-from loraserve.api.metrics.counters import Metrics
+from loraserve.api.metrics.counters import ServerMetrics
+from loraserve.api.shadow import Shadows
 from loraserve.errors import Overloaded
 from loraserve.limits import LIMITS, Limits
 from loraserve.tenancy.limits.admission import Admissions
@@ -42,7 +42,7 @@ class Services:
     usage: UsageMeter | None = None
     """None: nobody is billed."""
     admissions: Admissions = field(default_factory=Admissions)
-    metrics: Metrics = field(default_factory=Metrics)
+    metrics: ServerMetrics = field(default_factory=ServerMetrics)
     text_threads: TextThreads = field(default_factory=TextThreads)
     limits: Limits = LIMITS
     clock: Callable[[], float] = time.time

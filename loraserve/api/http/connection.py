@@ -6,30 +6,25 @@ Both of uvicorn's protocols have them: `httptools_connection` and `h11_connectio
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import math
-import resource
 import socket
 import time
 from collections.abc import Callable
 from enum import Enum, auto
 from http import HTTPStatus
-from typing import Any
+from typing import Any, ClassVar
 
 from starlette.types import Scope
 from uvicorn.protocols.http.flow_control import FlowControl
 
 from loraserve.api.errors import error_response
-from loraserve.api.services import Services
 from loraserve.errors import HeadersTooLarge, InvalidRequest, LoraserveError, Overloaded, RateLimited
-from loraserve.limits import KIB, LIMITS, MIB, Limits
-from loraserve.tenancy.limits.shares import Holder, address_holder
+from loraserve.limits import KIB, LIMITS, MIB
+from loraserve.tenancy.limits.shares import Holder, Shares, address_holder
 
 _WRITE_BUFFER_BYTES = 64 * KIB
 _DRAINED_BYTES = _WRITE_BUFFER_BYTES - _WRITE_BUFFER_BYTES // 4
 """Least that a reader takes of a full buffer until it is written to again."""
-_FILES_BESIDE_CONNECTIONS = 256
-"""Blobs, the database, the engine's sockets."""
 _SEND_BUFFER_BYTES = 256 * KIB
 HEAD_SLACK = 2
 """The guard answers a head over its bound with words; here it is only kept from growing without end."""
@@ -52,20 +47,6 @@ async def can_send(scope: Scope) -> bool:
     """Wait until the connection takes what is sent at once; False: its client has left. What is sent in the same turn of the event loop is handed over."""
     wait = scope.get(_CAN_SEND)
     return True if wait is None else bool(await wait())
-
-
-def connection_class() -> type[Bounded]:
-    """Return the protocol that uvicorn should use.
-
-    It is httptools' (llhttp), and h11's (pure Python) where that isn't installed.
-    """
-    if importlib.util.find_spec("httptools") is not None:
-        from loraserve.api.http.httptools_connection import BoundedConnection
-
-        return BoundedConnection
-    from loraserve.api.http.h11_connection import BoundedH11Connection
-
-    return BoundedH11Connection
 
 
 class Refusal(Exception):
@@ -118,6 +99,9 @@ class Bounded(asyncio.Protocol):
     config: Any
     client: tuple[str, int] | None
 
+    connection_shares: ClassVar[Shares | None] = None
+    """Places for connections, divided among addresses; None: any number is taken."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._part = Part.NONE
@@ -141,8 +125,6 @@ class Bounded(asyncio.Protocol):
         self._patience_s = LIMITS.stalled_reader_s
         """Time by which the reader may fall further behind."""
         self._held_by: Holder | None = None
-        services = getattr(getattr(self.config.app, "state", None), "services", None)
-        self._connections = services.rooms.connections if isinstance(services, Services) else None
 
     # what the two parsers do
 
@@ -168,8 +150,8 @@ class Bounded(asyncio.Protocol):
         self._take_place()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._connections is not None and self._held_by is not None:
-            self._connections.give_back(self._held_by)
+        if self.connection_shares is not None and self._held_by is not None:
+            self.connection_shares.give_back(self._held_by)
             self._held_by = None
         self._backlog.clear()
         if self._pump_handle is not None:
@@ -354,11 +336,11 @@ class Bounded(asyncio.Protocol):
         return not self.transport.is_closing()
 
     def _take_place(self) -> None:
-        if self._connections is None:
+        if self.connection_shares is None:
             return
         holder = address_holder(self.client[0] if self.client else "")
         try:
-            self._connections.take(holder)
+            self.connection_shares.take(holder)
         except (RateLimited, Overloaded) as error:
             self.transport.write(_refusal(error))
             self.transport.close()
@@ -400,18 +382,6 @@ def _trailers_too_large() -> HeadersTooLarge:
     return HeadersTooLarge(
         f"What follows the body's bytes is over its bound of {LIMITS.max_headers} trailers and {LIMITS.max_trailer_bytes} bytes."
     )
-
-
-def raise_file_limit(limits: Limits = LIMITS) -> int:
-    """Let this process have a file open for each connection, as far as it may, and return for how many connections that is enough."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = limits.max_connections + _FILES_BESIDE_CONNECTIONS
-    if soft == resource.RLIM_INFINITY:
-        return limits.max_connections
-    if soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return max(1, min(limits.max_connections, soft - _FILES_BESIDE_CONNECTIONS))
 
 
 def _refusal(error: LoraserveError) -> bytes:

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ulid import ULID
 
 from loraserve.api.errors import MANAGEMENT_PREFIX, error_response, unforeseen
-from loraserve.api.metrics.counters import Metrics
+from loraserve.api.metrics.counters import ServerMetrics
 from loraserve.errors import (
     HeadersTooLarge,
     InvalidRequest,
@@ -70,7 +70,7 @@ class Guard:
     def __init__(
         self,
         app: ASGIApp,
-        metrics: Metrics,
+        metrics: ServerMetrics,
         route_names: Mapping[Any, str],
         limits: Limits = LIMITS,
         rooms: Rooms | None = None,

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from starlette.requests import Request
 
-from loraserve.api.services import services_of
+from loraserve.api.http.text_threads import TextThreads
 from loraserve.errors import InvalidRequest
 from loraserve.limits import KIB, LIMITS
 
@@ -20,8 +20,8 @@ _ON_LOOP_BYTES = 32 * KIB
 _MAX_DIGITS = 40
 
 
-async def json_object(request: Request) -> dict[str, Any]:
-    """The body's object.
+async def json_object(request: Request, text_threads: TextThreads) -> dict[str, Any]:
+    """Return the body's object. A long body is parsed on `text_threads`.
 
     Raises:
         InvalidRequest: it isn't one, or isn't strict JSON; the message says why and never what was sent.
@@ -32,7 +32,7 @@ async def json_object(request: Request) -> dict[str, Any]:
     else:
         caller = getattr(request.state, "caller", None)
         tenant = "" if caller is None else caller.tenant
-        value = await services_of(request).text_threads.run(tenant, len(body), partial(parse_json, body))
+        value = await text_threads.run(tenant, len(body), partial(parse_json, body))
     if not isinstance(value, dict):
         raise InvalidRequest("The body should be a JSON object.")
     return value

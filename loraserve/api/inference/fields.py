@@ -7,7 +7,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
 
+from loraserve.api.http.json_body import json_object
+from loraserve.api.services import services_of
 from loraserve.errors import InvalidRequest, UnsupportedParameter
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -85,6 +88,15 @@ _CHANGES_THE_ANSWER = frozenset(
     }
 )
 _REMOVED_GUIDED = re.compile(r"guided_[a-z_]+")
+
+
+async def json_fields(request: Request) -> dict[str, Any]:
+    """Return the fields of the request's JSON object, unchecked; a dependency of the inference routes.
+
+    Raises:
+        InvalidRequest: the body isn't strict JSON, or isn't an object.
+    """
+    return await json_object(request, services_of(request).text_threads)
 
 
 def parse_body(model: type[Model], body: Mapping[str, Any]) -> tuple[Model, tuple[str, ...]]:

@@ -16,9 +16,9 @@ from starlette.responses import Response
 
 from loraserve.api.http.sse import EventStream, WholeAnswer
 from loraserve.api.inference.metering import Usage
-from loraserve.api.inference.shadow import Copy
 from loraserve.api.inference.target import Answerer
 from loraserve.api.services import Services
+from loraserve.api.shadow import Copy
 from loraserve.engine_client.timeouts import TIMEOUT
 from loraserve.errors import (
     AdapterNumerics,

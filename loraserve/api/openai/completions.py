@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from loraserve.api.http.json_body import json_object
 from loraserve.api.http.sse import event
 from loraserve.api.inference.context import Answering, check_num_choices, check_priority, resolve_model
-from loraserve.api.inference.fields import parse_body
+from loraserve.api.inference.fields import json_fields, parse_body
 from loraserve.api.inference.generation import Generation, answer
 from loraserve.api.inference.logprobs import CompletionLogprobs, join_logprobs
 from loraserve.api.inference.metering import Usage
@@ -38,7 +37,7 @@ DEFAULT_MAX_TOKENS = 16
 async def create_completion(
     request: Request,
     caller: Caller = Depends(admitted_caller),
-    raw: dict[str, Any] = Depends(json_object),
+    raw: dict[str, Any] = Depends(json_fields),
 ) -> Response:
     """Complete each prompt n times. Everything is checked before the first byte of the answer.
 

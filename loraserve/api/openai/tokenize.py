@@ -9,9 +9,8 @@ import orjson
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from loraserve.api.http.json_body import json_object
 from loraserve.api.inference.context import resolve_model
-from loraserve.api.inference.fields import parse_body
+from loraserve.api.inference.fields import json_fields, parse_body
 from loraserve.api.inference.prompts import Reading
 from loraserve.api.inference.quota import admitted_caller
 from loraserve.api.inference.sampling import check_token_ids
@@ -27,7 +26,7 @@ router = APIRouter()
 async def tokenize(
     request: Request,
     caller: Caller = Depends(admitted_caller),
-    raw: dict[str, Any] = Depends(json_object),
+    raw: dict[str, Any] = Depends(json_fields),
 ) -> Response:
     """The tokens of a prompt, or of messages under the model's chat template.
 
@@ -75,7 +74,7 @@ async def tokenize(
 async def detokenize(
     request: Request,
     caller: Caller = Depends(admitted_caller),
-    raw: dict[str, Any] = Depends(json_object),
+    raw: dict[str, Any] = Depends(json_fields),
 ) -> Response:
     """The text of tokens, special ones included.
 

@@ -18,7 +18,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from adapters_store import LocalStore
 from loraserve.api.app import create_app
-from loraserve.api.http.connection import connection_class
+from loraserve.api.http.connection import Bounded
+from loraserve.api.http.listener import connection_class
 from loraserve.api.services import Services
 from loraserve.db.session import Database
 from loraserve.engine_client.messages import GenerateRequest
@@ -179,16 +180,17 @@ async def services(
 
 
 @pytest.fixture
-def http() -> type[asyncio.Protocol]:
-    return connection_class()
+def http() -> type[Bounded] | None:
+    """The protocol of the test's connections; None: the server's own choice."""
+    return None
 
 
 @pytest.fixture
-async def url(services: Services, http: type[asyncio.Protocol]) -> AsyncIterator[str]:
+async def url(services: Services, http: type[Bounded] | None) -> AsyncIterator[str]:
     """A real server in this event loop."""
     config = uvicorn.Config(
         create_app(services),
-        http=http,
+        http=connection_class(services.rooms.connections, http),
         port=0,
         lifespan="off",
         log_config=None,

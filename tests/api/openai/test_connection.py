@@ -24,8 +24,8 @@ TRAILER_NAMES = ("authorization", "x-tenant", "idempotency-key", "x-request-id",
 
 
 @pytest.fixture(params=[BoundedConnection, BoundedH11Connection], ids=["httptools", "h11"])
-def http(request: pytest.FixtureRequest) -> type[asyncio.Protocol]:
-    chosen: type[asyncio.Protocol] = request.param
+def http(request: pytest.FixtureRequest) -> type[connection.Bounded]:
+    chosen: type[connection.Bounded] = request.param
     return chosen
 
 

@@ -12,7 +12,7 @@ import httpx2
 import msgspec
 import pytest
 
-from loraserve.api.inference.shadow import PRIORITY
+from loraserve.api.shadow import PRIORITY
 from loraserve.errors import AdapterCorrupt, AdapterNumerics, Overloaded
 from loraserve.limits import Limits
 from loraserve.registry.binding import Binding, Fallback, Shadow
@@ -254,7 +254,7 @@ async def test_a_copy_gives_way_to_requests_that_wait(
     gate: asyncio.Event,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("loraserve.api.inference.shadow._LOOK_S", 0.01)
+    monkeypatch.setattr("loraserve.api.shadow._LOOK_S", 0.01)
     assert (await ask(client)).status_code == 200
     await until(lambda: services.shadows.num_live == 1)
     # it is the copy itself that waits

@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from loraserve.api.http.connection import raise_file_limit
+from loraserve.api.http.listener import raise_file_limit
 from loraserve.limits import Limits
 
 LIMITS = Limits(max_connections=8192)

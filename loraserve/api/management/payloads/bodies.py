@@ -8,6 +8,7 @@ from fastapi import Request
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
 from loraserve.api.http.json_body import json_object
+from loraserve.api.services import services_of
 from loraserve.errors import InvalidRequest
 from loraserve.limits import LIMITS
 
@@ -61,7 +62,7 @@ async def read_body(request: Request, model: type[Model]) -> Model:
     Raises:
         InvalidRequest: it isn't strict JSON, a field is missing, wrong or unknown; `param` names it and nothing is repeated.
     """
-    value = await json_object(request)
+    value = await json_object(request, services_of(request).text_threads)
     try:
         return model.model_validate(value)
     except ValidationError as error:

@@ -1,9 +1,11 @@
-"""Whether the server lives, whether it should be sent requests, and if not, what it is at. Open to anyone, and tells nothing of tenants or models."""
+"""Probes and metrics. Probes are open to anyone, and say nothing about tenants or models; metrics need a key."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse
+from fastapi import APIRouter, Depends, Request
+from prometheus_client import generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.responses import JSONResponse, Response
 
 from loraserve.api import scopes
 from loraserve.api.services import services_of
@@ -39,6 +41,12 @@ async def readyz(request: Request) -> JSONResponse:
 async def health(request: Request) -> JSONResponse:
     """As /readyz, for clients that ask here."""
     return await readyz(request)
+
+
+@router.get("/metrics", dependencies=[Depends(scopes.require(scopes.METRICS_READ))])
+async def metrics(request: Request) -> Response:
+    """Every metric in Prometheus's text format. It names all tenants' adapters: it takes an admin key, or one with this scope alone."""
+    return Response(generate_latest(services_of(request).metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 def _answer(is_fine: bool, detail: str | None, *, is_database_available: bool = True) -> JSONResponse:

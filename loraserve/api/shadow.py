@@ -21,7 +21,7 @@ from loraserve.registry.catalog.shadow_hours import Tally
 from loraserve.types import FinishReason, RequestId, TenantId
 
 if TYPE_CHECKING:
-    from loraserve.api.metrics.counters import Metrics
+    from loraserve.api.metrics.counters import ServerMetrics
     from loraserve.engine_client.client import EngineClient, GenerateRequest
     from loraserve.registry.registry import Registry
 
@@ -102,7 +102,7 @@ class Shadows:
         self,
         engine: EngineClient,
         registry: Registry,
-        metrics: Metrics,
+        metrics: ServerMetrics,
         *,
         limits: Limits = LIMITS,
         draw: Callable[[], float] = random.random,
@@ -118,10 +118,10 @@ class Shadows:
         """Copies that the engine may have said to be waiting, when it last said something."""
         self._sweeper: asyncio.TimerHandle | None = None
         self._is_closed = False
-
-    @property
-    def num_live(self) -> int:
-        return len(self._copies)
+        metrics.live_shadow_requests.set_function(lambda: len(self._copies))
+        for outcome in OUTCOMES:
+            # shown as 0 before the first
+            metrics.shadow_requests.labels(outcome)
 
     def follow(self, request: GenerateRequest, shadow: Shadow) -> Copy | None:
         """The copy of `request`, which has just had its first token, if it is one of the share and there is room; it runs from now on.

@@ -1,0 +1,326 @@
+"""Every metric that is read at a scrape, in tables by what they are read from.
+
+Labels are tiers, uses, states and causes: a fixed number of samples, however many adapters and tenants there are. Only
+vLLM's own names label adapters.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from loraserve.api.metrics.adapter_load import AdapterLoad
+from loraserve.api.metrics.table import Table, counter, gauge, histogram
+from loraserve.registry.health.certificates import REJECTED, VERDICTS
+from loraserve.registry.health.parity import FAILED, PASSED
+from loraserve.registry.operations import ENDED
+from loraserve.types import EngineStats
+
+if TYPE_CHECKING:
+    from loraserve.engine_client.client import EngineClient
+    from loraserve.registry.registry import Registry
+    from loraserve.tenancy.billing.meter import UsageMeter
+    from loraserve.tenancy.limits.admission import Admissions
+    from loraserve.tenancy.limits.shares import Shares
+
+ENGINE: Table[EngineClient] = (
+    gauge("loraserve_engine_up", "1 while the engine computes.", lambda e: e.is_ready),
+    counter("loraserve_engine_restarts", "Engine processes started after the first.", lambda e: e.num_restarts),
+    counter("loraserve_engine_hangs", "Engine processes killed for lack of progress.", lambda e: e.num_hangs),
+)
+
+STEPS: Table[EngineStats] = (
+    gauge("loraserve_requests_running", "Sequences that take part in steps.", lambda s: s.num_running),
+    gauge("loraserve_requests_waiting", "Sequences in the queue.", lambda s: s.num_waiting),
+    gauge(
+        "loraserve_requests_waiting_for_adapter",
+        "Waiting sequences whose adapter isn't on the device yet.",
+        lambda s: s.num_waiting_for_adapter,
+    ),
+    counter("loraserve_engine_steps", "Forward passes.", lambda s: s.num_steps),
+    counter("loraserve_engine_step_seconds", "Seconds spent in forward passes.", lambda s: s.step_s),
+    counter("loraserve_preemptions", "Sequences that were preempted and start over.", lambda s: s.num_preemptions),
+    counter(
+        "loraserve_fair_preemptions",
+        "Preemptions in favor of a tenant below its share, or of a tenant above its cap.",
+        lambda s: s.num_fair_preemptions,
+    ),
+    counter("loraserve_request_timeouts", "Requests that reached their own timeout.", lambda s: s.num_timeouts),
+    gauge("loraserve_tenants_active", "Tenants with a request in the engine.", lambda s: s.num_tenants),
+    counter("loraserve_engine_prompt_tokens", "Prompt tokens computed.", lambda s: s.prompt_tokens),
+    counter("loraserve_engine_generation_tokens", "Tokens sampled.", lambda s: s.generation_tokens),
+    gauge(
+        "loraserve_kv_blocks",
+        "KV blocks by state.",
+        lambda s: {
+            "used": s.num_kv_blocks_used,
+            "cached": s.num_kv_blocks_cached,
+            "free": max(0, s.num_kv_blocks - s.num_kv_blocks_used - s.num_kv_blocks_cached),
+        },
+        "state",
+    ),
+    counter(
+        "loraserve_prefix_cache_queries",
+        "Prompt tokens looked up in the prefix cache.",
+        lambda s: s.prefix_tokens_queried,
+    ),
+    counter("loraserve_prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda s: s.prefix_tokens_hit),
+    counter(
+        "loraserve_prefix_cache_base_hits",
+        "Prompt tokens of activated adapters found in the prefix cache, before the adapter acts.",
+        lambda s: s.base_prefix_tokens_hit,
+    ),
+    counter("loraserve_invariant_violations", "Broken invariants: bugs.", lambda s: s.invariant_violations),
+)
+
+MEMORY: Table[EngineStats] = (
+    gauge(
+        "loraserve_adapters_resident",
+        "Adapters by memory tier.",
+        lambda s: {"device": s.device_adapters, "host": s.host_adapters},
+        "tier",
+    ),
+    gauge(
+        "loraserve_adapter_bytes",
+        "Adapter bytes by memory tier.",
+        lambda s: {"device": s.device_adapter_bytes, "host": s.host_adapter_bytes},
+        "tier",
+    ),
+    gauge(
+        "loraserve_adapter_budget_bytes",
+        "Most bytes that adapters may take of a memory tier.",
+        lambda s: {"device": s.device_adapter_budget_bytes, "host": s.host_adapter_budget_bytes},
+        "tier",
+    ),
+    gauge("loraserve_adapter_pins", "Pins held by running sequences.", lambda s: s.num_pins),
+    counter(
+        "loraserve_adapter_lookups",
+        "Requests for an adapter, by the tier where they found it.",
+        lambda s: {
+            "device": s.adapter_lookups_device,
+            "host": s.adapter_lookups_host,
+            "disk": s.adapter_lookups_disk,
+        },
+        "tier",
+    ),
+    gauge(
+        "loraserve_device_memory_budget_bytes",
+        "Most bytes that KV blocks and adapters may take together.",
+        lambda s: s.device_bytes,
+    ),
+    gauge(
+        "loraserve_device_memory_bytes",
+        "Bytes of that budget by their use now.",
+        lambda s: {
+            "kv_used": s.kv_bytes_used,
+            "kv_idle": s.kv_bytes_idle,
+            "adapters_used": s.adapter_bytes_used,
+            "adapters_idle": s.adapter_bytes_idle,
+            "free": s.free_bytes,
+        },
+        "use",
+    ),
+    counter(
+        "loraserve_adapter_evictions",
+        "Adapters evicted, by tier and cause: another adapter, or KV blocks.",
+        lambda s: {
+            ("device", "adapter"): s.device_evictions - s.device_evictions_for_kv,
+            ("device", "kv"): s.device_evictions_for_kv,
+            ("host", "adapter"): s.host_evictions,
+        },
+        "tier",
+        "cause",
+    ),
+    counter(
+        "loraserve_kv_block_evictions",
+        "Idle prefix blocks that lost their content, by cause: another sequence's KV, or an adapter.",
+        lambda s: {"kv": s.kv_evictions - s.kv_evictions_for_adapters, "adapter": s.kv_evictions_for_adapters},
+        "cause",
+    ),
+    counter("loraserve_adapter_loads", "Adapters read into memory.", lambda s: s.adapter_loads),
+    counter("loraserve_adapter_load_failures", "Loads that failed.", lambda s: s.adapter_load_failures),
+    counter(
+        "loraserve_adapters_brought_back",
+        "Loads of popular adapters that were evicted, before any request waits for them.",
+        lambda s: s.adapters_brought_back,
+    ),
+    counter(
+        "loraserve_adapter_load_seconds",
+        "Seconds of loading threads, failed loads included.",
+        lambda s: s.adapter_load_s,
+    ),
+    histogram(
+        "loraserve_adapter_load_duration_seconds",
+        "Successful loads by the tier they lead to: host (read, verified, compiled, packed) or device (copied).",
+        lambda s: {"host": s.host_load_s, "device": s.device_load_s},
+        "tier",
+    ),
+    histogram(
+        "loraserve_adapter_wait_seconds",
+        "Time that requests waited for their adapter; 0 if it was on the device.",
+        lambda s: s.adapter_wait_s,
+    ),
+    histogram(
+        "loraserve_step_loading_delay_seconds",
+        "Time of each step that its thread spent on adapters: requesting, admitting and evicting them.",
+        lambda s: s.step_adapter_s,
+    ),
+)
+
+VLLM: Table[EngineStats] = (
+    gauge("vllm:num_requests_running", "As vLLM's.", lambda s: s.num_running),
+    gauge("vllm:num_requests_waiting", "As vLLM's.", lambda s: s.num_waiting),
+    gauge(
+        "vllm:kv_cache_usage_perc",
+        "As vLLM's: 1 is full.",
+        lambda s: s.num_kv_blocks_used / s.num_kv_blocks if s.num_kv_blocks else 0.0,
+    ),
+    gauge("vllm:num_gpu_loaded_lora_adapters", "As vLLM's.", lambda s: s.device_adapters),
+    gauge("vllm:num_cpu_loaded_lora_adapters", "As vLLM's.", lambda s: s.host_adapters),
+)
+
+
+def vllm_lora_info(max_lora: int) -> Table[AdapterLoad]:
+    """Return the table from which routers of the Gateway API Inference Extension read the adapters in use.
+
+    Args:
+        max_lora: the maximum number of sequences in a step: adapters have no slots here, each sequence may use its own.
+    """
+    return (
+        gauge(
+            "vllm:lora_requests_info",
+            "As vLLM's: the value is the time.",
+            lambda load: {(str(max_lora), ",".join(load.running_names()), ",".join(load.waiting_names())): time.time()},
+            "max_lora",
+            "running_lora_adapters",
+            "waiting_lora_adapters",
+        ),
+    )
+
+
+ADMISSIONS: Table[Admissions] = (
+    counter(
+        "loraserve_rate_limited",
+        "Requests over a limit of their tenant, by limit.",
+        lambda a: a.num_refused,
+        "reason",
+    ),
+    gauge(
+        "loraserve_servers",
+        "Servers on this database, including this one: each grants its part of the tenants' limits.",
+        lambda a: a.num_servers,
+    ),
+)
+
+SHARES: Table[Iterable[Shares]] = (
+    counter(
+        "loraserve_share_refusals",
+        "Requests refused for lack of a shared resource: the tenant (or address) held its share, or nothing was free.",
+        lambda all: {(one.name, reason): num for one in all for reason, num in one.num_refused.items()},
+        "room",
+        "reason",
+    ),
+    gauge(
+        "loraserve_shares_held",
+        "Amount in use of each shared resource.",
+        lambda all: {s.name: s.total for s in all},
+        "room",
+    ),
+)
+
+REGISTRY: Table[Registry] = (
+    counter(
+        "loraserve_certificates",
+        "Certificates by verdict (skipped: the engine was unavailable; rejected: it can never serve the version).",
+        lambda r: {verdict: r.certificates.num_by_verdict[verdict] for verdict in VERDICTS},
+        "verdict",
+    ),
+    counter(
+        "loraserve_late_certificates",
+        "Certificates for versions that had none for how this server computes its base.",
+        lambda r: {verdict: r.late_certificates.num_by_verdict[verdict] for verdict in (PASSED, FAILED, REJECTED)},
+        "verdict",
+    ),
+    counter(
+        "loraserve_quarantined_refusals",
+        "Requests for quarantined versions, which were refused.",
+        lambda r: r.num_quarantined_refused,
+    ),
+    counter(
+        "loraserve_base_mismatch_refusals",
+        "Requests for versions of another base, which were refused.",
+        lambda r: r.num_of_another_base_refused,
+    ),
+    counter(
+        "loraserve_numerics_strikes",
+        "Answers with NaN or infinite logits, for requests of the version's owner.",
+        lambda r: r.strikes.num_strikes,
+    ),
+    counter(
+        "loraserve_numerics_quarantines",
+        "Versions quarantined for NaN or infinite logits.",
+        lambda r: r.strikes.num_quarantined,
+    ),
+    counter(
+        "loraserve_shadow_comparisons_lost",
+        "Comparisons that could not be stored in the database.",
+        lambda r: r.shadow_hours.num_lost,
+    ),
+    counter(
+        "loraserve_damaged_versions",
+        "Versions quarantined because their stored bytes are corrupt or missing.",
+        lambda r: r.damages.num_quarantined,
+    ),
+    counter(
+        "loraserve_operations",
+        "Operations that ended on this server.",
+        lambda r: {state: r.operations.num_ended[state] for state in ENDED},
+        "state",
+    ),
+    gauge("loraserve_operations_running", "Operations running on this server.", lambda r: r.operations.num_running),
+    counter("loraserve_collected_blobs", "Unreferenced blobs deleted.", lambda r: r.collector.num_blobs),
+    counter("loraserve_collected_bytes", "Bytes of unreferenced blobs deleted.", lambda r: r.collector.num_bytes),
+    gauge(
+        "loraserve_doomed_blobs",
+        "Unreferenced blobs that will be deleted after the grace period.",
+        lambda r: r.collector.num_doomed,
+    ),
+    gauge("loraserve_operator_pins", "Adapters that operators have pinned.", lambda r: r.pins.num_wanted),
+    gauge("loraserve_operator_pins_held", "Pinned adapters on this server's device.", lambda r: r.pins.num_held),
+)
+
+BILLING: Table[UsageMeter] = (
+    counter(
+        "loraserve_billed_tokens",
+        "Tokens billed: prompt, prompt tokens found in the prefix cache (cached), completion.",
+        lambda m: {
+            "prompt": m.recorded.prompt_tokens,
+            "cached": m.recorded.cached_tokens,
+            "completion": m.recorded.completion_tokens,
+        },
+        "kind",
+    ),
+    counter(
+        "loraserve_undelivered_tokens",
+        "Tokens generated for clients that had left, or for answers that failed.",
+        lambda m: m.recorded.undelivered_tokens,
+    ),
+    gauge(
+        "loraserve_usage_lag_seconds",
+        "Age of the oldest usage that isn't in the database yet; 0 if there is none.",
+        lambda m: m.lag_s,
+    ),
+    gauge("loraserve_usage_journal_bytes", "Bytes in this server's usage journal.", lambda m: m.journal_bytes),
+    counter(
+        "loraserve_usage_write_failures",
+        "Failed attempts to write usage, by destination.",
+        lambda m: {"journal": m.num_failed_writes, "database": m.num_failed_flushes},
+        "where",
+    ),
+    counter(
+        "loraserve_usage_journals_recovered",
+        "Journals of killed servers that this server recorded.",
+        lambda m: m.num_recovered_journals,
+    ),
+)
