@@ -11,7 +11,7 @@ from starlette.requests import HTTPConnection
 
 from loraserve.api.http.text_threads import TextThreads
 from loraserve.api.metrics.counters import ServerMetrics
-from loraserve.api.shadow import Shadows
+from loraserve.api.shadow import ShadowRunner
 from loraserve.errors import Overloaded
 from loraserve.limits import LIMITS, Limits
 from loraserve.tenancy.limits.admission import Admissions
@@ -50,12 +50,12 @@ class Services:
     """Not ready any more; requests are still taken for a moment, until load balancers have noticed."""
     is_closed: bool = False
     """New work is refused; what runs may finish."""
-    shadows: Shadows = field(init=False)
+    shadows: ShadowRunner = field(init=False)
     rooms: Rooms = field(init=False)
 
     def __post_init__(self) -> None:
         self.rooms = Rooms(self.limits)
-        self.shadows = Shadows(self.engine, self.registry, self.metrics, limits=self.limits)
+        self.shadows = ShadowRunner(self.engine, self.registry, self.metrics, limits=self.limits)
         # those to which it granted adapters use them no more
         self.authenticator.tenants.on_delete = self.registry.forget_owner
 

@@ -38,7 +38,7 @@ OUTCOMES = (COMPARED, FAILED, DROPPED, ABANDONED)
 """What becomes of a copy. `DROPPED`: the server had better things to do, now or before its end; `ABANDONED`: there is no answer to compare with."""
 
 
-class Copy:
+class ShadowCopy:
     """One request's copy, and what was seen of both answers so far."""
 
     def __init__(self, shadow: Shadow, request: GenerateRequest, version: int) -> None:
@@ -66,7 +66,7 @@ class Copy:
         if not self._live_s.done():
             self._live_s.set_result(seconds)
 
-    def leave(self) -> None:
+    def abandon(self) -> None:
         """The client's answer has ended. If it isn't whole, nobody needs the copy any more."""
         if not self._live_s.done() and self.task is not None:
             self.task.cancel()
@@ -89,7 +89,7 @@ class Copy:
         )
 
 
-class Shadows:
+class ShadowRunner:
     """The copies that run now, few and of the lowest priority; nobody is billed for one, and no limit of a tenant's counts it.
 
     A copy gives way as soon as requests wait in the engine or its KV blocks are nearly used up.
@@ -112,7 +112,7 @@ class Shadows:
         self._metrics = metrics
         self._limits = limits
         self._draw = draw
-        self._copies: set[Copy] = set()
+        self._copies: set[ShadowCopy] = set()
         self._num_by_tenant: Counter[TenantId] = Counter()
         self._num_waiting = 0
         """Copies that the engine may have said to be waiting, when it last said something."""
@@ -123,7 +123,7 @@ class Shadows:
             # shown as 0 before the first
             metrics.shadow_requests.labels(outcome)
 
-    def follow(self, request: GenerateRequest, shadow: Shadow) -> Copy | None:
+    def start_copy(self, request: GenerateRequest, shadow: Shadow) -> ShadowCopy | None:
         """The copy of `request`, which has just had its first token, if it is one of the share and there is room; it runs from now on.
 
         Who uses an adapter that another tenant granted has none: it would be at its cost, and for the owner's figures.
@@ -145,7 +145,7 @@ class Shadows:
             timeout_s=None,
             is_background=True,
         )
-        copy = Copy(shadow, mine, request.adapter.version)
+        copy = ShadowCopy(shadow, mine, request.adapter.version)
         self._copies.add(copy)
         self._num_by_tenant[mine.tenant] += 1
         copy.task = asyncio.create_task(self._run(copy), name="shadow")
@@ -163,7 +163,7 @@ class Shadows:
             self._sweeper.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _run(self, copy: Copy) -> None:
+    async def _run(self, copy: ShadowCopy) -> None:
         try:
             async with asyncio.timeout(self._limits.shadow_timeout_s):
                 await self._generate(copy)
@@ -183,7 +183,7 @@ class Shadows:
         copy.outcome = outcome
         self._registry.shadow_hours.record(copy.shadow, copy.version, tally)
 
-    async def _generate(self, copy: Copy) -> None:
+    async def _generate(self, copy: ShadowCopy) -> None:
         started = time.monotonic()
         self._num_waiting += 1
         is_waiting = True
@@ -212,7 +212,7 @@ class Shadows:
     def _is_under_way(self) -> None:
         self._num_waiting -= 1
 
-    def _end(self, copy: Copy, task: asyncio.Task[None]) -> None:
+    def _end(self, copy: ShadowCopy, task: asyncio.Task[None]) -> None:
         """Every ending passes here."""
         self._copies.discard(copy)
         tenant = copy.request.tenant
@@ -246,7 +246,7 @@ class Shadows:
         elif self._copies:
             self._sweeper = asyncio.get_running_loop().call_later(_LOOK_S, self._sweep)
 
-    def _drop(self, copies: Iterable[Copy]) -> None:
+    def _drop(self, copies: Iterable[ShadowCopy]) -> None:
         for copy in list(copies):
             if copy.task is not None:
                 copy.outcome = DROPPED

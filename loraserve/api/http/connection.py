@@ -49,11 +49,11 @@ async def can_send(scope: Scope) -> bool:
     return True if wait is None else bool(await wait())
 
 
-class Refusal(Exception):
+class MessageRefused(Exception):
     """Thrown inside a parser's callback: the rest of what was read isn't parsed."""
 
 
-class Part(Enum):
+class MessagePart(Enum):
     """Part of a message that the next byte belongs to."""
 
     NONE = auto()
@@ -77,7 +77,7 @@ class _Flow(FlowControl):
             super().resume_reading()
 
 
-class Bounded(asyncio.Protocol):
+class BoundedProtocol(asyncio.Protocol):
     """Bounds that the two connections have in common; it stands before uvicorn's own protocol in their bases.
 
     - A head is complete after `LIMITS.stalled_reader_s` and isn't far over its bound.
@@ -104,7 +104,7 @@ class Bounded(asyncio.Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._part = Part.NONE
+        self._part = MessagePart.NONE
         self._num_framing_bytes = 0
         """Bytes of the head, or of what stands around the body's own bytes."""
         self._num_gap_bytes = 0
@@ -115,7 +115,7 @@ class Bounded(asyncio.Protocol):
         self._refusal: LoraserveError | None = None
         self._backlog = bytearray()
         """Bytes that were read and aren't parsed."""
-        self._is_held = False
+        self._is_paused_for_backlog = False
         """Whether nothing is read for the backlog's sake."""
         self._pump_handle: asyncio.Handle | None = None
         self._head_timer: asyncio.TimerHandle | None = None
@@ -124,7 +124,7 @@ class Bounded(asyncio.Protocol):
         self._paused_at = 0.0
         self._patience_s = LIMITS.stalled_reader_s
         """Time by which the reader may fall further behind."""
-        self._held_by: Holder | None = None
+        self._holder: Holder | None = None
 
     # what the two parsers do
 
@@ -147,12 +147,12 @@ class Bounded(asyncio.Protocol):
             # What a stalled reader can make the kernel hold: megabytes by default.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         self._start_head_timer()
-        self._take_place()
+        self._acquire_place()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self.connection_shares is not None and self._held_by is not None:
-            self.connection_shares.give_back(self._held_by)
-            self._held_by = None
+        if self.connection_shares is not None and self._holder is not None:
+            self.connection_shares.give_back(self._holder)
+            self._holder = None
         self._backlog.clear()
         if self._pump_handle is not None:
             self._pump_handle.cancel()
@@ -175,26 +175,26 @@ class Bounded(asyncio.Protocol):
                 return
             piece = bytes(self._backlog[:_PIECE_BYTES])
             del self._backlog[: len(piece)]
-            self._take(piece)
+            self._parse_bounded(piece)
             if self._backlog and time.monotonic() > ends_at:
                 self._pump_soon()
                 break
         if self.transport.is_closing():
             return
         if self._backlog:
-            self._is_held = True
+            self._is_paused_for_backlog = True
             self.transport.pause_reading()
-        elif self._is_held and not self.flow.read_paused:
-            self._is_held = False
+        elif self._is_paused_for_backlog and not self.flow.read_paused:
+            self._is_paused_for_backlog = False
             self.transport.resume_reading()
 
     def _pump_soon(self) -> None:
         if self._pump_handle is None:
             self._pump_handle = self.loop.call_soon(self._pump)
 
-    def _take(self, piece: bytes) -> None:
-        if self._part is Part.NONE and not self._is_answering():
-            self._begin_head()
+    def _parse_bounded(self, piece: bytes) -> None:
+        if self._part is MessagePart.NONE and not self._is_answering():
+            self.begin_head()
         self._num_framing_bytes += len(piece)
         self._num_gap_bytes += len(piece)
         self._parse(piece)
@@ -202,60 +202,62 @@ class Bounded(asyncio.Protocol):
             return
         try:
             self._check()
-        except Refusal:
+        except MessageRefused:
             self.refuse()
 
     def _check(self) -> None:
-        if self._part is not Part.BODY:
+        if self._part is not MessagePart.BODY:
             # also what stands between two requests: empty lines
             if self._num_framing_bytes > HEAD_SLACK * LIMITS.max_header_bytes:
-                self._throw(_head_too_large())
+                self._refuse_message(_head_too_large())
         elif self._num_gap_bytes > LIMITS.max_trailer_bytes + _PIECE_BYTES:
-            self._throw(_trailers_too_large())
+            self._refuse_message(_trailers_too_large())
         elif self._num_framing_bytes > LIMITS.max_trailer_bytes + _PIECE_BYTES + _FRAMING_RATIO * self._num_body_bytes:
-            self._throw(
+            self._refuse_message(
                 InvalidRequest("The body's chunks are mostly framing: extensions, or zeros before their sizes.")
             )
 
-    def _throw(self, error: LoraserveError) -> None:
+    def _refuse_message(self, error: LoraserveError) -> None:
         self._refusal = error
-        raise Refusal(str(error))
+        raise MessageRefused(str(error))
 
     # what the parsers tell
 
-    def message_began(self) -> None:
-        """Note that the first byte of a head was parsed."""
-        self._begin_head()
+    def begin_head(self) -> None:
+        """Note that the first byte of a head was parsed, or is about to be."""
+        self._part = MessagePart.HEAD
+        self._num_framing_bytes = 0
+        self._start_head_timer()
 
-    def header_came(self, num_before: int) -> None:
+    def count_header(self, num_before: int) -> None:
         """Bound the headers of a head, of which one more was parsed.
 
         Raises:
-            Refusal: there are too many.
+            MessageRefused: there are too many.
         """
         if num_before >= LIMITS.max_headers:
-            self._throw(_head_too_large())
+            self._refuse_message(_head_too_large())
 
-    def trailer_came(self, name: bytes) -> None:
+    def count_trailer(self, name: bytes) -> None:
         """Bound the trailers, of which one more was parsed; it is dropped.
 
         Raises:
-            Refusal: it is one too many, or isn't allowed to be one.
+            MessageRefused: it is one too many, or isn't allowed to be one.
         """
         self._num_trailers += 1
         if self._num_trailers > LIMITS.max_headers:
-            self._throw(_trailers_too_large())
+            self._refuse_message(_trailers_too_large())
         if name.lower() in _FORBIDDEN_IN_TRAILERS:
-            self._throw(InvalidRequest(f"{name[:64].decode('latin-1')} can't be a trailer."))
+            self._refuse_message(InvalidRequest(f"{name[:64].decode('latin-1')} can't be a trailer."))
 
-    def head_completed(self) -> None:
+    def end_head(self) -> None:
         """Note that the head was parsed."""
-        self._part = Part.BODY
+        self._part = MessagePart.BODY
         self._num_framing_bytes = self._num_gap_bytes = self._num_body_bytes = self._num_trailers = 0
         self._num_unread_bytes = 0
         self._stop_head_timer()
 
-    def body_came(self, num_bytes: int) -> None:
+    def count_body(self, num_bytes: int) -> None:
         """Count bytes of the body that were parsed."""
         self._num_gap_bytes = 0
         self._num_body_bytes += num_bytes
@@ -265,14 +267,14 @@ class Bounded(asyncio.Protocol):
             if self._num_unread_bytes > _UNREAD_BYTES:
                 self.transport.abort()
 
-    def message_completed(self) -> None:
+    def end_message(self) -> None:
         """Note that the message came to its end."""
-        self._part = Part.NONE
+        self._part = MessagePart.NONE
         self._num_framing_bytes = 0
         self._stop_unread_timer()
 
     def on_response_complete(self) -> None:
-        if self._part is Part.BODY and not self._has_requests_ahead():
+        if self._part is MessagePart.BODY and not self._has_requests_ahead():
             self._unread_timer = self.loop.call_later(LIMITS.stalled_reader_s, self.transport.abort)
         # uvicorn's own, of which asyncio.Protocol knows nothing
         super().on_response_complete()  # type: ignore[misc]
@@ -291,7 +293,7 @@ class Bounded(asyncio.Protocol):
         if not self._can_answer():
             self.transport.abort()
             return
-        scope = self.scope if self.scope is not None and self._part is Part.BODY else {}
+        scope = self.scope if self.scope is not None and self._part is MessagePart.BODY else {}
         request_id = scope.get("state", {}).get("request_id")
         response = error_response(error, path=scope.get("path", ""), request_id=request_id)
         lines = [f"HTTP/1.1 {response.status_code} {HTTPStatus(response.status_code).phrase}".encode()]
@@ -306,7 +308,7 @@ class Bounded(asyncio.Protocol):
     def _can_answer(self) -> bool:
         if not self._is_answering():
             return True
-        return self._part is Part.BODY and not self._has_requests_ahead() and not self.cycle.response_started
+        return self._part is MessagePart.BODY and not self._has_requests_ahead() and not self.cycle.response_started
 
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
@@ -335,7 +337,7 @@ class Bounded(asyncio.Protocol):
         await self.flow.drain()
         return not self.transport.is_closing()
 
-    def _take_place(self) -> None:
+    def _acquire_place(self) -> None:
         if self.connection_shares is None:
             return
         holder = address_holder(self.client[0] if self.client else "")
@@ -345,12 +347,7 @@ class Bounded(asyncio.Protocol):
             self.transport.write(_refusal(error))
             self.transport.close()
         else:
-            self._held_by = holder
-
-    def _begin_head(self) -> None:
-        self._part = Part.HEAD
-        self._num_framing_bytes = 0
-        self._start_head_timer()
+            self._holder = holder
 
     def _start_head_timer(self) -> None:
         if self._head_timer is None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from loraserve.api.http.connection import HEAD_SLACK, Bounded, Refusal
+from loraserve.api.http.connection import HEAD_SLACK, BoundedProtocol, MessageRefused
 from loraserve.errors import InvalidRequest, MethodNotAllowed
 from loraserve.limits import LIMITS
 
 
-class BoundedH11Connection(Bounded, H11Protocol):
+class H11Connection(BoundedProtocol, H11Protocol):
     """h11 drops trailers, and gives its events one by one: they are looked at before uvicorn sees them."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -21,27 +21,27 @@ class BoundedH11Connection(Bounded, H11Protocol):
         """Count what was parsed.
 
         Raises:
-            Refusal: it is over a bound, or isn't what this server takes.
+            MessageRefused: it is over a bound, or isn't what this server takes.
         """
         if isinstance(event, h11.Request):
-            self._begin_head()
-            self.header_came(len(event.headers) - 1)
+            self.begin_head()
+            self.count_header(len(event.headers) - 1)
             self._check_request(event)
-            self.head_completed()
+            self.end_head()
         elif isinstance(event, h11.Data):
-            self.body_came(len(event.data))
+            self.count_body(len(event.data))
         elif isinstance(event, h11.EndOfMessage):
             for name, _ in event.headers:
-                self.trailer_came(name)
-            self.message_completed()
+                self.count_trailer(name)
+            self.end_message()
 
     def _check_request(self, request: h11.Request) -> None:
         names = {name.lower() for name, _ in request.headers}
         if request.method == b"CONNECT":
-            self._throw(MethodNotAllowed("This server is no proxy: it takes no CONNECT."))
+            self._refuse_message(MethodNotAllowed("This server is no proxy: it takes no CONNECT."))
         if {b"transfer-encoding", b"content-length"} <= names:
             # two proxies that take different ones see different requests
-            self._throw(InvalidRequest("Content-Length and Transfer-Encoding exclude each other."))
+            self._refuse_message(InvalidRequest("Content-Length and Transfer-Encoding exclude each other."))
 
     def handle_events(self) -> None:
         super().handle_events()
@@ -52,7 +52,7 @@ class BoundedH11Connection(Bounded, H11Protocol):
 class _Watched(h11.Connection):
     """h11's connection, which shows its protocol each event first."""
 
-    def __init__(self, protocol: BoundedH11Connection) -> None:
+    def __init__(self, protocol: H11Connection) -> None:
         super().__init__(h11.SERVER, max_incomplete_event_size=HEAD_SLACK * LIMITS.max_header_bytes)
         self._protocol = protocol
 
@@ -60,6 +60,6 @@ class _Watched(h11.Connection):
         event = super().next_event()
         try:
             self._protocol.see(event)
-        except Refusal as refusal:
+        except MessageRefused as refusal:
             raise h11.RemoteProtocolError(str(refusal)) from refusal
         return event

@@ -5,11 +5,11 @@ from __future__ import annotations
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from loraserve.api.http.connection import Bounded, Part
+from loraserve.api.http.connection import BoundedProtocol, MessagePart
 from loraserve.errors import MethodNotAllowed
 
 
-class BoundedConnection(Bounded, HttpToolsProtocol):
+class HttptoolsConnection(BoundedProtocol, HttpToolsProtocol):
     """llhttp gives trailers to the callback that takes headers, and stops at a request to change the protocol: neither reaches uvicorn.
 
     A wish for another protocol is answered in HTTP/1.1, as RFC 9110 (7.8) allows, with its body read as it says. Left to uvicorn, that body would be read as
@@ -47,24 +47,24 @@ class BoundedConnection(Bounded, HttpToolsProtocol):
         return bool(self.pipeline)
 
     def on_message_begin(self) -> None:
-        self.message_began()
+        self.begin_head()
         super().on_message_begin()
         self._announce(self.scope)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._part is Part.BODY:
-            self.trailer_came(name)
+        if self._part is MessagePart.BODY:
+            self.count_trailer(name)
             return
-        self.header_came(len(self.headers))
+        self.count_header(len(self.headers))
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
-                self._throw(MethodNotAllowed("This server is no proxy: it takes no CONNECT."))
+                self._refuse_message(MethodNotAllowed("This server is no proxy: it takes no CONNECT."))
             self._unchanged_head = self._head_without_upgrade()
             return
-        self.head_completed()
+        self.end_head()
         super().on_headers_complete()
 
     def _head_without_upgrade(self) -> bytes:
@@ -73,11 +73,11 @@ class BoundedConnection(Bounded, HttpToolsProtocol):
         return b"\r\n".join((line, *kept, b"", b""))
 
     def on_body(self, body: bytes) -> None:
-        self.body_came(len(body))
+        self.count_body(len(body))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self._unchanged_head is not None:
             return
-        self.message_completed()
+        self.end_message()
         super().on_message_complete()

@@ -6,7 +6,7 @@ import importlib.util
 import resource
 import socket
 
-from loraserve.api.http.connection import Bounded
+from loraserve.api.http.connection import BoundedProtocol
 from loraserve.errors import ConfigError
 from loraserve.limits import LIMITS, Limits
 from loraserve.tenancy.limits.shares import Shares
@@ -48,7 +48,7 @@ def raise_file_limit(limits: Limits = LIMITS) -> int:
     return max(1, min(limits.max_connections, soft - _FILES_BESIDE_CONNECTIONS))
 
 
-def connection_class(connections: Shares, protocol: type[Bounded] | None = None) -> type[Bounded]:
+def connection_class(connections: Shares, protocol: type[BoundedProtocol] | None = None) -> type[BoundedProtocol]:
     """Return the protocol class for uvicorn; each of its connections takes a place in `connections`.
 
     Args:
@@ -57,11 +57,11 @@ def connection_class(connections: Shares, protocol: type[Bounded] | None = None)
     return type("Connection", (protocol or _fastest_protocol(),), {"connection_shares": connections})
 
 
-def _fastest_protocol() -> type[Bounded]:
+def _fastest_protocol() -> type[BoundedProtocol]:
     if importlib.util.find_spec("httptools") is not None:
-        from loraserve.api.http.httptools_connection import BoundedConnection
+        from loraserve.api.http.httptools_connection import HttptoolsConnection
 
-        return BoundedConnection
-    from loraserve.api.http.h11_connection import BoundedH11Connection
+        return HttptoolsConnection
+    from loraserve.api.http.h11_connection import H11Connection
 
-    return BoundedH11Connection
+    return H11Connection

@@ -30,7 +30,7 @@ def event(payload: Mapping[str, Any]) -> bytes:
 class EventStream(Response):
     """Sends `events`, then ``[DONE]``; an error on the way is an event of its own before it. `close` is called at every end.
 
-    `deliver` is called before each event, once it is certain that the client is there and the event goes out.
+    `on_deliver` is called before each event, once it is certain that the client is there and the event goes out.
     """
 
     media_type = "text/event-stream"
@@ -40,13 +40,13 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         close: Callable[[], Awaitable[None]],
         headers: Mapping[str, str],
-        deliver: Callable[[], None],
+        on_deliver: Callable[[], None],
     ) -> None:
         self.status_code = 200
         self.background = None
         self._events = events
         self._close = close
-        self._deliver = deliver
+        self._on_deliver = on_deliver
         # x-accel-buffering: nginx would hold the tokens back otherwise
         self.init_headers({**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
 
@@ -73,7 +73,7 @@ class EventStream(Response):
             async for data in self._events:
                 if not await can_send(scope):
                     return
-                self._deliver()
+                self._on_deliver()
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except LoraserveError as error:
             await send({"type": "http.response.body", "body": event(openai_envelope(error)), "more_body": True})
@@ -88,14 +88,14 @@ class EventStream(Response):
             pass
 
 
-class WholeAnswer(Response):
-    """An answer in one piece. `deliver` is called before it is sent, if the client is there; `close` in any case."""
+class JSONAnswer(Response):
+    """An answer in one piece. `on_deliver` is called before it is sent, if the client is there; `close` in any case."""
 
     def __init__(
-        self, content: bytes, headers: Mapping[str, str], deliver: Callable[[], None], close: Callable[[], None]
+        self, content: bytes, headers: Mapping[str, str], on_deliver: Callable[[], None], close: Callable[[], None]
     ) -> None:
         super().__init__(content, headers=headers, media_type="application/json")
-        self._deliver = deliver
+        self._on_deliver = on_deliver
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -105,7 +105,7 @@ class WholeAnswer(Response):
         try:
             if not await can_send(scope):
                 raise ClientDisconnect
-            self._deliver()
+            self._on_deliver()
             await super().__call__(scope, receive, send)
         finally:
             self._close()

@@ -12,7 +12,7 @@ from loraserve.api.inference.fields import ignored_header
 from loraserve.api.inference.prompts import Prompt
 from loraserve.api.inference.sampling import Sampling, choose_seeds
 from loraserve.api.inference.schemas import InferenceBody, WeightedAdapter
-from loraserve.api.inference.target import Answerer
+from loraserve.api.inference.target import TargetSelector
 from loraserve.api.services import Services
 from loraserve.engine_client.messages import GenerateRequest
 from loraserve.errors import InvalidRequest, PermissionDenied, QuotaExceeded
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ResolvedModel:
     """What a request's words for its model came to."""
 
     binding: Binding
@@ -42,7 +42,7 @@ async def resolve_model(
     adapters: Sequence[WeightedAdapter] | None = None,
     *,
     user: str | None = None,
-) -> Model:
+) -> ResolvedModel:
     """What answers for `model`, bound for the whole request: an adapter version, the sum of several, or the base.
 
     Args:
@@ -66,7 +66,7 @@ async def resolve_model(
             hint="Send adapters with the base's id as model, or write the sum as model: a+0.5*b.",
         )
     binding = await services.registry.bind(caller.tenant, terms, sticky=user)
-    return Model(binding, tuple(term.adapter.path for term in terms if term.adapter.owner is not None))
+    return ResolvedModel(binding, tuple(term.adapter.path for term in terms if term.adapter.owner is not None))
 
 
 def check_priority(body: InferenceBody, caller: Caller) -> None:
@@ -91,23 +91,23 @@ def check_num_choices(num_prompts: int, n: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Answering:
+class InferenceContext:
     """One HTTP request that was admitted: its names, its prompts, and the engine's requests, choice by choice."""
 
     id: str
     created: int
     services: Services
     body: InferenceBody
-    answerer: Answerer
+    target: TargetSelector
     prompts: Sequence[Prompt]
     ignored: tuple[str, ...]
     granted: tuple[str, ...] = ()
-    """As `Model` has them."""
+    """As `ResolvedModel` has them."""
 
     @property
     def adapter(self) -> AdapterRef | None:
         """What answers now; None is the base. It may change once before the first token."""
-        return self.answerer.adapter
+        return self.target.adapter
 
     @classmethod
     def begin(
@@ -115,13 +115,13 @@ class Answering:
         prefix: str,
         services: Services,
         body: InferenceBody,
-        model: Model,
+        model: ResolvedModel,
         prompts: Sequence[Prompt],
         ignored: tuple[str, ...],
-    ) -> Answering:
-        answerer = Answerer(model.binding, services.engine.base.id)
+    ) -> InferenceContext:
+        target = TargetSelector(model.binding, services.engine.base.id)
         ident = f"{prefix}-{ULID()}"
-        return cls(ident, int(services.clock()), services, body, answerer, prompts, ignored, model.granted)
+        return cls(ident, int(services.clock()), services, body, target, prompts, ignored, model.granted)
 
     def requests(self, caller: Caller, sampling: Sampling, max_tokens: Sequence[int]) -> list[GenerateRequest]:
         """The engine's requests in the order of the choices: the first prompt's n, then the second's.
@@ -166,4 +166,4 @@ class Answering:
         """What the answer says beside its body; `first` is its first chunk."""
         timing = (("queue", first.queue_s), ("adapter", first.adapter_s), ("prefill", first.prefill_s))
         headers = {"server-timing": ", ".join(f"{name};dur={seconds * 1000:.1f}" for name, seconds in timing)}
-        return {**headers, **self.answerer.headers(), **ignored_header(self.ignored)}
+        return {**headers, **self.target.headers(), **ignored_header(self.ignored)}

@@ -14,11 +14,11 @@ import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from loraserve.api.http.sse import EventStream, WholeAnswer
-from loraserve.api.inference.metering import Usage
-from loraserve.api.inference.target import Answerer
+from loraserve.api.http.sse import EventStream, JSONAnswer
+from loraserve.api.inference.metering import RequestUsage
+from loraserve.api.inference.target import TargetSelector
 from loraserve.api.services import Services
-from loraserve.api.shadow import Copy
+from loraserve.api.shadow import ShadowCopy
 from loraserve.engine_client.timeouts import TIMEOUT
 from loraserve.errors import (
     AdapterNumerics,
@@ -51,7 +51,7 @@ class Generation:
 
     Args:
         tenant_name: the tenant that the requests are made for, as operators know it.
-        answerer: told when the adapter can't answer; where it has a fallback, that answers in the adapter's place.
+        target: told when the adapter can't answer; where it has a fallback, that answers in the adapter's place.
         is_scoring: only the prompts' log probabilities are wanted: the one token that the engine makes is left out.
     """
 
@@ -61,24 +61,24 @@ class Generation:
         requests: Sequence[GenerateRequest],
         *,
         tenant_name: str,
-        answerer: Answerer | None = None,
+        target: TargetSelector | None = None,
         is_scoring: bool = False,
     ) -> None:
         self._services = services
         self._requests = requests
         self._tenant_name = tenant_name
-        self._answerer = answerer
+        self._target = target
         self._is_scoring = is_scoring
         self._queue: asyncio.Queue[tuple[int, Chunk | Exception | None]] = asyncio.Queue(_QUEUE_SIZE)
         self._tasks: list[asyncio.Task[None]] = []
         self._first: tuple[int, Chunk] | None = None
         self._num_open = len(requests)
         self._began = 0.0
-        self._has_struck = False
+        self._has_reported_numerics = False
         self._is_refused = False
         self.num_tokens = 0
         """Made for the answer so far."""
-        self.is_taken = False
+        self.has_engine_work = False
         """Whether the engine has worked for it: it made something, was still at it when nobody wanted it any more, or until its time was over."""
 
     async def start(self) -> Chunk:
@@ -91,16 +91,16 @@ class Generation:
         try:
             first = await self._begin()
         except AdapterUnavailable as error:
-            if self._answerer is None or not self._answerer.fall_back(error):
+            if self._target is None or not self._target.fall_back(error):
                 raise
-            await self._restart(self._answerer.adapter)
+            await self._restart(self._target.adapter)
             try:
                 first = await self._begin()
             except AdapterUnavailable as second:
                 # what was asked for is what its owner can do something about
                 raise error from second
-        if self._answerer is not None and self._answerer.has_fallen_back:
-            self._services.metrics.fallbacks.labels(self._answerer.reason).inc()
+        if self._target is not None and self._target.has_fallen_back:
+            self._services.metrics.fallbacks.labels(self._target.reason).inc()
         return first
 
     async def _restart(self, adapter: AdapterRef | None) -> None:
@@ -119,7 +119,7 @@ class Generation:
         ]
         self._queue = asyncio.Queue(_QUEUE_SIZE)
         self._num_open = len(self._requests)
-        self._is_refused = self._has_struck = False
+        self._is_refused = self._has_reported_numerics = False
 
     async def _begin(self) -> Chunk:
         self._tasks = [asyncio.create_task(self._pump(index)) for index in range(len(self._requests))]
@@ -158,50 +158,50 @@ class Generation:
                     await self._queue.put((index, chunk))
         except Exception as error:
             if isinstance(error, AdapterNumerics | DeadlineExceeded):
-                self.is_taken = True
+                self.has_engine_work = True
             else:
                 # the others, which end with this one, weren't left by anybody
                 self._is_refused = True
             if isinstance(error, AdapterNumerics):
-                self._strike(self._requests[index])
-            await self._queue.put((index, self._blamed(error, self._requests[index])))
+                self._report_numerics(self._requests[index])
+            await self._queue.put((index, self._explained(error, self._requests[index])))
         else:
             await self._queue.put((index, None))
 
-    def _strike(self, request: GenerateRequest) -> None:
+    def _report_numerics(self, request: GenerateRequest) -> None:
         """One strike for the whole request: its choices ask the same question."""
-        if request.adapter is not None and not self._has_struck:
-            self._has_struck = True
+        if request.adapter is not None and not self._has_reported_numerics:
+            self._has_reported_numerics = True
             self._services.registry.numeric_failures.report(request.tenant, request.adapter)
 
-    def _follow(self, request: GenerateRequest) -> Copy | None:
+    def _start_copy(self, request: GenerateRequest) -> ShadowCopy | None:
         """The request's copy on the shadow version, if it has one."""
-        shadow = None if self._answerer is None or self._is_scoring else self._answerer.shadow
-        return None if shadow is None else self._services.shadows.follow(request, shadow)
+        shadow = None if self._target is None or self._is_scoring else self._target.shadow
+        return None if shadow is None else self._services.shadows.start_copy(request, shadow)
 
     def _owners(self, request: GenerateRequest) -> Mapping[TenantId, str]:
         """Return the names of the tenants that the request's adapters may belong to."""
-        granted = {} if self._answerer is None else self._answerer.owners
+        granted = {} if self._target is None else self._target.owners
         return {request.tenant: self._tenant_name, **granted}
 
     async def _measured(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         metrics = self._services.metrics
         started, first_at, num_tokens, reason = time.monotonic(), 0.0, 0, "abort"
-        copy: Copy | None = None
+        copy: ShadowCopy | None = None
         use = metrics.adapter_load.begin(request.adapter, self._owners(request))
         try:
             async with aclosing(self._services.engine.generate(request)) as chunks:
                 async for chunk in chunks:
-                    self.is_taken = True
+                    self.has_engine_work = True
                     if not first_at:
                         first_at = time.monotonic()
                         use.answer()
                         metrics.prompt_tokens.inc(len(request.prompt_token_ids))
                         metrics.ttft_s.observe(first_at - started)
-                        copy = self._follow(request)
+                        copy = self._start_copy(request)
                     if chunk.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
                         raise EngineUnavailable("The engine gave this request up.")
-                    answer = _scored(chunk) if self._is_scoring else chunk
+                    answer = _without_token(chunk) if self._is_scoring else chunk
                     num_tokens += len(answer.token_ids)
                     self.num_tokens += len(answer.token_ids)
                     metrics.generation_tokens.inc(len(answer.token_ids))
@@ -221,28 +221,28 @@ class Generation:
             reason = error.code
             raise
         except (asyncio.CancelledError, GeneratorExit):
-            self.is_taken |= not self._is_refused
+            self.has_engine_work |= not self._is_refused
             raise
         finally:
             if copy is not None:
-                copy.leave()
+                copy.abandon()
             use.end()
             metrics.finished.labels(reason).inc()
 
-    def _blamed(self, error: Exception, request: GenerateRequest) -> Exception:
+    def _explained(self, error: Exception, request: GenerateRequest) -> Exception:
         """The error as the client should see it: a sum that can't be made of its parts, each of which is fine, is the request's doing."""
         if request.adapter is None or not request.adapter.parts or getattr(error, "param", None) is not None:
             return error
         if not isinstance(error, InvalidRequest | AdapterRejected | AdapterUnservable):
             return error
         # The engine, whose weights belong to nobody, knows digests alone.
-        name_of = label if self._answerer is None else self._answerer.label
+        name_of = label if self._target is None else self._target.label
         short = {part.adapter.digest[:12]: name_of(part.adapter) for part in request.adapter.parts}
         named = [f"{digest}… is {name}." for digest, name in short.items() if digest in error.message]
         return InvalidRequest(" ".join([error.message, *named]), param="model", hint=error.hint)
 
 
-def _scored(chunk: Chunk) -> Chunk:
+def _without_token(chunk: Chunk) -> Chunk:
     return msgspec.structs.replace(
         chunk, text="", token_ids=(), logprobs=None, finish_reason=FinishReason.LENGTH, stop_reason=None
     )
@@ -252,7 +252,7 @@ async def answer(
     request: Request,
     generation: Generation,
     *,
-    usage: Usage,
+    usage: RequestUsage,
     headers: Callable[[Chunk], dict[str, str]],
     events: Callable[[], AsyncGenerator[bytes, None]] | None,
     add: Callable[[int, Chunk], None],
@@ -268,7 +268,7 @@ async def answer(
     """
 
     def end() -> None:
-        usage.close(generation.num_tokens, is_taken=generation.is_taken)
+        usage.close(generation.num_tokens, has_engine_work=generation.has_engine_work)
 
     async def close() -> None:
         try:
@@ -282,7 +282,7 @@ async def answer(
             return EventStream(events(), close, headers(first), usage.deliver)
         await while_connected(request, _collect(generation, add))
         await generation.close()
-        return WholeAnswer(orjson.dumps(whole()), headers(first), usage.hand_over_all, end)
+        return JSONAnswer(orjson.dumps(whole()), headers(first), usage.deliver_all, end)
     except BaseException:
         await close()
         raise

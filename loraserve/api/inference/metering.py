@@ -11,7 +11,7 @@ from loraserve.tenancy.billing.meter import UsageEvent, plain, price_tag
 from loraserve.tenancy.prices import highest
 
 if TYPE_CHECKING:
-    from loraserve.api.inference.context import Answering
+    from loraserve.api.inference.context import InferenceContext
     from loraserve.engine_client.client import Chunk
     from loraserve.tenancy.identity.auth import Caller
     from loraserve.tenancy.limits.admission import Admitted
@@ -22,7 +22,7 @@ _MAX_LABEL = 255
 """Of a sum, as usage keeps it."""
 
 
-class Usage:
+class RequestUsage:
     """Counts tokens as chunks come, and bills them as their pieces are handed to the client's connection.
 
     Prompts count once each, whatever n is: with the first piece of an answer to them. A chunk that adds nothing that the client could see (bytes of half a
@@ -30,18 +30,18 @@ class Usage:
     answers when the first piece is handed over.
     """
 
-    def __init__(self, answering: Answering, caller: Caller, admitted: Admitted) -> None:
-        self._answering = answering
+    def __init__(self, context: InferenceContext, caller: Caller, admitted: Admitted) -> None:
+        self._context = context
         self._caller = caller
         self._admitted = admitted
-        self._lengths = [len(prompt.token_ids) for prompt in answering.prompts]
-        self._n = answering.body.n
+        self._lengths = [len(prompt.token_ids) for prompt in context.prompts]
+        self._n = context.body.n
         table = caller.policy.prices
         self._prices: dict[str, Price] = {}
         """By digest (the base: empty), of whatever may answer. Found before the engine is asked: counting can't fail."""
         if table is not None:
-            for adapter in answering.answerer.candidates:
-                self._prices[_digest(adapter)] = _price_of(table, caller.tenant, adapter, answering.granted)
+            for adapter in context.target.candidates:
+                self._prices[_digest(adapter)] = _price_of(table, caller.tenant, adapter, context.granted)
         self._completion_tokens = 0
         self._cached: dict[int, int] = {}
         """Prompt → how many of its tokens were in the prefix cache."""
@@ -71,19 +71,19 @@ class Usage:
         if self._last is not None:
             self._bill((self._last,))
 
-    def hand_over_all(self) -> None:
+    def deliver_all(self) -> None:
         """The whole answer goes to a client that is there, and is in the journal first."""
         self._bill(range(len(self._lengths) * self._n))
 
-    def close(self, num_made: int, *, is_taken: bool = True) -> None:
+    def close(self, num_made: int, *, has_engine_work: bool = True) -> None:
         """Nothing is handed over any more.
 
         Args:
             num_made: tokens that the engine made for the request. What of them nobody got is kept too, and costs nothing.
-            is_taken: whether the engine has worked for it; then the prompts are of the tenant's rate, though nothing was made.
+            has_engine_work: whether the engine has worked for it; then the prompts are of the tenant's rate, though nothing was made.
         """
         # the tenant's rate is of what was made for it, whoever got it
-        if is_taken or num_made:
+        if has_engine_work or num_made:
             self._admitted.count(max(0, num_made - self._completion_tokens))
         num_left = num_made - self._num_billed
         if not self._is_closed and num_left > 0:
@@ -127,7 +127,7 @@ class Usage:
             return
         self._num_billed += completion_tokens
         self._record(int(is_first), prompt_tokens, cached_tokens, completion_tokens)
-        meter = self._answering.services.usage
+        meter = self._context.services.usage
         if self._has_ended and meter is not None:
             meter.persist()
         self._has_ended = False
@@ -140,10 +140,10 @@ class Usage:
         completion_tokens: int = 0,
         undelivered_tokens: int = 0,
     ) -> None:
-        services, caller = self._answering.services, self._caller
+        services, caller = self._context.services, self._caller
         if services.usage is None:
             return
-        adapter, price, table = self._answering.adapter, self._price(), caller.policy.prices
+        adapter, price, table = self._context.adapter, self._price(), caller.policy.prices
         services.usage.record(
             UsageEvent(
                 tenant=caller.tenant,
@@ -162,7 +162,7 @@ class Usage:
 
     def _price(self) -> Price | None:
         """Of what answers now; None: the tenant has no prices."""
-        return self._prices.get(_digest(self._answering.adapter))
+        return self._prices.get(_digest(self._context.adapter))
 
 
 def _digest(adapter: AdapterRef | None) -> str:

@@ -24,7 +24,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class PromptReader:
     """Tokenizing of one request: on the event loop if all of the request is short, otherwise in a thread, in its
     tenant's turn."""
 

@@ -15,7 +15,7 @@ _PLAIN = "/:@.,*+~_- "
 """What stands in a header as it is, beside letters and digits. A base's id may be the name of a folder, in any script."""
 
 
-class Answerer:
+class TargetSelector:
     """Which adapter answers one HTTP request: all of its choices, or it would be an answer of two models.
 
     It changes once at most, from the version that was asked for to its fallback.

@@ -10,12 +10,12 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from loraserve.api.http.sse import event
-from loraserve.api.inference.context import Answering, check_priority, resolve_model
+from loraserve.api.inference.context import InferenceContext, check_priority, resolve_model
 from loraserve.api.inference.fields import json_fields, parse_body
 from loraserve.api.inference.generation import Generation, answer
 from loraserve.api.inference.logprobs import chat_logprobs
-from loraserve.api.inference.metering import Usage
-from loraserve.api.inference.prompts import Reading
+from loraserve.api.inference.metering import RequestUsage
+from loraserve.api.inference.prompts import PromptReader
 from loraserve.api.inference.quota import admitted_caller, reserve
 from loraserve.api.inference.sampling import choose_max_tokens, read_sampling
 from loraserve.api.inference.schemas import ChatBody
@@ -54,7 +54,7 @@ async def create_chat_completion(
     base = services.engine.base
     model = await resolve_model(services, caller, body.model, body.adapters, user=body.user)
     sampling = read_sampling(body, base, logprobs=body.top_logprobs if body.logprobs else None)
-    prompt = await Reading(services, caller.tenant, len(await request.body())).chat(
+    prompt = await PromptReader(services, caller.tenant, len(await request.body())).chat(
         body.messages,
         add_generation_prompt=body.add_generation_prompt,
         add_special_tokens=body.add_special_tokens,
@@ -63,22 +63,22 @@ async def create_chat_completion(
     max_tokens = choose_max_tokens(asked, None, len(prompt.token_ids), base, "messages")
     admitted = reserve(request, [prompt], [max_tokens], body.n, is_bounded=asked is not None)
 
-    answering = Answering.begin("chatcmpl", services, body, model, [prompt], ignored)
+    context = InferenceContext.begin("chatcmpl", services, body, model, [prompt], ignored)
     generation = Generation(
         services,
-        answering.requests(caller, sampling, [max_tokens]),
+        context.requests(caller, sampling, [max_tokens]),
         tenant_name=caller.tenant_name,
-        answerer=answering.answerer,
+        target=context.target,
     )
-    choices = [_Choice(answering, body, index) for index in range(body.n)]
-    usage = Usage(answering, caller, admitted)
+    choices = [_Choice(context, body, index) for index in range(body.n)]
+    usage = RequestUsage(context, caller, admitted)
 
     def add(index: int, chunk: Chunk) -> None:
         choices[index].add(chunk)
         usage.add(index, chunk)
 
     def whole() -> dict[str, Any]:
-        message = _head(answering, body, "chat.completion")
+        message = _head(context, body, "chat.completion")
         message |= {"choices": [choice.whole() for choice in choices], "usage": usage.as_dict()}
         return message | ({"prompt_token_ids": list(prompt.token_ids)} if body.return_token_ids else {})
 
@@ -86,8 +86,8 @@ async def create_chat_completion(
         request,
         generation,
         usage=usage,
-        headers=answering.headers,
-        events=(lambda: _stream(answering, body, generation, choices, usage)) if body.stream else None,
+        headers=context.headers,
+        events=(lambda: _stream(context, body, generation, choices, usage)) if body.stream else None,
         add=add,
         whole=whole,
     )
@@ -113,9 +113,9 @@ def _template_variables(body: ChatBody) -> dict[str, Any]:
 
 
 async def _stream(
-    answering: Answering, body: ChatBody, generation: Generation, choices: Sequence[_Choice], usage: Usage
+    context: InferenceContext, body: ChatBody, generation: Generation, choices: Sequence[_Choice], usage: RequestUsage
 ) -> AsyncGenerator[bytes, None]:
-    head = _head(answering, body, "chat.completion.chunk")
+    head = _head(context, body, "chat.completion.chunk")
     wants_usage = body.stream_options.include_usage
     has_running_usage = wants_usage and body.stream_options.continuous_usage_stats
 
@@ -135,15 +135,15 @@ async def _stream(
         yield event(head | {"choices": [], "usage": usage.as_dict()})
 
 
-def _head(answering: Answering, body: ChatBody, kind: str) -> dict[str, Any]:
-    return {"id": answering.id, "object": kind, "created": answering.created, "model": body.model}
+def _head(context: InferenceContext, body: ChatBody, kind: str) -> dict[str, Any]:
+    return {"id": context.id, "object": kind, "created": context.created, "model": body.model}
 
 
 @dataclass(slots=True)
 class _Choice:
     """One choice as its chunks come: kept whole for an answer in one piece, or turned into deltas for a stream."""
 
-    answering: Answering
+    context: InferenceContext
     body: ChatBody
     index: int
     texts: list[str] = field(default_factory=list)
@@ -181,7 +181,7 @@ class _Choice:
             "finish_reason": None,
         }
         if self.body.return_token_ids:
-            part["prompt_token_ids"] = list(self.answering.prompt_of(self.index).token_ids)
+            part["prompt_token_ids"] = list(self.context.prompt_of(self.index).token_ids)
         return part
 
     def parts_of(self, chunk: Chunk) -> list[dict[str, Any]]:
@@ -213,4 +213,4 @@ class _Choice:
     def _logprobs(self, chunk: Chunk) -> list[dict[str, Any]]:
         if not self.body.logprobs or not chunk.logprobs:
             return []
-        return chat_logprobs(self.answering.services.tokenizer, chunk.logprobs, self.body.top_logprobs)
+        return chat_logprobs(self.context.services.tokenizer, chunk.logprobs, self.body.top_logprobs)

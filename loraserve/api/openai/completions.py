@@ -10,12 +10,12 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from loraserve.api.http.sse import event
-from loraserve.api.inference.context import Answering, check_num_choices, check_priority, resolve_model
+from loraserve.api.inference.context import InferenceContext, check_num_choices, check_priority, resolve_model
 from loraserve.api.inference.fields import json_fields, parse_body
 from loraserve.api.inference.generation import Generation, answer
 from loraserve.api.inference.logprobs import CompletionLogprobs, join_logprobs
-from loraserve.api.inference.metering import Usage
-from loraserve.api.inference.prompts import Reading
+from loraserve.api.inference.metering import RequestUsage
+from loraserve.api.inference.prompts import PromptReader
 from loraserve.api.inference.quota import admitted_caller, reserve
 from loraserve.api.inference.sampling import choose_max_tokens, read_sampling
 from loraserve.api.inference.schemas import CompletionBody
@@ -54,24 +54,24 @@ async def create_completion(
     check_priority(body, caller)
     base = services.engine.base
     model = await resolve_model(services, caller, body.model, body.adapters, user=body.user)
-    reading = Reading(services, caller.tenant, len(await request.body()))
-    prompts = await reading.prompts(body.prompt, add_special_tokens=body.add_special_tokens)
+    reader = PromptReader(services, caller.tenant, len(await request.body()))
+    prompts = await reader.prompts(body.prompt, add_special_tokens=body.add_special_tokens)
     check_num_choices(len(prompts), body.n)
     is_scoring = body.max_tokens == 0
     sampling = read_sampling(body, base, logprobs=body.logprobs, prompt_logprobs=body.logprobs if body.echo else None)
     max_tokens = [_max_tokens(body, len(prompt.token_ids), services) for prompt in prompts]
     admitted = reserve(request, prompts, max_tokens, body.n, is_bounded=True)
 
-    answering = Answering.begin("cmpl", services, body, model, prompts, ignored)
+    context = InferenceContext.begin("cmpl", services, body, model, prompts, ignored)
     generation = Generation(
         services,
-        answering.requests(caller, sampling, max_tokens),
+        context.requests(caller, sampling, max_tokens),
         tenant_name=caller.tenant_name,
-        answerer=answering.answerer,
+        target=context.target,
         is_scoring=is_scoring,
     )
-    choices = [_Choice(answering, body, index) for index in range(len(prompts) * body.n)]
-    usage = Usage(answering, caller, admitted)
+    choices = [_Choice(context, body, index) for index in range(len(prompts) * body.n)]
+    usage = RequestUsage(context, caller, admitted)
 
     def add(index: int, chunk: Chunk) -> None:
         choices[index].add(chunk)
@@ -81,11 +81,11 @@ async def create_completion(
         request,
         generation,
         usage=usage,
-        headers=answering.headers,
-        events=(lambda: _stream(answering, body, generation, choices, usage)) if body.stream else None,
+        headers=context.headers,
+        events=(lambda: _stream(context, body, generation, choices, usage)) if body.stream else None,
         add=add,
         whole=lambda: (
-            _head(answering, body) | {"choices": [choice.whole() for choice in choices], "usage": usage.as_dict()}
+            _head(context, body) | {"choices": [choice.whole() for choice in choices], "usage": usage.as_dict()}
         ),
     )
 
@@ -107,9 +107,13 @@ def _max_tokens(body: CompletionBody, num_prompt_tokens: int, services: Services
 
 
 async def _stream(
-    answering: Answering, body: CompletionBody, generation: Generation, choices: Sequence[_Choice], usage: Usage
+    context: InferenceContext,
+    body: CompletionBody,
+    generation: Generation,
+    choices: Sequence[_Choice],
+    usage: RequestUsage,
 ) -> AsyncGenerator[bytes, None]:
-    head = _head(answering, body)
+    head = _head(context, body)
     wants_usage = body.stream_options.include_usage
     has_running_usage = wants_usage and body.stream_options.continuous_usage_stats
     async for index, chunk in generation:
@@ -125,15 +129,15 @@ async def _stream(
         yield event(head | {"choices": [], "usage": usage.as_dict()})
 
 
-def _head(answering: Answering, body: CompletionBody) -> dict[str, Any]:
-    return {"id": answering.id, "object": "text_completion", "created": answering.created, "model": body.model}
+def _head(context: InferenceContext, body: CompletionBody) -> dict[str, Any]:
+    return {"id": context.id, "object": "text_completion", "created": context.created, "model": body.model}
 
 
 @dataclass(slots=True)
 class _Choice:
     """One choice as its chunks come: kept whole for an answer in one piece, or turned into parts for a stream."""
 
-    answering: Answering
+    context: InferenceContext
     body: CompletionBody
     index: int
     logprobs: CompletionLogprobs | None = None
@@ -142,8 +146,8 @@ class _Choice:
 
     def __post_init__(self) -> None:
         if self.body.logprobs is not None:
-            prompt = () if self.body.echo else self.answering.prompt_of(self.index).token_ids
-            self.logprobs = CompletionLogprobs(self.answering.services.tokenizer, self.body.skip_special_tokens, prompt)
+            prompt = () if self.body.echo else self.context.prompt_of(self.index).token_ids
+            self.logprobs = CompletionLogprobs(self.context.services.tokenizer, self.body.skip_special_tokens, prompt)
 
     def add(self, chunk: Chunk) -> None:
         part = self.part(chunk)
@@ -154,7 +158,7 @@ class _Choice:
         """What this chunk adds, as a stream says it; None when that is nothing."""
         text = chunk.text
         logprobs = []
-        prompt = self.answering.prompt_of(self.index)
+        prompt = self.context.prompt_of(self.index)
         is_first, self.has_begun = not self.has_begun, True
         if is_first and self.body.echo:
             text = self._prompt_text() + text
@@ -191,14 +195,14 @@ class _Choice:
             whole["logprobs"] = join_logprobs(part["logprobs"] for part in self.parts)
         if self.body.return_token_ids:
             whole["token_ids"] = [token_id for part in self.parts for token_id in part["token_ids"]]
-            whole["prompt_token_ids"] = list(self.answering.prompt_of(self.index).token_ids)
+            whole["prompt_token_ids"] = list(self.context.prompt_of(self.index).token_ids)
         return whole
 
     def _prompt_text(self) -> str:
-        prompt = self.answering.prompt_of(self.index)
+        prompt = self.context.prompt_of(self.index)
         if prompt.text is not None:
             return prompt.text
-        return self.answering.services.tokenizer.decode(prompt.token_ids, self.body.skip_special_tokens)
+        return self.context.services.tokenizer.decode(prompt.token_ids, self.body.skip_special_tokens)
 
 
 def finish_reason(chunk: Chunk) -> str | None:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from loraserve.api.inference.context import resolve_model
 from loraserve.api.inference.fields import json_fields, parse_body
-from loraserve.api.inference.prompts import Reading
+from loraserve.api.inference.prompts import PromptReader
 from loraserve.api.inference.quota import admitted_caller
 from loraserve.api.inference.sampling import check_token_ids
 from loraserve.api.inference.schemas import DetokenizeBody, TokenizeBody
@@ -41,13 +41,13 @@ async def tokenize(
         await resolve_model(services, caller, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Give either prompt or messages.", param="prompt")
-    reading = Reading(services, caller.tenant, num_bytes)
+    reader = PromptReader(services, caller.tenant, num_bytes)
     tokens: Sequence[int]
     if body.prompt is not None:
         add_special_tokens = True if body.add_special_tokens is None else body.add_special_tokens
-        tokens = await reading.text(body.prompt, add_special_tokens=add_special_tokens, param="prompt")
+        tokens = await reader.text(body.prompt, add_special_tokens=add_special_tokens, param="prompt")
     else:
-        chat = await reading.chat(
+        chat = await reader.chat(
             body.messages,
             add_generation_prompt=body.add_generation_prompt,
             add_special_tokens=bool(body.add_special_tokens),

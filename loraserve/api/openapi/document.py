@@ -14,7 +14,7 @@ from pydantic.json_schema import models_json_schema
 
 from loraserve.api import scopes
 from loraserve.api.errors import MANAGEMENT_PREFIX
-from loraserve.api.openapi import operations as told
+from loraserve.api.openapi import operations
 from loraserve.api.openapi.answers import Error, Problem
 from loraserve.api.openapi.operations import JSON, Content
 
@@ -115,7 +115,7 @@ def _complete(operation: Node, path: str, method: str, scope: str) -> None:
     operation["tags"] = [_tag(path)]
     operation["security"] = [] if is_open else [{_SECURITY: [scope]}]
     operation["parameters"] = _parameters(operation, key, path, is_open=is_open)
-    body = told.BODIES.get(key)
+    body = operations.BODIES.get(key)
     if body is not None:
         operation["requestBody"] = {"required": True, "content": _content(body)}
     operation["responses"] = dict(sorted(_responses(operation["responses"], key, is_management, is_open).items()))
@@ -140,7 +140,7 @@ def _parameters(operation: Node, key: str, path: str, *, is_open: bool) -> list[
         parameters.append(_parameter("Idempotency-Key", "The same request again, with this key, gets the same answer."))
     if MANAGEMENT_PREFIX in path and method == "GET":
         parameters.append(_parameter("If-None-Match", "ETags of states that are known: 304 if it is still one."))
-    if key in told.CONDITIONAL:
+    if key in operations.CONDITIONAL:
         parameters.append(_parameter("If-Match", "The ETag of the state to change: 412 if it is another one."))
     if key == "PUT /api/v1/adapters/{name}/aliases/{alias}":
         parameters.append(_parameter("If-None-Match", "`*`: only if there is no such alias yet; 412 if there is."))
@@ -165,13 +165,13 @@ def _parameter(name: str, description: str, *, where: str = "header", is_require
 def _responses(given: Node, key: str, is_management: bool, is_open: bool) -> Node:
     usual = next(status for status in given if status.startswith("2"))
     answer = given[usual]
-    if key in told.ANSWERS:
-        answer["content"] = _content(told.ANSWERS[key])
-    if key in told.MORE_FORMS:
-        answer["content"] |= _content(told.MORE_FORMS[key])
+    if key in operations.ANSWERS:
+        answer["content"] = _content(operations.ANSWERS[key])
+    if key in operations.MORE_FORMS:
+        answer["content"] |= _content(operations.MORE_FORMS[key])
     answer["description"] = HTTPStatus(int(usual)).phrase
     responses = {usual: answer}
-    for status in told.MORE_STATUSES.get(key, ()):
+    for status in operations.MORE_STATUSES.get(key, ()):
         responses[str(status)] = answer | {"description": HTTPStatus(status).phrase}
     if is_open:
         return responses | {"503": answer | {"description": "Not now."}}
@@ -192,9 +192,9 @@ def _errors(key: str, is_management: bool) -> set[int]:
         return found | {409} | ({504} if "completions" in key else set())
     if not key.startswith("GET "):
         found |= set(_CHANGES)
-    if key in told.CONDITIONAL:
+    if key in operations.CONDITIONAL:
         found.add(412)
-    if key in told.STORING:
+    if key in operations.STORING:
         found.add(507)
     return found
 
@@ -211,9 +211,9 @@ def _named(model: type[BaseModel]) -> Node:
 
 def _schemas() -> Node:
     """The models that `operations` names, and those in them."""
-    bodies = [kind for content in told.BODIES.values() for kind in content.values() if isinstance(kind, type)]
+    bodies = [kind for content in operations.BODIES.values() for kind in content.values() if isinstance(kind, type)]
     answers: list[type[BaseModel]] = [Error, Problem]
-    answers += [kind for content in told.ANSWERS.values() for kind in content.values() if isinstance(kind, type)]
+    answers += [kind for content in operations.ANSWERS.values() for kind in content.values() if isinstance(kind, type)]
     _, read = models_json_schema([(model, "validation") for model in bodies], ref_template=_REFERENCE)
     _, written = models_json_schema([(model, "serialization") for model in answers], ref_template=_REFERENCE)
     schemas: Node = {**read["$defs"], **written["$defs"]}

@@ -18,7 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from adapters_store import LocalStore
 from loraserve.api.app import create_app
-from loraserve.api.http.connection import Bounded
+from loraserve.api.http.connection import BoundedProtocol
 from loraserve.api.http.listener import connection_class
 from loraserve.api.services import Services
 from loraserve.db.session import Database
@@ -180,13 +180,13 @@ async def services(
 
 
 @pytest.fixture
-def http() -> type[Bounded] | None:
+def http() -> type[BoundedProtocol] | None:
     """The protocol of the test's connections; None: the server's own choice."""
     return None
 
 
 @pytest.fixture
-async def url(services: Services, http: type[Bounded] | None) -> AsyncIterator[str]:
+async def url(services: Services, http: type[BoundedProtocol] | None) -> AsyncIterator[str]:
     """A real server in this event loop."""
     config = uvicorn.Config(
         create_app(services),

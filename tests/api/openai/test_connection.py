@@ -15,17 +15,17 @@ import pytest
 from attack import KIB, MIB
 
 from loraserve.api.http import connection
-from loraserve.api.http.h11_connection import BoundedH11Connection
-from loraserve.api.http.httptools_connection import BoundedConnection
+from loraserve.api.http.h11_connection import H11Connection
+from loraserve.api.http.httptools_connection import HttptoolsConnection
 from loraserve.limits import LIMITS, Limits
 
 LIVE = attack.head("/livez", "GET")
 TRAILER_NAMES = ("authorization", "x-tenant", "idempotency-key", "x-request-id", "cookie", "accept")
 
 
-@pytest.fixture(params=[BoundedConnection, BoundedH11Connection], ids=["httptools", "h11"])
-def http(request: pytest.FixtureRequest) -> type[connection.Bounded]:
-    chosen: type[connection.Bounded] = request.param
+@pytest.fixture(params=[HttptoolsConnection, H11Connection], ids=["httptools", "h11"])
+def http(request: pytest.FixtureRequest) -> type[connection.BoundedProtocol]:
+    chosen: type[connection.BoundedProtocol] = request.param
     return chosen
 
 
@@ -133,14 +133,14 @@ async def test_what_takes_long_to_parse_is_parsed_in_turns(
 ) -> None:
     monkeypatch.setattr(connection, "_TURN_S", -1.0)
     turns = 0
-    pump = connection.Bounded._pump
+    pump = connection.BoundedProtocol._pump
 
-    def counted(self: connection.Bounded) -> None:
+    def counted(self: connection.BoundedProtocol) -> None:
         nonlocal turns
         turns += 1
         pump(self)
 
-    monkeypatch.setattr(connection.Bounded, "_pump", counted)
+    monkeypatch.setattr(connection.BoundedProtocol, "_pump", counted)
     body = json.dumps({"prompt": "y" * 100_000}).encode()
     key = f"Bearer {acme.key}"
     data = attack.head("/tokenize", content_length=str(len(body)), content_type="application/json", authorization=key)

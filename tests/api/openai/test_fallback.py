@@ -9,7 +9,7 @@ import httpx2
 import msgspec
 import pytest
 
-from loraserve.api.inference.target import Answerer
+from loraserve.api.inference.target import TargetSelector
 from loraserve.errors import AdapterCorrupt, AdapterNotReady, AdapterNumerics, AdapterUnavailable, Overloaded
 from loraserve.registry.binding import Binding, Fallback
 from loraserve.registry.model_name import parse_model
@@ -182,23 +182,25 @@ async def test_after_the_first_token_nobody_takes_over(
 
 def test_a_fallback_is_taken_once() -> None:
     ref = AdapterRef(tenant="t", name="sql", version=3, digest="", config_blob="", weights_blob="")  # type: ignore[arg-type]
-    answerer = Answerer(Binding(ref, fallback=Fallback(ref)), "base")
+    target = TargetSelector(Binding(ref, fallback=Fallback(ref)), "base")
     error = AdapterNotReady("It is still being read.")
-    assert [answerer.fall_back(error), answerer.fall_back(error)] == [True, False]
+    assert [target.fall_back(error), target.fall_back(error)] == [True, False]
 
 
 def test_a_granted_adapter_and_its_fallback_are_named_with_their_owner() -> None:
     ref = AdapterRef(tenant="t", name="sql", version=3, digest="", config_blob="", weights_blob="")  # type: ignore[arg-type]
     spare = msgspec.structs.replace(ref, version=1)
-    answerer = Answerer(Binding(ref, fallback=Fallback(spare), owners={ref.tenant: "acme"}), "base")
-    assert answerer.fall_back(AdapterNotReady("It is still being read."))
+    target = TargetSelector(Binding(ref, fallback=Fallback(spare), owners={ref.tenant: "acme"}), "base")
+    assert target.fall_back(AdapterNotReady("It is still being read."))
     told = "acme/sql@1; fallback-from=acme/sql@3; reason=adapter_not_ready"
-    assert answerer.headers() == {"x-loraserve-adapter": told}
+    assert target.headers() == {"x-loraserve-adapter": told}
 
 
 def test_a_base_of_any_name_fits_the_header() -> None:
     ref = AdapterRef(tenant="t", name="sql", version=3, digest="", config_blob="", weights_blob="")  # type: ignore[arg-type]
-    told = Answerer(Binding(None, fell_back_from=ref, fell_back_for="adapter_quarantined"), "modèle/日本\n").headers()
+    told = TargetSelector(
+        Binding(None, fell_back_from=ref, fell_back_for="adapter_quarantined"), "modèle/日本\n"
+    ).headers()
     value = told["x-loraserve-adapter"]
     assert value.isascii()
     assert value.isprintable()

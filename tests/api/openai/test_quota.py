@@ -12,7 +12,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from loraserve.api.inference.metering import Usage
+from loraserve.api.inference.metering import RequestUsage
 from loraserve.api.inference.prompts import Prompt
 from loraserve.api.services import Services
 from loraserve.errors import AdapterNumerics, DeadlineExceeded, Overloaded
@@ -257,8 +257,8 @@ def test_what_was_made_and_never_read_is_charged_when_the_request_ends(services:
     admitted = services.admissions.enter(caller)
     admitted.reserve(10, 50)
     prompt = Prompt(tuple(range(10)), None)
-    answering: Any = SimpleNamespace(prompts=[prompt], body=SimpleNamespace(n=1), services=services, adapter=None)
-    Usage(answering, caller, admitted).close(num_made=7)
+    context: Any = SimpleNamespace(prompts=[prompt], body=SimpleNamespace(n=1), services=services, adapter=None)
+    RequestUsage(context, caller, admitted).close(num_made=7)
     admitted.release()
     assert services.admissions.headers(caller)["x-ratelimit-remaining-tokens"] == "83"
 

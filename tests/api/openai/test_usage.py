@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 
-from loraserve.api.inference.metering import Usage
+from loraserve.api.inference.metering import RequestUsage
 from loraserve.api.inference.prompts import Prompt
 from loraserve.engine_client.output import Chunk
 from loraserve.errors import AdapterNotReady, EngineCrashed
@@ -119,14 +119,14 @@ def test_the_cached_count_is_billed_with_the_prompt_whichever_choice_is_first(se
     events: list[UsageEvent] = []
     meter = SimpleNamespace(record=events.append, persist=lambda: None)
     kept = SimpleNamespace(usage=meter, clock=time.time, admissions=services.admissions)
-    answering: Any = SimpleNamespace(
+    context: Any = SimpleNamespace(
         prompts=[Prompt(tuple(range(20)), None)],
         body=SimpleNamespace(n=2),
         services=kept,
         adapter=None,
-        answerer=SimpleNamespace(candidates=(None,)),
+        target=SimpleNamespace(candidates=(None,)),
     )
-    usage = Usage(answering, acme.caller, services.admissions.enter(acme.caller))
+    usage = RequestUsage(context, acme.caller, services.admissions.enter(acme.caller))
     chunk = Chunk(
         text="a",
         token_ids=(1,),
