@@ -11,7 +11,6 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from loraserve.api import scopes
-from loraserve.api.management.payloads.answers import ROOT, answer, answer_once, content_etag, created, encode
 from loraserve.api.management.payloads.multipart import multipart_boundary, read_upload
 from loraserve.api.management.payloads.resources import (
     AdapterResource,
@@ -20,7 +19,8 @@ from loraserve.api.management.payloads.resources import (
     VersionResource,
     page_of,
 )
-from loraserve.api.management.uploads import is_json, publish_stored, sender_of
+from loraserve.api.management.payloads.responses import ROOT, answer, answer_once, encode, rendered
+from loraserve.api.management.uploads import is_json, sender_of, publish_stored
 from loraserve.api.services import Services, services_of
 from loraserve.errors import InvalidRequest
 from loraserve.registry.health.checks import quarantine_error
@@ -93,12 +93,11 @@ async def publish_version(
 def _published_on(services: Services) -> Callable[[Published], StoredResponse]:
     def render(published: Published) -> StoredResponse:
         version = published.version
-        resource = VersionResource.of(version, services.registry.served_base.digest)
+        resource = VersionResource.on_base(version, services.registry.served_base.digest)
         if version.version is None:
-            body = encode(resource)
-            return StoredResponse(200, {"ETag": content_etag(body)}, body)
+            return rendered(resource)
         location = f"{ROOT}/adapters/{version.name}/versions/{version.version}"
-        return created(resource, location, status=201 if published.is_new else 200)
+        return rendered(resource, status=201 if published.is_new else 200, location=location)
 
     return render
 
@@ -110,14 +109,16 @@ async def list_adapters(
     """The tenant's adapters by name."""
     registry = services_of(request).registry
     page = await registry.list(caller.tenant, limit=limit, cursor=cursor)
-    show = partial(AdapterResource.of, served=registry.served_base.digest)
-    return answer(request, page_of(page.items, page.next_cursor, show))
+    show = partial(AdapterResource.on_base, served=registry.served_base.digest)
+    return answer(request, page_of(page, show))
 
 
 @router.get("/{name}", response_model=AdapterResource)
 async def get_adapter(name: str, request: Request, caller: Caller = Depends(_reader)) -> Response:
     registry = services_of(request).registry
-    return answer(request, AdapterResource.of(await registry.get(caller.tenant, name), registry.served_base.digest))
+    return answer(
+        request, AdapterResource.on_base(await registry.get(caller.tenant, name), registry.served_base.digest)
+    )
 
 
 @router.delete("/{name}", status_code=204)
@@ -134,15 +135,15 @@ async def list_versions(
     """The adapter's versions, newest first."""
     registry = services_of(request).registry
     page = await registry.list_versions(caller.tenant, name, limit=limit, cursor=cursor)
-    show = partial(VersionResource.of, served=registry.served_base.digest)
-    return answer(request, page_of(page.items, page.next_cursor, show))
+    show = partial(VersionResource.on_base, served=registry.served_base.digest)
+    return answer(request, page_of(page, show))
 
 
 @router.get("/{name}/versions/{number}", response_model=VersionResource)
 async def get_version(name: str, number: int, request: Request, caller: Caller = Depends(_reader)) -> Response:
     registry = services_of(request).registry
     version = await registry.get_version(caller.tenant, name, number)
-    return answer(request, VersionResource.of(version, registry.served_base.digest))
+    return answer(request, VersionResource.on_base(version, registry.served_base.digest))
 
 
 @router.delete("/{name}/versions/{number}", status_code=204)
@@ -172,8 +173,7 @@ async def verify_version(
         )
 
     def render(version: VersionRecord) -> StoredResponse:
-        body = encode(VersionResource.of(version, services.registry.served_base.digest))
-        return StoredResponse(200, {"ETag": content_etag(body)}, body)
+        return rendered(VersionResource.on_base(version, services.registry.served_base.digest))
 
     return await answer_once(request, caller, b"", work, render)
 

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+from typing import Annotated
+
 from fastapi import APIRouter, Depends, Request
+from pydantic import AliasPath, BeforeValidator, Field
 from starlette.responses import Response
 
 from loraserve.api import scopes
-from loraserve.api.management.payloads.answers import answer, answer_once, encode, read_precondition, revision_etag
-from loraserve.api.management.payloads.bodies import AliasChange, read_body
-from loraserve.api.management.payloads.resources import AliasResource, PageResource, page_of
+from loraserve.api.management.payloads.bodies import Body, read_body
+from loraserve.api.management.payloads.resources import PageResource, Resource, SplitResource, page_of
+from loraserve.api.management.payloads.responses import (
+    answer,
+    answer_once,
+    read_precondition,
+    rendered,
+    respond,
+    revision_etag,
+)
 from loraserve.api.services import services_of
 from loraserve.errors import InvalidRequest
-from loraserve.registry.records import AliasRecord, AliasTarget, ShadowPart, SplitPart
+from loraserve.limits import LIMITS
+from loraserve.registry.records import AliasTarget, AliasRecord, ShadowPart, SplitPart
 from loraserve.tenancy.idempotency import Once, StoredResponse
 from loraserve.tenancy.identity.auth import Caller
 
@@ -21,13 +33,51 @@ _reader = scopes.require(scopes.ADAPTERS_READ)
 _writer = scopes.require(scopes.ADAPTERS_WRITE)
 
 
+class SplitBody(Body):
+    version: int
+    weight: float
+
+
+class ShadowBody(Body):
+    version: int
+    share: float
+
+
+class AliasChange(Body):
+    """The whole of it: what isn't said isn't there any more."""
+
+    version: int | None = None
+    split: list[SplitBody] | None = Field(default=None, max_length=LIMITS.max_split_versions)
+    shadow: ShadowBody | None = None
+
+
+class ShadowResource(Resource):
+    version: int
+    share: float
+
+
+class AliasResource(Resource):
+    adapter: str
+    name: str
+    version: int
+    """Version of the alias; of a split, the version with the largest weight."""
+    split: Annotated[list[SplitResource] | None, BeforeValidator(lambda parts: parts or None)] = Field(
+        validation_alias=AliasPath("target", "split")
+    )
+    """null: all its traffic goes to `version`."""
+    shadow: ShadowResource | None
+    revision: int
+    """Number in the alias's ETag."""
+    updated_at: datetime
+
+
 @router.get("", response_model=PageResource[AliasResource])
 async def list_aliases(
     name: str, request: Request, limit: int = 50, cursor: str | None = None, caller: Caller = Depends(_reader)
 ) -> Response:
     """The adapter's aliases by name."""
     page = await services_of(request).registry.aliases.list(caller.tenant, name, limit=limit, cursor=cursor)
-    return answer(request, page_of(page.items, page.next_cursor, AliasResource.of))
+    return answer(request, page_of(page, AliasResource.of))
 
 
 @router.get("/{alias}", response_model=AliasResource)
@@ -46,8 +96,7 @@ async def put_alias(name: str, alias: str, request: Request, caller: Caller = De
     record, is_new = await services_of(request).registry.aliases.set(
         caller.tenant, name, alias, _target(body), shadow, actor=caller.key_id, condition=condition
     )
-    stored = _rendered(record)
-    return Response(stored.body, 201 if is_new else 200, stored.headers, media_type="application/json")
+    return respond(_rendered(record, status=201 if is_new else 200))
 
 
 @router.post("/{alias}/rollback", response_model=AliasResource)
@@ -86,5 +135,5 @@ def _target(body: AliasChange) -> AliasTarget:
     return AliasTarget(body.version)
 
 
-def _rendered(record: AliasRecord) -> StoredResponse:
-    return StoredResponse(200, {"ETag": revision_etag(record.revision)}, encode(AliasResource.of(record)))
+def _rendered(record: AliasRecord, *, status: int = 200) -> StoredResponse:
+    return rendered(AliasResource.of(record), status=status, etag=revision_etag(record.revision))

@@ -10,7 +10,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from loraserve.api import scopes
-from loraserve.api.management.payloads.answers import header_list, names_etag
+from loraserve.api.management.payloads.responses import header_list, names_etag
 from loraserve.api.services import services_of
 from loraserve.errors import AdapterCorrupt, BlobCorrupt, BlobNotFound, NotFound
 from loraserve.tenancy.identity.auth import Caller

@@ -8,10 +8,9 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from loraserve.api import scopes
-from loraserve.api.management.payloads.answers import ROOT, answer, content_etag, encode
 from loraserve.api.management.payloads.resources import PageResource, Resource, page_of
+from loraserve.api.management.payloads.responses import ROOT, answer, rendered, respond
 from loraserve.api.services import services_of
-from loraserve.registry.catalog.grants import GrantRecord
 from loraserve.tenancy.identity.auth import Caller
 
 router = APIRouter(prefix="/adapters/{name}/grants")
@@ -25,10 +24,6 @@ class GrantResource(Resource):
     """The name of the tenant that may use it."""
     created_at: datetime
 
-    @classmethod
-    def of(cls, record: GrantRecord) -> GrantResource:
-        return cls(adapter=record.adapter, tenant=record.tenant, created_at=record.created_at)
-
 
 @router.get("", response_model=PageResource[GrantResource])
 async def list_grants(
@@ -36,24 +31,22 @@ async def list_grants(
 ) -> Response:
     """Who may use the adapter beside its owner, by name."""
     page = await services_of(request).registry.grants.list(caller.tenant, name, limit=limit, cursor=cursor)
-    return answer(request, page_of(page.items, page.next_cursor, GrantResource.of))
+    return answer(request, page_of(page, GrantResource.of))
 
 
 @router.get("/{tenant}", response_model=GrantResource)
 async def get_grant(name: str, tenant: str, request: Request, caller: Caller = Depends(_owner)) -> Response:
     """The grant to one tenant."""
-    return answer(
-        request, GrantResource.of(await services_of(request).registry.grants.get(caller.tenant, name, tenant))
-    )
+    record = await services_of(request).registry.grants.get(caller.tenant, name, tenant)
+    return answer(request, GrantResource.of(record))
 
 
 @router.put("/{tenant}", response_model=GrantResource)
 async def put_grant(name: str, tenant: str, request: Request, caller: Caller = Depends(_owner)) -> Response:
     """The tenant may use the adapter, as ``OWNER/NAME``. 201 if it couldn't before."""
     record, is_new = await services_of(request).registry.grants.create(caller.tenant, name, tenant, actor=caller.key_id)
-    content = encode(GrantResource.of(record))
-    headers = {"ETag": content_etag(content), "Location": f"{ROOT}/adapters/{name}/grants/{tenant}"}
-    return Response(content, 201 if is_new else 200, headers, media_type="application/json")
+    location = f"{ROOT}/adapters/{name}/grants/{tenant}"
+    return respond(rendered(GrantResource.of(record), status=201 if is_new else 200, location=location))
 
 
 @router.delete("/{tenant}", status_code=204)

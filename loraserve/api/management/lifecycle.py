@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fastapi import APIRouter, Depends, Request
+from pydantic import Field
 from starlette.responses import Response
 
 from loraserve.api import scopes
-from loraserve.api.management.payloads.answers import answer, answer_once, content_etag, encode
-from loraserve.api.management.payloads.bodies import AdapterEdit, VersionEdit, read_body
-from loraserve.api.management.payloads.resources import AdapterResource, Resource, VersionResource
+from loraserve.api.management.payloads.bodies import Body, read_body
+from loraserve.api.management.payloads.resources import AdapterResource, VersionResource
+from loraserve.api.management.payloads.responses import answer, answer_once, rendered
 from loraserve.api.services import services_of
 from loraserve.registry.catalog.metadata import Edit
 from loraserve.registry.records import AdapterRecord, VersionRecord
@@ -20,31 +23,43 @@ router = APIRouter(prefix="/adapters/{name}")
 _writer = scopes.require(scopes.ADAPTERS_WRITE)
 
 
+class VersionEdit(Body):
+    """What isn't said stays; null empties it."""
+
+    notes: str | None = None
+    tags: dict[str, str] | None = None
+
+    def as_edit(self) -> Edit:
+        return Edit(
+            notes=self.notes or "" if "notes" in self.model_fields_set else None,
+            tags=self.tags or {} if "tags" in self.model_fields_set else None,
+        )
+
+
+class AdapterEdit(VersionEdit):
+    fallback: int | str | None = Field(default=None, union_mode="left_to_right")
+
+    def as_edit(self) -> Edit:
+        fallback = "" if self.fallback is None else str(self.fallback)
+        return replace(super().as_edit(), fallback=fallback if "fallback" in self.model_fields_set else None)
+
+
 @router.patch("", response_model=AdapterResource)
 async def edit_adapter(name: str, request: Request, caller: Caller = Depends(_writer)) -> Response:
     """The adapter's notes, tags and fallback are these; what the body doesn't say stays."""
     body = await read_body(request, AdapterEdit)
-    edit = Edit(
-        notes=body.notes or "" if "notes" in body.model_fields_set else None,
-        tags=body.tags or {} if "tags" in body.model_fields_set else None,
-        fallback=_fallback(body) if "fallback" in body.model_fields_set else None,
-    )
     registry = services_of(request).registry
-    record = await registry.metadata.edit(caller.tenant, name, edit, actor=caller.key_id)
-    return answer(request, AdapterResource.of(record, registry.served_base.digest))
+    record = await registry.metadata.edit(caller.tenant, name, body.as_edit(), actor=caller.key_id)
+    return answer(request, AdapterResource.on_base(record, registry.served_base.digest))
 
 
 @router.patch("/versions/{number}", response_model=VersionResource)
 async def edit_version(name: str, number: int, request: Request, caller: Caller = Depends(_writer)) -> Response:
     """The version's notes and tags are these; what the body doesn't say stays."""
     body = await read_body(request, VersionEdit)
-    edit = Edit(
-        notes=body.notes or "" if "notes" in body.model_fields_set else None,
-        tags=body.tags or {} if "tags" in body.model_fields_set else None,
-    )
     registry = services_of(request).registry
-    record = await registry.metadata.edit_version(caller.tenant, name, number, edit, actor=caller.key_id)
-    return answer(request, VersionResource.of(record, registry.served_base.digest))
+    record = await registry.metadata.edit_version(caller.tenant, name, number, body.as_edit(), actor=caller.key_id)
+    return answer(request, VersionResource.on_base(record, registry.served_base.digest))
 
 
 @router.post("/restore", response_model=AdapterResource)
@@ -56,7 +71,7 @@ async def restore_adapter(name: str, request: Request, caller: Caller = Depends(
         return await registry.restorer.restore(caller.tenant, name, actor=caller.key_id, once=once)
 
     def render(record: AdapterRecord) -> StoredResponse:
-        return _stored(AdapterResource.of(record, registry.served_base.digest))
+        return rendered(AdapterResource.on_base(record, registry.served_base.digest))
 
     return await answer_once(request, caller, b"", work, render)
 
@@ -70,15 +85,6 @@ async def restore_version(name: str, number: int, request: Request, caller: Call
         return await registry.restorer.restore_version(caller.tenant, name, number, actor=caller.key_id, once=once)
 
     def render(record: VersionRecord) -> StoredResponse:
-        return _stored(VersionResource.of(record, registry.served_base.digest))
+        return rendered(VersionResource.on_base(record, registry.served_base.digest))
 
     return await answer_once(request, caller, b"", work, render)
-
-
-def _fallback(body: AdapterEdit) -> str:
-    return "" if body.fallback is None else str(body.fallback)
-
-
-def _stored(resource: Resource) -> StoredResponse:
-    body = encode(resource)
-    return StoredResponse(200, {"ETag": content_etag(body)}, body)

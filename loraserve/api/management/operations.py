@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import fields
 from datetime import datetime
 from typing import Any
 
@@ -10,9 +10,9 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from loraserve.api import scopes
-from loraserve.api.management.payloads.answers import ROOT, answer, answer_once, content_etag, created, encode
 from loraserve.api.management.payloads.bodies import Body, read_body
 from loraserve.api.management.payloads.resources import PageResource, Resource, page_of
+from loraserve.api.management.payloads.responses import ROOT, answer, answer_once, rendered, respond
 from loraserve.api.services import services_of
 from loraserve.registry.operations import OperationRecord
 from loraserve.tenancy.idempotency import Once, StoredResponse
@@ -50,18 +50,9 @@ class OperationResource(Resource):
     updated_at: datetime
 
     @classmethod
-    def of(cls, record: OperationRecord) -> OperationResource:
-        return cls(
-            id=record.id,
-            kind=record.kind,
-            target=record.target,
-            state=record.state,
-            progress=ProgressResource(bytes_done=record.bytes_done, bytes_total=record.bytes_total),
-            result=_as_dict(record.result),
-            error=_as_dict(record.error),
-            created_at=record.created_at,
-            updated_at=record.updated_at,
-        )
+    def of_operation(cls, record: OperationRecord) -> OperationResource:
+        values = {field.name: getattr(record, field.name) for field in fields(record)}
+        return cls.model_validate(values | {"progress": ProgressResource.of(record)})
 
 
 @router.post("/adapters/{name}/pulls", status_code=202, response_model=OperationResource)
@@ -81,7 +72,7 @@ async def pull_adapter(name: str, request: Request, caller: Caller = Depends(_ad
 
 
 def _begun(record: OperationRecord) -> StoredResponse:
-    return created(OperationResource.of(record), f"{ROOT}/operations/{record.id}", status=202)
+    return rendered(OperationResource.of_operation(record), status=202, location=f"{ROOT}/operations/{record.id}")
 
 
 @router.get("/operations", response_model=PageResource[OperationResource])
@@ -89,28 +80,23 @@ async def list_operations(
     request: Request, limit: int = 50, cursor: str | None = None, caller: Caller = Depends(_reader)
 ) -> Response:
     """The tenant's operations, newest first; for an admin key that names no tenant, everyone's."""
-    page = await services_of(request).registry.operations.list(_whose(caller), limit=limit, cursor=cursor)
-    return answer(request, page_of(page.items, page.next_cursor, OperationResource.of))
+    page = await services_of(request).registry.operations.list(_visible_tenant(caller), limit=limit, cursor=cursor)
+    return answer(request, page_of(page, OperationResource.of_operation))
 
 
 @router.get("/operations/{operation_id}", response_model=OperationResource)
 async def get_operation(operation_id: str, request: Request, caller: Caller = Depends(_reader)) -> Response:
-    record = await services_of(request).registry.operations.get(_whose(caller), operation_id)
-    return answer(request, OperationResource.of(record))
+    record = await services_of(request).registry.operations.get(_visible_tenant(caller), operation_id)
+    return answer(request, OperationResource.of_operation(record))
 
 
 @router.delete("/operations/{operation_id}", status_code=202, response_model=OperationResource)
 async def cancel_operation(operation_id: str, request: Request, caller: Caller = Depends(_writer)) -> Response:
     """Cancel it: it ends soon, whichever server does it. One that has ended stays as it is. 202 with the operation."""
     operations = services_of(request).registry.operations
-    record = await operations.cancel(_whose(caller), operation_id, actor=caller.key_id)
-    body = encode(OperationResource.of(record))
-    return Response(body, 202, {"ETag": content_etag(body)}, media_type="application/json")
+    record = await operations.cancel(_visible_tenant(caller), operation_id, actor=caller.key_id)
+    return respond(rendered(OperationResource.of_operation(record), status=202))
 
 
-def _whose(caller: Caller) -> TenantId | None:
+def _visible_tenant(caller: Caller) -> TenantId | None:
     return None if caller.sees_all else caller.tenant
-
-
-def _as_dict(value: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    return None if value is None else dict(value)

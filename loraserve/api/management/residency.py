@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Depends, Request
+from pydantic import Field
 from starlette.responses import Response
 
 from loraserve.api import scopes
-from loraserve.api.management.payloads.answers import answer
-from loraserve.api.management.payloads.resources import MemoryResource, ResidencyPageResource, ResidencyResource
+from loraserve.api.management.payloads.resources import PageResource, Resource
+from loraserve.api.management.payloads.responses import answer
 from loraserve.api.services import services_of
 from loraserve.tenancy.identity.auth import Caller
 from loraserve.types import AdapterResidency, Tier
@@ -20,6 +21,51 @@ if TYPE_CHECKING:
 router = APIRouter()
 
 _reader = scopes.require(scopes.ADAPTERS_READ)
+
+
+class ResidencyResource(Resource):
+    tenant: str
+    name: str
+    version: int
+    digest: str
+    size_bytes: int
+    """Bytes of its files, which are on disk wherever else it is."""
+    tier: Tier
+    device_bytes: int
+    host_bytes: int
+    num_pins: int | None
+    """Requests for this version, alone or in a sum, between their first and last token; null for a tenant's key."""
+    is_pinned: bool
+    last_used_s: float | None
+    """Seconds since this version's last use, a tenant's own; null: not used since the server started."""
+    dtype: str | None
+    """Format of its matrices (fp32, bf16, fp16, int8); null: it's in no memory."""
+    precision_loss: float | None
+    """Largest relative error over its modules of the update in memory, compared with the uploaded one; null: it's in no memory."""
+    uses_per_s: float | None
+    """Recent requests for this version per second, decaying; null for a tenant's key."""
+
+
+class MemoryResource(Resource):
+    """What there is of each tier's memory, and who has it, by the engine's last heartbeat."""
+
+    budget_bytes: int = Field(validation_alias="device_bytes")
+    """Most bytes of the device that KV blocks and adapters may take together: the sum of the five below."""
+    kv_used_bytes: int = Field(validation_alias="kv_bytes_used")
+    kv_idle_bytes: int = Field(validation_alias="kv_bytes_idle")
+    adapters_used_bytes: int = Field(validation_alias="adapter_bytes_used")
+    """Bytes of adapters that are pinned or being loaded."""
+    adapters_idle_bytes: int = Field(validation_alias="adapter_bytes_idle")
+    free_bytes: int
+    num_device_adapters: int = Field(validation_alias="device_adapters")
+    host_budget_bytes: int = Field(validation_alias="host_adapter_budget_bytes")
+    host_adapter_bytes: int
+    num_host_adapters: int = Field(validation_alias="host_adapters")
+
+
+class ResidencyPageResource(PageResource[ResidencyResource]):
+    memory: MemoryResource | None
+    """null for a tenant's key: it would reveal what other tenants do."""
 
 
 @router.get("/residency", response_model=ResidencyPageResource)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+from typing import Any
+
 from fastapi import APIRouter, Depends, Request
 from pydantic import ConfigDict
 from starlette.responses import Response
 
 from loraserve.api import scopes
-from loraserve.api.management.payloads.answers import answer
-from loraserve.api.management.payloads.resources import AuditResource, PageResource, Resource, page_of
+from loraserve.api.management.payloads.resources import PageResource, Resource, page_of
+from loraserve.api.management.payloads.responses import answer
 from loraserve.api.services import services_of
 from loraserve.tenancy.identity.auth import Caller
 
@@ -50,33 +53,21 @@ class LimitsResource(Resource):
     model_config = ConfigDict(extra="allow", frozen=True)
 
 
+class AuditResource(Resource):
+    id: int
+    at: datetime
+    tenant: str | None
+    actor: str
+    action: str
+    target: str
+    detail: dict[str, Any]
+
+
 @router.get("/base", response_model=BaseResource)
 async def get_base(request: Request, caller: Caller = Depends(_reader)) -> Response:
     """The resident base model, with the shapes that an adapter must have."""
     base = services_of(request).engine.base
-    return answer(
-        request,
-        BaseResource(
-            id=base.id,
-            digest=base.digest,
-            architecture=base.architecture,
-            num_layers=base.num_layers,
-            hidden_size=base.hidden_size,
-            vocab_size=base.vocab_size,
-            max_model_len=base.max_model_len,
-            modules=dict(base.modules),
-            module_paths=dict(base.module_paths),
-            layers_path=base.layers_path,
-            dtype=base.dtype,
-            quantization=base.quantization,
-            arithmetic=base.arithmetic,
-            kernels=base.kernels,
-            instructions=base.instructions,
-            device=base.device,
-            num_parameters=base.num_parameters,
-            size_bytes=base.size_bytes,
-        ),
-    )
+    return answer(request, BaseResource.of(base))
 
 
 @router.get("/limits", response_model=LimitsResource)
@@ -92,4 +83,4 @@ async def list_audit(
     """Who did what to the tenant's things, newest first; for an admin key that names no tenant, to anyone's."""
     tenant = None if caller.sees_all else caller.tenant
     page = await services_of(request).registry.list_audit(tenant, limit=limit, cursor=cursor)
-    return answer(request, page_of(page.items, page.next_cursor, AuditResource.of))
+    return answer(request, page_of(page, AuditResource.of))

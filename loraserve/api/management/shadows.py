@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -9,8 +10,8 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from loraserve.api import scopes
-from loraserve.api.management.payloads.answers import answer
 from loraserve.api.management.payloads.resources import PageResource, Resource, page_of
+from loraserve.api.management.payloads.responses import answer
 from loraserve.api.services import services_of
 from loraserve.tenancy.identity.auth import Caller
 
@@ -42,19 +43,13 @@ class ShadowHourResource(Resource):
     """From the request to the last token, summed over the requests that both answered."""
 
     @classmethod
-    def of(cls, record: ShadowHourRecord) -> ShadowHourResource:
-        tally = record.tally
+    def of_hour(cls, record: ShadowHourRecord) -> ShadowHourResource:
+        """Return the resource of an hour, whose tally's fields are its own here."""
         return cls(
             hour=record.hour,
             version=record.version,
             shadow_version=record.shadow_version,
-            num_requests=tally.num_requests,
-            num_failed=tally.num_failed,
-            num_equal=tally.num_equal,
-            num_tokens=tally.num_tokens,
-            num_agreed_tokens=tally.num_agreed_tokens,
-            live_ms=tally.live_ms,
-            shadow_ms=tally.shadow_ms,
+            **asdict(record.tally),
         )
 
 
@@ -69,4 +64,4 @@ async def list_shadow_hours(
 ) -> Response:
     """The hours in which copies of the alias's requests ran on its shadow version, the newest first."""
     page = await services_of(request).registry.shadow_hours.list(caller.tenant, name, alias, limit=limit, cursor=cursor)
-    return answer(request, page_of(page.items, page.next_cursor, ShadowHourResource.of))
+    return answer(request, page_of(page, ShadowHourResource.of_hour))

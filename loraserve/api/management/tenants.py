@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from datetime import datetime
+from typing import Any
+
 from fastapi import APIRouter, Depends, Request
-from pydantic import Field
+from pydantic import AwareDatetime, Field
 from starlette.responses import Response
 
 from loraserve.api import scopes
-from loraserve.api.management.payloads.answers import (
+from loraserve.api.management.payloads.bodies import Body, read_body
+from loraserve.api.management.payloads.resources import PageResource, Resource, page_of
+from loraserve.api.management.payloads.responses import (
     ROOT,
     answer,
     answer_once,
     check_content_match,
     content_etag,
-    created,
     encode,
+    rendered,
+    respond,
 )
-from loraserve.api.management.payloads.bodies import Body, KeyCreate, read_body
-from loraserve.api.management.payloads.resources import KeyResource, PageResource, TenantResource, page_of
 from loraserve.api.services import services_of
 from loraserve.errors import Conflict
 from loraserve.tenancy.idempotency import Once, StoredResponse
@@ -84,6 +89,46 @@ class TenantCreate(TenantPatch):
     name: str
 
 
+class KeyCreate(Body):
+    name: str = "key"
+    scopes: list[str] | None = Field(default=None, max_length=16)
+    # JSON has no instants: text is taken, in ISO 8601 with an offset.
+    expires_at: AwareDatetime | None = Field(default=None, strict=False)
+
+
+class TenantResource(Resource):
+    id: str
+    name: str
+    limits: dict[str, int | float | None]
+    """null: only the server's own bounds."""
+    weight: float
+    prices: dict[str, Any] | None
+    """Prices per million tokens, as decimal text; null: its tokens have no price."""
+    created_at: datetime
+
+    @classmethod
+    def of_tenant(cls, record: TenantRecord) -> TenantResource:
+        policy = record.policy
+        return cls(
+            id=record.id,
+            name=record.name,
+            limits=asdict(policy.limits),
+            weight=policy.weight,
+            prices=None if policy.prices is None else policy.prices.as_json(),
+            created_at=record.created_at,
+        )
+
+
+class KeyResource(Resource):
+    id: str
+    name: str
+    scopes: list[str]
+    prefix: str
+    created_at: datetime
+    expires_at: datetime | None
+    revoked_at: datetime | None
+
+
 class NewKeyResource(KeyResource):
     key: str
     """The secret. It is in this answer and nowhere else."""
@@ -99,7 +144,7 @@ async def create_tenant(request: Request, caller: Caller = Depends(_admin)) -> R
         return await tenants.create(body.name, actor=caller.key_id, policy=policy, once=once)
 
     def render(record: TenantRecord) -> StoredResponse:
-        return created(TenantResource.of(record), f"{ROOT}/tenants/{record.name}")
+        return rendered(TenantResource.of_tenant(record), status=201, location=f"{ROOT}/tenants/{record.name}")
 
     return await answer_once(request, caller, await request.body(), work, render)
 
@@ -110,12 +155,12 @@ async def list_tenants(
 ) -> Response:
     """Every tenant by name."""
     page = await services_of(request).authenticator.tenants.list(limit=limit, cursor=cursor)
-    return answer(request, page_of(page.items, page.next_cursor, TenantResource.of))
+    return answer(request, page_of(page, TenantResource.of_tenant))
 
 
 @router.get("/{tenant}", response_model=TenantResource)
 async def get_tenant(tenant: str, request: Request, caller: Caller = Depends(_admin)) -> Response:
-    return answer(request, TenantResource.of(await services_of(request).authenticator.tenants.get(tenant)))
+    return answer(request, TenantResource.of_tenant(await services_of(request).authenticator.tenants.get(tenant)))
 
 
 @router.patch("/{tenant}", response_model=TenantResource)
@@ -129,10 +174,9 @@ async def update_tenant(tenant: str, request: Request, caller: Caller = Depends(
         tenant,
         body.as_change(),
         actor=caller.key_id,
-        check=lambda before: check_content_match(request, TenantResource.of(before)),
+        check=lambda before: check_content_match(request, TenantResource.of_tenant(before)),
     )
-    content = encode(TenantResource.of(record))
-    return Response(content, headers={"ETag": content_etag(content)}, media_type="application/json")
+    return respond(rendered(TenantResource.of_tenant(record)))
 
 
 @router.delete("/{tenant}", status_code=204)
@@ -172,13 +216,13 @@ async def create_key(tenant: str, request: Request, caller: Caller = Depends(_ad
             " shown then and isn't kept.",
             hint="If it was lost, revoke that key and make another with a new Idempotency-Key.",
         )
-    resource = NewKeyResource(**KeyResource.of(made[0].record).model_dump(), key=made[0].secret)
-    content = encode(resource)
+    key = KeyResource.of(made[0].record)
     headers = {
-        "ETag": content_etag(encode(KeyResource.of(made[0].record))),
-        "Location": f"{ROOT}/tenants/{owner.name}/keys/{resource.id}",
+        "ETag": content_etag(encode(key)),
+        "Location": f"{ROOT}/tenants/{owner.name}/keys/{key.id}",
         "Cache-Control": "no-store",
     }
+    content = encode(NewKeyResource(**key.model_dump(), key=made[0].secret))
     return Response(content, 201, headers, media_type="application/json")
 
 
@@ -190,7 +234,7 @@ async def list_keys(
     authenticator = services_of(request).authenticator
     owner = await authenticator.tenants.get(tenant)
     page = await authenticator.keys.list(owner.id, limit=limit, cursor=cursor)
-    return answer(request, page_of(page.items, page.next_cursor, KeyResource.of))
+    return answer(request, page_of(page, KeyResource.of))
 
 
 @router.delete("/{tenant}/keys/{key_id}", status_code=204)

@@ -14,9 +14,9 @@ from starlette.responses import Response
 
 from loraserve.api import scopes
 from loraserve.api.http.json_body import parse_json
-from loraserve.api.management.payloads.answers import ROOT, answer, answer_once, content_etag, created, encode
 from loraserve.api.management.payloads.bodies import Body, read_body
 from loraserve.api.management.payloads.resources import Resource
+from loraserve.api.management.payloads.responses import ROOT, answer, answer_once, rendered, respond
 from loraserve.api.services import services_of
 from loraserve.errors import InvalidRequest, PayloadTooLarge
 from loraserve.limits import LIMITS
@@ -51,17 +51,6 @@ class UploadResource(Resource):
     """The whole blob is there, and hashes to its digest."""
     expires_at: datetime
 
-    @classmethod
-    def of(cls, record: UploadRecord) -> UploadResource:
-        return cls(
-            id=record.id,
-            sha256=record.sha256,
-            size=record.size,
-            received=record.received,
-            is_complete=record.is_complete,
-            expires_at=record.expires_at,
-        )
-
 
 @router.post("", status_code=201, response_model=UploadResource)
 async def create_upload(request: Request, caller: Caller = Depends(_writer)) -> Response:
@@ -81,7 +70,8 @@ async def create_upload(request: Request, caller: Caller = Depends(_writer)) -> 
 
 def _created(result: tuple[UploadRecord, bool]) -> StoredResponse:
     record, is_new = result
-    return created(UploadResource.of(record), f"{ROOT}/uploads/{record.id}", status=201 if is_new else 200)
+    status, location = 201 if is_new else 200, f"{ROOT}/uploads/{record.id}"
+    return rendered(UploadResource.of(record), status=status, location=location)
 
 
 @router.get("/{upload_id}", response_model=UploadResource)
@@ -103,8 +93,7 @@ async def send_piece(upload_id: str, request: Request, caller: Caller = Depends(
     record = await services.registry.uploads.resumable.receive(
         caller.tenant, upload_id, start, end, size, request.stream(), sender_of(request)
     )
-    body = encode(UploadResource.of(record))
-    return Response(body, headers={"ETag": content_etag(body)}, media_type="application/json")
+    return respond(rendered(UploadResource.of(record)))
 
 
 @router.delete("/{upload_id}", status_code=204)

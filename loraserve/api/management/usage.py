@@ -12,8 +12,8 @@ from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
 from loraserve.api import scopes
-from loraserve.api.management.payloads.answers import answer, content_etag, header_list
-from loraserve.api.management.payloads.resources import Resource
+from loraserve.api.management.payloads.resources import PageResource, Resource
+from loraserve.api.management.payloads.responses import answer, content_etag, header_list
 from loraserve.api.services import Services, services_of
 from loraserve.errors import InvalidRequest, NotFound
 from loraserve.tenancy.billing.meter import plain
@@ -56,17 +56,8 @@ class UsageResource(Resource):
     currency: str | None
 
 
-class UsagePageResource(Resource):
-    data: list[UsageResource]
-    next_cursor: str | None
-    """Pass it as ``cursor`` for the next page; null: this is the last."""
-
-
-class _Page(Resource):
-    """A `UsagePageResource` whose sums have the fields alone that they were grouped by."""
-
-    data: list[dict[str, Any]]
-    next_cursor: str | None
+class UsagePageResource(PageResource[UsageResource]):
+    pass
 
 
 @router.get("/usage", response_model=UsagePageResource, response_model_exclude_unset=True)
@@ -89,7 +80,7 @@ async def get_usage(
     services = services_of(request)
     reports = _reports(services)
     query = UsageQuery(
-        tenant=await _whose(reports, caller, tenant),
+        tenant=await _visible_tenant(reports, caller, tenant),
         adapter=None if adapter is None else "" if adapter == services.engine.base.id else adapter,
         start=_read_instant(start, "from"),
         end=_read_instant(end, "to"),
@@ -100,7 +91,10 @@ async def get_usage(
         headers = {"ETag": content_etag(content), "Content-Disposition": 'attachment; filename="usage.csv"'}
         return Response(content, headers=headers, media_type=_CSV)
     page = await reports.page(query, limit=limit, cursor=cursor)
-    return answer(request, _Page(data=[_fields(item) for item in page.items], next_cursor=page.next_cursor))
+    return answer(
+        request,
+        UsagePageResource(data=[UsageResource(**_fields(item)) for item in page.items], next_cursor=page.next_cursor),
+    )
 
 
 def _reports(services: Services) -> UsageReports:
@@ -112,7 +106,7 @@ def _reports(services: Services) -> UsageReports:
     return UsageReports(services.usage)
 
 
-async def _whose(reports: UsageReports, caller: Caller, tenant: str | None) -> TenantId | None:
+async def _visible_tenant(reports: UsageReports, caller: Caller, tenant: str | None) -> TenantId | None:
     """Whose usage is asked for; None: everyone's.
 
     Raises:

@@ -1,74 +1,92 @@
-"""/v1/models: the base, and the adapters that the key may use."""
+"""GET /v1/models: the base, and the adapters that the key may use."""
 
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any
+from typing import Literal
 
 from fastapi import APIRouter, Depends, Request
+from pydantic import BaseModel
 
 from loraserve.api import scopes
-from loraserve.api.services import Services, services_of
+from loraserve.api.services import services_of
 from loraserve.registry.model_name import parse_model
 from loraserve.tenancy.identity.auth import Caller
+from loraserve.types import BaseSpec
 
 router = APIRouter()
 
 _require_inference = scopes.require(scopes.INFERENCE)
 
 
+class Model(BaseModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    """Id of the base; null: this is the base."""
+    max_model_len: int
+
+    @classmethod
+    def of_base(cls, base: BaseSpec) -> Model:
+        # Files don't tell when a model was made; clients want a number.
+        return cls(
+            id=base.id,
+            object="model",
+            created=0,
+            owned_by="loraserve",
+            root=base.id,
+            parent=None,
+            max_model_len=base.max_model_len,
+        )
+
+    @classmethod
+    def of_adapter(cls, name: str, base: BaseSpec, *, owned_by: str, created_at: datetime, digest: str) -> Model:
+        return cls(
+            id=name,
+            object="model",
+            created=int(created_at.timestamp()),
+            owned_by=owned_by,
+            root=f"sha256:{digest}",
+            parent=base.id,
+            max_model_len=base.max_model_len,
+        )
+
+
+class ModelList(BaseModel):
+    object: Literal["list"]
+    data: list[Model]
+
+
 @router.get("/models")
-async def list_models(request: Request, caller: Caller = Depends(_require_inference)) -> dict[str, Any]:
-    """The base first, then the tenant's adapters that a bare name reaches, then those that others granted to it, as ``OWNER/NAME``."""
+async def list_models(request: Request, caller: Caller = Depends(_require_inference)) -> ModelList:
+    """List the base first, then the tenant's adapters that a bare name reaches, then those that other tenants granted, as ``OWNER/NAME``."""
     services = services_of(request)
-    base = _base(services)
-    adapters = await services.registry.list_servable(caller.tenant)
-    data = [
-        _adapter(services, item.owned_by, item.model, item.created_at, item.digest)
-        for item in adapters
+    base = services.engine.base
+    adapters = [
+        Model.of_adapter(item.model, base, owned_by=item.owned_by, created_at=item.created_at, digest=item.digest)
+        for item in await services.registry.list_servable(caller.tenant)
         # the base's id wins over a tenant and an adapter of its
-        if item.model != base["id"]
+        if item.model != base.id
     ]
-    return {"object": "list", "data": [base, *data]}
+    return ModelList(object="list", data=[Model.of_base(base), *adapters])
 
 
 @router.get("/models/{model:path}")
-async def get_model(model: str, request: Request, caller: Caller = Depends(_require_inference)) -> dict[str, Any]:
-    """One model, by any of its names. A sum of adapters isn't one: it is there for its request alone.
+async def get_model(model: str, request: Request, caller: Caller = Depends(_require_inference)) -> Model:
+    """Return one model, by any of its names. A sum of adapters isn't one: it exists for its request alone.
 
     Raises:
         ModelNotFound: the tenant has no such model.
         AdapterQuarantined: it isn't served.
     """
     services = services_of(request)
-    parsed = parse_model(model, services.engine.base.id)
-    if parsed.is_base:
-        return _base(services)
-    target = await services.registry.describe(caller.tenant, parsed)
-    return _adapter(services, parsed.owner or caller.tenant_name, model, target.created_at, target.ref.digest)
-
-
-def _base(services: Services) -> dict[str, Any]:
     base = services.engine.base
-    # Files don't tell when a model was made; clients want a number.
-    return _entry(services, base.id, 0, owned_by="loraserve", root=base.id, parent=None)
-
-
-def _adapter(services: Services, owned_by: str, model: str, created_at: datetime, digest: str) -> dict[str, Any]:
-    created = int(created_at.timestamp())
-    parent = services.engine.base.id
-    return _entry(services, model, created, owned_by=owned_by, root=f"sha256:{digest}", parent=parent)
-
-
-def _entry(
-    services: Services, model: str, created: int, *, owned_by: str, root: str, parent: str | None
-) -> dict[str, Any]:
-    return {
-        "id": model,
-        "object": "model",
-        "created": created,
-        "owned_by": owned_by,
-        "root": root,
-        "parent": parent,
-        "max_model_len": services.engine.base.max_model_len,
-    }
+    parsed = parse_model(model, base.id)
+    if parsed.is_base:
+        return Model.of_base(base)
+    target = await services.registry.describe(caller.tenant, parsed)
+    owner = parsed.owner or caller.tenant_name
+    return Model.of_adapter(model, base, owned_by=owner, created_at=target.created_at, digest=target.ref.digest)

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from loraserve.api import scopes
-from loraserve.api.management.payloads.answers import content_etag, header_list, names_etag
+from loraserve.api.management.payloads.responses import content_etag, header_list, names_etag
 from loraserve.api.openapi.document import describe
 from loraserve.tenancy.identity.auth import Caller
 

@@ -17,22 +17,6 @@ class Health(_Answer):
     """Description of what is waited for; only while it isn't ok."""
 
 
-class Model(_Answer):
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    root: str
-    parent: str | None
-    """The base's id; null: this is the base."""
-    max_model_len: int
-
-
-class ModelList(_Answer):
-    object: Literal["list"]
-    data: list[Model]
-
-
 class PromptDetails(_Answer):
     cached_tokens: int
 

@@ -8,11 +8,12 @@ from typing import Any
 from pydantic import BaseModel
 
 from loraserve.api.inference.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from loraserve.api.management.aliases import AliasChange
+from loraserve.api.management.lifecycle import AdapterEdit, VersionEdit
 from loraserve.api.management.operations import PullCreate
-from loraserve.api.management.payloads.bodies import AdapterEdit, AliasChange, KeyCreate, VersionEdit
-from loraserve.api.management.tenants import TenantCreate, TenantPatch
+from loraserve.api.management.tenants import KeyCreate, TenantCreate, TenantPatch
 from loraserve.api.management.uploads import UploadCreate
-from loraserve.api.openapi.answers import ChatCompletion, Completion, Health, Model, ModelList, Text, Tokens
+from loraserve.api.openapi.answers import ChatCompletion, Completion, Health, Text, Tokens
 
 Schema = Mapping[str, Any]
 Content = Mapping[str, type[BaseModel] | Schema]
@@ -73,8 +74,6 @@ ANSWERS: Mapping[str, Content] = {
     "GET /readyz": {JSON: Health},
     "GET /health": {JSON: Health},
     "GET /metrics": {METRICS: {"type": "string"}},
-    "GET /v1/models": {JSON: ModelList},
-    "GET /v1/models/{model}": {JSON: Model},
     "POST /v1/completions": {JSON: Completion, EVENTS: _EVENTS},
     "POST /v1/chat/completions": {JSON: ChatCompletion, EVENTS: _EVENTS},
     "POST /tokenize": {JSON: Tokens},

@@ -1,16 +1,15 @@
-"""What management routes take as JSON. Unknown fields are refused: a misspelt one must not be ignored."""
+"""JSON bodies of management routes. Unknown fields are refused: a misspelt one must not be ignored."""
 
 from __future__ import annotations
 
 from typing import TypeVar
 
 from fastapi import Request
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from loraserve.api.http.json_body import json_object
 from loraserve.api.services import services_of
 from loraserve.errors import InvalidRequest
-from loraserve.limits import LIMITS
 
 
 class Body(BaseModel):
@@ -20,47 +19,11 @@ class Body(BaseModel):
 Model = TypeVar("Model", bound=Body)
 
 
-class SplitBody(Body):
-    version: int
-    weight: float
-
-
-class ShadowBody(Body):
-    version: int
-    share: float
-
-
-class AliasChange(Body):
-    """The whole of it: what isn't said isn't there any more."""
-
-    version: int | None = None
-    split: list[SplitBody] | None = Field(default=None, max_length=LIMITS.max_split_versions)
-    shadow: ShadowBody | None = None
-
-
-class VersionEdit(Body):
-    """What isn't said stays; null empties it."""
-
-    notes: str | None = None
-    tags: dict[str, str] | None = None
-
-
-class AdapterEdit(VersionEdit):
-    fallback: int | str | None = Field(default=None, union_mode="left_to_right")
-
-
-class KeyCreate(Body):
-    name: str = "key"
-    scopes: list[str] | None = Field(default=None, max_length=16)
-    # JSON has no instants: text is taken, in ISO 8601 with an offset.
-    expires_at: AwareDatetime | None = Field(default=None, strict=False)
-
-
 async def read_body(request: Request, model: type[Model]) -> Model:
-    """The request's JSON as `model`.
+    """Read the request's JSON as a `model`.
 
     Raises:
-        InvalidRequest: it isn't strict JSON, a field is missing, wrong or unknown; `param` names it and nothing is repeated.
+        InvalidRequest: it isn't strict JSON, or a field is missing, wrong or unknown; `param` names the field, no value is repeated.
     """
     value = await json_object(request, services_of(request).text_threads)
     try:

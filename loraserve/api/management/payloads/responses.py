@@ -1,4 +1,4 @@
-"""Answers with an ETag, conditions on it, and answers that are given again for the same ``Idempotency-Key``."""
+"""Responses with an ETag, preconditions on it, and responses that are replayed for the same ``Idempotency-Key``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REVISION_ETAG = re.compile(r'"r([0-9]{1,10})"')
 
 
 def answer(request: Request, resource: Resource, *, etag: str | None = None) -> Response:
-    """200 with the resource and its ETag, or 304 if the client has this state already (``If-None-Match``)."""
+    """Return 200 with the resource and its ETag, or 304 if the client has this state already (``If-None-Match``)."""
     body = encode(resource)
     etag = etag or content_etag(body)
     known = header_list(request, "if-none-match")
@@ -34,18 +34,19 @@ def answer(request: Request, resource: Resource, *, etag: str | None = None) -> 
 
 
 def header_list(request: Request, name: str) -> str | None:
-    """Join the lines of a header whose value is a list; None: it is absent. Of two lines neither may be overlooked."""
+    """Join the lines of a header whose value is a list, so that none is overlooked; None: it is absent."""
     lines = request.headers.getlist(name)
     return ", ".join(lines) if lines else None
 
 
 def names_etag(header: str, etag: str) -> bool:
-    """Whether an ``If-None-Match`` is ``*`` or lists `etag`, weak or strong. Time grows with the header's length, no faster."""
+    """Return whether an ``If-None-Match`` is ``*`` or lists `etag`, weak or strong, in time linear in the header's length."""
     return header.strip() == "*" or etag in (tag.strip().removeprefix("W/") for tag in header.split(","))
 
 
 def encode(resource: Resource) -> bytes:
-    return orjson.dumps(resource.model_dump(mode="json"))
+    """Return the resource's JSON, without fields that were never set."""
+    return orjson.dumps(resource.model_dump(mode="json", exclude_unset=True))
 
 
 def content_etag(body: bytes) -> str:
@@ -53,10 +54,10 @@ def content_etag(body: bytes) -> str:
 
 
 def check_content_match(request: Request, resource: Resource) -> None:
-    """Return if ``If-Match`` is absent, ``*``, or names the state that `resource` has, by its `content_etag`.
+    """Check that ``If-Match`` is absent, ``*``, or the `content_etag` of the resource.
 
     Raises:
-        PreconditionFailed: it changed since the client read it.
+        PreconditionFailed: the resource changed since the client read it.
     """
     match = header_list(request, "if-match")
     # Strong comparison: a weak tag names no state of ours.
@@ -66,15 +67,15 @@ def check_content_match(request: Request, resource: Resource) -> None:
 
 
 def revision_etag(revision: int) -> str:
-    """The ETag of a resource that is changed by compare-and-swap."""
+    """Return the ETag of a resource that is changed by compare-and-swap."""
     return f'"r{revision}"'
 
 
 def read_precondition(request: Request) -> Precondition:
-    """What ``If-Match`` and ``If-None-Match`` ask of a resource with a `revision_etag`.
+    """Read what ``If-Match`` and ``If-None-Match`` require of a resource with a `revision_etag`.
 
     Raises:
-        InvalidRequest: a header isn't a list of ETags or ``*``; or If-None-Match isn't ``*``, the only form that a PUT has use for.
+        InvalidRequest: a header isn't a list of ETags or ``*``; or If-None-Match isn't ``*``, the only form of use to a PUT.
     """
     match, none_match = header_list(request, "if-match"), header_list(request, "if-none-match")
     if none_match is not None and none_match.strip() != "*":
@@ -101,16 +102,16 @@ async def answer_once(
     work: Callable[[Once[T] | None], Awaitable[T]],
     render: Callable[[T], StoredResponse],
 ) -> Response:
-    """`render(work(…))`, done once per ``Idempotency-Key``: the same request again gets the first one's answer.
+    """Return `render(work(…))`, computed once per ``Idempotency-Key``: a repeated request gets the first response.
 
     Args:
-        content: what makes the body this body, so that the same key with another one is refused.
-        work: does it, in a transaction with the `Once` it is given (None: the request has no key).
-        render: the answer to a result. It is stored, so it holds no secret.
+        content: identifies the body, so that the same key with another body is refused.
+        work: does the request, in a transaction with the given `Once` (None: the request has no key).
+        render: returns the response to a result. It is stored, so it must hold no secret.
 
     Raises:
-        IdempotencyKeyReused: the key came before with another request.
-        InvalidRequest: the key can't be one.
+        IdempotencyKeyReused: the key was used with another request.
+        InvalidRequest: the key is malformed.
     """
     key = request.headers.get("idempotency-key")
     once = None
@@ -129,9 +130,13 @@ def respond(stored: StoredResponse, *, replayed: bool = False) -> Response:
     return Response(stored.body, stored.status, headers, media_type="application/json")
 
 
-def created(resource: Resource, location: str, *, status: int = 201) -> StoredResponse:
+def rendered(
+    resource: Resource, *, status: int = 200, etag: str | None = None, location: str | None = None
+) -> StoredResponse:
+    """Render the resource with its ETag: of its content, unless one is given."""
     body = encode(resource)
-    return StoredResponse(status, {"ETag": content_etag(body), "Location": location}, body)
+    headers = {"ETag": etag or content_etag(body)}
+    return StoredResponse(status, headers if location is None else headers | {"Location": location}, body)
 
 
 def _fingerprint(request: Request, content: bytes) -> str:
