@@ -1,4 +1,4 @@
-"""The application: every router, the error handlers, the guard, and the check that each route says who may call it."""
+"""Build the application: routers, error handlers, guard, metrics, and the check of scopes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from loraserve.tenancy.limits.shares import Shares
 
 
 def create_app(services: Services) -> FastAPI:
-    """The ASGI application over `services`.
+    """Build the ASGI application over `services`.
 
     Raises:
         ConfigError: a route declares no scope.
@@ -50,7 +50,10 @@ def create_app(services: Services) -> FastAPI:
 
 
 def _collectors(services: Services) -> tuple[Collector, ...]:
-    """Return the collectors of what the services count. They look the services up anew at every scrape."""
+    """Return the collectors of what the services count.
+
+    They look the services up anew at every scrape.
+    """
 
     def shares() -> tuple[Shares, ...]:
         return (*services.rooms.all(), *services.registry.uploads.shares())
@@ -68,7 +71,10 @@ def _collectors(services: Services) -> tuple[Collector, ...]:
 
 
 def _route_names(app: FastAPI) -> dict[Any, str]:
-    """Endpoint → its whole path, for logs and metrics: the route in a request's scope knows its router's part alone."""
+    """Map each endpoint to its whole path, for logs and metrics.
+
+    The route in a request's scope knows its router's part alone.
+    """
     names: dict[Any, str] = {}
     for context in iter_route_contexts(app.routes):
         # what is there under /t/{tenant} too counts as the same

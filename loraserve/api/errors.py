@@ -1,4 +1,4 @@
-"""How HTTP says an error: class → status, and the body that the route's clients expect."""
+"""Translate errors to HTTP: class → status, and the body that the route's clients expect."""
 
 from __future__ import annotations
 
@@ -87,7 +87,10 @@ def openai_envelope(error: LoraserveError) -> dict[str, Any]:
 
 
 def problem(error: LoraserveError, request_id: str | None) -> dict[str, Any]:
-    """RFC 9457's problem document. ``errors`` has one entry per thing that is wrong: ``{"detail", "field"}``."""
+    """RFC 9457's problem document.
+
+    ``errors`` has one entry per thing that is wrong: ``{"detail", "field"}``.
+    """
     status = status_of(error)
     if isinstance(error, errors.AdapterRejected):
         details = [{"detail": text, "field": None} for text in error.problems]
@@ -107,7 +110,7 @@ def problem(error: LoraserveError, request_id: str | None) -> dict[str, Any]:
 
 
 def headers_of(error: LoraserveError) -> dict[str, str]:
-    """``Retry-After`` in whole seconds, and ``retry-after-ms`` for clients that read it; ``WWW-Authenticate`` on a 401."""
+    """Return ``Retry-After`` in seconds and ``retry-after-ms``, or ``WWW-Authenticate`` on a 401."""
     status = status_of(error)
     if status == 401:
         return {"www-authenticate": 'Bearer realm="loraserve"'}
@@ -127,7 +130,7 @@ def headers_of(error: LoraserveError) -> dict[str, str]:
 def error_response(
     error: LoraserveError, *, path: str, request_id: str | None, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """The answer for `error` on `path`: problem+json under /api/v1, OpenAI's envelope everywhere else."""
+    """Return the response for `error`: problem+json under /api/v1, OpenAI's envelope elsewhere."""
     is_management = path == MANAGEMENT_PREFIX or path.startswith(MANAGEMENT_PREFIX + "/")
     body = problem(error, request_id) if is_management else openai_envelope(error)
     media_type = "application/problem+json" if is_management else "application/json"
@@ -140,7 +143,7 @@ def error_response(
 
 
 def from_http_exception(error: HTTPException) -> LoraserveError:
-    """The framework's own refusals, in our words: they never repeat what was sent."""
+    """Translate the framework's own refusals. The message never repeats what was sent."""
     if error.status_code == 404:
         return NotFound("There is no such route.")
     if error.status_code == 405:
@@ -153,7 +156,10 @@ def from_http_exception(error: HTTPException) -> LoraserveError:
 
 
 def from_validation_error(error: RequestValidationError) -> InvalidRequest:
-    """A path's or a query's parameter that isn't what the route declares. The input isn't repeated."""
+    """Translate a path or query parameter that isn't what the route declares.
+
+    The message doesn't repeat the input.
+    """
     details = error.errors()
     if not details:
         return InvalidRequest("The request is not valid.")
@@ -163,7 +169,10 @@ def from_validation_error(error: RequestValidationError) -> InvalidRequest:
 
 
 def install(app: FastAPI) -> None:
-    """Every error of a route leaves as `error_response` says; what nobody foresaw is logged and says only that it happened."""
+    """Install the handlers of every error that a route raises.
+
+    An unforeseen error is logged, and its response only says that it happened.
+    """
 
     def respond(request: Request, error: LoraserveError, headers: Mapping[str, str] | None = None) -> Response:
         request_id = request.scope.get("state", {}).get("request_id")
@@ -191,7 +200,10 @@ def install(app: FastAPI) -> None:
 
 
 def _allowed(request: Request) -> str:
-    """The methods of every route with the request's path; the framework names the first one's."""
+    """Return the methods of every route with the request's path.
+
+    The framework names only the first's.
+    """
     path = request.scope["path"]
     methods: set[str] = set()
     for context in iter_route_contexts(request.app.routes):
@@ -201,6 +213,6 @@ def _allowed(request: Request) -> str:
 
 
 def unforeseen(error: BaseException) -> LoraserveError:
-    """What the client of an error that is our fault is told; the log has the rest."""
+    """Log an error that is our fault, and return the error to show the client in its place."""
     logger.error("an unforeseen error", exc_info=error)
     return LoraserveError("The server failed to answer; its log says why under this request's id.")

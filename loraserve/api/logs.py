@@ -1,4 +1,7 @@
-"""Logs go to stderr, one event per line: JSON for machines, plain lines on a terminal. Nothing secret is ever put into one."""
+"""Logs go to stderr, one event per line: JSON for machines, plain lines on a terminal.
+
+Nothing secret is ever put into one.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import structlog
 
 
 def configure_logging(level: str) -> None:
-    """Every log of this process, the libraries' included, passes structlog from now on."""
+    """Send every log of this process, the libraries' included, through structlog."""
     shared: list[structlog.typing.Processor] = [
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
@@ -39,13 +42,13 @@ def configure_logging(level: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    # Alembic and asyncio tell at INFO what nobody asked for.
+    # Alembic and asyncio log noise at INFO.
     for name in ("alembic", "asyncio", "uvicorn"):
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLevelName(level.upper())))
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Return whether a record is worth a line; a traceback isn't where it tells that something was cancelled."""
+    """Return whether a record is worth a line. A traceback isn't if it tells of a cancellation."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, asyncio.CancelledError):
         # A request that a stop cut short, a question to the database that was given up.

@@ -1,4 +1,7 @@
-"""Probes and metrics. Probes are open to anyone, and say nothing about tenants or models; metrics need a key."""
+"""Probes and metrics.
+
+Probes need no key, and say nothing about tenants or models; metrics need a key.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ router = APIRouter()
 @router.get("/livez")
 @scopes.open
 async def livez(request: Request) -> JSONResponse:
-    """200 while the engine steps or is being brought back; 503 once it can't be, so that an orchestrator restarts the server."""
+    """Return 200 while the engine steps or restarts, 503 once it can't restart.
+
+    An orchestrator then restarts the server.
+    """
     engine = services_of(request).engine
     return _answer(engine.is_live, engine.status)
 
@@ -24,7 +30,9 @@ async def livez(request: Request) -> JSONResponse:
 @router.get("/readyz")
 @scopes.open
 async def readyz(request: Request) -> JSONResponse:
-    """200 once the base is loaded and requests are computed; 503 before, while the engine hangs, between engines, and from the start of a shutdown.
+    """Return 200 once the base is loaded and requests are computed, otherwise 503.
+
+    Among others while the engine hangs or restarts, and from the start of a shutdown.
 
     With 503, `detail` says what is waited for, such as how far a load is. While the database is away, known keys and names are served on, so that is
     said beside a 200: ``"database": "unavailable"``.
@@ -39,13 +47,16 @@ async def readyz(request: Request) -> JSONResponse:
 @router.get("/health")
 @scopes.open
 async def health(request: Request) -> JSONResponse:
-    """As /readyz, for clients that ask here."""
+    """Answer as /readyz, for clients that ask here."""
     return await readyz(request)
 
 
 @router.get("/metrics", dependencies=[Depends(scopes.require(scopes.METRICS_READ))])
 async def metrics(request: Request) -> Response:
-    """Every metric in Prometheus's text format. It names all tenants' adapters: it takes an admin key, or one with this scope alone."""
+    """Return every metric in Prometheus's text format.
+
+    It names all tenants' adapters: it needs an admin key, or one with this scope alone.
+    """
     return Response(generate_latest(services_of(request).metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 

@@ -1,4 +1,7 @@
-"""Who may call a route. Every route declares a scope or that it is open; the application doesn't start otherwise."""
+"""Scopes of routes.
+
+Every route declares a scope or that it is open; the application doesn't start otherwise.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +34,13 @@ CallerDependency = Callable[[Request], Awaitable[Caller]]
 
 
 def open(endpoint: Endpoint) -> Endpoint:
-    """Marks a route that answers anyone, without a key."""
+    """Mark a route as open: it needs no key."""
     setattr(endpoint, _MARK, _OPEN)
     return endpoint
 
 
 def require(scope: str) -> CallerDependency:
-    """A dependency that gives the caller, once its key is good and has `scope`.
+    """Return a dependency that returns the caller, once its key is valid and has `scope`.
 
     An admin key has every scope, and acts for the tenant of ``/t/{tenant}`` or of the header ``X-Tenant``.
 
@@ -88,7 +91,7 @@ def _who_has(scope: str, caller: Caller) -> str:
 
 
 def bearer_key(request: Request) -> str:
-    """The secret of ``Authorization: Bearer …``.
+    """Return the secret of ``Authorization: Bearer …``.
 
     Raises:
         AuthenticationError: there is none, or it can't be a key.

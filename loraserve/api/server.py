@@ -45,14 +45,17 @@ EXIT_OK, EXIT_INTERRUPTED = 0, 130
 _NOTICE_S = 0.5
 """Between "not ready" and refusing work: load balancers look away first."""
 _KEEP_ALIVE_S = 75
-"""For a connection between two requests. Longer than clients and load balancers keep one (5 s, 60 s), so that they close it:
-whoever's next request meets our closing sees a connection error."""
+"""Seconds that an idle connection is kept.
+
+Longer than clients and load balancers keep one (5 s, 60 s), so that they close it: a request that
+meets our closing fails.
+"""
 _CLOSE_S = 5
-"""For connections to end once their requests have."""
+"""Seconds for connections to end once their requests have."""
 
 
 def serve(settings: Settings) -> int:
-    """Serve until SIGTERM or SIGINT, and return the exit code: 0 after a drain, 130 after an interrupt.
+    """Serve until SIGTERM or SIGINT; return the exit code: 0 after a drain, 130 after an interrupt.
 
     The socket listens at once; /readyz says 503 until the base is loaded. An empty registry is migrated; one that is behind is refused.
 
@@ -68,7 +71,7 @@ def serve(settings: Settings) -> int:
 async def _serve(settings: Settings) -> int:
     # what is too long for the event loop is mostly uploads': where the engine computes on the same cores, tokens come first
     asyncio.get_running_loop().set_default_executor(_threads("server"))
-    # Its default ends the process at once, streams and all: a closed terminal, or an operator who means "read the settings again".
+    # Its default ends the process at once, streams and all: a closed terminal, or an operator who wants the settings reread.
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _ignore_hangup)
     listener = open_listener(settings.host, settings.port)
     with listener:
@@ -174,13 +177,15 @@ async def _make_services(settings: Settings) -> tuple[Services, Database]:
 
 
 def _show_admin_key(secret: str) -> None:
-    """The one time that a made key is seen: on stderr, past the logs, which are kept."""
+    """Show a generated key, the only time: on stderr, past the logs, which are kept."""
     sys.stderr.write(f"\nAdmin key (shown this once; set LORASERVE_ADMIN_KEY to use your own):\n  {secret}\n\n")
     sys.stderr.flush()
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: they would end the process by the signal, where a drain ends with 0."""
+    """uvicorn without its signal handlers, which would end the process by the signal instead of
+    a drain.
+    """
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -189,7 +194,7 @@ class _Server(uvicorn.Server):
 
 @dataclass(slots=True)
 class _Lifetime:
-    """One run of the server, from the first accepted connection to the last closed."""
+    """Lifetime of the server, from the first accepted connection to the last closed."""
 
     services: Services
     listener: socket.socket
@@ -249,7 +254,10 @@ class _Lifetime:
         logger.info("ready", url=url, base=base.id, max_model_len=base.max_model_len)
 
     async def _drain(self, number: signal.Signals) -> None:
-        """Not ready; then no new work; then what runs has the grace period. A second signal ends the waiting."""
+        """Not ready; then no new work; then what runs has the grace period.
+
+        A second signal ends the waiting.
+        """
         logger.info("draining", signal=number.name, grace_s=self.grace_s)
         draining = asyncio.create_task(self._drain_slowly(number is not signal.SIGINT))
         hurry = asyncio.create_task(self._signals.get())

@@ -1,4 +1,4 @@
-"""What the routes work with: made once by `loraserve.api.server`, carried by the application."""
+"""Container of the parts behind the routes, filled once and carried by the application."""
 
 from __future__ import annotations
 
@@ -40,14 +40,15 @@ class Services:
     tokenizer: Tokenizer
     chat_template: ChatTemplate
     usage: UsageMeter | None = None
-    """None: nobody is billed."""
+    """Meter of billed usage; None: nothing is billed."""
     admissions: Admissions = field(default_factory=Admissions)
     metrics: ServerMetrics = field(default_factory=ServerMetrics)
     text_threads: TextThreads = field(default_factory=TextThreads)
     limits: Limits = LIMITS
     clock: Callable[[], float] = time.time
     is_draining: bool = False
-    """Not ready any more; requests are still taken for a moment, until load balancers have noticed."""
+    """Not ready any more; requests are still taken for a moment, until load balancers have noticed.
+    """
     is_closed: bool = False
     """New work is refused; what runs may finish."""
     shadows: ShadowRunner = field(init=False)
@@ -68,6 +69,6 @@ class Services:
 
 
 def services_of(connection: HTTPConnection) -> Services:
-    """The services of the application that answers this request."""
+    """Return the services of the application that answers this request."""
     services: Services = connection.app.state.services
     return services

@@ -1,4 +1,4 @@
-"""Copies of requests on shadow versions: run beside the answers, compared with them, and given to nobody."""
+"""Run copies of requests on shadow versions beside the answers, compare them, and discard them."""
 
 from __future__ import annotations
 
@@ -30,53 +30,64 @@ logger = logging.getLogger(__name__)
 PRIORITY = 1 << 20
 """After every request of its tenant: clients can say 1000 at most."""
 MAX_KV_USE = 0.75
-"""Of the KV blocks: above it a copy would soon push somebody out."""
+"""Highest share of KV blocks in use at which copies run.
+
+Above it a copy would soon preempt a request.
+"""
 _LOOK_S = 0.5
 """Between two looks whether the server is busy: as often as the engine says."""
 COMPARED, FAILED, DROPPED, ABANDONED = "compared", "failed", "dropped", "abandoned"
 OUTCOMES = (COMPARED, FAILED, DROPPED, ABANDONED)
-"""What becomes of a copy. `DROPPED`: the server had better things to do, now or before its end; `ABANDONED`: there is no answer to compare with."""
+"""Outcomes of a copy.
+
+`DROPPED`: the server was busy, before or during it; `ABANDONED`: there is no answer to compare
+with.
+"""
 
 
 class ShadowCopy:
-    """One request's copy, and what was seen of both answers so far."""
+    """Copy of one request, and the tokens of both answers so far."""
 
     def __init__(self, shadow: Shadow, request: GenerateRequest, version: int) -> None:
         self.shadow = shadow
         self.request = request
         self.version = version
-        """Which answers."""
+        """Version that answers."""
         self.live_token_ids: list[int] = []
         self.token_ids: list[int] = []
         self.seconds: float | None = None
-        """From its start to its last token."""
+        """Seconds from the copy's start to its last token."""
         self.task: asyncio.Task[None] | None = None
         self.is_running = True
-        """Whether it takes anything of the engine; afterwards it may only wait for the other answer."""
+        """Whether it still takes resources of the engine; afterwards it may wait for the other
+        answer.
+        """
         self.outcome = ABANDONED
-        """What a cancellation means."""
+        """Outcome if the copy is cancelled."""
         self._live_s: asyncio.Future[float] = asyncio.get_running_loop().create_future()
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """The client's answer goes on."""
+        """Add tokens to the client's answer."""
         self.live_token_ids.extend(token_ids)
 
     def complete(self, seconds: float) -> None:
-        """The client's answer is whole, so long after its request: the copy can be compared once it is."""
+        """Note that the client's answer was complete after `seconds`; compare once the copy is
+        complete too.
+        """
         if not self._live_s.done():
             self._live_s.set_result(seconds)
 
     def abandon(self) -> None:
-        """The client's answer has ended. If it isn't whole, nobody needs the copy any more."""
+        """Note that the client's answer has ended; cancel the copy if the answer isn't complete."""
         if not self._live_s.done() and self.task is not None:
             self.task.cancel()
 
     async def live_s(self) -> float:
-        """How long the client's answer took, once it is whole."""
+        """Wait until the client's answer is complete; return how many seconds it took."""
         return await self._live_s
 
     def compare(self, live_s: float) -> Tally:
-        """What both answers have in common."""
+        """Return the comparison of both answers."""
         live, mine = self.live_token_ids, self.token_ids
         num_agreed = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(live, mine, strict=False)))
         return Tally(
@@ -90,7 +101,7 @@ class ShadowCopy:
 
 
 class ShadowRunner:
-    """The copies that run now, few and of the lowest priority; nobody is billed for one, and no limit of a tenant's counts it.
+    """Run few copies at the lowest priority, outside of bills and of tenants' limits.
 
     A copy gives way as soon as requests wait in the engine or its KV blocks are nearly used up.
 
@@ -124,9 +135,10 @@ class ShadowRunner:
             metrics.shadow_requests.labels(outcome)
 
     def start_copy(self, request: GenerateRequest, shadow: Shadow) -> ShadowCopy | None:
-        """The copy of `request`, which has just had its first token, if it is one of the share and there is room; it runs from now on.
+        """Start the copy of `request`, at its first token, if it falls into the share and there is
+        room.
 
-        Who uses an adapter that another tenant granted has none: it would be at its cost, and for the owner's figures.
+        A tenant that uses a granted adapter has none: it would be at its cost, and for the owner's figures.
         """
         if shadow.adapter.tenant != request.tenant:
             return None
@@ -155,7 +167,7 @@ class ShadowRunner:
         return copy
 
     async def close(self) -> None:
-        """No copy runs, and none will."""
+        """Stop all copies, and start no more."""
         self._is_closed = True
         tasks = [copy.task for copy in self._copies if copy.task is not None]
         self._drop(self._copies)
@@ -213,7 +225,7 @@ class ShadowRunner:
         self._num_waiting -= 1
 
     def _end(self, copy: ShadowCopy, task: asyncio.Task[None]) -> None:
-        """Every ending passes here."""
+        """Clean up after a copy, however it ended."""
         self._copies.discard(copy)
         tenant = copy.request.tenant
         self._num_by_tenant[tenant] -= 1

@@ -1,1 +1,1 @@
-"""HTTP below the routes: bounded connections, the outermost middleware, JSON bodies and server-sent events."""
+"""HTTP below the routes: bounded connections, the guard, JSON bodies and server-sent events."""

@@ -1,4 +1,4 @@
-"""An HTTP connection that can't be held or flooded: bounds on what a client sends around its requests, and on how long it takes.
+"""HTTP connections that can't be held or flooded: bounds on bytes around requests, and on time.
 
 Both of uvicorn's protocols have them: `httptools_connection` and `h11_connection` say how their parsers count.
 """
@@ -24,10 +24,13 @@ from loraserve.tenancy.limits.shares import Holder, Shares, address_holder
 
 _WRITE_BUFFER_BYTES = 64 * KIB
 _DRAINED_BYTES = _WRITE_BUFFER_BYTES - _WRITE_BUFFER_BYTES // 4
-"""Least that a reader takes of a full buffer until it is written to again."""
+"""Fewest bytes that a reader takes of a full buffer until it is written to again."""
 _SEND_BUFFER_BYTES = 256 * KIB
 HEAD_SLACK = 2
-"""The guard answers a head over its bound with words; here it is only kept from growing without end."""
+"""Factor over the bound of a head here.
+
+The guard, which answers a head over the bound in words, sees heads up to this one.
+"""
 _PIECE_BYTES = 8 * KIB
 """Bounds are looked at after so many bytes: a read of the socket may bring 256 KiB."""
 _TURN_S = 0.005
@@ -44,7 +47,10 @@ _CAN_SEND = "loraserve.can_send"
 
 
 async def can_send(scope: Scope) -> bool:
-    """Wait until the connection takes what is sent at once; False: its client has left. What is sent in the same turn of the event loop is handed over."""
+    """Wait until the connection takes what is sent at once; False: its client has left.
+
+    What is sent in the same turn of the event loop is handed over.
+    """
     wait = scope.get(_CAN_SEND)
     return True if wait is None else bool(await wait())
 
@@ -78,17 +84,20 @@ class _Flow(FlowControl):
 
 
 class BoundedProtocol(asyncio.Protocol):
-    """Bounds that the two connections have in common; it stands before uvicorn's own protocol in their bases.
+    """Bounds on a connection, mixed in before one of uvicorn's protocols.
 
     - A head is complete after `LIMITS.stalled_reader_s` and isn't far over its bound.
-    - Chunk framing is in proportion to the body; between two bytes of a body, and after the last, stand `LIMITS.max_trailer_bytes` at most.
-    - Trailers are counted, and dropped: they are never headers. Those that a message's end hangs on are refused.
+    - Chunk framing is in proportion to the body, with at most `LIMITS.max_trailer_bytes` between two
+      bytes of a body, and after the last.
+    - Trailers are counted and dropped: they are never headers. Those that decide where a message
+      ends are refused.
     - A body whose request was answered comes to its end within `LIMITS.stalled_reader_s` and 16 MiB.
-    - Requests sent ahead wait unparsed, and what takes longer than 5 ms to parse is parsed in turns with other connections.
-    - A peer that falls `LIMITS.stalled_reader_s` behind `LIMITS.min_read_bytes_per_s` with what is written to it is cut.
-    - An address that has its share of all connections is told so, and closed at once.
+    - Pipelined requests wait unparsed; parsing yields to other connections every 5 ms.
+    - A reader that falls `LIMITS.stalled_reader_s` behind `LIMITS.min_read_bytes_per_s` is cut.
+    - An address over its share of all connections is refused and closed at once.
 
-    What is over a bound is answered with words where an answer can stand, and its connection is closed. A closed connection cancels its request.
+    A message over a bound is answered with an error where HTTP allows an answer, and its connection
+    is closed. A closed connection cancels its request.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -126,7 +135,7 @@ class BoundedProtocol(asyncio.Protocol):
         """Time by which the reader may fall further behind."""
         self._holder: Holder | None = None
 
-    # what the two parsers do
+    # implemented by the two parsers
 
     def _parse(self, piece: bytes) -> None:
         """Give `piece` to uvicorn's protocol."""
@@ -221,7 +230,7 @@ class BoundedProtocol(asyncio.Protocol):
         self._refusal = error
         raise MessageRefused(str(error))
 
-    # what the parsers tell
+    # called by the parsers
 
     def begin_head(self) -> None:
         """Note that the first byte of a head was parsed, or is about to be."""
@@ -287,7 +296,9 @@ class BoundedProtocol(asyncio.Protocol):
         self.refuse()
 
     def refuse(self) -> None:
-        """Answer with the refusal, where the next answer on this connection is this message's, and close."""
+        """Answer with the refusal, if this message's answer is the next on the connection, and
+        close.
+        """
         error = self._refusal or InvalidRequest("The request is not valid HTTP/1.1.")
         self._backlog.clear()
         if not self._can_answer():

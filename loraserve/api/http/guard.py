@@ -1,4 +1,6 @@
-"""The outermost middleware: bounds on headers and bodies, the request's id, the access log, and the last word on errors."""
+"""Outermost middleware: bounds on headers and bodies, request ids, access log, last resort for
+errors.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ _PROBES = frozenset({"/livez", "/readyz", "/health"})
 _LINGER_S = 1.0
 _LINGER_BYTES = 16 * MIB
 _UPLOAD_PATH = re.compile(rf"{MANAGEMENT_PREFIX}/(adapters/[^/]+/versions|uploads/[^/]+)")
-"""The routes whose body is streamed to disk, and so may be large."""
+"""Routes that stream their body to disk, so that it may be large."""
 _SINGLETONS = frozenset(
     {
         b"authorization",
@@ -54,7 +56,7 @@ _SINGLETONS = frozenset(
         b"x-tenant",
     }
 )
-"""Headers of which a request has one: whatever stands before this server may read another one of two than it does."""
+"""Headers that a request must not repeat: a proxy before this server may read the other one."""
 
 
 class _Refused(Exception):
@@ -100,7 +102,7 @@ class Guard:
                 # The server was told to stop now; an open stream is cut without a word otherwise.
                 raise
             except ClientDisconnect:
-                pass  # nobody is there to be answered
+                pass  # there is no client to answer
             except Exception as error:
                 await exchange.fail(error)
         finally:
@@ -133,7 +135,7 @@ class Guard:
 
 
 class _Exchange:
-    """One request and its answer, with the bounds around both."""
+    """Exchange of one request and its response, with the bounds around both."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits, rooms: Rooms) -> None:
         self.status: int | None = None
@@ -150,7 +152,10 @@ class _Exchange:
         self._max_body_bytes = _max_body_bytes(scope["path"], limits)
         self._num_body_bytes = 0
         self._patience_s = limits.stalled_reader_s
-        """Time by which the body may fall further behind `limits.min_body_bytes_per_s`. A fast start saves no more."""
+        """Time by which the body may fall further behind `limits.min_body_bytes_per_s`.
+
+        A fast start saves no more.
+        """
         self._waiting: asyncio.Timeout | None = None
         """Wait for the client to send more."""
         self._waiting_since_s = 0.0
@@ -256,7 +261,7 @@ class _Exchange:
         await self._send(message)
 
     async def fail(self, error: Exception) -> None:
-        """Answer with the error, if nothing was answered yet; with an answer under way there is only the connection to close."""
+        """Answer with the error if nothing was answered yet, otherwise close the connection."""
         if self._refusal is not None:
             # The frames that were reading hold what came of the body.
             traceback.clear_frames(error.__traceback__)
@@ -295,7 +300,9 @@ class _Exchange:
             lingering.give_back(self._address)
 
     async def _discard_body(self) -> bool:
-        """Read on for a moment, keeping nothing: a client that still sends when the connection closes never sees the answer.
+        """Discard the body for a moment.
+
+        A client that still sends when the connection closes never sees the answer.
 
         Returns:
             Whether the body came to its end.
@@ -318,7 +325,7 @@ class _AnswerBroken(Exception):
 
 
 def _request_id(scope: Scope) -> str:
-    """The client's own ``x-request-id`` when it is a plain word, otherwise a new one."""
+    """Return the client's own ``x-request-id`` if it is a plain word, otherwise a new one."""
     for name, value in scope["headers"]:
         if name == b"x-request-id" and _CLIENT_REQUEST_ID.fullmatch(value):
             client_id: str = value.decode("ascii")

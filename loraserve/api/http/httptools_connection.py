@@ -10,7 +10,7 @@ from loraserve.errors import MethodNotAllowed
 
 
 class HttptoolsConnection(BoundedProtocol, HttpToolsProtocol):
-    """llhttp gives trailers to the callback that takes headers, and stops at a request to change the protocol: neither reaches uvicorn.
+    """llhttp's connection. It keeps trailers and requests to change the protocol from uvicorn.
 
     A wish for another protocol is answered in HTTP/1.1, as RFC 9110 (7.8) allows, with its body read as it says. Left to uvicorn, that body would be read as
     the next request.

@@ -39,7 +39,8 @@ async def json_object(request: Request, text_threads: TextThreads) -> dict[str, 
 
 
 def parse_json(body: bytes, max_depth: int = LIMITS.max_json_depth) -> Any:
-    """The value of strict JSON: UTF-8, no NaN or infinity (``1e400`` is one), no duplicate keys, no lone surrogates, no deeper than `max_depth`.
+    """Parse strict JSON: UTF-8, finite numbers, no duplicate keys, no lone surrogates, bounded
+    depth.
 
     Raises:
         InvalidRequest: it isn't that.

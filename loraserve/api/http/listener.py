@@ -1,4 +1,4 @@
-"""The listening socket, the files that its connections may have open, and the protocol that they speak."""
+"""Listening socket, limit of open files, and protocol of connections."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def open_listener(host: str, port: int) -> socket.socket:
 
 
 def raise_file_limit(limits: Limits = LIMITS) -> int:
-    """Raise the process's limit of open files towards a file per connection; return the number of connections that it allows."""
+    """Raise the limit of open files towards one per connection; return the connections that it
+    allows.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = limits.max_connections + _FILES_BESIDE_CONNECTIONS
     if soft == resource.RLIM_INFINITY:
@@ -49,7 +51,7 @@ def raise_file_limit(limits: Limits = LIMITS) -> int:
 
 
 def connection_class(connections: Shares, protocol: type[BoundedProtocol] | None = None) -> type[BoundedProtocol]:
-    """Return the protocol class for uvicorn; each of its connections takes a place in `connections`.
+    """Return the protocol class for uvicorn. Each connection takes a place in `connections`.
 
     Args:
         protocol: None: httptools (llhttp), or h11 (pure Python) where httptools isn't installed.

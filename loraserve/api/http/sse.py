@@ -1,4 +1,4 @@
-"""Server-sent events: a response that stops the moment its reader leaves, and never ends without a word."""
+"""Server-sent events: a response that stops once its reader leaves, and always ends with a frame."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(payload: Mapping[str, Any]) -> bytes:
-    """One ``data:`` line. Clients look for the space after the colon."""
+    """Return one ``data:`` line. Clients look for the space after the colon."""
     return b"data: " + orjson.dumps(payload) + b"\n\n"
 
 
 class EventStream(Response):
-    """Sends `events`, then ``[DONE]``; an error on the way is an event of its own before it. `close` is called at every end.
+    """Sends `events`, then ``[DONE]``; an error on the way is an event of its own before it.
+
+    `close` is called at every end.
 
     `on_deliver` is called before each event, once it is certain that the client is there and the event goes out.
     """
@@ -89,7 +91,10 @@ class EventStream(Response):
 
 
 class JSONAnswer(Response):
-    """An answer in one piece. `on_deliver` is called before it is sent, if the client is there; `close` in any case."""
+    """An answer in one piece.
+
+    `on_deliver` is called before it is sent, if the client is there; `close` in any case.
+    """
 
     def __init__(
         self, content: bytes, headers: Mapping[str, str], on_deliver: Callable[[], None], close: Callable[[], None]
@@ -100,7 +105,7 @@ class JSONAnswer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises:
-        ClientDisconnect: nobody waits for it any more.
+        ClientDisconnect: the client has left.
         """
         try:
             if not await can_send(scope):

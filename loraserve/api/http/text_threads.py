@@ -1,4 +1,4 @@
-"""Threads for long texts: parsing, templates and tokens of requests, off the event loop and divided among tenants."""
+"""Threads for parsing, templating and tokenizing long texts, divided among tenants."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from loraserve.limits import KIB
 T = TypeVar("T")
 
 ON_LOOP_BYTES = 2 * KIB
-"""Largest request that is read on the event loop: a millisecond's work. Longer ones are a thread's."""
+"""Largest request that is read on the event loop: a millisecond's work.
+
+Longer ones are a thread's.
+"""
 _TRIMMED_BYTES = 256 * KIB
 """Size of a request after which memory is given back to the system."""
 _TRIM_DELAY_S = 1.0
-"""Delay before memory is given back: the answer is sent by then, and so are those that came with it."""
+"""Delay before memory is given back: by then the answer and those beside it are sent."""
 
 
 def _num_threads() -> int:
@@ -50,7 +53,8 @@ class TextThreads:
         return sum(len(line) for line in self._waiting.values())
 
     async def run(self, tenant: str, num_bytes: int, work: Callable[[], T]) -> T:
-        """Return what `work` returns: at once if the request is short, otherwise from a thread, in the tenant's turn.
+        """Return the result of `work`, run at once if the request is short, otherwise on a thread
+        in the tenant's turn.
 
         Args:
             num_bytes: of the whole request; what `work` takes is in proportion to it.
@@ -111,7 +115,7 @@ class TextThreads:
         self._start_next()
 
     def _start_next(self) -> None:
-        """Let those run whose turn it is: of the tenants that may, the one that had its last turn longest ago."""
+        """Start waiting jobs while a thread is free, tenant by tenant in turn."""
         while True:
             tenant = next((tenant for tenant in self._waiting if self._may_run(tenant)), None)
             if tenant is None:
@@ -132,7 +136,9 @@ class TextThreads:
 
 
 def give_memory_back() -> None:
-    """Give freed memory back to the system, where glibc keeps it: it takes from each thread's arena only what lies at its end otherwise."""
+    """Give freed memory back to the system. glibc keeps it otherwise, but for the end of each
+    thread's arena.
+    """
     if _libc is not None:
         _libc.malloc_trim(0)
 

@@ -1,1 +1,1 @@
-"""One inference request, from its body to its last chunk: target, prompts, sampling, generation and metering."""
+"""Inference requests, from body to last chunk: target, prompts, sampling, generation and metering."""

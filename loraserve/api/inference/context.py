@@ -1,4 +1,4 @@
-"""What completions and chat do alike before the engine: which model, how many choices, which headers."""
+"""Steps that completions and chat share before the engine: model, choices, requests, headers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """What a request's words for its model came to."""
+    """Adapter, sum of adapters or base that a request's ``model`` names."""
 
     binding: Binding
     granted: tuple[str, ...] = ()
@@ -43,11 +43,11 @@ async def resolve_model(
     *,
     user: str | None = None,
 ) -> ResolvedModel:
-    """What answers for `model`, bound for the whole request: an adapter version, the sum of several, or the base.
+    """Bind `model` for the whole request: to an adapter version, the sum of several, or the base.
 
     Args:
         adapters: the sum, where `model` is the base alone.
-        user: who stays on one version of a split; None: each request is drawn by itself.
+        user: end user, who stays on one version of a split; None: each request is drawn by itself.
 
     Raises:
         ModelNotFound: the caller's tenant has no such model, or none such as one of the sum's.
@@ -92,7 +92,7 @@ def check_num_choices(num_prompts: int, n: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class InferenceContext:
-    """One HTTP request that was admitted: its names, its prompts, and the engine's requests, choice by choice."""
+    """Admitted HTTP request: its names, its prompts, and the engine's requests, choice by choice."""
 
     id: str
     created: int
@@ -102,11 +102,11 @@ class InferenceContext:
     prompts: Sequence[Prompt]
     ignored: tuple[str, ...]
     granted: tuple[str, ...] = ()
-    """As `ResolvedModel` has them."""
+    """Granted adapters, as in `ResolvedModel`."""
 
     @property
     def adapter(self) -> AdapterRef | None:
-        """What answers now; None is the base. It may change once before the first token."""
+        """Adapter that answers now; None is the base. It may change once before the first token."""
         return self.target.adapter
 
     @classmethod
@@ -124,7 +124,7 @@ class InferenceContext:
         return cls(ident, int(services.clock()), services, body, target, prompts, ignored, model.granted)
 
     def requests(self, caller: Caller, sampling: Sampling, max_tokens: Sequence[int]) -> list[GenerateRequest]:
-        """The engine's requests in the order of the choices: the first prompt's n, then the second's.
+        """Return the engine's requests in the order of the choices, prompt by prompt.
 
         Raises:
             QuotaExceeded: they are more than the tenant may have waiting: they would never pass while others run.
@@ -159,11 +159,11 @@ class InferenceContext:
         return requests
 
     def prompt_of(self, index: int) -> Prompt:
-        """The prompt of the choice with this index."""
+        """Return the prompt of the choice with this index."""
         return self.prompts[index // self.body.n]
 
     def headers(self, first: Chunk) -> dict[str, str]:
-        """What the answer says beside its body; `first` is its first chunk."""
+        """Return the headers of the response; `first` is its first chunk."""
         timing = (("queue", first.queue_s), ("adapter", first.adapter_s), ("prefill", first.prefill_s))
         headers = {"server-timing": ", ".join(f"{name};dur={seconds * 1000:.1f}" for name, seconds in timing)}
         return {**headers, **self.target.headers(), **ignored_header(self.ignored)}

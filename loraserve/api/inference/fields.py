@@ -1,4 +1,4 @@
-"""Which of a body's fields count: those a route knows, those it refuses by name, and those it lets pass and reports."""
+"""Sort a body's fields: known ones, those that a route refuses by name, and ignored ones."""
 
 from __future__ import annotations
 
@@ -91,7 +91,9 @@ _REMOVED_GUIDED = re.compile(r"guided_[a-z_]+")
 
 
 async def json_fields(request: Request) -> dict[str, Any]:
-    """Return the fields of the request's JSON object, unchecked; a dependency of the inference routes.
+    """Return the fields of the request's JSON object, unchecked.
+
+    A dependency of the inference routes.
 
     Raises:
         InvalidRequest: the body isn't strict JSON, or isn't an object.
@@ -100,7 +102,9 @@ async def json_fields(request: Request) -> dict[str, Any]:
 
 
 def parse_body(model: type[Model], body: Mapping[str, Any]) -> tuple[Model, tuple[str, ...]]:
-    """The known fields, checked, and the names of the fields that were let pass. Explicit nulls count as absent.
+    """Return the known fields, checked, and the names of the ignored fields.
+
+    Explicit nulls count as absent.
 
     Raises:
         UnsupportedParameter: a field would change the answer and isn't implemented.
@@ -123,7 +127,10 @@ def parse_body(model: type[Model], body: Mapping[str, Any]) -> tuple[Model, tupl
 
 
 def ignored_header(names: Iterable[str]) -> dict[str, str]:
-    """``x-loraserve-ignored`` for the fields that were let pass; names that aren't plain words are only counted."""
+    """Return ``x-loraserve-ignored`` for the ignored fields.
+
+    Names that aren't plain words are only counted.
+    """
     names = list(names)
     plain = [name for name in names if _FIELD_NAME.fullmatch(name)][:_MAX_NAMED]
     others = len(names) - len(plain)
@@ -161,7 +168,7 @@ def _wants_no_tools(model: type[BaseModel], given: Mapping[str, Any]) -> bool:
 
 
 def _is_neutral(name: str, value: object) -> bool:
-    """Whether the field says what happens anyway."""
+    """Return whether the field asks for the default behaviour."""
     match name:
         case "response_format":
             return not value or (isinstance(value, dict) and value.get("type") == "text")

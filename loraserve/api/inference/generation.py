@@ -1,4 +1,4 @@
-"""All the engine's answers for one HTTP request, merged into one stream of chunks, and given up as soon as nobody reads them."""
+"""Merge the engine's answers for one HTTP request into one stream of chunks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from loraserve.engine_client.client import Chunk, GenerateRequest
 
 _QUEUE_SIZE = 16
-"""Chunks between the engine's stream and a slow reader; beyond it the engine's client merges what comes."""
+"""Chunks between the engine and a slow reader. Beyond it the engine's client merges chunks."""
 
 _LEAST_TIMEOUT_S = 0.001
 
@@ -79,10 +79,14 @@ class Generation:
         self.num_tokens = 0
         """Made for the answer so far."""
         self.has_engine_work = False
-        """Whether the engine has worked for it: it made something, was still at it when nobody wanted it any more, or until its time was over."""
+        """Whether the engine worked for the request: it made a token, or ran until an abort or
+        timeout.
+        """
 
     async def start(self) -> Chunk:
-        """The first chunk of any choice, which iterating gives again. What fails before it can still be answered with a status.
+        """Return the first chunk of any choice, which iterating gives again.
+
+        An error before it can still be answered with a status.
 
         Raises:
             LoraserveError: why there is no chunk.
@@ -104,7 +108,10 @@ class Generation:
         return first
 
     async def _restart(self, adapter: AdapterRef | None) -> None:
-        """Nothing of the requests is left, and they are another adapter's; under new names, since the engine may still speak of the old ones."""
+        """Replace the requests by those for another adapter.
+
+        They get new names: chunks of the old ones may still come.
+        """
         await self.close()
         passed_s = time.monotonic() - self._began
         self._requests = [
@@ -151,7 +158,7 @@ class Generation:
         return None
 
     async def _pump(self, index: int) -> None:
-        """Move one engine request's chunks to the queue, and then what ended them: None or the error."""
+        """Move one engine request's chunks to the queue, then None or the error that ended them."""
         try:
             async with aclosing(self._measured(self._requests[index])) as chunks:
                 async for chunk in chunks:
@@ -160,7 +167,7 @@ class Generation:
             if isinstance(error, AdapterNumerics | DeadlineExceeded):
                 self.has_engine_work = True
             else:
-                # the others, which end with this one, weren't left by anybody
+                # the other requests end with this one, not because the client left
                 self._is_refused = True
             if isinstance(error, AdapterNumerics):
                 self._report_numerics(self._requests[index])
@@ -169,13 +176,13 @@ class Generation:
             await self._queue.put((index, None))
 
     def _report_numerics(self, request: GenerateRequest) -> None:
-        """One strike for the whole request: its choices ask the same question."""
+        """Report one numeric failure for the whole request: its choices ask the same question."""
         if request.adapter is not None and not self._has_reported_numerics:
             self._has_reported_numerics = True
             self._services.registry.numeric_failures.report(request.tenant, request.adapter)
 
     def _start_copy(self, request: GenerateRequest) -> ShadowCopy | None:
-        """The request's copy on the shadow version, if it has one."""
+        """Start the request's copy on the shadow version, if it has one."""
         shadow = None if self._target is None or self._is_scoring else self._target.shadow
         return None if shadow is None else self._services.shadows.start_copy(request, shadow)
 
@@ -230,12 +237,15 @@ class Generation:
             metrics.finished.labels(reason).inc()
 
     def _explained(self, error: Exception, request: GenerateRequest) -> Exception:
-        """The error as the client should see it: a sum that can't be made of its parts, each of which is fine, is the request's doing."""
+        """Return the error to show the client.
+
+        A sum that can't be composed of sound parts is the request's fault.
+        """
         if request.adapter is None or not request.adapter.parts or getattr(error, "param", None) is not None:
             return error
         if not isinstance(error, InvalidRequest | AdapterRejected | AdapterUnservable):
             return error
-        # The engine, whose weights belong to nobody, knows digests alone.
+        # The engine knows digests, not names.
         name_of = label if self._target is None else self._target.label
         short = {part.adapter.digest[:12]: name_of(part.adapter) for part in request.adapter.parts}
         named = [f"{digest}… is {name}." for digest, name in short.items() if digest in error.message]
@@ -258,13 +268,14 @@ async def answer(
     add: Callable[[int, Chunk], None],
     whole: Callable[[], dict[str, Any]],
 ) -> Response:
-    """The response of a generation: a stream of `events` when they are given, otherwise what is `whole` once every chunk was added.
+    """Return the response of a generation: a stream of `events`, or `whole` once every chunk was
+    added.
 
     However it ends, the generation is closed, and its usage: at the latest when the stream is.
 
     Raises:
         LoraserveError: it failed before the first byte of the answer.
-        ClientDisconnect: nobody waits for it any more.
+        ClientDisconnect: the client has left.
     """
 
     def end() -> None:
@@ -294,7 +305,7 @@ async def _collect(generation: Generation, add: Callable[[int, Chunk], None]) ->
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns; it is cancelled once the client has left.
+    """Return the result of `work`; cancel it once the client has left.
 
     The body must have been read: what comes next on the connection is its end.
 

@@ -1,4 +1,4 @@
-"""Log probabilities in the two shapes that OpenAI gives them: parallel lists for completions, a list of objects for chat."""
+"""Log probabilities in OpenAI's two shapes: parallel lists (completions), list of objects (chat)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _LOWEST = -9999.0
 
 
 class CompletionLogprobs:
-    """One choice's logprobs as they grow; offsets are into the choice's own text, which starts with the prompt under echo."""
+    """Render one choice's logprobs as they grow.
+
+    Offsets are into the choice's own text, which starts with the prompt under echo.
+    """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, prompt_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -21,7 +24,10 @@ class CompletionLogprobs:
         self._offset = 0
 
     def render(self, token_ids: Sequence[int], entries: Iterable[TokenLogprobs | None]) -> dict[str, list[Any]]:
-        """The lists for these tokens alone; None (a prompt's first token, which nothing predicts) is null."""
+        """Return the lists for these tokens alone.
+
+        None (a prompt's first token, which nothing predicts) is null.
+        """
         tokens, logprobs, top_logprobs, offsets = [], [], [], []
         for token_id, entry in zip(token_ids, entries, strict=True):
             tokens.append(self._text(token_id))
@@ -38,7 +44,11 @@ class CompletionLogprobs:
         return top
 
     def _text(self, token_id: int) -> str:
-        """The token's text; part of a character is spelled ``bytes:\\xe4\\xb8``, as OpenAI's did, so that two of them differ."""
+        """Return the token's text.
+
+        Part of a character is spelled ``bytes:\\xe4\\xb8``, as OpenAI's did, so that two of them
+        differ.
+        """
         data = self._tokenizer.token_bytes(token_id)
         try:
             return data.decode("utf-8")
@@ -47,7 +57,7 @@ class CompletionLogprobs:
 
 
 def join_logprobs(parts: Iterable[dict[str, list[Any]]]) -> dict[str, list[Any]]:
-    """The lists of several `CompletionLogprobs.render` calls, one after the other."""
+    """Concatenate the lists of several `CompletionLogprobs.render` calls."""
     joined: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for part in parts:
         for name, values in part.items():

@@ -1,4 +1,7 @@
-"""What one HTTP request uses: what its answer says of it, and what is billed. The two are equal once the whole answer was handed over."""
+"""Meter one HTTP request: the usage in its answer, and the usage that is billed.
+
+Both are equal once the whole answer was delivered.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,11 @@ if TYPE_CHECKING:
     from loraserve.types import AdapterRef, TenantId
 
 _MAX_LABEL = 255
-"""Of a sum, as usage keeps it."""
+"""Maximum length of a sum's name in usage."""
 
 
 class RequestUsage:
-    """Counts tokens as chunks come, and bills them as their pieces are handed to the client's connection.
+    """Count tokens as chunks come, and bill them as they are delivered to the client's connection.
 
     Prompts count once each, whatever n is: with the first piece of an answer to them. A chunk that adds nothing that the client could see (bytes of half a
     character, the beginning of what may be a stop string) is billed with the next piece of its choice. The adapter is the one that
@@ -38,7 +41,10 @@ class RequestUsage:
         self._n = context.body.n
         table = caller.policy.prices
         self._prices: dict[str, Price] = {}
-        """By digest (the base: empty), of whatever may answer. Found before the engine is asked: counting can't fail."""
+        """Prices by digest (the base: empty) of every adapter that may answer.
+
+        They are read before the engine is asked: counting can't fail.
+        """
         if table is not None:
             for adapter in context.target.candidates:
                 self._prices[_digest(adapter)] = _price_of(table, caller.tenant, adapter, context.granted)
@@ -46,9 +52,12 @@ class RequestUsage:
         self._cached: dict[int, int] = {}
         """Prompt → how many of its tokens were in the prefix cache."""
         self._last: int | None = None
-        """The choice whose chunk came last."""
+        """Choice of the last chunk."""
         self._held: dict[int, int] = {}
-        """Choice → tokens of it that were added and not handed over. A choice that ended is among them with 0 at least."""
+        """Choice → tokens of it that were added and not handed over.
+
+        A choice that ended is among them with 0 at least.
+        """
         self._has_ended = False
         """Whether what is held is the end of a choice."""
         self._billed_prompts: set[int] = set()
@@ -56,7 +65,7 @@ class RequestUsage:
         self._is_closed = False
 
     def add(self, index: int, chunk: Chunk) -> None:
-        """The choice's chunk is part of the answer from now on."""
+        """Add the choice's chunk to the answer."""
         num_tokens = len(chunk.token_ids)
         self._completion_tokens += num_tokens
         self._admitted.count(num_tokens)
@@ -67,22 +76,27 @@ class RequestUsage:
         self._cached.setdefault(index // self._n, chunk.num_cached_tokens)
 
     def deliver(self) -> None:
-        """The piece with the chunk that was added last goes to a client that is there. The end of an answer is in the journal first."""
+        """Bill the last added chunk, which is delivered next.
+
+        The end of an answer is in the journal first.
+        """
         if self._last is not None:
             self._bill((self._last,))
 
     def deliver_all(self) -> None:
-        """The whole answer goes to a client that is there, and is in the journal first."""
+        """Bill the whole answer, which is delivered next and in the journal first."""
         self._bill(range(len(self._lengths) * self._n))
 
     def close(self, num_made: int, *, has_engine_work: bool = True) -> None:
-        """Nothing is handed over any more.
+        """Stop billing: nothing is delivered any more.
 
         Args:
-            num_made: tokens that the engine made for the request. What of them nobody got is kept too, and costs nothing.
-            has_engine_work: whether the engine has worked for it; then the prompts are of the tenant's rate, though nothing was made.
+            num_made: tokens that the engine made for the request. Undelivered ones are recorded, and cost
+                nothing.
+            has_engine_work: whether the engine has worked for it; then the prompts count towards the
+                tenant's rate, though nothing was made.
         """
-        # the tenant's rate is of what was made for it, whoever got it
+        # the tenant's rate counts all tokens made for it, delivered or not
         if has_engine_work or num_made:
             self._admitted.count(max(0, num_made - self._completion_tokens))
         num_left = num_made - self._num_billed
@@ -91,7 +105,7 @@ class RequestUsage:
         self._is_closed = True
 
     def as_dict(self) -> dict[str, Any]:
-        """The answer's ``usage`` so far, with its cost where the tenant has prices."""
+        """Return the answer's ``usage`` so far, with its cost where the tenant has prices."""
         prompt_tokens, cached_tokens = sum(self._lengths), sum(self._cached.values())
         usage: dict[str, Any] = {
             "prompt_tokens": prompt_tokens,
@@ -108,7 +122,7 @@ class RequestUsage:
         return usage
 
     def _bill(self, choices: Iterable[int]) -> None:
-        """What is held of the choices, and their prompts if they weren't billed before."""
+        """Bill the undelivered tokens of the choices, and their prompts once."""
         prompt_tokens = cached_tokens = completion_tokens = 0
         is_first = not self._billed_prompts
         has_some = False
@@ -161,7 +175,7 @@ class RequestUsage:
         )
 
     def _price(self) -> Price | None:
-        """Of what answers now; None: the tenant has no prices."""
+        """Return the price of the adapter that answers now; None: the tenant has no prices."""
         return self._prices.get(_digest(self._context.adapter))
 
 
@@ -170,7 +184,9 @@ def _digest(adapter: AdapterRef | None) -> str:
 
 
 def _price_of(table: PriceTable, tenant: TenantId, adapter: AdapterRef | None, granted: Sequence[str]) -> Price:
-    """Of the adapter, as the tenant calls it; of a sum, the dearest of its parts', or it would be a way around them.
+    """Return the price of the adapter, as the tenant calls it.
+
+    A sum has its dearest part's, so that it is no way around a price.
 
     Args:
         granted: ``OWNER/NAME`` of those that the request names so.
@@ -187,7 +203,10 @@ def _price_of(table: PriceTable, tenant: TenantId, adapter: AdapterRef | None, g
 
 
 def _name(adapter: AdapterRef | None) -> str:
-    """What its usage is kept under. Of a sum without the weights, which are the client's: each would be a row of its own."""
+    """Return the adapter's name in usage.
+
+    A sum's is without its weights: each client's would be a row of their own.
+    """
     if adapter is None:
         return ""
     if not adapter.parts:

@@ -20,13 +20,14 @@ T = TypeVar("T")
 class Prompt:
     token_ids: tuple[int, ...]
     text: str | None
-    """None when the caller gave tokens."""
+    """Text of the prompt; None: the caller gave tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptReader:
-    """Tokenizing of one request: on the event loop if all of the request is short, otherwise in a thread, in its
-    tenant's turn."""
+    """Tokenize one request: on the event loop if it is short, otherwise on a thread in its
+    tenant's turn.
+    """
 
     services: Services
     tenant: str
@@ -160,7 +161,7 @@ def _from_token_ids(token_ids: list[int], vocab_size: int, param: str) -> Prompt
 
 
 def _check_length(value: list[Any], services: Services) -> None:
-    """Before a look at each item: a list that fits the body may have a million."""
+    """Check the number of items before looking at each: a body may have a million."""
     is_tokens = _is_token_id(value[0])
     if is_tokens and len(value) > services.engine.base.max_model_len:
         choose_max_tokens(1, None, len(value), services.engine.base, "prompt")

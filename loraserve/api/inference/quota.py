@@ -1,4 +1,4 @@
-"""The tenant's quota, asked of every request that makes the server compute: before its body is read, and again when its prompt's length is known."""
+"""Check the tenant's quota: before the body is read, and again when the prompt's length is known."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from loraserve.tenancy.limits.admission import Admitted
 
 
 async def admitted_caller(request: Request, caller: Caller = Depends(scopes.require(scopes.INFERENCE))) -> Caller:
-    """The caller, once its tenant may make one more request.
+    """Return the caller, once its tenant may make one more request.
 
     The guard releases it when the answer has ended, however it ends, and says in the answer's headers how the tenant stands, in a
     refusal's too.
@@ -35,7 +35,7 @@ async def admitted_caller(request: Request, caller: Caller = Depends(scopes.requ
 def reserve(
     request: Request, prompts: Sequence[Prompt], max_tokens: Sequence[int], n: int, *, is_bounded: bool
 ) -> Admitted:
-    """The tenant's place, with the tokens set aside that the request may take: its prompts once, each answer at its longest.
+    """Reserve the tokens that the request may take: its prompts once, each answer at its longest.
 
     Args:
         max_tokens: of an answer to each of the prompts.

@@ -1,4 +1,4 @@
-"""From a body's fields to `SamplingParams`: the checks that need the base model, and the seeds."""
+"""Turn a body's fields into `SamplingParams`: the checks that need the base model, and the seeds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _MASK = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """A body's sampling fields, checked against the base; `params` makes them for one prompt and one choice."""
+    """Sampling fields of a body, checked against the base.
+
+    `params` makes them for one prompt and one choice.
+    """
 
     body: InferenceBody
     logit_bias: dict[int, float]
@@ -81,7 +84,9 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> No
 def choose_max_tokens(
     asked: int | None, default: int | None, num_prompt_tokens: int, base: BaseSpec, param: str
 ) -> int:
-    """How many tokens to make: as asked, or the default as far as the context has room (None: all that it has).
+    """Return the requested maximum of tokens, or the default as far as the context has room.
+
+    A default of None is all the room.
 
     Raises:
         ContextLengthExceeded: the prompt, or the prompt and what was asked for, is longer than the context.
@@ -101,7 +106,7 @@ def choose_max_tokens(
 
 
 def choose_seeds(seed: int | None, num_choices: int) -> list[int]:
-    """One seed per choice: random ones, or derived from the caller's, whose first choice has exactly the seed given."""
+    """Return one seed per choice: random ones, or derived from the caller's, the first choice's."""
     if seed is None:
         return [secrets.randbits(63) for _ in range(num_choices)]
     first = seed & _MASK

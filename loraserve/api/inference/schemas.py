@@ -1,4 +1,7 @@
-"""The bodies of the inference routes: OpenAI's fields and vLLM's, strictly typed. What isn't here is `fields`' business."""
+"""The bodies of the inference routes: OpenAI's fields and vLLM's, strictly typed.
+
+What isn't here is `fields`' business.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from loraserve.limits import LIMITS
 
 _INT64 = 1 << 63
 MAX_NAME_LENGTH = 3 * LIMITS.max_name_length + 2
-"""Of OWNER/NAME@ALIAS."""
+"""Maximum length of OWNER/NAME@ALIAS."""
 MAX_MODEL_LENGTH = 2048
 """Holds the longest id of a base and the longest sum."""
 
@@ -34,7 +37,7 @@ class WeightedAdapter(_Body):
 
 
 class InferenceBody(_Body):
-    """What completions and chat have in common."""
+    """Fields that completions and chat have in common."""
 
     model: str = Field(min_length=1, max_length=MAX_MODEL_LENGTH)
     adapters: list[Annotated[WeightedAdapter, BeforeValidator(_drop_nulls)]] | None = Field(
@@ -42,7 +45,10 @@ class InferenceBody(_Body):
     )
     """A sum of adapters, in place of the one that `model` would name."""
     user: str | None = None
-    """Whom it is for: while a split stands, the same one stays on the same version. It is hashed, and not kept."""
+    """End user: during a split, the same user stays on the same version.
+
+    It is hashed, and not kept.
+    """
     n: int = Field(default=1, ge=1, le=LIMITS.max_n)
     stream: bool = False
     stream_options: Annotated[StreamOptions, BeforeValidator(_drop_nulls)] = StreamOptions()
@@ -57,7 +63,7 @@ class InferenceBody(_Body):
     repetition_penalty: float = Field(default=1.0, gt=0, le=100)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
-    # checked by `sampling`, whose messages are clearer than a union's and name no key of the caller's
+    # checked by `sampling`, which has clearer messages than a union, without keys of the caller's
     logit_bias: Any = None
     stop: Any = None
     seed: int | None = Field(default=None, ge=-_INT64, lt=_INT64)
@@ -66,7 +72,7 @@ class InferenceBody(_Body):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: Literal[True] = True
-    """Only what a byte-level decoder does anyway."""
+    """Default of a byte-level decoder, which does nothing else."""
     priority: int = Field(default=0, ge=-1000, le=1000)
     """Lower runs first; below 0 takes an admin key."""
     timeout: float | None = Field(default=None, gt=0, le=LIMITS.max_request_timeout_s)
@@ -88,14 +94,20 @@ class ChatBody(InferenceBody):
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=LIMITS.max_chat_top_logprobs)
     tool_choice: Literal["none", "auto"] = "auto"
-    """Without tools both say the same. With them, "none" alone is served, and the tools are ignored."""
+    """Tool choice: without tools both values mean the same.
+
+    With tools, only "none" is served, and the tools are ignored.
+    """
     modalities: list[Literal["text"]] = ["text"]
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
     """A chat template writes the special tokens itself."""
     chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=32)
     reasoning_effort: str | None = Field(default=None, max_length=32)
-    """Reaches the chat template; one that doesn't look at it ignores it, and the answer's header says so."""
+    """Variable of the chat template.
+
+    A template that doesn't read it ignores it, and the answer's header says so.
+    """
     echo: Literal[False] = False
 
 

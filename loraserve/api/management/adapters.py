@@ -35,11 +35,11 @@ _writer = scopes.require(scopes.ADAPTERS_WRITE)
 _admin = scopes.require(scopes.ADMIN)
 
 WARM_WAIT_S = 30.0
-"""How long a call waits for the weights; the load goes on after it."""
+"""Seconds that a call waits for the weights; the load continues after it."""
 
 
 class ActionResource(Resource):
-    """What a call on a version's residency did."""
+    """Result of an action on a version's residency."""
 
     name: str
     version: int
@@ -53,9 +53,11 @@ class ActionResource(Resource):
 async def publish_version(
     name: str, request: Request, dry_run: bool = False, promote: bool = True, caller: Caller = Depends(_writer)
 ) -> Response:
-    """Publish the uploaded files: multipart, or as JSON a config and the digest of a complete upload. 201 with a new version, 200 with the one that has these bytes or with a dry run's findings.
+    """Publish the uploaded files: multipart, or as JSON a config and the digest of an upload.
 
-    A version whose certificate failed is there in the state ``quarantined``, and no alias was moved to it.
+    201 with a new version, 200 with the version that has these bytes or with a dry run's findings.
+
+    A version that failed its certificate is published as ``quarantined``, and no alias moves to it.
     """
     services = services_of(request)
     services.check_open()
@@ -106,7 +108,7 @@ def _published_on(services: Services) -> Callable[[Published], StoredResponse]:
 async def list_adapters(
     request: Request, limit: int = 50, cursor: str | None = None, caller: Caller = Depends(_reader)
 ) -> Response:
-    """The tenant's adapters by name."""
+    """List the tenant's adapters by name."""
     registry = services_of(request).registry
     page = await registry.list(caller.tenant, limit=limit, cursor=cursor)
     show = partial(AdapterResource.on_base, served=registry.served_base.digest)
@@ -123,7 +125,10 @@ async def get_adapter(name: str, request: Request, caller: Caller = Depends(_rea
 
 @router.delete("/{name}", status_code=204)
 async def delete_adapter(name: str, request: Request, caller: Caller = Depends(_writer)) -> Response:
-    """The name resolves no more; requests that run finish on the version they began with."""
+    """Delete the adapter.
+
+    Its name no longer resolves; running requests finish on the version they began with.
+    """
     await services_of(request).registry.delete(caller.tenant, name, actor=caller.key_id)
     return Response(status_code=204)
 
@@ -132,7 +137,7 @@ async def delete_adapter(name: str, request: Request, caller: Caller = Depends(_
 async def list_versions(
     name: str, request: Request, limit: int = 50, cursor: str | None = None, caller: Caller = Depends(_reader)
 ) -> Response:
-    """The adapter's versions, newest first."""
+    """List the adapter's versions, newest first."""
     registry = services_of(request).registry
     page = await registry.list_versions(caller.tenant, name, limit=limit, cursor=cursor)
     show = partial(VersionResource.on_base, served=registry.served_base.digest)
@@ -148,7 +153,7 @@ async def get_version(name: str, number: int, request: Request, caller: Caller =
 
 @router.delete("/{name}/versions/{number}", status_code=204)
 async def delete_version(name: str, number: int, request: Request, caller: Caller = Depends(_writer)) -> Response:
-    """The version resolves no more; 409 while an alias names it."""
+    """Delete the version, which no longer resolves. 409 while an alias names it."""
     await services_of(request).registry.delete_version(caller.tenant, name, number, actor=caller.key_id)
     return Response(status_code=204)
 
@@ -157,7 +162,9 @@ async def delete_version(name: str, number: int, request: Request, caller: Calle
 async def verify_version(
     name: str, number: int, request: Request, rebase: bool = False, caller: Caller = Depends(_writer)
 ) -> Response:
-    """Compare the version's answers with the reference's anew. 200 with the version as it is then: ready, or in quarantine.
+    """Compare the version's answers with the reference's anew.
+
+    200 with the version as it is then: ready, or in quarantine.
 
     A version that was made for another base is refused with 409 ``adapter_base_mismatch``. With ``rebase`` it becomes one of this server's
     base where its shapes allow and its certificate passes, and is served on the other one no more; otherwise 422, and nothing is changed.
@@ -203,7 +210,7 @@ async def warm_version(name: str, number: int, request: Request, caller: Caller 
 
 @router.post("/{name}/versions/{number}/pin", response_model=ActionResource)
 async def pin_version(name: str, number: int, request: Request, caller: Caller = Depends(_admin)) -> Response:
-    """Keep the weights on the device, on every server and after every start, until they are unpinned.
+    """Keep the weights on the device, on every server and after every start, until unpinned.
 
     Takes memory from every tenant, so it needs an admin key.
     """

@@ -75,21 +75,24 @@ class AliasResource(Resource):
 async def list_aliases(
     name: str, request: Request, limit: int = 50, cursor: str | None = None, caller: Caller = Depends(_reader)
 ) -> Response:
-    """The adapter's aliases by name."""
+    """List the adapter's aliases by name."""
     page = await services_of(request).registry.aliases.list(caller.tenant, name, limit=limit, cursor=cursor)
     return answer(request, page_of(page, AliasResource.of))
 
 
 @router.get("/{alias}", response_model=AliasResource)
 async def get_alias(name: str, alias: str, request: Request, caller: Caller = Depends(_reader)) -> Response:
-    """The alias; its ETag is what ``If-Match`` takes."""
+    """Return the alias. ``If-Match`` takes its ETag."""
     record = await services_of(request).registry.aliases.get(caller.tenant, name, alias)
     return answer(request, AliasResource.of(record), etag=revision_etag(record.revision))
 
 
 @router.put("/{alias}", response_model=AliasResource)
 async def put_alias(name: str, alias: str, request: Request, caller: Caller = Depends(_writer)) -> Response:
-    """The alias leads to another version, or is split over several, from now on. 201 if it is new; 412 if it isn't what ``If-Match`` says."""
+    """Move the alias to another version, or split it over several.
+
+    201 if it is new; 412 if it isn't what ``If-Match`` says.
+    """
     condition = read_precondition(request)
     body = await read_body(request, AliasChange)
     shadow = None if body.shadow is None else ShadowPart(body.shadow.version, body.shadow.share)
@@ -101,7 +104,10 @@ async def put_alias(name: str, alias: str, request: Request, caller: Caller = De
 
 @router.post("/{alias}/rollback", response_model=AliasResource)
 async def rollback_alias(name: str, alias: str, request: Request, caller: Caller = Depends(_writer)) -> Response:
-    """The alias leads to where it led before its last move. 409 where there was none; 412 if it isn't what ``If-Match`` says."""
+    """Move the alias back to its previous target.
+
+    409 if there was none; 412 if it isn't what ``If-Match`` says.
+    """
     condition = read_precondition(request)
 
     async def work(once: Once[AliasRecord] | None) -> AliasRecord:
@@ -114,7 +120,7 @@ async def rollback_alias(name: str, alias: str, request: Request, caller: Caller
 
 @router.delete("/{alias}", status_code=204)
 async def delete_alias(name: str, alias: str, request: Request, caller: Caller = Depends(_writer)) -> Response:
-    """The alias is gone; the version that it named stays."""
+    """Delete the alias. The version that it named stays."""
     condition = read_precondition(request)
     await services_of(request).registry.aliases.delete(
         caller.tenant, name, alias, actor=caller.key_id, condition=condition

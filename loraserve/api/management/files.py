@@ -26,7 +26,10 @@ _MEDIA_TYPES = {CONFIG: "application/json", WEIGHTS: "application/octet-stream"}
 async def download_file(
     name: str, number: int, file: str, request: Request, caller: Caller = Depends(_reader)
 ) -> Response:
-    """The file's bytes; its ETag is their SHA-256. They are verified while they are read: of damaged ones the last piece never comes."""
+    """Send the file's bytes; its ETag is their SHA-256.
+
+    Bytes are verified while they are read: the last piece of a corrupt file is never sent.
+    """
     services = services_of(request)
     slots = services.registry.uploads.downloads
     version = await services.registry.get_version(caller.tenant, name, number)
@@ -93,7 +96,10 @@ class _Download(StreamingResponse):
 
 
 async def _stream(first: bytes, pieces: Iterator[bytes], damaged: Callable[[], AdapterCorrupt]) -> AsyncIterator[bytes]:
-    """The bytes. Where they turn out damaged the answer breaks off: no client takes it for the file."""
+    """Give the bytes.
+
+    Corrupt bytes break the response off, so that no client takes it for the file.
+    """
     piece = first
     while piece:
         yield piece

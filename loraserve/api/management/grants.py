@@ -29,21 +29,21 @@ class GrantResource(Resource):
 async def list_grants(
     name: str, request: Request, limit: int = 50, cursor: str | None = None, caller: Caller = Depends(_owner)
 ) -> Response:
-    """Who may use the adapter beside its owner, by name."""
+    """List the tenants that may use the adapter beside its owner, by name."""
     page = await services_of(request).registry.grants.list(caller.tenant, name, limit=limit, cursor=cursor)
     return answer(request, page_of(page, GrantResource.of))
 
 
 @router.get("/{tenant}", response_model=GrantResource)
 async def get_grant(name: str, tenant: str, request: Request, caller: Caller = Depends(_owner)) -> Response:
-    """The grant to one tenant."""
+    """Return the grant to one tenant."""
     record = await services_of(request).registry.grants.get(caller.tenant, name, tenant)
     return answer(request, GrantResource.of(record))
 
 
 @router.put("/{tenant}", response_model=GrantResource)
 async def put_grant(name: str, tenant: str, request: Request, caller: Caller = Depends(_owner)) -> Response:
-    """The tenant may use the adapter, as ``OWNER/NAME``. 201 if it couldn't before."""
+    """Let the tenant use the adapter, as ``OWNER/NAME``. 201 if the grant is new."""
     record, is_new = await services_of(request).registry.grants.create(caller.tenant, name, tenant, actor=caller.key_id)
     location = f"{ROOT}/adapters/{name}/grants/{tenant}"
     return respond(rendered(GrantResource.of(record), status=201 if is_new else 200, location=location))
@@ -51,6 +51,6 @@ async def put_grant(name: str, tenant: str, request: Request, caller: Caller = D
 
 @router.delete("/{tenant}", status_code=204)
 async def delete_grant(name: str, tenant: str, request: Request, caller: Caller = Depends(_owner)) -> Response:
-    """The tenant may use the adapter no more: here at once, within seconds on every replica. Requests that run go on."""
+    """Revoke the grant: here at once, within seconds on every replica. Running requests go on."""
     await services_of(request).registry.grants.delete(caller.tenant, name, tenant, actor=caller.key_id)
     return Response(status_code=204)

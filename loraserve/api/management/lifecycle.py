@@ -1,4 +1,4 @@
-"""What is written on adapters and versions, and what brings deleted ones back."""
+"""Edit the metadata of adapters and versions, and restore deleted ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _writer = scopes.require(scopes.ADAPTERS_WRITE)
 
 
 class VersionEdit(Body):
-    """What isn't said stays; null empties it."""
+    """Metadata to change: absent fields stay as they are; null clears one."""
 
     notes: str | None = None
     tags: dict[str, str] | None = None
@@ -46,7 +46,7 @@ class AdapterEdit(VersionEdit):
 
 @router.patch("", response_model=AdapterResource)
 async def edit_adapter(name: str, request: Request, caller: Caller = Depends(_writer)) -> Response:
-    """The adapter's notes, tags and fallback are these; what the body doesn't say stays."""
+    """Set the adapter's notes, tags and fallback. Absent fields stay as they are."""
     body = await read_body(request, AdapterEdit)
     registry = services_of(request).registry
     record = await registry.metadata.edit(caller.tenant, name, body.as_edit(), actor=caller.key_id)
@@ -55,7 +55,7 @@ async def edit_adapter(name: str, request: Request, caller: Caller = Depends(_wr
 
 @router.patch("/versions/{number}", response_model=VersionResource)
 async def edit_version(name: str, number: int, request: Request, caller: Caller = Depends(_writer)) -> Response:
-    """The version's notes and tags are these; what the body doesn't say stays."""
+    """Set the version's notes and tags. Absent fields stay as they are."""
     body = await read_body(request, VersionEdit)
     registry = services_of(request).registry
     record = await registry.metadata.edit_version(caller.tenant, name, number, body.as_edit(), actor=caller.key_id)
@@ -64,7 +64,10 @@ async def edit_version(name: str, number: int, request: Request, caller: Caller 
 
 @router.post("/restore", response_model=AdapterResource)
 async def restore_adapter(name: str, request: Request, caller: Caller = Depends(_writer)) -> Response:
-    """The deleted adapter is as it was: the versions that went with it, its aliases. 404 once the retention is over; 409 if it isn't deleted."""
+    """Restore the deleted adapter with the versions deleted with it, and its aliases.
+
+    404 after the retention; 409 if it isn't deleted.
+    """
     registry = services_of(request).registry
 
     async def work(once: Once[AdapterRecord] | None) -> AdapterRecord:
@@ -78,7 +81,10 @@ async def restore_adapter(name: str, request: Request, caller: Caller = Depends(
 
 @router.post("/versions/{number}/restore", response_model=VersionResource)
 async def restore_version(name: str, number: int, request: Request, caller: Caller = Depends(_writer)) -> Response:
-    """The deleted version is there again, under its number. 404 once the retention is over; 409 if it isn't deleted, or its bytes are another version's."""
+    """Restore the deleted version under its number.
+
+    404 after the retention; 409 if it isn't deleted, or if another version has its bytes.
+    """
     registry = services_of(request).registry
 
     async def work(once: Once[VersionRecord] | None) -> VersionRecord:

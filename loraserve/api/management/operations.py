@@ -57,7 +57,10 @@ class OperationResource(Resource):
 
 @router.post("/adapters/{name}/pulls", status_code=202, response_model=OperationResource)
 async def pull_adapter(name: str, request: Request, caller: Caller = Depends(_admin)) -> Response:
-    """Have the server fetch an adapter from the hub or a bucket, of those that its operator allows, and publish it. 202 with the operation."""
+    """Have the server fetch an adapter from an allowed hub or bucket, and publish it.
+
+    202 with the operation.
+    """
     services = services_of(request)
     services.check_open()
     body = await read_body(request, PullCreate)
@@ -79,7 +82,10 @@ def _begun(record: OperationRecord) -> StoredResponse:
 async def list_operations(
     request: Request, limit: int = 50, cursor: str | None = None, caller: Caller = Depends(_reader)
 ) -> Response:
-    """The tenant's operations, newest first; for an admin key that names no tenant, everyone's."""
+    """List the tenant's operations, newest first.
+
+    An admin key that names no tenant gets those of all.
+    """
     page = await services_of(request).registry.operations.list(_visible_tenant(caller), limit=limit, cursor=cursor)
     return answer(request, page_of(page, OperationResource.of_operation))
 
@@ -92,7 +98,10 @@ async def get_operation(operation_id: str, request: Request, caller: Caller = De
 
 @router.delete("/operations/{operation_id}", status_code=202, response_model=OperationResource)
 async def cancel_operation(operation_id: str, request: Request, caller: Caller = Depends(_writer)) -> Response:
-    """Cancel it: it ends soon, whichever server does it. One that has ended stays as it is. 202 with the operation."""
+    """Cancel it: it ends soon, whichever server does it.
+
+    One that has ended stays as it is. 202 with the operation.
+    """
     operations = services_of(request).registry.operations
     record = await operations.cancel(_visible_tenant(caller), operation_id, actor=caller.key_id)
     return respond(rendered(OperationResource.of_operation(record), status=202))

@@ -1,4 +1,4 @@
-"""Where each version's weights are now: on the device, in host memory, on their way, or on disk alone."""
+"""Show the memory tier of each version's weights: device, host, loading, or disk alone."""
 
 from __future__ import annotations
 
@@ -34,23 +34,30 @@ class ResidencyResource(Resource):
     device_bytes: int
     host_bytes: int
     num_pins: int | None
-    """Requests for this version, alone or in a sum, between their first and last token; null for a tenant's key."""
+    """Requests for this version, alone or in a sum, that are being answered. null for a tenant's
+    key.
+    """
     is_pinned: bool
     last_used_s: float | None
-    """Seconds since this version's last use, a tenant's own; null: not used since the server started."""
+    """Seconds since this version's last use, a tenant's own. null: not used since the server
+    started.
+    """
     dtype: str | None
     """Format of its matrices (fp32, bf16, fp16, int8); null: it's in no memory."""
     precision_loss: float | None
-    """Largest relative error over its modules of the update in memory, compared with the uploaded one; null: it's in no memory."""
+    """Largest relative error over its modules of the update in memory, compared with the
+    uploaded one. null: it's in no memory.
+    """
     uses_per_s: float | None
     """Recent requests for this version per second, decaying; null for a tenant's key."""
 
 
 class MemoryResource(Resource):
-    """What there is of each tier's memory, and who has it, by the engine's last heartbeat."""
+    """Use of each memory tier, by the engine's last heartbeat."""
 
     budget_bytes: int = Field(validation_alias="device_bytes")
-    """Most bytes of the device that KV blocks and adapters may take together: the sum of the five below."""
+    """Maximum bytes of the device for KV blocks and adapters together: the sum of the five below.
+    """
     kv_used_bytes: int = Field(validation_alias="kv_bytes_used")
     kv_idle_bytes: int = Field(validation_alias="kv_bytes_idle")
     adapters_used_bytes: int = Field(validation_alias="adapter_bytes_used")
@@ -76,10 +83,12 @@ async def get_residency(
     resident: bool = False,
     caller: Caller = Depends(_reader),
 ) -> Response:
-    """The caller's versions, an admin's view of everyone's; with ``?resident=true`` those alone that are in some memory or on their way there.
+    """List the versions of the caller's tenant, or for an admin of all tenants.
+
+    With ``?resident=true``, only those in memory or being loaded.
 
     Weights are shared between tenants that hold the same bytes; uses are counted by version, so that none shows another tenant's.
-    A tenant's key is told of memory only what its own use brought there, so that nobody learns what others hold.
+    A tenant's key sees only weights that its own use loaded, so that it doesn't learn what others hold.
     """
     services = services_of(request)
     by_digest = {one.digest: one for one in await services.engine.residency()}
@@ -111,7 +120,10 @@ async def get_residency(
 
 
 def _row(owned: OwnedVersion, one: AdapterResidency | None) -> ResidencyResource:
-    """Return where the version is; what uses it counts by version, which the engine, knowing bytes alone, can't say."""
+    """Return where the version is.
+
+    Counts are by version, which the engine doesn't know: it knows digests alone.
+    """
     return ResidencyResource(
         tenant=owned.tenant_name,
         name=owned.name,

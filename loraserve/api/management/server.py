@@ -1,4 +1,4 @@
-"""What the server is: its base model, its bounds, and what was done on it."""
+"""Describe the server: its base model, its limits, and its audit log."""
 
 from __future__ import annotations
 
@@ -34,9 +34,13 @@ class BaseResource(Resource):
     layers_path: str
     dtype: str
     quantization: str
-    """In what linears' weights are kept."""
+    """Format of the linears' weights."""
     arithmetic: str
-    """How linears multiply: ``w8a8-row`` (int8 weights, activations rounded to int8 by row), ``w8a16``, ``w4a16``, ``fp32`` …; several joined by ``+``."""
+    """Arithmetic of the linears; several are joined by ``+``.
+
+    Such as ``w8a8-row`` (int8 weights, activations rounded to int8 by row), ``w8a16``, ``w4a16``,
+    ``fp32``.
+    """
     kernels: str
     """Kernels that multiply so."""
     instructions: str
@@ -48,7 +52,7 @@ class BaseResource(Resource):
 
 
 class LimitsResource(Resource):
-    """One field per bound, named as in `loraserve.limits`."""
+    """Limits of the server, a field per bound, named as in `loraserve.limits`."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -65,14 +69,14 @@ class AuditResource(Resource):
 
 @router.get("/base", response_model=BaseResource)
 async def get_base(request: Request, caller: Caller = Depends(_reader)) -> Response:
-    """The resident base model, with the shapes that an adapter must have."""
+    """Return the resident base model, with the shapes that an adapter must have."""
     base = services_of(request).engine.base
     return answer(request, BaseResource.of(base))
 
 
 @router.get("/limits", response_model=LimitsResource)
 async def get_limits(request: Request, caller: Caller = Depends(_reader)) -> Response:
-    """Every bound of this server."""
+    """Return every limit of this server."""
     return answer(request, LimitsResource.model_validate(services_of(request).limits.as_dict()))
 
 
@@ -80,7 +84,10 @@ async def get_limits(request: Request, caller: Caller = Depends(_reader)) -> Res
 async def list_audit(
     request: Request, limit: int = 50, cursor: str | None = None, caller: Caller = Depends(_reader)
 ) -> Response:
-    """Who did what to the tenant's things, newest first; for an admin key that names no tenant, to anyone's."""
+    """List the tenant's audit log, newest first.
+
+    An admin key that names no tenant gets that of all.
+    """
     tenant = None if caller.sees_all else caller.tenant
     page = await services_of(request).registry.list_audit(tenant, limit=limit, cursor=cursor)
     return answer(request, page_of(page, AuditResource.of))

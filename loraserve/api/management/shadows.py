@@ -1,4 +1,4 @@
-"""How an alias's shadow does against the version that answers."""
+"""Compare an alias's shadow with the version that answers."""
 
 from __future__ import annotations
 
@@ -27,24 +27,25 @@ class ShadowHourResource(Resource):
     hour: datetime
     """Its first instant."""
     version: int
-    """Which answered."""
+    """Version that answered."""
     shadow_version: int
     num_requests: int
     num_failed: int
-    """Of those, the ones to which the shadow had no answer."""
+    """Number of requests that the shadow failed to answer."""
     num_equal: int
-    """Those where both made the same tokens."""
+    """Number of requests with equal tokens from both."""
     num_tokens: int
     """The answers', of those that the shadow answered too."""
     num_agreed_tokens: int
-    """Of those, the ones before the first that differs."""
+    """Number of tokens before the first that differs."""
     live_ms: int
     shadow_ms: int
-    """From the request to the last token, summed over the requests that both answered."""
+    """Milliseconds from the request to the last token, summed over the requests that both answered.
+    """
 
     @classmethod
     def of_hour(cls, record: ShadowHourRecord) -> ShadowHourResource:
-        """Return the resource of an hour, whose tally's fields are its own here."""
+        """Return the resource of an hour, with the fields of its tally."""
         return cls(
             hour=record.hour,
             version=record.version,
@@ -62,6 +63,6 @@ async def list_shadow_hours(
     cursor: str | None = None,
     caller: Caller = Depends(_reader),
 ) -> Response:
-    """The hours in which copies of the alias's requests ran on its shadow version, the newest first."""
+    """List the hours in which copies ran on the alias's shadow version, newest first."""
     page = await services_of(request).registry.shadow_hours.list(caller.tenant, name, alias, limit=limit, cursor=cursor)
     return answer(request, page_of(page, ShadowHourResource.of_hour))

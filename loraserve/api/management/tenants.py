@@ -37,7 +37,7 @@ _admin = scopes.require(scopes.ADMIN)
 
 
 class LimitsBody(Body):
-    """What isn't given stays as it is; null: no limit."""
+    """Limits to change: absent ones stay as they are; null: no limit."""
 
     max_adapters: int | None = None
     max_stored_bytes: int | None = None
@@ -65,7 +65,7 @@ class PricesBody(Body):
 
 
 class TenantPatch(Body):
-    """What isn't given stays as it is; null: as if nobody had ever set it."""
+    """Policy to change: absent fields stay as they are; null resets one."""
 
     limits: LimitsBody | None = None
     weight: float | None = None
@@ -153,7 +153,7 @@ async def create_tenant(request: Request, caller: Caller = Depends(_admin)) -> R
 async def list_tenants(
     request: Request, limit: int = 50, cursor: str | None = None, caller: Caller = Depends(_admin)
 ) -> Response:
-    """Every tenant by name."""
+    """List all tenants by name."""
     page = await services_of(request).authenticator.tenants.list(limit=limit, cursor=cursor)
     return answer(request, page_of(page, TenantResource.of_tenant))
 
@@ -165,7 +165,8 @@ async def get_tenant(tenant: str, request: Request, caller: Caller = Depends(_ad
 
 @router.patch("/{tenant}", response_model=TenantResource)
 async def update_tenant(tenant: str, request: Request, caller: Caller = Depends(_admin)) -> Response:
-    """The tenant's limits, weight and prices are what the body says, for its requests from now on; within seconds on every replica.
+    """Set the tenant's limits, weight and prices, from now on here, within seconds on every
+    replica.
 
     412 if the tenant isn't what ``If-Match`` says.
     """
@@ -181,14 +182,17 @@ async def update_tenant(tenant: str, request: Request, caller: Caller = Depends(
 
 @router.delete("/{tenant}", status_code=204)
 async def delete_tenant(tenant: str, request: Request, caller: Caller = Depends(_admin)) -> Response:
-    """The tenant's keys and models work no more. The name is free again, for another tenant."""
+    """Delete the tenant: its keys and models stop working. Its name is free for another tenant."""
     await services_of(request).authenticator.tenants.delete(tenant, actor=caller.key_id)
     return Response(status_code=204)
 
 
 @router.post("/{tenant}/keys", status_code=201, response_model=NewKeyResource)
 async def create_key(tenant: str, request: Request, caller: Caller = Depends(_admin)) -> Response:
-    """A new key with all of a tenant's scopes, or those named, or ``metrics:read`` alone. The secret is in this answer and nowhere else."""
+    """Create a key with all of a tenant's scopes, or those named, or ``metrics:read`` alone.
+
+    The secret is in this answer and nowhere else.
+    """
     body = await read_body(request, KeyCreate)
     authenticator = services_of(request).authenticator
     owner = await authenticator.tenants.get(tenant)
@@ -230,7 +234,10 @@ async def create_key(tenant: str, request: Request, caller: Caller = Depends(_ad
 async def list_keys(
     tenant: str, request: Request, limit: int = 50, cursor: str | None = None, caller: Caller = Depends(_admin)
 ) -> Response:
-    """The tenant's keys in the order they were made, the revoked too; never a secret."""
+    """List the tenant's keys in the order of their creation, including revoked ones.
+
+    Secrets aren't shown.
+    """
     authenticator = services_of(request).authenticator
     owner = await authenticator.tenants.get(tenant)
     page = await authenticator.keys.list(owner.id, limit=limit, cursor=cursor)
@@ -239,7 +246,7 @@ async def list_keys(
 
 @router.delete("/{tenant}/keys/{key_id}", status_code=204)
 async def revoke_key(tenant: str, key_id: str, request: Request, caller: Caller = Depends(_admin)) -> Response:
-    """The key works no more: at once here, within seconds in other processes."""
+    """Revoke the key: here at once, within seconds in other processes."""
     authenticator = services_of(request).authenticator
     owner = await authenticator.tenants.get(tenant)
     await authenticator.keys.revoke(owner.id, key_id, actor=caller.key_id)

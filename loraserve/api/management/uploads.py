@@ -1,4 +1,4 @@
-"""Resumable uploads: announced, sent in pieces with ``Content-Range``, and published by their digest."""
+"""Resumable uploads: announced, sent in pieces, and published by their digest."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from loraserve.api.services import services_of
 from loraserve.errors import InvalidRequest, PayloadTooLarge
 from loraserve.limits import LIMITS
 from loraserve.registry.records import Published
-from loraserve.registry.uploads.chunks import BytesLost
 from loraserve.registry.uploads.concurrency_limiter import Sender
+from loraserve.registry.uploads.chunks import BytesLost
 from loraserve.registry.uploads.resumable import UploadRecord
 from loraserve.tenancy.idempotency import Once, StoredResponse
 from loraserve.tenancy.identity.auth import Caller
@@ -54,7 +54,11 @@ class UploadResource(Resource):
 
 @router.post("", status_code=201, response_model=UploadResource)
 async def create_upload(request: Request, caller: Caller = Depends(_writer)) -> Response:
-    """Announce a blob. 201 with a new upload, 200 with the one of these bytes that was begun: it goes on where it stopped."""
+    """Announce a blob.
+
+    201 with a new upload, 200 with the one of these bytes that was begun: it goes on where it
+    stopped.
+    """
     services = services_of(request)
     services.check_open()
     body = await read_body(request, UploadCreate)
@@ -76,14 +80,19 @@ def _created(result: tuple[UploadRecord, bool]) -> StoredResponse:
 
 @router.get("/{upload_id}", response_model=UploadResource)
 async def get_upload(upload_id: str, request: Request, caller: Caller = Depends(_reader)) -> Response:
-    """How much has come. One whose last byte came just before its server ended is completed."""
+    """Return the upload's progress.
+
+    It is completed if its last byte came just before its server ended.
+    """
     record = await services_of(request).registry.uploads.resumable.finish(caller.tenant, upload_id)
     return answer(request, UploadResource.of(record))
 
 
 @router.patch("/{upload_id}", response_model=UploadResource)
 async def send_piece(upload_id: str, request: Request, caller: Caller = Depends(_writer)) -> Response:
-    """The next piece, of any length: ``Content-Range: bytes FIRST-LAST/SIZE``. What came of a piece that broke off is kept.
+    """Receive the next piece, of any length: ``Content-Range: bytes FIRST-LAST/SIZE``.
+
+    The received part of an interrupted piece is kept.
 
     409 ``upload_offset_mismatch`` says in ``received`` where the next piece begins. With the last one the whole is checked.
     """
@@ -114,7 +123,7 @@ def _read_range(request: Request) -> tuple[int, int, int]:
     if match is None:
         raise InvalidRequest("The piece's range is missing or can't be read.", param="Content-Range", hint=expected)
     start, end, size = int(match[1]), int(match[2]) + 1, int(match[3])
-    # Nothing is a piece only where nothing is missing: who asks whether all has come.
+    # An empty piece is allowed only where nothing is missing: the client asks whether all has come.
     if end > size or end < start or (start == end and start != size):
         raise InvalidRequest("The piece's range makes no sense.", param="Content-Range", hint=expected)
     length = request.headers.get("content-length")
@@ -130,7 +139,7 @@ def sender_of(request: Request) -> Sender:
 
 
 def is_json(request: Request) -> bool:
-    """Whether the body says that it is JSON."""
+    """Return whether the body says that it is JSON."""
     kind, _, _ = request.headers.get("content-type", "").partition(";")
     return kind.strip().lower() == "application/json"
 
@@ -144,7 +153,7 @@ async def publish_stored(
     is_promoting: bool,
     is_dry_run: bool,
 ) -> Response:
-    """Publish ``{config: {…}, blob: sha256}``: a config, and the weights of one of the tenant's complete uploads.
+    """Publish ``{config: {…}, blob: sha256}``: a config, and the weights of a complete upload.
 
     Raises:
         InvalidRequest: the body isn't that.

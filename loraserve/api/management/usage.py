@@ -1,4 +1,4 @@
-"""Who used what, and what it cost."""
+"""Report usage and its cost."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _CSV = "text/csv"
 
 
 class UsageResource(Resource):
-    """One sum. It has the fields that it was grouped by, and no others of these six."""
+    """Usage of one group. It has the fields that it was grouped by, and no others of these six."""
 
     tenant: str | None = None
     tenant_id: str | None = None
-    """It stays, where a name may be given again after a delete."""
+    """Stable id of the tenant: a name may be reused after a delete."""
     adapter: str | None = None
     """``NAME``, ``OWNER/NAME``, or a sum of adapters; null: the base."""
     version: int | None = None
@@ -43,16 +43,16 @@ class UsageResource(Resource):
     """Its beginning, in UTC: ``2026-11-21T17:00:00Z``."""
     day: str | None = None
     num_requests: int
-    """Those of which the client was given anything."""
+    """Number of requests with at least one delivered token."""
     prompt_tokens: int
     cached_tokens: int
-    """Of the prompt tokens, those that weren't computed again."""
+    """Prompt tokens found in the prefix cache."""
     completion_tokens: int
-    """Those that clients were given."""
+    """Tokens delivered to clients."""
     undelivered_tokens: int
-    """Those that were made for clients that had left, or for answers that failed. They cost nothing."""
+    """Tokens generated for clients that had left, or for answers that failed. They cost nothing."""
     cost: str | None
-    """By the prices at the time of use, exact; null: there were none."""
+    """Exact cost by the prices at the time of use; null: there were none."""
     currency: str | None
 
 
@@ -73,7 +73,9 @@ async def get_usage(
     cursor: str | None = None,
     caller: Caller = Depends(scopes.require(scopes.ADAPTERS_READ)),
 ) -> Response:
-    """What the key's tenant used, or for an admin anyone: summed by what `group_by` lists (tenant, adapter, version, hour, day).
+    """Sum the usage of the key's tenant, or for an admin of all tenants.
+
+    `group_by` lists the columns to sum by (tenant, adapter, version, hour, day).
 
     `from` and `to` are dates or instants with an offset, taken to whole hours. ``format=csv``, or ``Accept: text/csv``, gives every sum in one file.
     """
@@ -107,7 +109,7 @@ def _reports(services: Services) -> UsageReports:
 
 
 async def _visible_tenant(reports: UsageReports, caller: Caller, tenant: str | None) -> TenantId | None:
-    """Whose usage is asked for; None: everyone's.
+    """Return the tenant to report on; None: all of them.
 
     Raises:
         TenantNotFound: there is no such tenant, or the caller isn't told of it: the two read the same.
@@ -160,7 +162,7 @@ def _fields(item: UsageSum) -> dict[str, Any]:
 
 
 def _csv(items: list[UsageSum], group_by: tuple[str, ...]) -> bytes:
-    """Every sum as a line, below the names of the columns; what is null is empty."""
+    """Render every sum as a line, below the names of the columns; null is empty."""
     groups = [column for name in group_by for column in (("tenant", "tenant_id") if name == "tenant" else (name,))]
     text = io.StringIO()
     writer = csv.DictWriter(text, [*groups, *_AMOUNTS, "cost", "currency"], lineterminator="\r\n")

@@ -1,4 +1,4 @@
-"""Load of each tenant's adapters on this server: requests that wait or are answered, and how often they come."""
+"""Load of each tenant's adapters on this server: waiting and running requests, and their rate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class AdapterLoad:
-    """Counts requests by version, not by bytes: tenants that hold the same bytes have each their own load."""
+    """Count requests by version, not by bytes: tenants with the same bytes have each their own
+    load.
+    """
 
     def __init__(self, *, max_versions: int = MAX_NAMES, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_versions = max_versions
@@ -54,7 +56,7 @@ class AdapterLoad:
         return self._uses.get(version_key(version), NEVER).per_second(self._clock())
 
     def waiting_names(self) -> list[str]:
-        """Return ``OWNER/NAME`` of each adapter that a request without its first token is for, sorted."""
+        """Return ``OWNER/NAME`` of each adapter with a request before its first token, sorted."""
         return sorted(self._waiting_names)
 
     def running_names(self) -> list[str]:
@@ -73,7 +75,7 @@ class AdapterLoad:
 
 
 class AdapterUse:
-    """One request's place in an `AdapterLoad`, from its arrival to its end."""
+    """Request counted in an `AdapterLoad`, from its arrival to its end."""
 
     def __init__(self, load: AdapterLoad, keys: list[VersionKey], names: list[str]) -> None:
         self._load = load

@@ -17,7 +17,10 @@ _DURATION_BUCKETS = (0.005, 0.025, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 3
 
 
 class ServerMetrics:
-    """Counters of one application. Tests run several applications in one process, so that nothing is global."""
+    """Counters of one application.
+
+    Tests run several applications in one process, so that nothing is global.
+    """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

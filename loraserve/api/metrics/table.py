@@ -20,7 +20,7 @@ Samples = Sample | Mapping[str, Sample] | Mapping[tuple[str, str], Sample] | Map
 
 @dataclass(frozen=True, slots=True)
 class Row(Generic[Source]):
-    """One metric family: name, help, kind, labels, and the function that reads its samples from the table's source."""
+    """Metric family: name, help, kind, labels, and the function that reads its samples."""
 
     family: type[CounterMetricFamily] | type[GaugeMetricFamily] | type[HistogramMetricFamily]
     name: str

@@ -1,4 +1,4 @@
-"""Every metric that is read at a scrape, in tables by what they are read from.
+"""Tables of the metrics that are read at a scrape, grouped by the object that they are read from.
 
 Labels are tiers, uses, states and causes: a fixed number of samples, however many adapters and tenants there are. Only
 vLLM's own names label adapters.
@@ -182,7 +182,7 @@ VLLM: Table[EngineStats] = (
 
 
 def vllm_lora_info(max_lora: int) -> Table[AdapterLoad]:
-    """Return the table from which routers of the Gateway API Inference Extension read the adapters in use.
+    """Return the table for routers of the Gateway API Inference Extension: the adapters in use.
 
     Args:
         max_lora: the maximum number of sequences in a step: adapters have no slots here, each sequence may use its own.

@@ -141,7 +141,7 @@ def _head(context: InferenceContext, body: ChatBody, kind: str) -> dict[str, Any
 
 @dataclass(slots=True)
 class _Choice:
-    """One choice as its chunks come: kept whole for an answer in one piece, or turned into deltas for a stream."""
+    """Collect one choice's chunks: joined for an answer in one piece, or as deltas for a stream."""
 
     context: InferenceContext
     body: ChatBody
@@ -160,7 +160,7 @@ class _Choice:
         self.stop_reason = chunk.stop_reason
 
     def whole(self) -> dict[str, Any]:
-        """The choice in one piece."""
+        """Return the choice in one piece."""
         whole: dict[str, Any] = {
             "index": self.index,
             "message": {"role": "assistant", "content": "".join(self.texts), "refusal": None},
@@ -173,7 +173,7 @@ class _Choice:
         return whole
 
     def opening(self) -> dict[str, Any]:
-        """The first delta, which says who speaks."""
+        """Return the first delta, which holds the role."""
         part: dict[str, Any] = {
             "index": self.index,
             "delta": {"role": "assistant", "content": ""},
@@ -185,7 +185,7 @@ class _Choice:
         return part
 
     def parts_of(self, chunk: Chunk) -> list[dict[str, Any]]:
-        """The deltas for this chunk: its text if it has any, and the end if it is one."""
+        """Return the deltas of this chunk: its text if it has any, and the end if it is the last."""
         parts: list[dict[str, Any]] = []
         logprobs = self._logprobs(chunk)
         if chunk.text or logprobs or (self.body.return_token_ids and chunk.token_ids):

@@ -135,7 +135,7 @@ def _head(context: InferenceContext, body: CompletionBody) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Choice:
-    """One choice as its chunks come: kept whole for an answer in one piece, or turned into parts for a stream."""
+    """Collect one choice's chunks: joined for an answer in one piece, or as parts for a stream."""
 
     context: InferenceContext
     body: CompletionBody
@@ -155,7 +155,7 @@ class _Choice:
             self.parts.append(part)
 
     def part(self, chunk: Chunk) -> dict[str, Any] | None:
-        """What this chunk adds, as a stream says it; None when that is nothing."""
+        """Return the part that this chunk adds to a stream; None if it adds nothing."""
         text = chunk.text
         logprobs = []
         prompt = self.context.prompt_of(self.index)
@@ -183,7 +183,7 @@ class _Choice:
         return part
 
     def whole(self) -> dict[str, Any]:
-        """The choice in one piece."""
+        """Return the choice in one piece."""
         whole: dict[str, Any] = {
             "index": self.index,
             "text": "".join(part["text"] for part in self.parts),

@@ -62,7 +62,10 @@ class ModelList(BaseModel):
 
 @router.get("/models")
 async def list_models(request: Request, caller: Caller = Depends(_require_inference)) -> ModelList:
-    """List the base first, then the tenant's adapters that a bare name reaches, then those that other tenants granted, as ``OWNER/NAME``."""
+    """List the base, then the tenant's adapters that a bare name reaches, then granted ones.
+
+    Granted ones are named ``OWNER/NAME``.
+    """
     services = services_of(request)
     base = services.engine.base
     adapters = [
@@ -76,7 +79,9 @@ async def list_models(request: Request, caller: Caller = Depends(_require_infere
 
 @router.get("/models/{model:path}")
 async def get_model(model: str, request: Request, caller: Caller = Depends(_require_inference)) -> Model:
-    """Return one model, by any of its names. A sum of adapters isn't one: it exists for its request alone.
+    """Return one model, by any of its names.
+
+    A sum of adapters isn't one: it exists for its request alone.
 
     Raises:
         ModelNotFound: the tenant has no such model.

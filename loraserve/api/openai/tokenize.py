@@ -28,7 +28,7 @@ async def tokenize(
     caller: Caller = Depends(admitted_caller),
     raw: dict[str, Any] = Depends(json_fields),
 ) -> Response:
-    """The tokens of a prompt, or of messages under the model's chat template.
+    """Return the tokens of a prompt, or of messages under the model's chat template.
 
     Raises:
         InvalidRequest: neither or both were given, or one is wrong.
@@ -76,7 +76,7 @@ async def detokenize(
     caller: Caller = Depends(admitted_caller),
     raw: dict[str, Any] = Depends(json_fields),
 ) -> Response:
-    """The text of tokens, special ones included.
+    """Return the text of tokens, special ones included.
 
     Raises:
         InvalidRequest: an id is not one of the model's.

@@ -1,4 +1,4 @@
-"""GET /api/v1/openapi.json: every route with its body, answers, errors and who may call it."""
+"""GET /api/v1/openapi.json: every route with its body, answers, errors and scope."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ router = APIRouter(prefix="/api/v1")
 
 @router.get("/openapi.json", response_model=dict[str, Any])
 async def get_openapi(request: Request, caller: Caller = Depends(scopes.require(scopes.ADAPTERS_READ))) -> Response:
-    """This description, as OpenAPI 3.1. It's the same for every key, until the server is another one."""
+    """Return this description, as OpenAPI 3.1.
+
+    It's the same for every key, until the server is upgraded.
+    """
     state = request.app.state
     if not hasattr(state, "openapi"):
         state.openapi = orjson.dumps(describe(request.app))

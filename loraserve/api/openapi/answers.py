@@ -1,4 +1,7 @@
-"""What the inference routes, the probes and errors answer, as models: the routes themselves write dicts, for speed."""
+"""Models of the answers of inference routes, probes and errors.
+
+The routes themselves write dicts, for speed.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ class _Choice(_Answer):
     stop_reason: int | str | None
     """The stop token or string that ended it, or ``timeout``."""
     token_ids: list[int] = Field(default=[])
-    """With return_token_ids, as are `prompt_token_ids`."""
+    """Tokens of the answer; only with return_token_ids, as `prompt_token_ids`."""
 
 
 class CompletionChoice(_Choice):
@@ -105,7 +108,7 @@ class Tokens(_Answer):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str | None] | None
-    """With return_token_strs."""
+    """Tokens as text; only with return_token_strs."""
 
 
 class Text(_Answer):
@@ -140,7 +143,7 @@ class Problem(_Answer):
     code: str
     """Stable, for programs."""
     errors: list[ProblemDetail]
-    """One entry per thing that is wrong."""
+    """Errors, an entry per thing that is wrong."""
     request_id: str | None
     received: int = 0
-    """With ``upload_offset_mismatch``: where the next piece begins."""
+    """Offset of the next piece; only with ``upload_offset_mismatch``."""

@@ -1,4 +1,4 @@
-"""The whole description: what the framework reads from the routes' signatures, and what `operations` says beside it."""
+"""Build the OpenAPI document from the routes' signatures and `operations`."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _FIELDS: Mapping[str, Node] = {"prompt": _PROMPT, "messages": _MESSAGES, "stop":
 
 
 def describe(app: FastAPI) -> Node:
-    """OpenAPI 3.1 of every route of `app`: parameters, body, each answer, each error, and the scope that a key needs."""
+    """Describe every route of `app` in OpenAPI 3.1: parameters, bodies, answers, errors and scopes."""
     document = get_openapi(
         title=app.title,
         version=app.version,
@@ -92,7 +92,7 @@ def describe(app: FastAPI) -> Node:
 
 
 def _plain_lists(node: Any) -> None:
-    """Describe the items of a list of fixed length once, where they are alike: not every tool reads ``prefixItems``."""
+    """Describe alike items of a list of fixed length once: not every tool reads ``prefixItems``."""
     if isinstance(node, dict):
         items = node.get("prefixItems")
         if isinstance(items, list) and items and all(item == items[0] for item in items):
@@ -210,7 +210,7 @@ def _named(model: type[BaseModel]) -> Node:
 
 
 def _schemas() -> Node:
-    """The models that `operations` names, and those in them."""
+    """Return the schemas of the models in `operations`, and of the models in them."""
     bodies = [kind for content in operations.BODIES.values() for kind in content.values() if isinstance(kind, type)]
     answers: list[type[BaseModel]] = [Error, Problem]
     answers += [kind for content in operations.ANSWERS.values() for kind in content.values() if isinstance(kind, type)]

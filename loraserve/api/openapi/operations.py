@@ -1,4 +1,4 @@
-"""What the routes' signatures don't say: their bodies, their headers, and their answers beside the usual one."""
+"""Declare what routes' signatures lack: bodies, headers, and answers beside the usual one."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ BODIES: Mapping[str, Content] = {
     "PATCH /api/v1/tenants/{tenant}": {JSON: TenantPatch},
     "POST /api/v1/tenants/{tenant}/keys": {JSON: KeyCreate},
 }
-"""By method and path; what is there under /t/{tenant} too is the same there."""
+"""Bodies by method and path; routes under /t/{tenant} have the same."""
 
 NO_BODY = frozenset(
     {
@@ -67,7 +67,7 @@ NO_BODY = frozenset(
         "POST /api/v1/adapters/{name}/aliases/{alias}/rollback",
     }
 )
-"""Those that could have one, and take none."""
+"""Routes that could have a body, and take none."""
 
 ANSWERS: Mapping[str, Content] = {
     "GET /livez": {JSON: Health},
@@ -80,10 +80,10 @@ ANSWERS: Mapping[str, Content] = {
     "POST /detokenize": {JSON: Text},
     "GET /api/v1/adapters/{name}/versions/{number}/files/{file}": {JSON: {"type": "object"}, BYTES: _BINARY},
 }
-"""Of those whose signature doesn't say it."""
+"""Answers that the routes' signatures don't declare."""
 
 MORE_FORMS: Mapping[str, Content] = {"GET /api/v1/usage": {CSV: {"type": "string"}}}
-"""Beside the JSON that the signature says."""
+"""Media types beside the JSON in the signature."""
 
 MORE_STATUSES: Mapping[str, tuple[int, ...]] = {
     "POST /api/v1/adapters/{name}/versions": (200,),
@@ -104,7 +104,7 @@ CONDITIONAL = frozenset(
         "PATCH /api/v1/tenants/{tenant}",
     }
 )
-"""Those that heed ``If-Match``."""
+"""Routes that heed ``If-Match``."""
 
 STORING = frozenset(
     {
@@ -114,4 +114,4 @@ STORING = frozenset(
         "PATCH /api/v1/uploads/{upload_id}",
     }
 )
-"""Those that can find the store full."""
+"""Routes that can find the store full."""

@@ -1,4 +1,7 @@
-"""JSON bodies of management routes. Unknown fields are refused: a misspelt one must not be ignored."""
+"""JSON bodies of management routes.
+
+Unknown fields are refused: a misspelt one must not be ignored.
+"""
 
 from __future__ import annotations
 

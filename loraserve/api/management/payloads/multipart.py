@@ -1,4 +1,4 @@
-"""An upload's body, from the socket to a staged file: hashed and bounded while it is read, never held whole."""
+"""Read an upload from the socket to a staged file: hashed and bounded on the way, never held whole."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_BOUNDARY_BYTES = 70
 
 
 def multipart_boundary(request: Request) -> bytes:
-    """The boundary that the request's content type names.
+    """Return the boundary in the request's content type.
 
     Raises:
         InvalidRequest: the body isn't multipart/form-data.
@@ -40,7 +40,9 @@ def multipart_boundary(request: Request) -> bytes:
 
 
 async def read_upload(request: Request, boundary: bytes, weights: StagedBlob, throttle: Throttle) -> bytes:
-    """The part `CONFIG`, after the part `WEIGHTS` went to `weights`, with `rests` between. The parts may come in any order; files' names are ignored.
+    """Return the part `CONFIG`, after writing the part `WEIGHTS` to `weights`, piece by piece.
+
+    Parts may come in any order; file names are ignored.
 
     Raises:
         InvalidRequest: a part is missing, unknown, there twice, encoded, or the body ends early.
@@ -57,7 +59,7 @@ async def read_upload(request: Request, boundary: bytes, weights: StagedBlob, th
     except FormParserError as error:
         raise InvalidRequest("The body isn't well-formed multipart/form-data.", hint=_EXPECTED) from error
     except ClientDisconnect:
-        # Nobody reads the answer, and it isn't a failure of the server's.
+        # No client reads the answer, and it isn't a failure of the server's.
         raise InvalidRequest("The client left before the body's end.") from None
     if not parts.is_complete:
         raise InvalidRequest("The body ends before its closing boundary.", hint="Upload it again.")
@@ -69,7 +71,7 @@ async def read_upload(request: Request, boundary: bytes, weights: StagedBlob, th
 
 
 class _Parts:
-    """What the parser has found so far. It is told in pieces of any size."""
+    """Parts found so far by the parser, which calls back with pieces of any size."""
 
     def __init__(self) -> None:
         self.config = bytearray()

@@ -46,7 +46,9 @@ class VersionResource(Resource):
     """null: a dry run of bytes that aren't published."""
     digest: str
     state: str
-    """ready; quarantined; other_base: made for another base than this server's, which doesn't serve it; checked: a dry run's."""
+    """State: ready; quarantined; other_base (this server serves another base); checked (a dry
+    run's).
+    """
     base_digest: str
     """Digest of the base that the version was made for."""
     size_bytes: int
@@ -63,7 +65,10 @@ class VersionResource(Resource):
 
     @classmethod
     def on_base(cls, record: VersionRecord, served: Digest | None) -> VersionResource:
-        """Return the version as a server of the base `served` shows it; None: its base isn't loaded yet."""
+        """Return the version as a server of the base `served` shows it.
+
+        None: its base isn't loaded yet.
+        """
         state = record.state if served in (None, record.base_digest) else OTHER_BASE
         warnings = [check["detail"] for check in record.checks if check["status"] == WARNED]
         return cls.model_validate(_values(record) | {"state": state, "warnings": warnings})
@@ -87,13 +92,18 @@ class AdapterResource(Resource):
     notes: str
     tags: dict[str, str]
     fallback: str | None
-    """Answers when the requested version can't: a version's number, an alias, or ``base``; null: nothing does."""
+    """Answers if the requested version can't: a version's number, an alias, or ``base``. null:
+    nothing does.
+    """
     created_at: datetime
     updated_at: datetime
 
     @classmethod
     def on_base(cls, record: AdapterRecord, served: Digest | None) -> AdapterResource:
-        """Return the adapter as a server of the base `served` shows it; None: its base isn't loaded yet."""
+        """Return the adapter as a server of the base `served` shows it.
+
+        None: its base isn't loaded yet.
+        """
         num_own = record.num_versions if served is None else record.num_versions_by_base.get(served, 0)
         return cls.model_validate(_values(record) | {"num_versions_of_another_base": record.num_versions - num_own})
 

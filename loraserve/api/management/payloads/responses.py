@@ -1,4 +1,4 @@
-"""Responses with an ETag, preconditions on it, and responses that are replayed for the same ``Idempotency-Key``."""
+"""Responses with ETags, preconditions on them, and replays for the same ``Idempotency-Key``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REVISION_ETAG = re.compile(r'"r([0-9]{1,10})"')
 
 
 def answer(request: Request, resource: Resource, *, etag: str | None = None) -> Response:
-    """Return 200 with the resource and its ETag, or 304 if the client has this state already (``If-None-Match``)."""
+    """Return 200 with the resource and its ETag, or 304 if ``If-None-Match`` names this state."""
     body = encode(resource)
     etag = etag or content_etag(body)
     known = header_list(request, "if-none-match")
@@ -34,13 +34,16 @@ def answer(request: Request, resource: Resource, *, etag: str | None = None) -> 
 
 
 def header_list(request: Request, name: str) -> str | None:
-    """Join the lines of a header whose value is a list, so that none is overlooked; None: it is absent."""
+    """Join the lines of a header that holds a list, so that none is overlooked; None: it is absent."""
     lines = request.headers.getlist(name)
     return ", ".join(lines) if lines else None
 
 
 def names_etag(header: str, etag: str) -> bool:
-    """Return whether an ``If-None-Match`` is ``*`` or lists `etag`, weak or strong, in time linear in the header's length."""
+    """Return whether an ``If-None-Match`` is ``*`` or lists `etag`, weak or strong.
+
+    Takes time linear in the header's length.
+    """
     return header.strip() == "*" or etag in (tag.strip().removeprefix("W/") for tag in header.split(","))
 
 
@@ -102,7 +105,9 @@ async def answer_once(
     work: Callable[[Once[T] | None], Awaitable[T]],
     render: Callable[[T], StoredResponse],
 ) -> Response:
-    """Return `render(work(…))`, computed once per ``Idempotency-Key``: a repeated request gets the first response.
+    """Return `render(work(…))`, computed once per ``Idempotency-Key``.
+
+    A repeated request gets the first response.
 
     Args:
         content: identifies the body, so that the same key with another body is refused.
