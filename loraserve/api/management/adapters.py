@@ -20,7 +20,7 @@ from loraserve.api.management.payloads.resources import (
     page_of,
 )
 from loraserve.api.management.payloads.responses import ROOT, answer, answer_once, encode, rendered
-from loraserve.api.management.uploads import is_json, sender_of, publish_stored
+from loraserve.api.management.uploads import is_json, publish_stored, sender_of
 from loraserve.api.services import Services, services_of
 from loraserve.errors import InvalidRequest
 from loraserve.registry.health.checks import quarantine_error

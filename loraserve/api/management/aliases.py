@@ -23,7 +23,7 @@ from loraserve.api.management.payloads.responses import (
 from loraserve.api.services import services_of
 from loraserve.errors import InvalidRequest
 from loraserve.limits import LIMITS
-from loraserve.registry.records import AliasTarget, AliasRecord, ShadowPart, SplitPart
+from loraserve.registry.records import AliasRecord, AliasTarget, ShadowPart, SplitPart
 from loraserve.tenancy.idempotency import Once, StoredResponse
 from loraserve.tenancy.identity.auth import Caller
 

@@ -21,8 +21,8 @@ from loraserve.api.services import services_of
 from loraserve.errors import InvalidRequest, PayloadTooLarge
 from loraserve.limits import LIMITS
 from loraserve.registry.records import Published
-from loraserve.registry.uploads.concurrency_limiter import Sender
 from loraserve.registry.uploads.chunks import BytesLost
+from loraserve.registry.uploads.concurrency_limiter import Sender
 from loraserve.registry.uploads.resumable import UploadRecord
 from loraserve.tenancy.idempotency import Once, StoredResponse
 from loraserve.tenancy.identity.auth import Caller

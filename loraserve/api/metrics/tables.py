@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from loraserve.api.metrics.adapter_load import AdapterLoad
 from loraserve.api.metrics.table import Table, counter, gauge, histogram
 from loraserve.registry.health.certificates import REJECTED, VERDICTS
-from loraserve.registry.health.parity import FAILED, PASSED
+from loraserve.registry.health.checks import FAILED, PASSED
 from loraserve.registry.operations import ENDED
 from loraserve.types import EngineStats
 
@@ -239,7 +239,7 @@ REGISTRY: Table[Registry] = (
     counter(
         "loraserve_late_certificates",
         "Certificates for versions that had none for how this server computes its base.",
-        lambda r: {verdict: r.late_certificates.num_by_verdict[verdict] for verdict in (PASSED, FAILED, REJECTED)},
+        lambda r: {verdict: r.certificate_backfill.num_by_verdict[verdict] for verdict in (PASSED, FAILED, REJECTED)},
         "verdict",
     ),
     counter(
@@ -255,12 +255,12 @@ REGISTRY: Table[Registry] = (
     counter(
         "loraserve_numerics_strikes",
         "Answers with NaN or infinite logits, for requests of the version's owner.",
-        lambda r: r.strikes.num_strikes,
+        lambda r: r.numeric_failures.num_failures,
     ),
     counter(
         "loraserve_numerics_quarantines",
         "Versions quarantined for NaN or infinite logits.",
-        lambda r: r.strikes.num_quarantined,
+        lambda r: r.numeric_failures.num_quarantined,
     ),
     counter(
         "loraserve_shadow_comparisons_lost",
@@ -270,7 +270,7 @@ REGISTRY: Table[Registry] = (
     counter(
         "loraserve_damaged_versions",
         "Versions quarantined because their stored bytes are corrupt or missing.",
-        lambda r: r.damages.num_quarantined,
+        lambda r: r.corruption.num_quarantined,
     ),
     counter(
         "loraserve_operations",
@@ -284,7 +284,7 @@ REGISTRY: Table[Registry] = (
     gauge(
         "loraserve_doomed_blobs",
         "Unreferenced blobs that will be deleted after the grace period.",
-        lambda r: r.collector.num_doomed,
+        lambda r: r.collector.num_gc_candidates,
     ),
     gauge("loraserve_operator_pins", "Adapters that operators have pinned.", lambda r: r.pins.num_wanted),
     gauge("loraserve_operator_pins_held", "Pinned adapters on this server's device.", lambda r: r.pins.num_held),
