@@ -129,10 +129,14 @@ class ShadowRunner:
         """Copies that the engine may have said to be waiting, when it last said something."""
         self._sweeper: asyncio.TimerHandle | None = None
         self._is_closed = False
-        metrics.live_shadow_requests.set_function(lambda: len(self._copies))
+        metrics.live_shadow_requests.set_function(lambda: self.num_live)
         for outcome in OUTCOMES:
             # shown as 0 before the first
             metrics.shadow_requests.labels(outcome)
+
+    @property
+    def num_live(self) -> int:
+        return len(self._copies)
 
     def start_copy(self, request: GenerateRequest, shadow: Shadow) -> ShadowCopy | None:
         """Start the copy of `request`, at its first token, if it falls into the share and there is
