@@ -68,5 +68,7 @@ def test_every_footnote_is_there_once_and_used() -> None:
 def test_the_limits_are_those_that_hold() -> None:
     assert f"rank over {LIMITS.max_rank}" in PROSE
     assert f"{LIMITS.max_factors_bytes >> 30} GiB of factors" in PROSE
-    assert f"Up to {LIMITS.max_composition_terms} terms; weights between −{LIMITS.max_composition_weight:g} and" in PROSE
+    assert (
+        f"Up to {LIMITS.max_composition_terms} terms; weights between −{LIMITS.max_composition_weight:g} and" in PROSE
+    )
     assert f"a scaling over {LIMITS.max_scaling:,.0f}" in PROSE
