@@ -166,15 +166,15 @@ def _has_triton() -> bool:
 
 
 def _on_cpu(decoder: Decoder, config: EngineConfig, progress: Progress) -> tuple[CpuRunner, AdapterDevice, BlockPool]:
-    division = plan_cpu_memory(
+    plan = plan_cpu_memory(
         config.memory_budget_bytes,
         kv_block_bytes(decoder, config.block_size),
         num_needed_blocks(decoder, config),
         mmap.PAGESIZE,
     )
-    memory = HostMemory(division.num_blocks * division.block_num_bytes)
-    runner = CpuRunner(decoder, view_kv(decoder, memory.data, division.block_num_bytes, config.block_size))
-    arena = Arena(division.num_pages, division.page_num_bytes)
+    memory = HostMemory(plan.num_blocks * plan.block_num_bytes)
+    runner = CpuRunner(decoder, view_kv(decoder, memory.data, plan.block_num_bytes, config.block_size))
+    arena = Arena(plan.num_pages, plan.page_num_bytes)
     held = cpu_adapter_dtype(config.adapter_dtype)
     dtypes = tuple(FILE_DTYPES.values()) if held is None else (held,)
     progress.begin("compiling kernels for adapters' dtypes", len(dtypes))
@@ -184,28 +184,26 @@ def _on_cpu(decoder: Decoder, config: EngineConfig, progress: Progress) -> tuple
 
     def release(blocks: Sequence[int]) -> None:
         for first, count in runs(blocks):
-            memory.release(first * division.block_num_bytes, count * division.block_num_bytes)
+            memory.release(first * plan.block_num_bytes, count * plan.block_num_bytes)
 
-    device = CpuDevice(decoder.spec, division.max_adapter_bytes, held, arena.client(Owner.ADAPTERS))
-    return runner, device, _kv_cache(config, division, arena, release)
+    device = CpuDevice(decoder.spec, plan.max_adapter_bytes, held, arena.client(Owner.ADAPTERS))
+    return runner, device, _kv_cache(config, plan, arena, release)
 
 
 def _kv_cache(
     config: EngineConfig,
-    division: MemoryPlan,
+    plan: MemoryPlan,
     arena: Arena,
     on_freed: Callable[[Sequence[int]], None] | None = None,
 ) -> BlockPool:
     layout = BlockLayout(
         arena.client(Owner.KV),
-        division.block_num_bytes,
-        division.blocks_per_page,
-        division.pages_per_block,
+        plan.block_num_bytes,
+        plan.blocks_per_page,
+        plan.pages_per_block,
         on_freed,
     )
-    return BlockPool(
-        division.num_blocks, config.block_size, enable_prefix_cache=config.enable_prefix_cache, layout=layout
-    )
+    return BlockPool(plan.num_blocks, config.block_size, enable_prefix_cache=config.enable_prefix_cache, layout=layout)
 
 
 def num_needed_blocks(decoder: Decoder, config: EngineConfig) -> int:
@@ -228,30 +226,30 @@ def _on_gpu(decoder: Decoder, config: EngineConfig, progress: Progress) -> tuple
     # Triton is loaded for GPUs alone
     from loraserve.engine.execution import gpu_memory as gpu_budget
     from loraserve.engine.execution.gpu_runner import GpuRunner
-    from loraserve.memory.devices.gpu import GpuDevice, adapter_dtype, divide
+    from loraserve.memory.devices.gpu import GpuDevice, adapter_dtype, plan_arena
 
     progress.begin("measuring the GPU's memory")
     budget = config.memory_budget_bytes or gpu_budget.free_bytes(decoder, config)
     device = decoder.backend.device
-    division = divide(
+    plan = plan_arena(
         decoder.spec, budget, kv_block_bytes(decoder, config.block_size), num_needed_blocks(decoder, config)
     )
     data = torch.empty(
-        (division.num_pages + division.num_dedicated_pages) * division.page_num_bytes, dtype=torch.uint8, device=device
+        (plan.num_pages + plan.num_dedicated_pages) * plan.page_num_bytes, dtype=torch.uint8, device=device
     )
     dtype = adapter_dtype(config.adapter_dtype, decoder.kv_dtype)
-    arena = Arena(division.num_pages, division.page_num_bytes, is_indexed=True)
-    adapters = GpuDevice.in_arena(decoder.spec, data, arena.client(Owner.ADAPTERS), division, budget, dtype)
-    kv = view_kv(decoder, data, division.block_num_bytes, config.block_size)
+    arena = Arena(plan.num_pages, plan.page_num_bytes, is_indexed=True)
+    adapters = GpuDevice.in_arena(decoder.spec, data, arena.client(Owner.ADAPTERS), plan, budget, dtype)
+    kv = view_kv(decoder, data, plan.block_num_bytes, config.block_size)
     logger.info(
         "%s: %.1f GiB in pages of %d KV blocks of %d tokens, at most %d blocks or %.1f GiB of adapters in %s",
         device,
         data.nbytes / GIB,
-        division.blocks_per_page,
+        plan.blocks_per_page,
         config.block_size,
-        division.num_blocks,
+        plan.num_blocks,
         adapters.limits.num_bytes / GIB,
         str(dtype).removeprefix("torch."),
     )
     progress.begin("warming up: compiling kernels and capturing graphs")
-    return GpuRunner(decoder, config, kv, adapters), adapters, _kv_cache(config, division, arena)
+    return GpuRunner(decoder, config, kv, adapters), adapters, _kv_cache(config, plan, arena)

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from loraserve.errors import AdapterUnservable, ConfigError, InvariantViolation
-from loraserve.limits import MIB
 from loraserve.memory.arena import Arena, ArenaClient, Owner
 from loraserve.memory.devices.base import DTYPE_NAMES, Footprint, HostAdapter, PlacedAdapter, refuse_out_of_range
 from loraserve.memory.devices.copies import Copies, CudaCopies, DirectCopies
 from loraserve.memory.plan import MemoryPlan, plan_gpu_memory
 from loraserve.types import BaseSpec
-from loraserve_kernels.common.modules import LAYER_MODULES, LoraModule, ReplacedNorm
+from loraserve_kernels.common.modules import LoraModule, ReplacedNorm
 from loraserve_kernels.cpu import threads
 from loraserve_kernels.errors import PoolFull, ShapeMismatch
 from loraserve_kernels.gpu.paged.layout import (
@@ -33,35 +32,26 @@ from loraserve_kernels.gpu.paged.packing import make_pages
 from loraserve_kernels.gpu.paged.pool import PagedPool
 from loraserve_kernels.gpu.paged.sizes import num_pages_of, num_tiles_of, size_of
 
-PAGE_BYTES = 2 * MIB
-"""At most, unless a row of the base's widest linear takes more."""
 TABLES_SHARE = 1 / 128
-"""Of the budget, for the tables."""
+"""Share of the budget that the tables take."""
 MAX_POOL_BYTES = (2**31 - 1) * UNIT_BYTES
-"""Kernels count in int32 units."""
+"""Bytes that the kernels can address, in int32 units."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostPages:
-    """An adapter's pages in host memory, pinned beside a GPU."""
+    """An adapter's pages in host memory, pinned where a GPU copies from them.
+
+    Attributes:
+        num_bytes: bytes of host memory, with records and the allocator's rounding.
+    """
 
     pages: AdapterPages
     num_bytes: int
-    """What they take there, records and the allocator's rounding included."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolSize:
-    """How a budget of bytes is divided into a pool; see `PagedPool`."""
-
-    num_pages: int
-    page_num_bytes: int
-    max_tiles: int
-    max_slots: int
 
 
 def adapter_dtype(name: str, compute_dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a GPU holds adapters: ``auto`` is that of the activations.
+    """Return the dtype in which a GPU holds adapters; ``auto`` is that of the activations.
 
     Raises:
         ConfigError: a name that isn't one of auto, bf16, fp16 and int8, or 16 bits of the other kind than the activations'.
@@ -82,39 +72,12 @@ def adapter_dtype(name: str, compute_dtype: torch.dtype) -> torch.dtype:
     return names[name]
 
 
-def pool_size(base: BaseSpec, budget_bytes: int) -> PoolSize:
-    """Divide a budget so that pages are what runs out first.
-
-    A page is small beside an adapter: at most a sixteenth of one with eight ranks everywhere, and at most `PAGE_BYTES`. Every adapter takes a page, so there
-    are as many slots as pages. Tables take a share of the budget that has several tiles for each one that such adapters use: runs of free
-    tiles stay long, and only adapters of one or two ranks, or on very few layers, can run out of tiles before pages.
-
-    Raises:
-        ConfigError: the budget holds no page.
-    """
-    rank_bytes = sum(
-        (base.num_layers if module in LAYER_MODULES else 1)
-        * sum(row_num_bytes(width, torch.bfloat16) for width in shape)
-        for module, shape in base.modules.items()
-    )
-    page = max(_widest_row_bytes(base), min(PAGE_BYTES, 8 * rank_bytes // 16))
-    page = -(-page // 256) * 256
-    max_tiles = _max_tiles(base, budget_bytes)
-    num_pages = min((budget_bytes - max_tiles * _tile_bytes(base)) // page, MAX_POOL_BYTES // page)
-    if num_pages < 1:
-        raise ConfigError(
-            f"The memory for adapters, {budget_bytes:,} bytes, doesn't hold a page of {page:,}.",
-            hint="Raise --memory-budget.",
-        )
-    return PoolSize(num_pages, page, max_tiles, num_pages + 1)
-
-
-def divide(base: BaseSpec, budget_bytes: int, kv_block_bytes: int, num_needed_blocks: int) -> MemoryPlan:
-    """Divide a GPU's budget: tables for adapters, and an arena's pages.
+def plan_arena(base: BaseSpec, budget_bytes: int, kv_block_bytes: int, num_needed_blocks: int) -> MemoryPlan:
+    """Plan a GPU's budget: tables for adapters, and an arena's pages.
 
     Args:
-        kv_block_bytes: keys and values of one block, in all layers.
-        num_needed_blocks: of one sequence of the model's full length.
+        kv_block_bytes: bytes of one block's keys and values, in all layers.
+        num_needed_blocks: blocks of one sequence of the model's full length.
 
     Raises:
         ConfigError: such a sequence doesn't fit.
@@ -135,23 +98,24 @@ def _tile_bytes(base: BaseSpec) -> int:
 
 
 def _max_tiles(base: BaseSpec, budget_bytes: int) -> int:
-    """Several for each that adapters of eight ranks everywhere use, if they take the whole budget; and four of the largest adapter, if that's little of it."""
+    """Return several tiles for each that adapters of eight ranks everywhere use, if they take the whole budget; at least those of four of the largest adapter, if that is little of it."""
     largest = len(base.modules) * MAX_RANK // RANK_TILE
     floor = min(4 * largest, budget_bytes // 8 // _tile_bytes(base))
     return max(1, floor, int(budget_bytes * TABLES_SHARE) // _tile_bytes(base))
 
 
 class GpuDevice:
-    """A `PagedPool` as the place of resident adapters. An adapter's handle is its slot.
+    """A GPU's `PagedPool` as the device of adapters. An adapter's handle is its slot.
 
-    An adapter's tiles are one run of the pool's tables, so free tiles may be too scattered for it: `can_lay_out` knows. Whoever is idle is evicted until a
-    run is free; nothing is moved.
+    An adapter's tiles are one run of the pool's tables, so free tiles may be too scattered for it: `can_lay_out` knows.
+    Idle adapters are evicted until a run is free; nothing is moved.
 
     Invariants (`check`):
-        pages of what is placed == pages that the arena_client has rented; no tile is of two adapters; the slots that copies are under way to are placed.
+        pages of placed adapters == pages that the arena client holds; no tile belongs to two adapters; copies in flight go
+        to slots of placed adapters.
 
     Attributes:
-        pool: what the kernels' plan and launches take.
+        pool: memory and tables that the kernels' plan and launches take.
     """
 
     is_host_memory = False
@@ -168,11 +132,11 @@ class GpuDevice:
     ) -> None:
         """
         Args:
-            pool: empty, made for `base`; nobody else loads into it.
-            copies: to the pool's device.
-            dtype: what adapters are packed in: the pool's (None) or int8.
-            arena_client: of an arena with places, whose pages are the pool's; None: of one that nobody else rents.
-            max_pages: what adapters may take of the arena at most; None: all of it.
+            pool: an empty pool for `base`, which this device alone loads into.
+            copies: copies to the pool's device.
+            dtype: dtype that adapters are packed in: int8, or the pool's (None).
+            arena_client: client of an indexed arena whose pages are the pool's; None: of one without other clients.
+            max_pages: pages of the arena that adapters may take at most; None: all.
         """
         self.pool = pool
         if arena_client is None:
@@ -182,40 +146,17 @@ class GpuDevice:
         self._base = base
         self._copies = copies
         self._dtype = dtype if dtype is not None else pool.dtype
-        # the copies under way: what is copied from is kept until they have landed
+        # copies in flight, whose source is kept until they have landed
         self._landings: dict[int, tuple[Callable[[], bool], HostPages]] = {}
-        # a run of free tiles is at least so long: saves most looks at the tables
+        # a lower bound of the longest run of free tiles: it saves most looks at the tables
         self._known_run = 0
         num_pages = arena_client.arena.num_pages if max_pages is None else max_pages
         self.limits = Footprint(num_pages * pool.page_num_bytes, pool.records.shape[0], pool.max_slots - 1)
 
     @property
     def num_bytes(self) -> int:
-        """What pool and tables take of the device's memory."""
+        """Bytes of the device's memory that pool and tables take."""
         return self.pool.data.nbytes + self.pool.records.nbytes
-
-    @classmethod
-    def of_size(cls, base: BaseSpec, budget_bytes: int, dtype: torch.dtype, device: torch.device) -> GpuDevice:
-        """A device with a new pool of that many bytes, tables included.
-
-        Args:
-            dtype: what adapters are packed in: the activations' dtype or int8.
-
-        Raises:
-            ConfigError: the budget holds no page.
-        """
-        size = pool_size(base, budget_bytes)
-        pool = PagedPool(
-            num_pages=size.num_pages,
-            page_num_bytes=size.page_num_bytes,
-            num_layers=base.num_layers,
-            max_tiles=size.max_tiles,
-            max_slots=size.max_slots,
-            module_shapes=base.modules,
-            dtype=getattr(torch, base.dtype) if dtype == torch.int8 else dtype,
-            device=device,
-        )
-        return cls(base, pool, CudaCopies(device) if device.type == "cuda" else DirectCopies(), dtype)
 
     @classmethod
     def in_arena(
@@ -223,31 +164,31 @@ class GpuDevice:
         base: BaseSpec,
         data: Tensor,
         arena_client: ArenaClient,
-        division: MemoryPlan,
+        plan: MemoryPlan,
         budget_bytes: int,
         dtype: torch.dtype,
     ) -> GpuDevice:
-        """A device whose pages are an arena's.
+        """Return a device whose pages are an arena's.
 
         Args:
-            data: [at least the arena's bytes] uint8: its pages, and whatever lies behind them.
-            arena_client: the adapters'.
-            division: of that budget, as `divide` made it.
-            dtype: what adapters are packed in: the activations' dtype or int8.
+            data: [at least the arena's bytes] uint8: its pages, and what lies behind them.
+            arena_client: the adapters' client.
+            plan: the plan of that budget, from `plan_arena`.
+            dtype: dtype that adapters are packed in: the activations' or int8.
         """
         pool = PagedPool(
-            num_pages=division.num_pages,
-            page_num_bytes=division.page_num_bytes,
+            num_pages=plan.num_pages,
+            page_num_bytes=plan.page_num_bytes,
             num_layers=base.num_layers,
             max_tiles=_max_tiles(base, budget_bytes),
-            max_slots=division.num_pages + 1,
+            max_slots=plan.num_pages + 1,
             module_shapes=base.modules,
             dtype=getattr(torch, base.dtype) if dtype == torch.int8 else dtype,
             device=data.device,
-            data=data[: division.num_pages * division.page_num_bytes],
+            data=data[: plan.num_pages * plan.page_num_bytes],
         )
         copies = CudaCopies(data.device) if data.device.type == "cuda" else DirectCopies()
-        return cls(base, pool, copies, dtype, arena_client=arena_client, max_pages=division.max_adapter_pages)
+        return cls(base, pool, copies, dtype, arena_client=arena_client, max_pages=plan.max_adapter_pages)
 
     def held_dtype(self, stored: torch.dtype) -> torch.dtype:
         return self._dtype
@@ -289,7 +230,7 @@ class GpuDevice:
     def can_lay_out(self, footprint: Footprint, leaving: Iterable[PlacedAdapter] = ()) -> bool:
         num_tiles = footprint.num_tiles
         if num_tiles > self._known_run:
-            # pages are all alike: their number is all that counts, and has been counted
+            # pages are all alike, and their number has been checked
             if not self.pool.can_load(0, num_tiles):
                 return self.pool.can_load(0, num_tiles, [self._slot(p) for p in leaving])
             self._known_run = num_tiles
@@ -350,7 +291,11 @@ class GpuDevice:
 
 
 def _refuse_norms(norms: Sequence[ReplacedNorm]) -> None:
-    """Raises: ShapeMismatch: there is one."""
+    """Return if there is no norm.
+
+    Raises:
+        ShapeMismatch: there is one.
+    """
     if norms:
         n = norms[0]
         where = n.norm if n.norm == "norm" else f"layer {n.layer} {n.norm}"
@@ -360,7 +305,11 @@ def _refuse_norms(norms: Sequence[ReplacedNorm]) -> None:
 
 
 def _refuse_infinite_multipliers(pages: AdapterPages) -> None:
-    """A rank's multiplier is its scaling, times its rows' scales in int8; a replaced row's is its scale."""
+    """Return if every multiplier is finite: a rank's is its scaling, times its rows' scales in int8; a replaced row's is its scale.
+
+    Raises:
+        AdapterUnservable: one isn't.
+    """
     infinite = np.argwhere(~np.isfinite(pages.records.view(torch.float32).numpy()[..., MULTIPLIERS:]))
     for tile, layer, _ in infinite.tolist():
         module = next(

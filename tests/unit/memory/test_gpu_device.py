@@ -11,10 +11,13 @@ import torch
 from simulated_gpu import SimulatedCopies, read_module
 
 from loraserve.errors import AdapterUnavailable, ConfigError
+from loraserve.memory.arena import Arena, Owner
+from loraserve.memory.devices import gpu
 from loraserve.memory.devices.base import Footprint
 from loraserve.memory.devices.copies import DirectCopies
-from loraserve.memory.devices.gpu import GpuDevice, adapter_dtype, pool_size
+from loraserve.memory.devices.gpu import GpuDevice, adapter_dtype, plan_arena
 from loraserve.memory.residency.device_cache import DeviceCache
+from loraserve.types import BaseSpec
 from loraserve_kernels.common.modules import LAYER_MODULES, LoraModule, ReplacedNorm, ReplacedRows
 from loraserve_kernels.errors import ShapeMismatch
 from loraserve_kernels.gpu.paged.layout import RECORD
@@ -34,6 +37,14 @@ LLAMA_8B = {
 
 def make_device(make: Any, **pool: int) -> GpuDevice:
     return GpuDevice(make.base, make.pool(**pool), DirectCopies())
+
+
+def device_of(base: BaseSpec, dtype: torch.dtype, num_bytes: int = 200_000, device: str = "cpu") -> GpuDevice:
+    """A device in an arena of that many bytes, tables included."""
+    plan = plan_arena(base, num_bytes, 256, 1)
+    arena = Arena(plan.num_pages, plan.page_num_bytes, is_indexed=True)
+    data = torch.empty(plan.num_pages * plan.page_num_bytes, dtype=torch.uint8, device=device)
+    return GpuDevice.in_arena(base, data, arena.client(Owner.ADAPTERS), plan, num_bytes, dtype)
 
 
 def fill(make: Any, pool: DeviceCache, names: str, rank: int = 1) -> None:
@@ -197,7 +208,7 @@ def test_norms_of_an_adapters_own_are_refused_by_name(make: Any) -> None:
 
 def test_a_replaced_row_that_int8_cant_hold_is_refused_by_name(make: Any) -> None:
     base = msgspec.structs.replace(make.base, dtype="float16", modules={**make.base.modules, "lm_head": (64, 32)})
-    device = GpuDevice.of_size(base, 200_000, torch.int8, torch.device("cpu"))
+    device = device_of(base, torch.int8)
     rows = ReplacedRows(torch.arange(40, dtype=torch.int32), torch.ones(40, 32))
     rows.weight[37, 3] = float("inf")
     head = LoraModule(0, "lm_head", torch.zeros(0, 32), torch.zeros(64, 0), 1.0, rows=rows)
@@ -214,7 +225,7 @@ def test_a_weight_beyond_the_pools_range_is_refused_by_name(make: Any) -> None:
 
 def test_a_replaced_row_beyond_the_pools_range_is_refused_by_name(make: Any) -> None:
     base = msgspec.structs.replace(make.base, dtype="float16", modules={"lm_head": (64, 32)})
-    device = GpuDevice.of_size(base, 200_000, torch.float16, torch.device("cpu"))
+    device = device_of(base, torch.float16)
     rows = ReplacedRows(torch.tensor([3, 9], dtype=torch.int32), torch.ones(2, 32))
     head = LoraModule(0, "lm_head", torch.zeros(0, 32), torch.zeros(64, 0), 1.0, rows=rows)
     assert device.pack([head], torch.float32)
@@ -237,38 +248,34 @@ def test_adapters_are_held_in_the_activations_dtype_or_in_int8() -> None:
 @pytest.mark.parametrize("rank", [4, 16, 64, 512])
 def test_bytes_run_out_before_tiles_for_adapters_of_every_layer(make: Any, gib: int, rank: int) -> None:
     base = msgspec.structs.replace(make.base, num_layers=32, modules=LLAMA_8B)
-    size = pool_size(base, gib << 30)
+    plan, max_tiles = plan_arena(base, gib << 30, 2 << 20, 64), gpu._max_tiles(base, gib << 30)
     sizes = [ModuleSize(layer, module, rank) for layer in range(32) for module in LAYER_MODULES]
     num_pages = num_pages_of(
         sizes,
         num_layers=32,
         module_shapes=LLAMA_8B,
-        page_num_bytes=size.page_num_bytes,
+        page_num_bytes=plan.page_num_bytes,
         dtype=torch.bfloat16,
     )
     # half of them free leave room for runs
-    assert 2 * (size.num_pages // num_pages) * num_tiles_of(sizes, num_layers=32) <= size.max_tiles
-    assert size.max_slots > size.num_pages
-    spent = size.num_pages * size.page_num_bytes + size.max_tiles * 32 * RECORD * 4
-    assert 0.98 * min(gib, 64) * 2**30 < spent <= gib << 30
+    assert 2 * (plan.num_pages // num_pages) * num_tiles_of(sizes, num_layers=32) <= max_tiles
+    spent = (plan.num_pages + plan.num_dedicated_pages) * plan.page_num_bytes + max_tiles * 32 * RECORD * 4
+    assert 0.98 * gib * 2**30 < spent <= gib << 30
 
 
-def test_a_device_of_a_size_has_a_pool_of_that_size(make: Any) -> None:
-    device = GpuDevice.of_size(make.base, 200_000, torch.bfloat16, torch.device("cpu"))
+def test_a_device_in_an_arena_has_its_pages_and_a_pool_in_the_activations_dtype(make: Any) -> None:
+    device = device_of(make.base, torch.bfloat16)
     assert device.pool.data.nbytes + device.pool.records.nbytes <= 200_000
-    assert device.limits.num_bytes == device.pool.data.nbytes
-    with pytest.raises(ConfigError, match="doesn't hold a page"):
-        GpuDevice.of_size(make.base, 200, torch.bfloat16, torch.device("cpu"))
-    in_int8 = GpuDevice.of_size(
-        msgspec.structs.replace(make.base, dtype="float16"), 200_000, torch.int8, torch.device("cpu")
-    )
+    plan_bytes = device.arena_client.arena.num_pages * device.pool.page_num_bytes
+    assert device.limits.num_bytes < device.pool.data.nbytes == plan_bytes
+    in_int8 = device_of(msgspec.structs.replace(make.base, dtype="float16"), torch.int8)
     assert in_int8.pool.dtype is torch.float16
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_copies_land_on_a_gpu_without_anybody_waiting(make: Any) -> None:
-    device = GpuDevice.of_size(make.base, 1 << 20, torch.bfloat16, torch.device("cuda"))
+    device = device_of(make.base, torch.bfloat16, 1 << 20, "cuda")
     modules = make.modules(20)
     packed = device.pack(modules, torch.float32)
     assert packed.pages.pages.is_pinned()

@@ -43,7 +43,7 @@ def test_a_cpu_rents_a_block_in_small_pages(make: Any) -> None:
 def test_a_gpu_is_divided_as_its_engine_divides_it(make: Any, budget: int, width: int) -> None:
     base, config = make.base("cuda", intermediate_size=width), make.config(memory_budget_bytes=budget)
     arena = plan_arena(base, config, plan_step(base, config), None)
-    assert arena.division == gpu.divide(base.spec, budget, base.kv_block_bytes(16), 8)
+    assert arena.division == gpu.plan_arena(base.spec, budget, base.kv_block_bytes(16), 8)
     pages = PagedPool(
         num_pages=1,
         page_num_bytes=arena.page_bytes,
