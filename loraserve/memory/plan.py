@@ -1,4 +1,4 @@
-"""How a budget of bytes becomes an arena's pages, and KV blocks lie in them. Numbers alone: nothing is allocated."""
+"""The plan of a memory budget: how many pages an arena has and how KV blocks lie in them. Nothing is allocated here."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from loraserve.errors import ConfigError
 from loraserve.limits import MIB
 
 GPU_BLOCK_ALIGNMENT = 256
-"""Bytes that a KV block on a GPU is filled up to a multiple of."""
+"""Bytes of which the size of a KV block on a GPU is a multiple."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """
+    """The division of a budget into an arena's pages.
+
     Attributes:
-        num_pages: of the arena.
-        page_num_bytes: of one.
-        block_num_bytes: from one KV block to the next.
-        blocks_per_page: where pages have places, on a GPU; else 1.
-        pages_per_block: where they are only counted, on a CPU; else 1.
-        num_dedicated_pages: of the same size, behind the arena's: for KV blocks alone.
-        num_kv_pages: of the arena's, those that adapters must leave: with the own ones they hold one sequence of the model's full length.
+        num_pages: pages of the arena.
+        page_num_bytes: bytes of a page.
+        block_num_bytes: bytes from one KV block to the next.
+        blocks_per_page: KV blocks of a page in an indexed arena, on a GPU; otherwise 1.
+        pages_per_block: pages of a KV block in a counted arena, on a CPU; otherwise 1.
+        num_dedicated_pages: pages of the same size behind the arena's, for KV blocks alone.
+        num_kv_pages: pages of the arena that adapters must leave: with the dedicated ones they hold one sequence of the
+            model's full length.
     """
 
     num_pages: int
@@ -34,7 +36,7 @@ class MemoryPlan:
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks, if there were no adapters."""
+        """KV blocks if there are no adapters."""
         return self.num_pages // self.pages_per_block * self.blocks_per_page + self.num_dedicated_blocks
 
     @property
@@ -43,7 +45,7 @@ class MemoryPlan:
 
     @property
     def max_adapter_pages(self) -> int:
-        """What adapters may take at most, pinned ones included."""
+        """Pages that adapters may take at most, pinned ones included."""
         return self.num_pages - self.num_kv_pages
 
     @property
@@ -52,39 +54,39 @@ class MemoryPlan:
 
 
 def plan_cpu_memory(budget_bytes: int, kv_block_bytes: int, num_needed_blocks: int, page_num_bytes: int) -> MemoryPlan:
-    """Divide a budget into pages that are counted: a KV block takes as many as its bytes, as does an adapter.
+    """Divide a budget into the pages of a counted arena: KV blocks and adapters take as many as their bytes need.
 
     Args:
-        kv_block_bytes: keys and values of one block, in all layers.
-        num_needed_blocks: of one sequence of the model's full length.
-        page_num_bytes: the system's.
+        kv_block_bytes: bytes of one block's keys and values, in all layers.
+        num_needed_blocks: blocks of one sequence of the model's full length.
+        page_num_bytes: bytes of a page of the system.
 
     Raises:
         ConfigError: such a sequence doesn't fit.
     """
     pages_per_block = -(-kv_block_bytes // page_num_bytes)
-    division = MemoryPlan(
+    plan = MemoryPlan(
         num_pages=budget_bytes // page_num_bytes,
         page_num_bytes=page_num_bytes,
         block_num_bytes=pages_per_block * page_num_bytes,
         pages_per_block=pages_per_block,
         num_kv_pages=num_needed_blocks * pages_per_block,
     )
-    _refuse_small(division, num_needed_blocks, budget_bytes)
-    return division
+    _refuse_small(plan, num_needed_blocks, budget_bytes)
+    return plan
 
 
 def plan_gpu_memory(
     budget_bytes: int, kv_block_bytes: int, num_needed_blocks: int, widest_row_bytes: int, max_pool_bytes: int
 ) -> MemoryPlan:
-    """Divide a budget into pages with places: each is a KV block, or as many as the widest row of an adapter takes, which must lie in one page.
+    """Divide a budget into the pages of an indexed arena: each holds a KV block, or as many as cover the widest row of an adapter, which lies in one page.
 
     Args:
-        budget_bytes: without what the tables of adapters take.
-        kv_block_bytes: keys and values of one block, in all layers.
-        num_needed_blocks: of one sequence of the model's full length.
-        widest_row_bytes: of an adapter on this base.
-        max_pool_bytes: what the kernels of adapters can address: pages behind it are for KV blocks alone.
+        budget_bytes: bytes without the tables of adapters.
+        kv_block_bytes: bytes of one block's keys and values, in all layers.
+        num_needed_blocks: blocks of one sequence of the model's full length.
+        widest_row_bytes: bytes of an adapter's widest row on this base.
+        max_pool_bytes: bytes that the adapters' kernels can address: pages behind them are dedicated to KV blocks.
 
     Raises:
         ConfigError: such a sequence doesn't fit.
@@ -94,7 +96,7 @@ def plan_gpu_memory(
     page_num_bytes = blocks_per_page * block_num_bytes
     total = budget_bytes // page_num_bytes
     num_pages = min(total, max_pool_bytes // page_num_bytes)
-    division = MemoryPlan(
+    plan = MemoryPlan(
         num_pages=num_pages,
         page_num_bytes=page_num_bytes,
         block_num_bytes=block_num_bytes,
@@ -102,14 +104,14 @@ def plan_gpu_memory(
         num_dedicated_pages=total - num_pages,
         num_kv_pages=max(0, -(-num_needed_blocks // blocks_per_page) - (total - num_pages)),
     )
-    _refuse_small(division, num_needed_blocks, budget_bytes)
-    return division
+    _refuse_small(plan, num_needed_blocks, budget_bytes)
+    return plan
 
 
-def _refuse_small(division: MemoryPlan, num_needed_blocks: int, budget_bytes: int) -> None:
-    if division.num_blocks < num_needed_blocks:
+def _refuse_small(plan: MemoryPlan, num_needed_blocks: int, budget_bytes: int) -> None:
+    if plan.num_blocks < num_needed_blocks:
         raise ConfigError(
-            f"The memory budget, {budget_bytes / MIB:.1f} MiB, holds {division.num_blocks} KV blocks; one sequence of the model's full length "
-            f"takes {num_needed_blocks}, {num_needed_blocks * division.block_num_bytes / MIB:.1f} MiB.",
+            f"The memory budget, {budget_bytes / MIB:.1f} MiB, holds {plan.num_blocks} KV blocks; one sequence of the model's full length "
+            f"takes {num_needed_blocks}, {num_needed_blocks * plan.block_num_bytes / MIB:.1f} MiB.",
             hint="Raise --memory-budget or lower --max-model-len.",
         )

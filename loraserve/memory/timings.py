@@ -1,4 +1,4 @@
-"""Durations, counted as they happen."""
+"""Histograms of durations, and a stopwatch for parts of a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Timings:
-    """Counts durations in the buckets of `Histogram`. One thread at a time; its size is fixed."""
+    """A histogram that durations are added to. One thread at a time; its size is fixed."""
 
     __slots__ = ("_counts", "_sum_s")
 
@@ -25,19 +25,19 @@ class Timings:
         self._sum_s = 0.0
 
     def add(self, seconds: float) -> None:
-        """Something took so long. Less than nothing, which clocks may say, is nothing."""
+        """Count a duration; a negative one, as a clock may give, counts as 0."""
         seconds = max(0.0, seconds)
         self._counts[bisect_left(TIME_BOUNDS_S, seconds)] += 1
         self._sum_s += seconds
 
     @property
     def histogram(self) -> Histogram:
-        """What was counted until now."""
+        """The durations counted until now."""
         return Histogram(counts=tuple(self._counts), sum_s=self._sum_s)
 
 
 class Stopwatch:
-    """Adds up the time of ``with`` blocks. One inside another counts once. One thread at a time."""
+    """The time spent in ``with`` blocks; nested blocks count once. One thread at a time."""
 
     __slots__ = ("_depth", "_elapsed_s", "_started_s")
 
@@ -57,7 +57,7 @@ class Stopwatch:
             self._elapsed_s += time.perf_counter() - self._started_s
 
     def take_s(self) -> float:
-        """The seconds of all blocks that ended since the last call."""
+        """Return the seconds of all blocks that ended since the last call."""
         elapsed_s, self._elapsed_s = self._elapsed_s, 0.0
         return elapsed_s
 
@@ -69,7 +69,7 @@ class HasStopwatch(Protocol):
 def timed(
     method: Callable[Concatenate[OwnerT, ParamsT], ResultT],
 ) -> Callable[Concatenate[OwnerT, ParamsT], ResultT]:
-    """The method, whose time goes to its owner's stopwatch, whether it returns or raises."""
+    """Add the method's time to its owner's stopwatch, whether it returns or raises."""
 
     @wraps(method)
     def run(self: OwnerT, /, *args: ParamsT.args, **kwargs: ParamsT.kwargs) -> ResultT:

@@ -1,4 +1,4 @@
-"""Where resident adapters live: what a device has room for, how an adapter gets there and leaves again."""
+"""The device of resident adapters: what it has room for, how an adapter gets there and leaves again."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What adapters take of a device, or what it has. Each number has its own limit, and an adapter fits when all of them do.
+    """Memory that adapters take of a device, or that it has: an adapter fits when each of the numbers does.
 
     Attributes:
-        num_bytes: of weights: whole pages where the device has pages.
-        num_tiles: of the tables through which a GPU's kernels find an adapter's ranks; 0 on a CPU.
-        num_slots: one per adapter on a GPU; 0 on a CPU.
+        num_bytes: bytes of weights: whole pages where the device has pages.
+        num_tiles: tiles of the tables through which a GPU's kernels find an adapter's ranks; 0 on a CPU.
+        num_slots: slots of a GPU, one per adapter; 0 on a CPU.
     """
 
     num_bytes: int = 0
@@ -50,7 +50,7 @@ class Footprint:
         )
 
     def excess(self, limits: Footprint) -> str:
-        """What is over these limits, in words; the first of it if it's several. For what doesn't fit."""
+        """Return the first number that is over these limits, in words. The footprint doesn't fit them."""
         if self.num_bytes > limits.num_bytes:
             return f"{self.num_bytes:,} bytes; the memory for adapters has {limits.num_bytes:,}"
         if self.num_tiles > limits.num_tiles:
@@ -66,17 +66,17 @@ class HostAdapter(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Of host memory."""
+        """Bytes of host memory."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedAdapter:
-    """An adapter's place on a device, from `place` to `remove`.
+    """An adapter on a device, from `place` to `remove`.
 
     Attributes:
-        handle: what a step names it by: its packed tensors on a CPU, its slot on a GPU.
-        footprint: what it takes.
+        handle: name by which a step finds it: its packed tensors on a CPU, its slot on a GPU.
+        footprint: memory that it takes.
     """
 
     handle: PackedAdapter | int
@@ -84,78 +84,81 @@ class PlacedAdapter:
 
 
 class AdapterDevice(Protocol):
-    """One device's memory for adapters. `footprint` and `pack` may be called on any thread, the rest on the step's alone; none of it waits for the device."""
+    """One device's memory for adapters.
+
+    Any thread may call `footprint` and `pack`, the step's thread alone the rest; nothing waits for the device.
+    """
 
     @property
     def arena_client(self) -> ArenaClient:
-        """Whose pages adapters lie in. `place` rents them, `remove` gives them back; nobody else does."""
+        """The arena client whose pages adapters lie in; `place` alone allocates them and `remove` alone frees them."""
         ...
 
     @property
     def limits(self) -> Footprint:
-        """What adapters may take at most. Of the lease's arena it leaves the KV cache what one sequence needs."""
+        """Memory that adapters may take at most; the rest of the arena holds one sequence of the model's full length."""
         ...
 
     @property
     def is_host_memory(self) -> bool:
-        """Whether the device's memory is the host's: an adapter is then in one tier at a time, and moves between them without a copy."""
+        """Whether the device's memory is the host's: an adapter then moves between the tiers without a copy."""
         ...
 
     def held_dtype(self, stored: torch.dtype) -> torch.dtype:
-        """In what the device holds the matrices and rows of adapters that are stored in this; to int8, `kernels.reference.quantize_rows` rounds."""
+        """Return the dtype in which the device holds matrices and rows that are stored in this one; `kernels.reference.quantize_rows` rounds to int8."""
         ...
 
     def footprint(
         self, modules: Sequence[LoraModule], stored: torch.dtype, norms: Sequence[ReplacedNorm] = ()
     ) -> Footprint:
-        """What these modules, stored in this dtype, and these norms will take once they are packed. Reads no weight.
+        """Return what these modules, stored in this dtype, and these norms take once they are packed. It reads no weight.
 
         Raises:
-            ShapeMismatch (the kernels'): it doesn't fit the base, or has what the device's kernels don't do: a rank, rows or a norm.
+            ShapeMismatch (the kernels'): the adapter doesn't fit the base, or the device's kernels lack a rank, rows or a norm of it.
         """
         ...
 
     def pack(
         self, modules: Sequence[LoraModule], stored: torch.dtype, norms: Sequence[ReplacedNorm] = ()
     ) -> HostAdapter:
-        """The adapter in host memory, ready to be placed. A worker's thread does this.
+        """Pack the adapter in host memory, ready to be placed. A loader's thread does this.
 
         Raises:
             ShapeMismatch (the kernels'): as `footprint`.
-            AdapterUnservable: a weight is out of the range of the dtype that the device holds.
+            AdapterUnservable: a weight is out of the range of the dtype that the device holds it in.
         """
         ...
 
     def footprint_of(self, packed: HostAdapter) -> Footprint:
-        """What a packed adapter will take."""
+        """Return the footprint of a packed adapter."""
         ...
 
     def can_lay_out(self, footprint: Footprint, leaving: Iterable[PlacedAdapter] = ()) -> bool:
-        """Whether what fits by its numbers has a place too, once those in `leaving` are gone."""
+        """Return whether a footprint that fits by its numbers finds a free run of tiles too, once those in `leaving` are gone."""
         ...
 
     def place(self, packed: HostAdapter) -> PlacedAdapter:
-        """The adapter has its place, and is on its way there: after steps that were launched before this, which may still read what lay there.
+        """Allocate the adapter's memory and start its copy, after the steps launched before, which may still read what lay there.
 
         Raises:
-            InvariantViolation: there is no place. The caller has made sure that there is.
+            InvariantViolation: there is no room. The caller has made sure that there is.
         """
         ...
 
     def is_ready(self, placed: PlacedAdapter) -> bool:
-        """Whether the adapter has arrived: steps launched from now on may use it."""
+        """Return whether the adapter has landed: steps launched from now on may use it."""
         ...
 
     def remove(self, placed: PlacedAdapter) -> HostAdapter | None:
-        """The place is free. Returns what moves to the host's memory, None where that has its own copy or none."""
+        """Free the adapter's memory and return what moves to host memory; None where a move would need a copy."""
         ...
 
     def step_launched(self) -> None:
-        """Places that become free from now on may be written once the step that has just been launched is done."""
+        """Let memory that is freed from now on be written once the step that has just been launched is done."""
         ...
 
     def check(self, placed: Sequence[PlacedAdapter]) -> list[str]:
-        """Every broken invariant, in words, given all that is placed; empty when all hold."""
+        """Return every broken invariant, in words, given all that is placed; empty when all hold."""
         ...
 
 

@@ -13,36 +13,40 @@ from loraserve.limits import MIB
 T = TypeVar("T")
 
 MAX_IDLE_PINNED_BYTES = 1024 * MIB
-"""Pinned memory that torch's allocator keeps for later use, by size, until it is told to give it back."""
+"""Bytes of freed pinned memory that torch's allocator may keep for later use."""
 
 
 class Copies(Protocol):
-    """When a copy starts, and whether it has landed. Nothing here waits for the device."""
+    """A way to copy to a device beside its steps. Nothing here waits for the device."""
 
     @property
     def needs_pinned(self) -> bool:
-        """Whether what is copied must be in pinned memory."""
+        """Whether the source of a copy must be pinned memory."""
         ...
 
     def host_bytes(self, tensors: Iterable[Tensor]) -> int:
-        """Bytes of host memory that such tensors take. On any thread."""
+        """Return the bytes of host memory that such tensors take. Any thread may call it."""
         ...
 
     def trim(self) -> None:
-        """Pinned memory that nobody uses is bounded. May take a while: for a worker's thread."""
+        """Return unused pinned memory over the bound to the system. It may take a while: for a loader's thread."""
         ...
 
     def step_launched(self) -> None:
-        """Copies started from now on begin once the step that has just been launched is done."""
+        """Make copies that are started from now on begin after the step that has just been launched."""
         ...
 
     def start(self, copy: Callable[[], T]) -> tuple[T, Callable[[], bool]]:
-        """Call `copy`, which launches copies; they begin once the last launched step is done. Returns its result, and what says whether they have landed."""
+        """Call `copy`, which launches copies that begin after the last launched step.
+
+        Returns:
+            Its result, and a function that says whether the copies have landed.
+        """
         ...
 
 
 class DirectCopies:
-    """For tensors in host memory: a copy has landed when its call returns, and no step runs meanwhile."""
+    """Copies in host memory: each has landed when its call returns, and no step runs meanwhile."""
 
     needs_pinned = False
 
@@ -60,7 +64,9 @@ class DirectCopies:
 
 
 class CudaCopies:
-    """A stream of their own for copies. It waits for the event that is recorded behind each step; one more event behind each copy says when that has landed.
+    """Copies on a CUDA stream of their own.
+
+    The stream waits for an event behind each step; an event behind each copy says when that has landed.
 
     Copies land in the order in which they were started. `step_launched` and `start` are for the thread that launches the steps, with their stream current.
     """
@@ -68,7 +74,7 @@ class CudaCopies:
     needs_pinned = True
 
     def __init__(self, device: torch.device) -> None:
-        """From now on; what the current stream does until then, such as clearing the tensors that are copied to, is waited for too."""
+        """Make the first copy wait for what the current stream has launched, such as clearing the tensors that are copied to."""
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._last_step = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Memory of the host that is taken as it is written to, and given back to the system piece by piece."""
+"""A CPU as the device of adapters: their packed tensors are used where they are; memory is taken from the system as it is written to."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from loraserve_kernels.cpu.lora.layout import LoraModule, PackedAdapter, Replace
 
 
 class HostMemory:
-    """A range of addresses. A page of it takes memory from its first write until it is given back.
+    """A range of addresses, each page of which takes memory from its first write until it is released.
 
     Attributes:
-        data: [num_bytes] uint8. What was given back, or never written, has any value.
+        data: [num_bytes] uint8; pages that were released or never written have any value.
     """
 
     def __init__(self, num_bytes: int) -> None:
         """
         Raises:
-            ConfigError: the system refuses as many addresses.
+            ConfigError: the system refuses that many addresses.
         """
         try:
             self._map = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -38,12 +38,12 @@ class HostMemory:
         self.data: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def release(self, start: int, num_bytes: int) -> None:
-        """These bytes take no memory; both numbers are multiples of the system's page."""
+        """Return the memory of these bytes to the system; both numbers are multiples of its page."""
         self._map.madvise(mmap.MADV_DONTNEED, start, num_bytes)
 
 
 def cpu_adapter_dtype(name: str) -> torch.dtype | None:
-    """The dtype in which a CPU holds adapters; None, for ``auto``: each as it's stored.
+    """Return the dtype in which a CPU holds adapters; None for ``auto``, each as it is stored.
 
     Raises:
         ConfigError: a name that isn't one of auto, fp32, bf16, fp16 and int8.
@@ -55,7 +55,7 @@ def cpu_adapter_dtype(name: str) -> torch.dtype | None:
 
 
 class CpuDevice:
-    """Host memory as the device: an adapter's packed tensors are themselves resident, at once, and nothing is copied."""
+    """Host memory as the device: packed tensors are resident at once, and nothing is copied. An adapter's handle is its tensors."""
 
     is_host_memory = True
 
@@ -68,9 +68,9 @@ class CpuDevice:
     ) -> None:
         """
         Args:
-            budget_bytes: what adapters may take at most.
-            dtype: what adapters are packed in; None: each as it is stored.
-            arena_client: of an arena whose pages are counted; None: of one of its own, counted in bytes.
+            budget_bytes: bytes that adapters may take at most.
+            dtype: dtype that adapters are packed in; None: each as it is stored.
+            arena_client: client of a counted arena; None: of one of its own, with pages of a byte.
         """
         self._base = base
         self._dtype = dtype

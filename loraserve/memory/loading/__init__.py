@@ -1,1 +1,1 @@
-"""One adapter's way from the store's bytes to what kernels read."""
+"""The load of one adapter: from the store's bytes to the packed tensors that kernels read."""

@@ -1,4 +1,4 @@
-"""What is known of a loaded adapter beside its weights. It goes where they go: from the loader to the device, to the host's memory and back."""
+"""Metadata of a loaded adapter: it goes where the weights go, from the loader to the device, to host memory and back."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from loraserve.memory.devices.base import HostAdapter
 
 @dataclass(frozen=True, slots=True)
 class AdapterMetadata:
-    """
+    """What is known of an adapter beside its weights.
+
     Attributes:
-        invocation_token_ids: aLoRA's: the adapter acts from their last occurrence in a prompt on, and not at all where they don't occur. Empty: on every token.
-        precision_loss: the largest relative error, over the adapter's modules, of ``scaling · B A`` as it's served against as it was uploaded; see `memory.precision`.
-        dtype: what its matrices are held in: fp32, bf16, fp16 or int8.
+        invocation_token_ids: tokens from whose last occurrence in a prompt an aLoRA acts, and without which it doesn't;
+            empty if the adapter acts on every token.
+        precision_loss: largest relative error, over the adapter's modules, of ``scaling · B A`` as served against as
+            uploaded; see `loading.precision`.
+        dtype: name of the dtype that its matrices are held in: fp32, bf16, fp16 or int8.
     """
 
     invocation_token_ids: tuple[int, ...] = ()
@@ -23,12 +26,12 @@ class AdapterMetadata:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedAdapter:
-    """An adapter in host memory, as its device wants it, and what is known of it."""
+    """An adapter in host memory, packed for its device, with its metadata."""
 
     host: HostAdapter
     metadata: AdapterMetadata
 
     @property
     def num_bytes(self) -> int:
-        """Of host memory."""
+        """Bytes of host memory."""
         return self.host.num_bytes

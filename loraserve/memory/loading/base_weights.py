@@ -1,4 +1,4 @@
-"""What adapters need to know of the base's weights: the norms of DoRA's rows, and whether a saved embedding is the base's own."""
+"""Reads of the base's weights for adapters: the norms of DoRA's rows, and the comparison of saved weights with the base's."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class BaseWeights(Protocol):
 
 @contextlib.contextmanager
 def background_compute(device: torch.device) -> Iterator[None]:
-    """In the block, this thread's work holds up no step: on a CPU it takes this thread alone, on a GPU a stream of its own."""
+    """Keep this thread's work in the block from holding up steps: on a CPU it uses this thread alone, on a GPU a stream of its own."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode())
         stack.enter_context(threads.alone())
@@ -67,7 +67,7 @@ def dora_delta(m: LoraModule, magnitude: Tensor, weights: BaseWeights) -> Tensor
 
 
 _PIECE_WEIGHTS = 1 << 18
-"""Of a weight that a CPU computes with at a time: what that takes stays in its cache."""
+"""Elements of a weight that a CPU computes with at a time, so that they stay in its cache."""
 
 
 def _pieces(weights: BaseWeights, layer: int, module: str) -> Iterator[Tensor]:
@@ -150,5 +150,5 @@ def changed_rows(layer: int, module: str, saved: Tensor, weights: BaseWeights) -
 
 
 def module_label(m: LoraModule) -> str:
-    """As messages say it: ``Layer 3 q_proj``, ``lm_head``."""
+    """Return the module's name in messages: ``Layer 3 q_proj``, ``lm_head``."""
     return f"Layer {m.layer} {m.module}" if m.module in LAYER_MODULES else m.module

@@ -24,18 +24,18 @@ Place = tuple[int, str]
 
 
 class Composer:
-    """Takes a sum's terms one by one, so that what can't be added is refused before the next is read."""
+    """A sum of adapters, built term by term: a term that can't be added is refused before the next is read."""
 
     def __init__(self) -> None:
         self._terms: list[tuple[LoweredAdapter, float]] = []
         self._ranks: Counter[Place] = Counter()
 
     def add(self, part: AdapterPart, lowered: LoweredAdapter) -> None:
-        """The sum has one more term.
+        """Add a term to the sum.
 
         Raises:
-            InvalidRequest: it doesn't add up, or the sum has too many ranks. The part is named by its digest: others may have a sum of the same weights, under
-                other names, and see this message.
+            InvalidRequest: it doesn't add up, or the sum has too many ranks. The message names the part by its digest:
+                another tenant may have the same sum under other names, and see it.
         """
         what = _what_does_not_add_up(lowered)
         name = f"The adapter of digest {part.adapter.digest[:12]}…"

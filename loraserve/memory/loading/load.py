@@ -1,4 +1,9 @@
-"""One adapter, from the store's blobs to what the kernels read. Runs on a worker thread and touches no shared state."""
+"""Load one adapter: from the store's blobs to the packed tensors that kernels read.
+
+The steps: `read_blobs` verifies the digests; `adapters` reads the format and compiles it to an IR; `loading.lowering`
+turns that into the kernels' terms; `loading.precision` rounds and measures the loss; the device packs. All of it runs
+on a loader's thread and touches no shared state.
+"""
 
 from __future__ import annotations
 
@@ -42,20 +47,20 @@ def load_adapter(
     base_weights: BaseWeights | None = None,
     precision: Precision = EXACT,
 ) -> LoadedAdapter:
-    """The adapter's weights, read, verified against their digests, compiled for `base` and packed as `device` wants them, and what is known of them.
+    """Read the adapter, verify its digests, compile it for `base` and pack it for `device`.
 
-    Beside the file's bytes and what is packed, it takes memory for a copy of each part of a composition, of what `precision` cuts, and for a few float32 copies of
-    one module.
+    Beside the file's bytes and the packed tensors it takes memory for a copy of each part of a composition, of what
+    `precision` cuts, and for a few float32 copies of one module.
 
     Args:
-        ref: an adapter, or a composition of some: each of its parts is read.
-        base_weights: the resident base's. Adapters of LoRA alone can be loaded without.
-        precision: what the adapter may lose.
+        ref: an adapter, or a composition, each of whose parts is read.
+        base_weights: the resident base's; adapters of LoRA alone load without them.
+        precision: loss that the adapter may have.
 
     Raises:
         AdapterCorrupt: a blob is gone, or its bytes no longer hash to its digest.
-        AdapterTooLarge: it needs more than the device has, of whatever.
-        AdapterUnservable: it doesn't fit this base or what the device holds and computes, was trained on another embedding, or loses more than it may.
+        AdapterTooLarge: it needs more bytes, tiles or slots than the device has.
+        AdapterUnservable: it doesn't fit this base or device, was trained on another embedding, or loses too much.
         AdapterUnavailable: the store can't be read.
         InvalidRequest: the parts of a composition don't add up.
 
@@ -86,7 +91,7 @@ def load_adapter(
 
 
 def read_blobs(store: BlobStore, ref: AdapterRef) -> tuple[memoryview, memoryview]:
-    """The config and the weights of one adapter, each verified against its digest.
+    """Return the config and the weights of one adapter, each verified against its digest.
 
     Raises:
         AdapterCorrupt: one is gone, or damaged; the error says which.
@@ -112,7 +117,7 @@ def read_blobs(store: BlobStore, ref: AdapterRef) -> tuple[memoryview, memoryvie
 
 
 def _read(store: BlobStore, ref: AdapterRef, base: BaseSpec, base_weights: BaseWeights | None) -> LoweredAdapter:
-    """One adapter, read, verified, compiled and lowered."""
+    """Read, verify, compile and lower one adapter."""
     config, weights = read_blobs(store, ref)
     try:
         adapter = read_adapter(config, weights)
@@ -140,7 +145,11 @@ def _as_served(
     weights: BaseWeights | None,
     precision: Precision,
 ) -> tuple[list[LoraModule], float]:
-    """The modules with δ in the place of magnitudes, and the largest part of any that is lost."""
+    """Return the modules with δ in place of magnitudes, and the largest loss of any.
+
+    Raises:
+        AdapterUnservable: a module loses more than it may.
+    """
     served, lost = [], 0.0
     for before, m in zip(uploaded.modules, modules, strict=True):
         with threads.alone(), torch.inference_mode():

@@ -21,22 +21,22 @@ from loraserve.types import BaseSpec
 from loraserve_kernels.cpu.lora.layout import LoraModule, ReplacedNorm, ReplacedRows
 
 FILE_DTYPES: dict[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""What an adapter is stored in → torch's dtype."""
+"""Names of the dtypes that adapters are stored in, with torch's dtypes."""
 
 _QUANTIZED_TOLERANCE = 0.25
-"""How far a row of a head that is rounded to as few as four bits may be from what it was, relative to its length."""
+"""Distance that rounding to four bits may move a row of a head by, relative to its length."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoweredAdapter:
-    """An adapter in the kernels' terms, but for DoRA.
+    """An adapter in the kernels' terms, except for DoRA.
 
     Attributes:
-        modules: those that have a magnitude have it in the place of `delta`, for the room that it takes.
-        stored: the narrowest dtype that holds its matrices and rows exactly.
-        magnitudes: (layer, module) → [out_features]: δ is to be ``magnitude / ‖W + B diag(scaling) A‖ − 1``, which `base_weights.dora_delta` computes. It's left to the
-            end because it is by the far the dearest, and because of how the update is held; see `memory.precision`.
-        invocation_token_ids: aLoRA's.
+        modules: modules, with a magnitude in the place of `delta` where there is one, for the room that it takes.
+        stored: narrowest dtype that holds its matrices and rows exactly.
+        magnitudes: (layer, module) → [out_features], from which `base_weights.dora_delta` computes δ: last, because it
+            costs most and depends on how the update is held; see `loading.precision`.
+        invocation_token_ids: tokens that activate an aLoRA.
     """
 
     modules: tuple[LoraModule, ...]
@@ -55,7 +55,7 @@ def lower(ir: AdapterIR, base: BaseSpec, weights: BaseWeights | None) -> Lowered
         weights: the resident base's; an adapter of LoRA alone needs none, with magnitudes or without.
 
     Raises:
-        InvariantViolation: it takes the base's weights, and there are none.
+        InvariantViolation: it needs the base's weights, and there are none.
     """
     with background_compute(require_base_weights(weights).device if _takes_base(ir) else torch.device("cpu")):
         if ir.saved_base:
@@ -114,7 +114,7 @@ def _takes_base(ir: AdapterIR) -> bool:
 
 
 def as_tensor(view: TensorView) -> Tensor:
-    """The same memory as a torch tensor; a copy only where the file left it unaligned."""
+    """Return the same memory as a torch tensor; a copy only where the file left it unaligned."""
     array = np.require(view.array, requirements="A")
     if view.dtype == "BF16":
         # torch has no bfloat16 in numpy; int16 has the same bits
@@ -123,7 +123,7 @@ def as_tensor(view: TensorView) -> Tensor:
 
 
 def _lower(m: ModuleIR, base: BaseSpec, stored: torch.dtype, weights: BaseWeights | None) -> LoraModule:
-    """The module with all that it changes. In its IR's terms, with l for output_scale::
+    """Return the module in the kernels' terms. In its IR's terms, with l for output_scale::
 
     l · ((magnitude / ‖…‖) · (W' x + scaling · B A x) + b' + scaling · lora_bias)
         = (1 + δ) · (W' x + scaling · B A x) + b + shift

@@ -1,4 +1,4 @@
-"""What holding an adapter costs of its exactness: choices that an operator makes, and their price, measured for each adapter as it is loaded.
+"""The loss of precision by how an adapter is held: an operator's choices, and their price, measured for each adapter as it is loaded.
 
 Two things lie between an update as it was uploaded and as it is served: its ranks may be cut to the fewest that keep within an error (`truncate`), and a device may
 hold its numbers in a narrower dtype than the file's (`round_to_held`). Both are measured together, in the Frobenius norm of a module's ``B diag(scaling) A``, relative to
@@ -26,16 +26,16 @@ from loraserve_kernels.reference import quantize_rows
 
 _INT8_MAX = 127
 _CHUNK_ELEMENTS = 1 << 19
-"""Converted at a time, so that a whole vocabulary's matrix isn't held twice in a wider dtype."""
+"""Elements converted at a time, so that a vocabulary's matrix isn't held twice in a wider dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """What an operator lets adapters lose.
+    """The loss that an operator allows adapters.
 
     Attributes:
-        rank_error: each module keeps the fewest ranks (at least one) whose product is within this relative error of the uploaded one; None: all of them.
-        max_loss: an adapter that loses more than this, in any module, is refused; None: none is.
+        rank_error: relative error within which each module keeps the fewest ranks, at least one; None keeps all.
+        max_loss: loss of any module over which an adapter is refused; None refuses none.
     """
 
     rank_error: float | None = None
@@ -43,7 +43,7 @@ class Precision:
 
 
 EXACT = Precision()
-"""Nothing is cut, and no rounding refused."""
+"""The default: no rank is cut, and no rounding refused."""
 
 
 def truncate(m: LoraModule, error: float) -> LoraModule:
@@ -104,7 +104,7 @@ def refuse_lossy(m: LoraModule, lost: float, dtype: torch.dtype, precision: Prec
     """Return if an operator lets a module lose that much.
 
     Raises:
-        AdapterUnservable: they don't; it names the module, the loss and its bound.
+        AdapterUnservable: the loss is over the bound; the message names module, loss and bound.
     """
     if precision.max_loss is None or lost <= precision.max_loss:
         return
@@ -120,7 +120,7 @@ def _is_exact(matrix: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _held(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows as they're held, [n, width]."""
+    """Return the rows as they are held, [n, width]."""
     if dtype.is_floating_point:
         return rows.to(dtype)
     codes, scales = quantize_rows(rows.float(), _INT8_MAX)
@@ -128,7 +128,7 @@ def _held(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _scaled(m: LoraModule) -> Tensor:
-    """``diag(scaling) A``, [r, in_features]."""
+    """Return ``diag(scaling) A``, [r, in_features]."""
     scaling = m.scaling[:, None] if isinstance(m.scaling, Tensor) else m.scaling
     return m.lora_a.double() * scaling
 
@@ -148,7 +148,7 @@ def _rows_loss(rows: ReplacedRows, dtype: torch.dtype) -> float:
 
 
 def _rounding_loss(uploaded: LoraModule, held: LoraModule) -> float:
-    """Of two modules of the same ranks, whose small difference it takes exactly: ``B A − B̃ Ã = (B − B̃) A + B̃ (A − Ã)``."""
+    """Return the loss between two modules of the same ranks, exactly: ``B A − B̃ Ã = (B − B̃) A + B̃ (A − Ã)``."""
     of_a, of_b = _grams(uploaded.lora_a, held.lora_a), _grams(uploaded.lora_b.T, held.lora_b.T)
     if isinstance(uploaded.scaling, Tensor):
         weights = uploaded.scaling.double()
@@ -163,7 +163,7 @@ def _rounding_loss(uploaded: LoraModule, held: LoraModule) -> float:
 
 
 def _grams(rows: Tensor, held: Tensor) -> list[Tensor]:
-    """``R Rᵀ``, ``R Dᵀ`` and ``D Dᵀ`` of rows R and what of them is lost, D, [r, r] float64 each."""
+    """Return ``R Rᵀ``, ``R Dᵀ`` and ``D Dᵀ`` of rows R and their loss D, [r, r] float64 each."""
     rank = rows.shape[0]
     whole, lost = (torch.zeros(rank, width, dtype=torch.float64) for width in (2 * rank, rank))
     for start, end in _chunks(rank, rows.shape[1]):
@@ -174,12 +174,12 @@ def _grams(rows: Tensor, held: Tensor) -> list[Tensor]:
 
 
 def _product_norm(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
-    """``‖Lᵀ R‖`` (Frobenius), where L and R are these rows one below the other."""
+    """Return ``‖Lᵀ R‖`` (Frobenius), where L and R are these rows one below the other."""
     return math.sqrt(max(0.0, float((_gram(left) * _gram(right)).sum())))
 
 
 def _gram(parts: Sequence[Tensor]) -> Tensor:
-    """``M Mᵀ`` of rows one below the other, [n, n] float64, from float64 products: what cancels may leave little."""
+    """Return ``M Mᵀ`` of rows one below the other, [n, n] float64, from float64 products: what cancels may leave little."""
     num_rows = sum(part.shape[0] for part in parts)
     total = torch.zeros(num_rows, num_rows, dtype=torch.float64)
     for start, end in _chunks(num_rows, parts[0].shape[1]):
@@ -189,6 +189,6 @@ def _gram(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _chunks(num_rows: int, width: int) -> list[tuple[int, int]]:
-    """Columns to convert at a time."""
+    """Return the ranges of columns to convert at a time."""
     step = max(1, _CHUNK_ELEMENTS // max(1, num_rows))
     return [(start, min(width, start + step)) for start in range(0, width, step)]

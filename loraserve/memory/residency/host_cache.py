@@ -1,4 +1,4 @@
-"""Packed adapters in host memory, within a budget of bytes: what was evicted from the device, waits to go there, or has a copy there."""
+"""Packed adapters in host memory, within a budget of bytes: evicted from the device, waiting for it, or copied to it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,23 @@ from loraserve.memory.loading.adapter_metadata import LoadedAdapter
 from loraserve.types import Digest
 
 MAX_LOOKED_AT = 64
-"""Entries that one question of `HostCache.has_room_for` may go through."""
+"""Entries that `HostCache.has_room_for` looks at, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostEntry:
+    """One adapter in host memory.
+
+    Attributes:
+        last_used_s: time of its last use, carried over from the device.
+    """
+
     adapter: LoadedAdapter
     last_used_s: float
-    """The clock at its last use, carried over from the device."""
 
 
 class _Evictable(Cache[Digest, HostEntry]):
-    """Least recently put first, by bytes, counting what it evicts. Unlike cachetools' LRU, looking at an entry doesn't make it a used one."""
+    """A cache by bytes that evicts the least recently put first; unlike cachetools' LRU, a look at an entry is no use of it."""
 
     def __init__(self, max_bytes: int) -> None:
         super().__init__(max_bytes, getsizeof=_size)
@@ -41,7 +46,7 @@ class _Evictable(Cache[Digest, HostEntry]):
         del self._order[digest]
 
     def next_to_go(self) -> Iterator[Digest]:
-        """Each, in the order in which they are evicted."""
+        """Iterate over the adapters in the order of their eviction."""
         return iter(self._order)
 
     def popitem(self) -> tuple[Digest, HostEntry]:
@@ -51,7 +56,7 @@ class _Evictable(Cache[Digest, HostEntry]):
 
 
 class HostCache:
-    """Adapters by digest: the least recently used goes first, what is held never.
+    """Adapters by digest; the least recently used is evicted first, a held one never.
 
     Invariants (`check`):
         num_bytes == bytes of the evictable + bytes of the held <= budget_bytes; no digest is in both.
@@ -75,7 +80,7 @@ class HostCache:
 
     @property
     def held_bytes(self) -> int:
-        """Of those that aren't evicted."""
+        """Bytes of held adapters."""
         return self._held_bytes
 
     @property
@@ -87,7 +92,7 @@ class HostCache:
         return self._evictable.num_evictions
 
     def has_room_for(self, num_bytes: int, is_worth_less: Callable[[Digest], bool]) -> bool:
-        """Whether that many bytes fit once those of the evictable that are worth less have gone, of the `MAX_LOOKED_AT` that are next to go."""
+        """Return whether the bytes fit once the evictable adapters that are worth less have gone, of the next `MAX_LOOKED_AT`."""
         room = self.budget_bytes - self.num_bytes
         for digest in itertools.islice(self._evictable.next_to_go(), MAX_LOOKED_AT):
             if room >= num_bytes or not is_worth_less(digest):
@@ -96,13 +101,13 @@ class HostCache:
         return room >= num_bytes
 
     def can_put(self, num_bytes: int) -> bool:
-        """Whether that many bytes fit once everything that isn't held has been evicted."""
+        """Return whether the bytes fit once everything that isn't held has been evicted."""
         return self._held_bytes + num_bytes <= self.budget_bytes
 
     def put(self, digest: Digest, adapter: LoadedAdapter, last_used_s: float, *, hold: bool = False) -> bool:
-        """The adapter is in the cache, held if asked; the least recently used were evicted to make room.
+        """Put the adapter in the cache, evicting the least recently used to make room.
 
-        False, and nothing has changed, if it can't fit beside what is held.
+        Return False, and change nothing, if it doesn't fit beside what is held.
         """
         if not self.can_put(adapter.num_bytes):
             return False
@@ -118,13 +123,13 @@ class HostCache:
         return True
 
     def touch(self, digest: Digest, last_used_s: float) -> None:
-        """If the adapter is in the cache, it counts as the most recently used, at that time."""
+        """Make the adapter the most recently used, at that time; no-op if absent."""
         where = self._held if digest in self._held else self._evictable
         if digest in where:
             where[digest] = HostEntry(where[digest].adapter, last_used_s)
 
     def take(self, digest: Digest) -> HostEntry | None:
-        """The adapter, which is no longer in the cache; None if it wasn't."""
+        """Remove the adapter and return it; None if absent."""
         entry = self._held.pop(digest, None)
         if entry is not None:
             self._held_bytes -= entry.adapter.num_bytes
@@ -133,14 +138,14 @@ class HostCache:
         return taken
 
     def hold(self, digest: Digest) -> None:
-        """If the adapter is in the cache, it isn't evicted until `unhold`."""
+        """Keep the adapter from being evicted until `unhold`; no-op if absent."""
         entry: HostEntry | None = self._evictable.pop(digest, None)
         if entry is not None:
             self._held[digest] = entry
             self._held_bytes += entry.adapter.num_bytes
 
     def unhold(self, digest: Digest) -> None:
-        """If the adapter is in the cache, it may be evicted; it counts as the most recently used."""
+        """Make a held adapter evictable, as the most recently used; no-op if it isn't held."""
         entry = self._held.pop(digest, None)
         if entry is not None:
             self._held_bytes -= entry.adapter.num_bytes
@@ -151,7 +156,7 @@ class HostCache:
         yield from self._evictable.items()
 
     def check(self) -> list[str]:
-        """Every broken invariant, in words; empty when all hold."""
+        """Return every broken invariant, in words; empty when all hold."""
         problems: list[str] = []
         total = sum(entry.adapter.num_bytes for _, entry in self.items())
         if total != self.num_bytes:
