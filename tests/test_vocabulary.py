@@ -110,8 +110,8 @@ def is_function(node: ast.AST | None) -> bool:
 
 
 _STILL_USED = (
-    "AdapterFacts Answerer Answering Arrivals DeletionMarks Division Favourites LateCertificates "
-    "PlaceLine ReadAhead References Renter Rests Strikes Tenure Turns WholeAnswer closed_for is_line_closed mend "
+    "Answerer Answering DeletionMarks LateCertificates "
+    "References Rests Strikes Turns WholeAnswer mend "
     "sort_out stand_back strangers company"
 )
 STILL_USED = frozenset(_STILL_USED.split())

@@ -1,1 +1,1 @@
-"""Memory of a device and of the host: one arena for KV blocks and adapters, and the residency of adapters."""
+"""Memory of a device and of the host: one arena, and the residency of adapters."""

@@ -1,4 +1,7 @@
-"""One pool of equal pages that the KV cache and adapters share: the least valuable idle content is evicted, in whichever cache it is."""
+"""One pool of equal pages that the KV cache and adapters share.
+
+The least valuable idle content is evicted, in whichever cache it is.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,16 @@ class EvictableCache(Protocol):
         ...
 
     def victim_value(self) -> float | None:
-        """Return the value of what this cache would evict first: seconds to restore it × uses per second ÷ bytes. None if nothing is idle."""
+        """Return the value of what this cache would evict first; None if nothing is idle.
+
+        The value is the seconds to restore it × uses per second ÷ bytes.
+        """
         ...
 
     def evict_victim(self, cause: Owner, num_pages: int) -> None:
-        """Evict the least valuable idle content and free its pages, at least one; of content without value, as much as is wanted.
+        """Evict the least valuable idle content and free its pages, at least one.
+
+        Of content without value, evict as much as is wanted.
 
         Args:
             cause: the owner that needs the pages.
@@ -101,7 +109,7 @@ class ArenaClient:
         self.arena._free_pages(self, pages)
 
     def victim_value_of_others(self) -> float | None:
-        """Return the value of the least valuable idle content of other clients; None if they have none."""
+        """Return the value of the other clients' least valuable idle content, if any."""
         victim = self.arena.victim(besides=self)
         return None if victim is None else victim[0]
 
@@ -117,7 +125,10 @@ class ArenaClient:
         self.arena.evict(victim[1], self, num_pages)
 
     def make_room(self, num_pages: int) -> bool:
-        """Evict the least valuable idle content of any client until this many pages are free; evict nothing and return False if that can't be."""
+        """Evict the least valuable idle content of any client until this many pages are free.
+
+        Evict nothing, and return False, if that isn't possible.
+        """
         return self.arena.make_room(self, num_pages)
 
 
@@ -125,13 +136,16 @@ class Arena:
     """A number of pages of one size, used by the step's thread alone.
 
     Invariants (`check`):
-        free + allocated to KV + allocated to adapters == num_pages; in an indexed arena each page is free or has one owner.
+        free + allocated to KV + allocated to adapters == num_pages; in an indexed arena each page
+        is free or has one owner.
     """
 
     def __init__(self, num_pages: int, page_num_bytes: int, *, is_indexed: bool = False) -> None:
         """
+
         Args:
-            is_indexed: pages are parts of one piece of memory, allocated by number from 0; otherwise they are only counted.
+            is_indexed: pages are parts of one piece of memory, allocated by number from 0;
+                otherwise they are only counted.
         """
         self.num_pages = num_pages
         self.page_num_bytes = page_num_bytes
@@ -166,13 +180,17 @@ class Arena:
             victim = self.victim()
             if victim is None:
                 raise InvariantViolation(
-                    f"{num_pages} pages are wanted and {self.num_free} are free; caches count idle pages but have no victim."
+                    f"{num_pages} pages are wanted and {self.num_free} are free; "
+                    "caches count idle pages but have no victim."
                 )
             self.evict(victim[1], client, num_pages - self.num_free)
         return True
 
     def victim(self, besides: ArenaClient | None = None) -> tuple[float, EvictableCache] | None:
-        """Return the value of the least valuable idle content and its cache; of equals the KV cache's. None if nothing is idle."""
+        """Return the value and the cache of the least valuable idle content; None if there is none.
+
+        Of equals it is the KV cache's.
+        """
         victims = [
             (value, client.cache)
             for client in self._clients.values()

@@ -1,4 +1,7 @@
-"""The value of idle content, by which the arena's caches choose what to evict: seconds to restore it × uses per second ÷ bytes."""
+"""The value of idle content, by which the arena's caches choose what to evict.
+
+It is the seconds to restore the content × uses per second ÷ bytes.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,10 @@ class Popularity:
 
 
 class CostEstimate:
-    """Seconds per unit, byte or token, averaged over the last measurements by their units. One thread at a time."""
+    """Seconds per unit, byte or token, averaged over the last measurements by their units.
+
+    One thread at a time.
+    """
 
     def __init__(self, assumed_s: float) -> None:
         """

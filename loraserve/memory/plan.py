@@ -1,4 +1,7 @@
-"""The plan of a memory budget: how many pages an arena has and how KV blocks lie in them. Nothing is allocated here."""
+"""The plan of a memory budget: how many pages an arena has and how KV blocks lie in them.
+
+Nothing is allocated here.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ class MemoryPlan:
         blocks_per_page: KV blocks of a page in an indexed arena, on a GPU; otherwise 1.
         pages_per_block: pages of a KV block in a counted arena, on a CPU; otherwise 1.
         num_dedicated_pages: pages of the same size behind the arena's, for KV blocks alone.
-        num_kv_pages: pages of the arena that adapters must leave: with the dedicated ones they hold one sequence of the
-            model's full length.
+        num_kv_pages: pages of the arena that adapters must leave: with the dedicated ones they hold
+            one sequence of the model's full length.
     """
 
     num_pages: int
@@ -54,7 +57,9 @@ class MemoryPlan:
 
 
 def plan_cpu_memory(budget_bytes: int, kv_block_bytes: int, num_needed_blocks: int, page_num_bytes: int) -> MemoryPlan:
-    """Divide a budget into the pages of a counted arena: KV blocks and adapters take as many as their bytes need.
+    """Divide a budget into the pages of a counted arena.
+
+    KV blocks and adapters take as many pages as their bytes need.
 
     Args:
         kv_block_bytes: bytes of one block's keys and values, in all layers.
@@ -79,14 +84,18 @@ def plan_cpu_memory(budget_bytes: int, kv_block_bytes: int, num_needed_blocks: i
 def plan_gpu_memory(
     budget_bytes: int, kv_block_bytes: int, num_needed_blocks: int, widest_row_bytes: int, max_pool_bytes: int
 ) -> MemoryPlan:
-    """Divide a budget into the pages of an indexed arena: each holds a KV block, or as many as cover the widest row of an adapter, which lies in one page.
+    """Divide a budget into the pages of an indexed arena.
+
+    Each page holds a KV block, or as many as cover the widest row of an adapter, which lies in one
+    page.
 
     Args:
         budget_bytes: bytes without the tables of adapters.
         kv_block_bytes: bytes of one block's keys and values, in all layers.
         num_needed_blocks: blocks of one sequence of the model's full length.
         widest_row_bytes: bytes of an adapter's widest row on this base.
-        max_pool_bytes: bytes that the adapters' kernels can address: pages behind them are dedicated to KV blocks.
+        max_pool_bytes: bytes that the adapters' kernels can address: pages behind them are
+            dedicated to KV blocks.
 
     Raises:
         ConfigError: such a sequence doesn't fit.
@@ -111,7 +120,8 @@ def plan_gpu_memory(
 def _refuse_small(plan: MemoryPlan, num_needed_blocks: int, budget_bytes: int) -> None:
     if plan.num_blocks < num_needed_blocks:
         raise ConfigError(
-            f"The memory budget, {budget_bytes / MIB:.1f} MiB, holds {plan.num_blocks} KV blocks; one sequence of the model's full length "
+            f"The memory budget, {budget_bytes / MIB:.1f} MiB, holds {plan.num_blocks} KV blocks; "
+            f"one sequence of the model's full length "
             f"takes {num_needed_blocks}, {num_needed_blocks * plan.block_num_bytes / MIB:.1f} MiB.",
             hint="Raise --memory-budget or lower --max-model-len.",
         )

@@ -1,4 +1,4 @@
-"""The device of resident adapters: what it has room for, how an adapter gets there and leaves again."""
+"""The device of resident adapters: its room, and how an adapter gets there and leaves."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Memory that adapters take of a device, or that it has: an adapter fits when each of the numbers does.
+    """Memory that adapters take of a device, or that it has; each number must fit.
 
     Attributes:
         num_bytes: bytes of weights: whole pages where the device has pages.
-        num_tiles: tiles of the tables through which a GPU's kernels find an adapter's ranks; 0 on a CPU.
+        num_tiles: tiles of the tables through which a GPU's kernels find an adapter's ranks; 0 on a
+            CPU.
         num_slots: slots of a GPU, one per adapter; 0 on a CPU.
     """
 
@@ -50,7 +51,10 @@ class Footprint:
         )
 
     def excess(self, limits: Footprint) -> str:
-        """Return the first number that is over these limits, in words. The footprint doesn't fit them."""
+        """Return the first number that is over these limits, in words.
+
+        The footprint doesn't fit them.
+        """
         if self.num_bytes > limits.num_bytes:
             return f"{self.num_bytes:,} bytes; the memory for adapters has {limits.num_bytes:,}"
         if self.num_tiles > limits.num_tiles:
@@ -86,35 +90,46 @@ class PlacedAdapter:
 class AdapterDevice(Protocol):
     """One device's memory for adapters.
 
-    Any thread may call `footprint` and `pack`, the step's thread alone the rest; nothing waits for the device.
+    Any thread may call `footprint` and `pack`, the step's thread alone the rest; nothing waits for
+    the device.
     """
 
     @property
     def arena_client(self) -> ArenaClient:
-        """The arena client whose pages adapters lie in; `place` alone allocates them and `remove` alone frees them."""
+        """The arena client whose pages adapters lie in.
+
+        Only `place` allocates them, and only `remove` frees them.
+        """
         ...
 
     @property
     def limits(self) -> Footprint:
-        """Memory that adapters may take at most; the rest of the arena holds one sequence of the model's full length."""
+        """Memory that adapters may take at most.
+
+        The rest of the arena holds one sequence of the model's full length.
+        """
         ...
 
     @property
     def is_host_memory(self) -> bool:
-        """Whether the device's memory is the host's: an adapter then moves between the tiers without a copy."""
+        """Whether the device's memory is the host's: tiers change without a copy."""
         ...
 
     def held_dtype(self, stored: torch.dtype) -> torch.dtype:
-        """Return the dtype in which the device holds matrices and rows that are stored in this one; `kernels.reference.quantize_rows` rounds to int8."""
+        """Return the dtype in which the device holds matrices and rows that are stored in this one.
+
+        Rounding to int8 is `kernels.reference.quantize_rows`.
+        """
         ...
 
     def footprint(
         self, modules: Sequence[LoraModule], stored: torch.dtype, norms: Sequence[ReplacedNorm] = ()
     ) -> Footprint:
-        """Return what these modules, stored in this dtype, and these norms take once they are packed. It reads no weight.
+        """Return what these modules and norms take once they are packed, without reading a weight.
 
         Raises:
-            ShapeMismatch (the kernels'): the adapter doesn't fit the base, or the device's kernels lack a rank, rows or a norm of it.
+            ShapeMismatch (the kernels'): the adapter doesn't fit the base, or the device's kernels
+            lack a rank, rows or a norm of it.
         """
         ...
 
@@ -125,7 +140,8 @@ class AdapterDevice(Protocol):
 
         Raises:
             ShapeMismatch (the kernels'): as `footprint`.
-            AdapterUnservable: a weight is out of the range of the dtype that the device holds it in.
+            AdapterUnservable: a weight is out of the range of the dtype that the device holds it
+                in.
         """
         ...
 
@@ -134,11 +150,16 @@ class AdapterDevice(Protocol):
         ...
 
     def can_lay_out(self, footprint: Footprint, leaving: Iterable[PlacedAdapter] = ()) -> bool:
-        """Return whether a footprint that fits by its numbers finds a free run of tiles too, once those in `leaving` are gone."""
+        """Return whether a footprint that fits by its numbers finds a free run of tiles too.
+
+        Adapters in `leaving` count as gone.
+        """
         ...
 
     def place(self, packed: HostAdapter) -> PlacedAdapter:
-        """Allocate the adapter's memory and start its copy, after the steps launched before, which may still read what lay there.
+        """Allocate the adapter's memory and start its copy.
+
+        The copy runs after the steps launched before, which may still read what lay there.
 
         Raises:
             InvariantViolation: there is no room. The caller has made sure that there is.
@@ -150,15 +171,15 @@ class AdapterDevice(Protocol):
         ...
 
     def remove(self, placed: PlacedAdapter) -> HostAdapter | None:
-        """Free the adapter's memory and return what moves to host memory; None where a move would need a copy."""
+        """Free the adapter's memory and return what moves to host memory, if anything."""
         ...
 
     def step_launched(self) -> None:
-        """Let memory that is freed from now on be written once the step that has just been launched is done."""
+        """Let memory that is freed from now on be written after the step that was just launched."""
         ...
 
     def check(self, placed: Sequence[PlacedAdapter]) -> list[str]:
-        """Return every broken invariant, in words, given all that is placed; empty when all hold."""
+        """Return every broken invariant, given all that is placed; empty when all hold."""
         ...
 
 
@@ -178,7 +199,8 @@ def refuse_out_of_range(modules: Iterable[LoraModule], stored: torch.dtype, dtyp
             largest = torch.stack(matrix.aminmax()).abs().amax() if matrix.numel() else matrix.new_zeros(())
             if largest.to(dtype).isinf():
                 raise AdapterUnservable(
-                    f"Layer {m.layer} {m.module}.{name} has a weight of size {float(largest):.4g}; adapters are held in "
+                    f"Layer {m.layer} {m.module}.{name} has a weight of size {float(largest):.4g}; "
+                    f"adapters are held in "
                     f"{DTYPE_NAMES[dtype]}, which ends at {torch.finfo(dtype).max:.4g}.",
                     hint="Serve with an adapter dtype of a larger range, such as bf16.",
                 )

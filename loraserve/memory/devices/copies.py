@@ -29,11 +29,14 @@ class Copies(Protocol):
         ...
 
     def trim(self) -> None:
-        """Return unused pinned memory over the bound to the system. It may take a while: for a loader's thread."""
+        """Return unused pinned memory over the bound to the system.
+
+        It may take a while: for a loader's thread.
+        """
         ...
 
     def step_launched(self) -> None:
-        """Make copies that are started from now on begin after the step that has just been launched."""
+        """Make copies that are started from now on begin after the step that was just launched."""
         ...
 
     def start(self, copy: Callable[[], T]) -> tuple[T, Callable[[], bool]]:
@@ -66,15 +69,20 @@ class DirectCopies:
 class CudaCopies:
     """Copies on a CUDA stream of their own.
 
-    The stream waits for an event behind each step; an event behind each copy says when that has landed.
+    The stream waits for an event behind each step; an event behind each copy says when that has
+    landed.
 
-    Copies land in the order in which they were started. `step_launched` and `start` are for the thread that launches the steps, with their stream current.
+    Copies land in the order in which they were started. `step_launched` and `start` are for the
+    thread that launches the steps, with their stream current.
     """
 
     needs_pinned = True
 
     def __init__(self, device: torch.device) -> None:
-        """Make the first copy wait for what the current stream has launched, such as clearing the tensors that are copied to."""
+        """Make the first copy wait for what the current stream has launched.
+
+        That includes clearing the tensors that are copied to.
+        """
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._last_step = torch.cuda.Event()  # type: ignore[no-untyped-call]

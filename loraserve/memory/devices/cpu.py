@@ -1,4 +1,4 @@
-"""A CPU as the device of adapters: their packed tensors are used where they are; memory is taken from the system as it is written to."""
+"""A CPU as the device of adapters: their packed tensors are used where they are."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from loraserve_kernels.cpu.lora.layout import LoraModule, PackedAdapter, Replace
 
 
 class HostMemory:
-    """A range of addresses, each page of which takes memory from its first write until it is released.
+    """A range of addresses whose pages take memory from their first write until released.
 
     Attributes:
         data: [num_bytes] uint8; pages that were released or never written have any value.
@@ -38,7 +38,7 @@ class HostMemory:
         self.data: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def release(self, start: int, num_bytes: int) -> None:
-        """Return the memory of these bytes to the system; both numbers are multiples of its page."""
+        """Return these bytes' memory to the system; both numbers are multiples of its page."""
         self._map.madvise(mmap.MADV_DONTNEED, start, num_bytes)
 
 
@@ -55,7 +55,10 @@ def cpu_adapter_dtype(name: str) -> torch.dtype | None:
 
 
 class CpuDevice:
-    """Host memory as the device: packed tensors are resident at once, and nothing is copied. An adapter's handle is its tensors."""
+    """Host memory as the device: packed tensors are resident at once, and nothing is copied.
+
+    An adapter's handle is its tensors.
+    """
 
     is_host_memory = True
 

@@ -1,4 +1,8 @@
-"""Adapters in a GPU's pool of pages: packed into pinned memory by workers, copied beside the steps, found by slot."""
+"""A GPU as the device of adapters.
+
+Loaders pack them into pinned memory, a stream copies them beside the steps, kernels find them by
+slot.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +58,8 @@ def adapter_dtype(name: str, compute_dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which a GPU holds adapters; ``auto`` is that of the activations.
 
     Raises:
-        ConfigError: a name that isn't one of auto, bf16, fp16 and int8, or 16 bits of the other kind than the activations'.
+        ConfigError: a name that isn't one of auto, bf16, fp16 and int8, or 16 bits of the other
+            kind than the activations'.
     """
     names: Mapping[str, torch.dtype] = {
         "auto": compute_dtype,
@@ -98,7 +103,11 @@ def _tile_bytes(base: BaseSpec) -> int:
 
 
 def _max_tiles(base: BaseSpec, budget_bytes: int) -> int:
-    """Return several tiles for each that adapters of eight ranks everywhere use, if they take the whole budget; at least those of four of the largest adapter, if that is little of it."""
+    """Return the number of tiles of the tables.
+
+    There are several for each that adapters of eight ranks everywhere use if they take the whole
+    budget, and at least those of four of the largest adapter, if that is little of the budget.
+    """
     largest = len(base.modules) * MAX_RANK // RANK_TILE
     floor = min(4 * largest, budget_bytes // 8 // _tile_bytes(base))
     return max(1, floor, int(budget_bytes * TABLES_SHARE) // _tile_bytes(base))
@@ -107,12 +116,12 @@ def _max_tiles(base: BaseSpec, budget_bytes: int) -> int:
 class GpuDevice:
     """A GPU's `PagedPool` as the device of adapters. An adapter's handle is its slot.
 
-    An adapter's tiles are one run of the pool's tables, so free tiles may be too scattered for it: `can_lay_out` knows.
-    Idle adapters are evicted until a run is free; nothing is moved.
+    An adapter's tiles are one run of the pool's tables, so free tiles may be too scattered for it:
+    `can_lay_out` knows. Idle adapters are evicted until a run is free; nothing is moved.
 
     Invariants (`check`):
-        pages of placed adapters == pages that the arena client holds; no tile belongs to two adapters; copies in flight go
-        to slots of placed adapters.
+        pages of placed adapters == pages that the arena client holds; no tile belongs to two
+        adapters; copies in flight go to slots of placed adapters.
 
     Attributes:
         pool: memory and tables that the kernels' plan and launches take.
@@ -131,11 +140,13 @@ class GpuDevice:
         max_pages: int | None = None,
     ) -> None:
         """
+
         Args:
             pool: an empty pool for `base`, which this device alone loads into.
             copies: copies to the pool's device.
             dtype: dtype that adapters are packed in: int8, or the pool's (None).
-            arena_client: client of an indexed arena whose pages are the pool's; None: of one without other clients.
+            arena_client: client of an indexed arena whose pages are the pool's; None: of one
+                without other clients.
             max_pages: pages of the arena that adapters may take at most; None: all.
         """
         self.pool = pool
@@ -300,12 +311,16 @@ def _refuse_norms(norms: Sequence[ReplacedNorm]) -> None:
         n = norms[0]
         where = n.norm if n.norm == "norm" else f"layer {n.layer} {n.norm}"
         raise ShapeMismatch(
-            f"{where}: the adapter has a weight of its own for this norm; a GPU's kernels have the base's alone: serve the adapter on a CPU, or train it without"
+            f"{where}: the adapter has a weight of its own for this norm; "
+            "a GPU's kernels have the base's alone: serve the adapter on a CPU, or train it without"
         )
 
 
 def _refuse_infinite_multipliers(pages: AdapterPages) -> None:
-    """Return if every multiplier is finite: a rank's is its scaling, times its rows' scales in int8; a replaced row's is its scale.
+    """Return if every multiplier is finite.
+
+    A rank's multiplier is its scaling, times its rows' scales in int8; a replaced row's is its
+    scale.
 
     Raises:
         AdapterUnservable: one isn't.
@@ -318,6 +333,7 @@ def _refuse_infinite_multipliers(pages: AdapterPages) -> None:
             if first <= tile < first + count
         )
         raise AdapterUnservable(
-            f"Layer {layer} {module} has weights so large that the product of their scales in {DTYPE_NAMES[pages.dtype]} isn't finite.",
+            f"Layer {layer} {module} has weights so large that "
+            f"the product of their scales in {DTYPE_NAMES[pages.dtype]} isn't finite.",
             hint="Serve with --adapter-dtype bf16.",
         )

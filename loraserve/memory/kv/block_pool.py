@@ -1,6 +1,7 @@
 """The KV cache's blocks: which are free, idle or held, and in which pages of the arena they lie.
 
-Only bookkeeping lives here; the bytes are the runner's tensors. Everything runs on the step's thread.
+Only bookkeeping lives here; the bytes are the runner's tensors. Everything runs on the step's
+thread.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ MAX_VICTIM_CANDIDATES = 8
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """How KV blocks lie in the pages of an arena. Blocks whose pages are allocated together are a group.
+    """How KV blocks lie in the pages of an arena.
+
+    Blocks whose pages are allocated together are a group.
 
     Attributes:
         client: the KV cache's client of the arena.
         block_num_bytes: bytes from one block to the next.
-        blocks_per_group: blocks of a page in an indexed arena: page p has those from ``p * blocks_per_group`` on.
+        blocks_per_group: blocks of a page in an indexed arena: page p has those from ``p *
+            blocks_per_group`` on.
         pages_per_group: pages of a block in a counted arena.
         on_freed: called with the groups whose bytes are no longer needed.
     """
@@ -43,7 +47,7 @@ class BlockLayout:
         return self.client.arena.num_pages // self.pages_per_group
 
     def allocate(self, unallocated: list[int]) -> int:
-        """Allocate the pages of one group and return it; in a counted arena it is one of `unallocated`."""
+        """Allocate the pages of a group and return it; in a counted arena, one of `unallocated`."""
         if self.client.arena.is_indexed:
             return self.client.allocate_pages(1)[0]
         self.client.allocate(self.pages_per_group)
@@ -61,16 +65,16 @@ class BlockLayout:
 
 
 class BlockPool:
-    """Blocks that are free, held by one or more sequences, or idle: without holder, but kept for prefix hits.
+    """Blocks that are free, held by sequences, or idle: kept for prefix hits alone.
 
-    A group of blocks is *unallocated* (its pages are not the KV cache's), *free* (all its blocks are), *idle* (none is
-    held) or *held*. Dedicated groups lie behind the arena and are always the KV cache's. Pages are allocated when no
-    block is free, and freed when others want them: free groups first, then idle ones that are worth less than what is
-    idle elsewhere.
+    A group of blocks is *unallocated* (its pages are not the KV cache's), *free* (all its blocks
+    are), *idle* (none is held) or *held*. Dedicated groups lie behind the arena and are always the
+    KV cache's. Pages are allocated when no block is free, and freed when others want them: free
+    groups first, then idle ones that are worth less than what is idle elsewhere.
 
     Invariants (`check`):
-        free + idle + held == blocks of the groups that are allocated or dedicated; a block is in one of the three.
-        A cached block is idle or held, never free.
+        free + idle + held == blocks of the groups that are allocated or dedicated; a block is in
+        one of the three. A cached block is idle or held, never free.
 
     Attributes:
         prefix_cache: the content of cached blocks.
@@ -87,9 +91,11 @@ class BlockPool:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
+
         Args:
             num_blocks: blocks that block tables may name.
-            layout: how the first of them lie in an arena; those behind it are dedicated. None: all are dedicated.
+            layout: how the first of them lie in an arena; those behind it are dedicated. None: all
+                are dedicated.
         """
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -139,7 +145,10 @@ class BlockPool:
         return 0 if self._layout is None else self._num_unheld * self._layout.pages_per_group
 
     def victim_value(self) -> float | None:
-        """Return the value of the group that is evicted first: seconds to compute it anew × uses per second ÷ bytes. None if there is none."""
+        """Return the value of the group that is evicted first; None if there is none.
+
+        The value is the seconds to compute it anew × uses per second ÷ bytes.
+        """
         if self._free_groups:
             return 0.0
         victim = self._victim_group()
@@ -174,7 +183,10 @@ class BlockPool:
         self._layout.free(groups, self._unallocated)
 
     def allocate(self, count: int) -> list[BlockId] | None:
-        """Take ``count`` blocks for one holder, evicting what is idle here or elsewhere as needed; None (and no change) if there aren't as many."""
+        """Take ``count`` blocks for one holder, evicting what is idle here or elsewhere as needed.
+
+        Return None, and change nothing, if there aren't as many.
+        """
         if count > self.num_available:
             return None
         blocks = []
@@ -187,7 +199,9 @@ class BlockPool:
     def match_prefix(
         self, root: PrefixKey, token_ids: Sequence[int], max_tokens: int, activation: Activation | None = None
     ) -> tuple[list[BlockId], list[PrefixKey]]:
-        """Hold and return the cached blocks that start ``token_ids``, at most ``max_tokens`` tokens' worth, with their keys.
+        """Hold and return the cached blocks that start ``token_ids``, with their keys.
+
+        They hold ``max_tokens`` tokens at most.
 
         Args:
             root: the tenant's.
@@ -204,10 +218,13 @@ class BlockPool:
         return blocks, keys
 
     def release(self, blocks: Sequence[BlockId], *, is_use: bool = True) -> None:
-        """Give back one hold on each block. Later blocks of a prefix become evictable before earlier ones.
+        """Give back one hold on each block.
+
+        Later blocks of a prefix become evictable before earlier ones.
 
         Args:
-            is_use: whether having held them counts as a use of each: not if they were to be used and weren't yet.
+            is_use: whether having held them counts as a use of each: not if they were to be used
+                and weren't yet.
         """
         self.prefix_cache.note_uses(blocks, is_use=is_use)
         for block in reversed(blocks):
@@ -228,7 +245,8 @@ class BlockPool:
             num_groups += self._layout.client.num_allocated // self._layout.pages_per_group
         if len(free) + len(self._idle) + len(held) != num_groups * self._per_group:
             problems.append(
-                f"free {len(free)} + idle {len(self._idle)} + held {len(held)} != {num_groups} groups of {self._per_group} blocks"
+                f"free {len(free)} + idle {len(self._idle)} + held {len(held)} "
+                f"!= {num_groups} groups of {self._per_group} blocks"
             )
         if len(held) != self.num_held:
             problems.append(f"{len(held)} blocks are held, and counted as {self.num_held}")
@@ -266,10 +284,12 @@ class BlockPool:
         return (BlockId(block) for block in range(first, min(first + self._per_group, self.num_blocks)))
 
     def _take_free(self) -> BlockId:
-        """Return a block that is in no state for now: a free one, one of a free group, one of a newly allocated group, or an evicted one.
+        """Return a block that is in no state for now.
 
-        A group is allocated for as long as the arena has free pages, or others have idle content that is worth less
-        than this cache's own.
+        It is a free block, one of a free group, one of a newly allocated group, or an evicted one.
+
+        A group is allocated for as long as the arena has free pages, or others have idle content
+        that is worth less than this cache's own.
         """
         if self._free:
             return self._free.popitem(last=False)[0]
@@ -323,14 +343,14 @@ class BlockPool:
         (self._free_groups if group < self._num_arena_groups else self._free_dedicated)[group] = None
 
     def _victim_block(self) -> tuple[float, BlockId] | None:
-        """Return the least valuable of the longest idle blocks, with its value per byte; of equals the longest idle."""
+        """Return the least valuable of the longest idle blocks, with its value per byte."""
         now_s, num_bytes = self._clock(), 1 if self._layout is None else self._layout.block_num_bytes
         blocks = islice(self._idle, MAX_VICTIM_CANDIDATES)
         candidates = [(self.prefix_cache.value(block, now_s) / num_bytes, block) for block in blocks]
         return min(candidates, key=lambda candidate: candidate[0], default=None)
 
     def _victim_group(self) -> tuple[float, int] | None:
-        """Return the least valuable of the longest idle groups in the arena, with its value per byte."""
+        """Return the least valuable of the longest idle groups, with its value per byte."""
         if self._layout is None:
             return None
         now_s, num_bytes, value = self._clock(), self._layout.block_num_bytes * self._per_group, self.prefix_cache.value

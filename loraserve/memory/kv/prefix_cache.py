@@ -1,4 +1,4 @@
-"""The content of cached KV blocks: which block answers which prefix of a later prompt, and what keeping it is worth."""
+"""The content of cached KV blocks: which prefix each answers, and what keeping it is worth."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from loraserve.memory.eviction import NEVER, CostEstimate, Uses
 from loraserve.types import Digest, TenantId
 
 REMEMBERED_BLOCKS = 4096
-"""Cached blocks, at least, from whose reuse the probability is estimated that a new one is reused."""
+"""Cached blocks from which the probability of a new one's reuse is estimated, at least."""
 ASSUMED_PREFILL_S = 1e-3
 """Seconds to compute a token, until some are measured."""
 
@@ -24,7 +24,7 @@ PrefixKey = NewType("PrefixKey", bytes)
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """An adapter, and the first token that it acts on: the keys and values of the tokens before are the base's."""
+    """An adapter and the first token that it acts on; the KV before is the base's."""
 
     adapter: Digest
     start: int
@@ -39,22 +39,25 @@ def prefix_root(tenant: TenantId, base: Digest, kv_dtype: str) -> PrefixKey:
 
 
 def activate_key(parent: PrefixKey, activation: Activation) -> PrefixKey:
-    """Return the key that blocks are chained from once an adapter acts, after everything that ``parent`` names.
+    """Return the key that blocks are chained from once an adapter acts, after ``parent``'s content.
 
-    It names the adapter's version and the token, not the block: the same tokens may have been computed by the base up
-    to there, or up to the next.
+    It names the adapter's version and the token, not the block: the same tokens may have been
+    computed by the base up to there, or up to the next.
     """
     return _key(b"loraserve.kv.activation", parent, activation.adapter.encode(), activation.start.to_bytes(8, "little"))
 
 
 def extend_key(parent: PrefixKey, token_ids: Sequence[int]) -> PrefixKey:
-    """Return the key of the block that holds ``token_ids`` after everything that ``parent`` names."""
+    """Return the key of the block that holds ``token_ids`` after all that ``parent`` names."""
     # all blocks with one parent have one length, so the tokens need no framing
     return PrefixKey(sha256(b"loraserve.kv.block" + parent + array("q", token_ids).tobytes()).digest())
 
 
 def _key(tag: bytes, *parts: bytes) -> PrefixKey:
-    """Hash a tag and parts, each framed by its length: no two tuples of parts give the same bytes, and tags separate roots, activations and blocks."""
+    """Hash a tag and parts, each framed by its length.
+
+    No two tuples of parts give the same bytes, and tags separate roots, activations and blocks.
+    """
     hasher = sha256(tag)
     for part in parts:
         hasher.update(len(part).to_bytes(8, "little"))
@@ -90,7 +93,7 @@ class PrefixCache:
         self._by_key: dict[PrefixKey, BlockId] = {}
         self._cached: dict[BlockId, _CachedBlock] = {}
         self._uses: dict[BlockId, Uses] = {}
-        # cached blocks that were released for the first time, and again; the prior is one reuse in ten
+        # cached blocks that were released first, and again; the prior is one reuse in ten
         self._num_first, self._num_reused = 10.0, 1.0
 
     def __contains__(self, block: object) -> bool:
@@ -101,8 +104,9 @@ class PrefixCache:
     ) -> PrefixKey:
         """Return the key that a sequence's block number ``index`` is chained from.
 
-        Blocks that lie wholly before the activation are chained from the root, as the base's own are, and shared with
-        them; the block that holds its first token, and all after it, are chained from the adapter.
+        Blocks that lie wholly before the activation are chained from the root, as the base's own
+        are, and shared with them; the block that holds its first token, and all after it, are
+        chained from the adapter.
 
         Args:
             root: the tenant's.
@@ -117,7 +121,9 @@ class PrefixCache:
     def find(
         self, root: PrefixKey, token_ids: Sequence[int], max_tokens: int, activation: Activation | None
     ) -> tuple[list[BlockId], list[PrefixKey]]:
-        """Return the cached blocks that start ``token_ids``, at most ``max_tokens`` tokens' worth, with their keys.
+        """Return the cached blocks that start ``token_ids``, with their keys.
+
+        They hold ``max_tokens`` tokens at most.
 
         A block's parent and token ids are compared too: a hash alone is no proof.
         """
@@ -140,15 +146,16 @@ class PrefixCache:
         return blocks, keys
 
     def note_lookup(self, num_tokens: int, num_found: int) -> None:
-        """Count the lookup of a sequence that begins to run: once, however often it was looked up while it waited."""
+        """Count the lookup of a sequence that begins to run, once for all its lookups."""
         if self.is_enabled:
             self.num_tokens_queried += num_tokens
             self.num_tokens_hit += num_found
 
     def publish(self, block: BlockId, parent: PrefixKey, token_ids: Sequence[int]) -> PrefixKey:
-        """Offer a full, computed block to later prompts and return its key; its parent is `parent_key`'s.
+        """Offer a full, computed block to later prompts and return its key.
 
-        When another block already has this content, that one stays the answer and this one is freed with its holder.
+        When another block already has this content, that one stays the answer and this one is freed
+        with its holder.
         """
         content = tuple(token_ids)
         key = extend_key(parent, content)
@@ -160,8 +167,9 @@ class PrefixCache:
     def note_uses(self, blocks: Sequence[BlockId], *, is_use: bool) -> None:
         """Count a use of each cached block that is being released.
 
-        A block that was released before was used again; a new one counts as the share of new blocks that are. All
-        blocks get one time and one probability, so none is worth less than a block behind it.
+        A block that was released before was used again; a new one counts as the share of new blocks
+        that are. All blocks get one time and one probability, so none is worth less than a block
+        behind it.
 
         Args:
             is_use: False counts new blocks alone.

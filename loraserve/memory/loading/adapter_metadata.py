@@ -1,4 +1,4 @@
-"""Metadata of a loaded adapter: it goes where the weights go, from the loader to the device, to host memory and back."""
+"""Metadata of a loaded adapter, which goes wherever the weights go."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class AdapterMetadata:
     """What is known of an adapter beside its weights.
 
     Attributes:
-        invocation_token_ids: tokens from whose last occurrence in a prompt an aLoRA acts, and without which it doesn't;
-            empty if the adapter acts on every token.
-        precision_loss: largest relative error, over the adapter's modules, of ``scaling · B A`` as served against as
-            uploaded; see `loading.precision`.
+        invocation_token_ids: tokens from whose last occurrence in a prompt an aLoRA acts, and
+            without which it doesn't; empty if the adapter acts on every token.
+        precision_loss: largest relative error, over the adapter's modules, of ``scaling · B A`` as
+            served against as uploaded; see `loading.precision`.
         dtype: name of the dtype that its matrices are held in: fp32, bf16, fp16 or int8.
     """
 

@@ -1,4 +1,4 @@
-"""Reads of the base's weights for adapters: the norms of DoRA's rows, and the comparison of saved weights with the base's."""
+"""Reads of the base's weights for adapters: norms for DoRA, and comparison with saved weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ class BaseWeights(Protocol):
     def device(self) -> torch.device: ...
 
     def weight_rows(self, layer: int, module: str, /) -> Iterator[Tensor]:
-        """Yield a module's weight as the base computes with it (dequantised), float32, in blocks of rows [n, in_features], in order, on `device`.
+        """Yield a module's weight as the base computes with it, in blocks of rows, in order.
+
+        Blocks are [n, in_features], dequantised to float32, on `device`.
 
         Of ``embed_tokens``, the rows of the table: [n, hidden_size], a row for each token.
         """
@@ -34,7 +36,10 @@ class BaseWeights(Protocol):
 
 @contextlib.contextmanager
 def background_compute(device: torch.device) -> Iterator[None]:
-    """Keep this thread's work in the block from holding up steps: on a CPU it uses this thread alone, on a GPU a stream of its own."""
+    """Keep this thread's work in the block from holding up steps.
+
+    On a CPU it uses this thread alone, on a GPU a stream of its own.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode())
         stack.enter_context(threads.alone())
@@ -46,9 +51,12 @@ def background_compute(device: torch.device) -> Iterator[None]:
 
 
 def dora_delta(m: LoraModule, magnitude: Tensor, weights: BaseWeights) -> Tensor:
-    """Return ``magnitude / ‖W + scaling · B A‖ - 1`` by output row, [out_features] float32 in the host's memory; computed in float32, a block of W at a time.
+    """Return ``magnitude / ‖W + scaling · B A‖ - 1`` by output row, [out_features] float32.
 
-    Source: DoRA, arXiv:2402.09353, as PEFT computes it in evaluation. The embedding's weight is its table transposed: a row's norm is over all tokens.
+    It is computed in float32, a block of W at a time, and lies in host memory.
+
+    Source: DoRA, arXiv:2402.09353, as PEFT computes it in evaluation. The embedding's weight is its
+    table transposed: a row's norm is over all tokens.
 
     Raises:
         AdapterUnservable: a row of the updated weight is zero, or not finite.
@@ -60,7 +68,8 @@ def dora_delta(m: LoraModule, magnitude: Tensor, weights: BaseWeights) -> Tensor
     if not bool(delta.isfinite().all()):
         row = int(delta.isfinite().logical_not().nonzero()[0])
         raise AdapterUnservable(
-            f"{module_label(m)}: the norm of row {row} of the updated weight is {float(norms[row]):g}, and DoRA divides by it.",
+            f"{module_label(m)}: the norm of row {row} of the updated weight is {float(norms[row]):g}, "
+            f"and DoRA divides by it.",
             hint="Was the adapter trained on this base?",
         )
     return delta
@@ -78,7 +87,7 @@ def _pieces(weights: BaseWeights, layer: int, module: str) -> Iterator[Tensor]:
 
 
 def _adapted_pieces(weights: BaseWeights, m: LoraModule) -> Iterator[Tensor]:
-    """Yield the module's weight in small blocks of rows, those that the adapter has in the base's place among them."""
+    """Yield the module's weight in small blocks of rows, with the adapter's rows in place."""
     start = 0
     for block in _pieces(weights, m.layer, m.module):
         end = start + block.shape[0]
@@ -113,12 +122,16 @@ def _column_norms(m: LoraModule, a: Tensor, b: Tensor, weights: BaseWeights) -> 
 
 
 def is_base_copy(module: str, saved: Tensor, weights: BaseWeights, dtype: torch.dtype, tolerance: float | None) -> bool:
-    """Return whether what PEFT saved of the base beside an adapter is this base's weight, to the bit: what PEFT loads in the base's place changes nothing then.
+    """Return whether a weight that PEFT saved beside an adapter is this base's, to the bit.
+
+    Loading it in the base's place, as PEFT does, changes nothing then.
 
     Args:
         saved: [vocab_size, hidden_size], any float dtype.
-        dtype: what the base is held in. PEFT casts the copy to it: one of 16 bits is another weight than a float32 base's, one of float32 may be a 16-bit base's.
-        tolerance: how far a row may be from the base's, relative to its length, where that was quantized: the copy is of what it was before. None: not at all.
+        dtype: what the base is held in. PEFT casts the copy to it: one of 16 bits is another weight
+            than a float32 base's, one of float32 may be a 16-bit base's.
+        tolerance: how far a row may be from the base's, relative to its length, where that was
+            quantized: the copy is of what it was before. None: not at all.
     """
     start = 0
     for block in _pieces(weights, 0, module):
@@ -136,10 +149,11 @@ def is_base_copy(module: str, saved: Tensor, weights: BaseWeights, dtype: torch.
 
 
 def changed_rows(layer: int, module: str, saved: Tensor, weights: BaseWeights) -> Tensor:
-    """Return which rows of a trained weight aren't the base's to the bit, ascending, [n] int64 in the host's memory.
+    """Return the rows of a trained weight that differ from the base's, ascending, [n] int64.
 
     Args:
-        saved: [out_features, in_features], of the embedding [vocab_size, hidden_size]; any float dtype.
+        saved: [out_features, in_features], of the embedding [vocab_size, hidden_size]; any float
+            dtype.
     """
     found, start = [], 0
     for block in _pieces(weights, layer, module):

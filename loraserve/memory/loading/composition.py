@@ -1,7 +1,8 @@
-"""A weighted sum of adapters as one adapter: ``base + Σ weight · (adapter − base)``, in which the base is counted once.
+"""A weighted sum of adapters as one adapter: ``base + Σ weight · (adapter − base)``.
 
-Updates add up: the sum's ranks are those of its parts, one after the other, each rank with its own scaling. Biases' differences from the base's add up too. What
-multiplies the base's output, stands in the place of what is the base's, or acts on some tokens alone does not: it's refused by name.
+Updates add up: the sum's ranks are those of its parts, one after the other, each rank with its own
+scaling. Biases' differences from the base's add up too. What multiplies the base's output, stands
+in the place of what is the base's, or acts on some tokens alone does not: it's refused by name.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Place = tuple[int, str]
 
 
 class Composer:
-    """A sum of adapters, built term by term: a term that can't be added is refused before the next is read."""
+    """A sum of adapters; a term that can't be added is refused before the next is read."""
 
     def __init__(self) -> None:
         self._terms: list[tuple[LoweredAdapter, float]] = []
@@ -34,14 +35,16 @@ class Composer:
         """Add a term to the sum.
 
         Raises:
-            InvalidRequest: it doesn't add up, or the sum has too many ranks. The message names the part by its digest:
-                another tenant may have the same sum under other names, and see it.
+            InvalidRequest: it doesn't add up, or the sum has too many ranks. The message names the
+                part by its digest: another tenant may have the same sum under other names, and see
+                it.
         """
         what = _what_does_not_add_up(lowered)
         name = f"The adapter of digest {part.adapter.digest[:12]}…"
         if what is not None:
             raise InvalidRequest(
-                f"{name} can't be part of a sum of adapters: it has {what}, which doesn't add up with another's update.",
+                f"{name} can't be part of a sum of adapters: it has {what}, "
+                f"which doesn't add up with another's update.",
                 param="model",
                 hint="Compose adapters of LoRA without DoRA, LoHa, LoKr, VeRA or AdaLoRA.",
             )
@@ -49,20 +52,25 @@ class Composer:
             self._ranks[m.layer, m.module] += m.lora_a.shape[0]
             if self._ranks[m.layer, m.module] > LIMITS.max_rank:
                 raise InvalidRequest(
-                    f"The adapters' ranks add up to {self._ranks[m.layer, m.module]} or more on {module_label(m)}; at most {LIMITS.max_rank} are served.",
+                    f"The adapters' ranks add up to {self._ranks[m.layer, m.module]} or more on {module_label(m)}; "
+                    f"at most {LIMITS.max_rank} are served.",
                     param="model",
                     hint="Compose fewer adapters, or such of lower ranks.",
                 )
             largest = part.weight * float(torch.as_tensor(m.scaling).abs().max()) if m.lora_a.shape[0] else 0.0
             if not math.isfinite(part.weight) or abs(largest) > LIMITS.max_scaling:
                 raise InvalidRequest(
-                    f"{name}: a weight of {part.weight:g} makes its scaling {largest:g} on {module_label(m)}; at most {LIMITS.max_scaling:g} is taken.",
+                    f"{name}: a weight of {part.weight:g} makes its scaling {largest:g} on {module_label(m)}; "
+                    f"at most {LIMITS.max_scaling:g} is taken.",
                     param="model",
                 )
         self._terms.append((lowered, part.weight))
 
     def compose(self) -> LoweredAdapter:
-        """Return the sum; its matrices are copies. They're of the terms' common dtype, or float32 where that differs."""
+        """Return the sum; its matrices are copies.
+
+        They're of the terms' common dtype, or float32 where that differs.
+        """
         dtypes = {lowered.stored for lowered, _ in self._terms}
         stored = dtypes.pop() if len(dtypes) == 1 else torch.float32
         by_place: dict[Place, list[tuple[LoraModule, float]]] = {}

@@ -1,8 +1,8 @@
 """Load one adapter: from the store's blobs to the packed tensors that kernels read.
 
-The steps: `read_blobs` verifies the digests; `adapters` reads the format and compiles it to an IR; `loading.lowering`
-turns that into the kernels' terms; `loading.precision` rounds and measures the loss; the device packs. All of it runs
-on a loader's thread and touches no shared state.
+The steps: `read_blobs` verifies the digests; `adapters` reads the format and compiles it to an IR;
+`loading.lowering` turns that into the kernels' terms; `loading.precision` rounds and measures the
+loss; the device packs. All of it runs on a loader's thread and touches no shared state.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def load_adapter(
 ) -> LoadedAdapter:
     """Read the adapter, verify its digests, compile it for `base` and pack it for `device`.
 
-    Beside the file's bytes and the packed tensors it takes memory for a copy of each part of a composition, of what
-    `precision` cuts, and for a few float32 copies of one module.
+    Beside the file's bytes and the packed tensors it takes memory for a copy of each part of a
+    composition, of what `precision` cuts, and for a few float32 copies of one module.
 
     Args:
         ref: an adapter, or a composition, each of whose parts is read.
@@ -60,11 +60,13 @@ def load_adapter(
     Raises:
         AdapterCorrupt: a blob is gone, or its bytes no longer hash to its digest.
         AdapterTooLarge: it needs more bytes, tiles or slots than the device has.
-        AdapterUnservable: it doesn't fit this base or device, was trained on another embedding, or loses too much.
+        AdapterUnservable: it doesn't fit this base or device, was trained on another embedding, or
+            loses too much.
         AdapterUnavailable: the store can't be read.
         InvalidRequest: the parts of a composition don't add up.
 
-    Messages name neither tenant nor adapter: the same weights may belong to several tenants, and each may see the message.
+    Messages name neither tenant nor adapter: the same weights may belong to several tenants, and
+    each may see the message.
     """
     uploaded = _compose(store, ref, base, base_weights) if ref.parts else _read(store, ref, base, base_weights)
     dtype = device.held_dtype(uploaded.stored)

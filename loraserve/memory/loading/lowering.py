@@ -1,8 +1,11 @@
-"""From what an adapter changes, as its file says it (`adapters.ir`), to what kernels compute (`LoraModule`, `ReplacedNorm`). On a loader's thread.
+"""Lower an adapter's IR (`adapters.ir`) to what kernels compute (`LoraModule`, `ReplacedNorm`).
 
-An IR tells what stands in the place of what is the base's; kernels add to what the base computes anyway. So a bias becomes its difference from the base's, IA3's
-factor the part of the output that it adds, and of a weight that training saved whole only the rows are kept that are no longer the base's: an embedding of which few
-tokens were trained costs few rows.
+It runs on a loader's thread.
+
+An IR tells what stands in the place of what is the base's; kernels add to what the base computes
+anyway. So a bias becomes its difference from the base's, IA3's factor the part of the output that
+it adds, and of a weight that training saved whole only the rows are kept that are no longer the
+base's: an embedding of which few tokens were trained costs few rows.
 """
 
 from __future__ import annotations
@@ -32,10 +35,12 @@ class LoweredAdapter:
     """An adapter in the kernels' terms, except for DoRA.
 
     Attributes:
-        modules: modules, with a magnitude in the place of `delta` where there is one, for the room that it takes.
+        modules: modules, with a magnitude in the place of `delta` where there is one, for the room
+            that it takes.
         stored: narrowest dtype that holds its matrices and rows exactly.
-        magnitudes: (layer, module) → [out_features], from which `base_weights.dora_delta` computes δ: last, because it
-            costs most and depends on how the update is held; see `loading.precision`.
+        magnitudes: (layer, module) → [out_features], from which `base_weights.dora_delta` computes
+            δ: last, because it costs most and depends on how the update is held; see
+            `loading.precision`.
         invocation_token_ids: tokens that activate an aLoRA.
     """
 
@@ -47,12 +52,16 @@ class LoweredAdapter:
 
 
 def lower(ir: AdapterIR, base: BaseSpec, weights: BaseWeights | None) -> LoweredAdapter:
-    """Return the adapter in the kernels' terms; its matrices share memory with the file's bytes wherever these are aligned.
+    """Return the adapter in the kernels' terms.
 
-    What the file has of the base beside LoRA on the head or the embedding stands in the base's place, as in PEFT: of the base's own, that is nothing.
+    Its matrices share memory with the file's bytes wherever these are aligned.
+
+    What the file has of the base beside LoRA on the head or the embedding stands in the base's
+    place, as in PEFT: of the base's own, that is nothing.
 
     Args:
-        weights: the resident base's; an adapter of LoRA alone needs none, with magnitudes or without.
+        weights: the resident base's; an adapter of LoRA alone needs none, with magnitudes or
+            without.
 
     Raises:
         InvariantViolation: it needs the base's weights, and there are none.
@@ -74,10 +83,13 @@ def lower(ir: AdapterIR, base: BaseSpec, weights: BaseWeights | None) -> Lowered
 
 
 def with_saved_base(ir: AdapterIR, base: BaseSpec, weights: BaseWeights) -> AdapterIR:
-    """Return the adapter with what its file has of the base, where that isn't this base's own, as its modules' weights: PEFT loads it in the base's place.
+    """Return the adapter with what its file has of the base as its modules' weights.
 
-    Of a base whose head is tied to its embedding, PEFT loads it into both, but for one that the adapter has a weight of its own for. Of a head that was quantized, a copy
-    that is near to it is one of what it was before, and left out: the base is served as it is.
+    PEFT loads it in the base's place. What is this base's own is left out.
+
+    Of a base whose head is tied to its embedding, PEFT loads it into both, but for one that the
+    adapter has a weight of its own for. Of a head that was quantized, a copy that is near to it is
+    one of what it was before, and left out: the base is served as it is.
     """
     tables = dict(ir.saved_base)
     if base.is_head_tied and tables:

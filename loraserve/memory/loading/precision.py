@@ -1,12 +1,17 @@
-"""The loss of precision by how an adapter is held: an operator's choices, and their price, measured for each adapter as it is loaded.
+"""The loss of precision by how an adapter is held, measured for each adapter as it is loaded.
 
-Two things lie between an update as it was uploaded and as it is served: its ranks may be cut to the fewest that keep within an error (`truncate`), and a device may
-hold its numbers in a narrower dtype than the file's (`round_to_held`). Both are measured together, in the Frobenius norm of a module's ``B diag(scaling) A``, relative to
-the uploaded one's; the product itself, as large as a weight of the base, is never made: its norm is the sum of two small Gram matrices' product. Rows that stand in
-the place of the base's are rounded too, never cut, and measured likewise. δ, shifts and norms are float32 on every device, and lose nothing.
+Two things lie between an update as it was uploaded and as it is served: its ranks may be cut to the
+fewest that keep within an error (`truncate`), and a device may hold its numbers in a narrower dtype
+than the file's (`round_to_held`). Both are measured together, in the Frobenius norm of a module's
+``B diag(scaling) A``, relative to the uploaded one's; the product itself, as large as a weight of
+the base, is never made: its norm is the sum of two small Gram matrices' product. Rows that stand in
+the place of the base's are rounded too, never cut, and measured likewise. δ, shifts and norms are
+float32 on every device, and lose nothing.
 
-DoRA's δ is computed for the update as it's held, not as it was uploaded: a row's length is its magnitude then, exactly, and of what rounding did to the row only the
-part across it remains. (Of cut ranks hardly any lies along the row; with the uploaded norms the error would be up to 2 % smaller.)
+DoRA's δ is computed for the update as it's held, not as it was uploaded: a row's length is its
+magnitude then, exactly, and of what rounding did to the row only the part across it remains. (Of
+cut ranks hardly any lies along the row; with the uploaded norms the error would be up to 2 %
+smaller.)
 """
 
 from __future__ import annotations
@@ -34,7 +39,8 @@ class Precision:
     """The loss that an operator allows adapters.
 
     Attributes:
-        rank_error: relative error within which each module keeps the fewest ranks, at least one; None keeps all.
+        rank_error: relative error within which each module keeps the fewest ranks, at least one;
+            None keeps all.
         max_loss: loss of any module over which an adapter is refused; None refuses none.
     """
 
@@ -47,11 +53,16 @@ EXACT = Precision()
 
 
 def truncate(m: LoraModule, error: float) -> LoraModule:
-    """Return the module with the fewest ranks, one or more, for which ``B diag(scaling) A`` is within a relative Frobenius error of `error`; as it is if that takes all.
+    """Return the module with the fewest ranks that keep ``B diag(scaling) A`` within `error`.
 
-    New factors are balanced (rank by rank, the two rows are of one length), orthogonal and float32, the strongest rank first.
+    The error is relative, in the Frobenius norm; at least one rank is kept. A module that needs all
+    of its ranks is returned as it is.
 
-    Source: Eckart–Young, on the cores of two thin QR factorisations: ``B A = Q_b (R_b R_aᵀ) Q_aᵀ``, of which the inner matrix is r × r.
+    New factors are balanced (rank by rank, the two rows are of one length), orthogonal and float32,
+    the strongest rank first.
+
+    Source: Eckart–Young, on the cores of two thin QR factorisations: ``B A = Q_b (R_b R_aᵀ) Q_aᵀ``,
+    of which the inner matrix is r × r.
     """
     rank = m.lora_a.shape[0]
     if rank < 2:
@@ -77,14 +88,20 @@ def truncate(m: LoraModule, error: float) -> LoraModule:
 
 
 def round_to_held(m: LoraModule, dtype: torch.dtype) -> LoraModule:
-    """Return the module with A and B rounded as a device rounds them that holds them in `dtype`: of that dtype, float32 of int8. Where it has room for them, the very same."""
+    """Return the module with A and B rounded as a device that holds them in `dtype` rounds them.
+
+    They are of that dtype, or float32 if it is int8. A module that needs no rounding is returned as
+    it is.
+    """
     if _is_exact(m.lora_a, dtype) and _is_exact(m.lora_b, dtype):
         return m
     return replace(m, lora_a=_held(m.lora_a, dtype), lora_b=_held(m.lora_b.T, dtype).T)
 
 
 def loss(uploaded: LoraModule, held: LoraModule, dtype: torch.dtype) -> float:
-    """Return the relative error of a module as it's held against it as it was uploaded: of its update or of its replaced rows, whichever is larger.
+    """Return the relative error of a module as held against it as uploaded.
+
+    It is the error of its update or of its replaced rows, whichever is larger.
 
     Args:
         held: `round_to_held` of the uploaded module, or of what `truncate` left of it.
@@ -110,7 +127,8 @@ def refuse_lossy(m: LoraModule, lost: float, dtype: torch.dtype, precision: Prec
         return
     cut = "" if precision.rank_error is None else f", its ranks cut to within {precision.rank_error:g}"
     raise AdapterUnservable(
-        f"{module_label(m)} is off by {lost:.3g} of its own size as this server holds it, in {DTYPE_NAMES[dtype]}{cut}; at most {precision.max_loss:g} is allowed.",
+        f"{module_label(m)} is off by {lost:.3g} of its own size as this server holds it, "
+        f"in {DTYPE_NAMES[dtype]}{cut}; at most {precision.max_loss:g} is allowed.",
         hint="Serve with a wider --adapter-dtype, a smaller --adapter-rank-error or a larger --max-adapter-loss.",
     )
 
@@ -148,7 +166,10 @@ def _rows_loss(rows: ReplacedRows, dtype: torch.dtype) -> float:
 
 
 def _rounding_loss(uploaded: LoraModule, held: LoraModule) -> float:
-    """Return the loss between two modules of the same ranks, exactly: ``B A − B̃ Ã = (B − B̃) A + B̃ (A − Ã)``."""
+    """Return the loss between two modules of the same ranks, exactly even if it is small.
+
+    ``B A − B̃ Ã = (B − B̃) A + B̃ (A − Ã)``
+    """
     of_a, of_b = _grams(uploaded.lora_a, held.lora_a), _grams(uploaded.lora_b.T, held.lora_b.T)
     if isinstance(uploaded.scaling, Tensor):
         weights = uploaded.scaling.double()
@@ -179,7 +200,10 @@ def _product_norm(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
 
 
 def _gram(parts: Sequence[Tensor]) -> Tensor:
-    """Return ``M Mᵀ`` of rows one below the other, [n, n] float64, from float64 products: what cancels may leave little."""
+    """Return ``M Mᵀ`` of rows one below the other, [n, n] float64.
+
+    Products are float64: what cancels may leave little.
+    """
     num_rows = sum(part.shape[0] for part in parts)
     total = torch.zeros(num_rows, num_rows, dtype=torch.float64)
     for start, end in _chunks(num_rows, parts[0].shape[1]):

@@ -1,1 +1,1 @@
-"""Residency of adapters: which are on the device and in host memory, which come next, and which leave."""
+"""Residency of adapters: which are in memory, which come next, and which leave."""

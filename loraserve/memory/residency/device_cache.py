@@ -1,12 +1,13 @@
-"""Adapters on the device: the state of each, who holds it there, and which one is evicted when memory runs out.
+"""Adapters on the device: their states, their pins, and which is evicted when memory runs out.
 
 An adapter goes through four states::
 
     ARRIVING → PROTECTED → READY ⇄ DRAINING → evicted
 
-Its memory is taken while the copy runs (ARRIVING). Once that has landed, the requests that wait for it get one step to
-pin it (PROTECTED); after that it may be evicted whenever no pin holds it (READY). When a large adapter has waited too
-long, residents are closed to new requests until their pins are gone (DRAINING).
+Its memory is taken while the copy runs (ARRIVING). Once that has landed, the requests that wait for
+it get one step to pin it (PROTECTED); after that it may be evicted whenever no pin holds it
+(READY). When a large adapter has waited too long, residents are closed to new requests until their
+pins are gone (DRAINING).
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Pin:
         """Give the pin back.
 
         Raises:
-            InvariantViolation: it was released before; the cache counts the violation, and nothing else changes.
+            InvariantViolation: it was released before; the cache counts the violation, and nothing
+                else changes.
         """
         if self.is_released:
             self._cache.num_violations += 1
@@ -59,16 +61,16 @@ class DeviceCache:
     """Adapters on the device or on their way there, by digest. Used by the step's thread alone.
 
     Invariants (`check`):
-        used == sum of the residents' footprints, within the device's limits
-        evictable == sum of the footprints of evictable residents
-        num_pins == sum of the residents' pins == pins given out and not released
-        The sets of arriving, protected and draining adapters are those whose state says so; no arriving one is pinned.
-        bytes in use == pages that the device's arena client holds
+        used == sum of the residents' footprints, within the device's limits evictable == sum of the
+        footprints of evictable residents num_pins == sum of the residents' pins == pins given out
+        and not released The sets of arriving, protected and draining adapters are those whose state
+        says so; no arriving one is pinned. bytes in use == pages that the device's arena client
+        holds
 
     Attributes:
         popularity: uses of adapters, including those elsewhere.
-        load_cost: seconds per byte to bring an adapter back: measured here from copies to a device with memory of its
-            own; elsewhere the pager notes what loads take.
+        load_cost: seconds per byte to bring an adapter back: measured here from copies to a device
+            with memory of its own; elsewhere the pager notes what loads take.
         on_evicted: called with each adapter that is evicted for anything but another adapter.
         used: memory of all residents.
         evictable: memory of residents that may be evicted now.
@@ -146,7 +148,10 @@ class DeviceCache:
         return self.evictable.num_bytes // self._client.arena.page_num_bytes
 
     def victim_value(self) -> float | None:
-        """Return the value of the adapter that is evicted first: seconds to bring it back × uses per second ÷ bytes. None if there is none."""
+        """Return the value of the adapter that is evicted first; None if there is none.
+
+        The value is the seconds to bring it back × uses per second ÷ bytes.
+        """
         victim = self._victim()
         return None if victim is None else victim[0]
 
@@ -214,7 +219,7 @@ class DeviceCache:
         return Pin(self, digest)
 
     def set_operator_pin(self, digest: Digest, is_pinned: bool) -> None:
-        """Keep a resident adapter until the operator's pin is taken back; no-op if it has no memory here."""
+        """Keep a resident adapter until the operator's pin is taken back; no-op if absent."""
         resident = self._residents.get(digest)
         if resident is None:
             return
@@ -230,7 +235,7 @@ class DeviceCache:
         self._residents.move_to_end(digest)
 
     def can_admit(self, footprint: Footprint) -> bool:
-        """Return whether there is room, or would be after evicting every evictable adapter and the KV cache's idle blocks."""
+        """Return whether there is room, or would be after evicting all that is idle."""
         num_obtainable = self._client.num_obtainable * self._client.arena.page_num_bytes + self.evictable.num_bytes
         if not footprint.fits(self.free + self.evictable) or footprint.num_bytes > num_obtainable:
             return False
@@ -252,13 +257,14 @@ class DeviceCache:
         is_operator_pinned: bool = False,
         is_protected: bool = False,
     ) -> list[EvictedAdapter]:
-        """Give the adapter memory on the device, start its copy, and return the adapters that were evicted for it.
+        """Give the adapter memory, start its copy, and return what was evicted for it.
 
-        Where adapters have all that they may take, other adapters go; otherwise whatever is worth least, the KV cache's
-        blocks included.
+        Where adapters have all that they may take, other adapters go; otherwise whatever is worth
+        least, the KV cache's blocks included.
 
         Args:
-            is_protected: if no copy is needed, the adapter is protected until the next `take_landed`.
+            is_protected: if no copy is needed, the adapter is protected until the next
+                `take_landed`.
 
         Raises:
             InvariantViolation: it has memory already, or `can_admit` is false.
@@ -298,7 +304,10 @@ class DeviceCache:
         return evicted
 
     def take_landed(self) -> list[Digest]:
-        """Return the adapters that landed since the last call, in the order of their admission; end the protection of earlier ones."""
+        """Return the adapters that landed since the last call, in the order of their admission.
+
+        They are protected now; the protection of earlier ones ends.
+        """
         self.protect(())
         landed = [digest for digest, resident in self._arriving.items() if self.device.is_ready(resident.placed)]
         for digest in landed:
@@ -312,7 +321,7 @@ class DeviceCache:
         return landed
 
     def protect(self, digests: Iterable[Digest]) -> None:
-        """Protect these ready adapters from eviction, and no others, until the next `take_landed`."""
+        """Protect only these ready adapters from eviction until the next `take_landed`."""
         for resident in self._protected.values():
             with _Accounted(self, resident):
                 resident.state = AdapterState.READY
@@ -322,7 +331,10 @@ class DeviceCache:
                 resident.state = AdapterState.PROTECTED
 
     def drain_for(self, footprint: Footprint) -> None:
-        """Close as many residents to new requests as make room for this footprint once idle, the least recently used first."""
+        """Close as many residents to new requests as make room for this footprint once idle.
+
+        The least recently used are chosen first.
+        """
         room = sum((resident.footprint for resident in self._draining.values()), self.free)
         for digest, resident in self._residents.items():
             leaving = (draining.placed for draining in self._draining.values())
@@ -388,7 +400,7 @@ class DeviceCache:
         self._residents.move_to_end(digest)
 
     def _victim(self) -> tuple[float, Digest] | None:
-        """Return the least valuable of the least recently used evictable adapters, with its value; of equals the least recently used."""
+        """Return the least valuable of the longest unused evictable adapters, with its value."""
         now_s, seconds_per_byte = self._clock(), self.load_cost.seconds_per_unit
         evictable = ((digest, r) for digest, r in self._residents.items() if r.is_evictable)
         candidates = [

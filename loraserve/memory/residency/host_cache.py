@@ -1,4 +1,7 @@
-"""Packed adapters in host memory, within a budget of bytes: evicted from the device, waiting for it, or copied to it."""
+"""Packed adapters in host memory, within a budget of bytes.
+
+They were evicted from the device, wait for it, or are copies of adapters there.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ class HostEntry:
 
 
 class _Evictable(Cache[Digest, HostEntry]):
-    """A cache by bytes that evicts the least recently put first; unlike cachetools' LRU, a look at an entry is no use of it."""
+    """A cache by bytes that evicts the least recently put first.
+
+    Unlike in cachetools' LRU, a look at an entry is no use of it.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         super().__init__(max_bytes, getsizeof=_size)
@@ -59,7 +65,8 @@ class HostCache:
     """Adapters by digest; the least recently used is evicted first, a held one never.
 
     Invariants (`check`):
-        num_bytes == bytes of the evictable + bytes of the held <= budget_bytes; no digest is in both.
+        num_bytes == bytes of the evictable + bytes of the held <= budget_bytes; no digest is in
+        both.
     """
 
     def __init__(self, budget_bytes: int) -> None:
@@ -92,7 +99,10 @@ class HostCache:
         return self._evictable.num_evictions
 
     def has_room_for(self, num_bytes: int, is_worth_less: Callable[[Digest], bool]) -> bool:
-        """Return whether the bytes fit once the evictable adapters that are worth less have gone, of the next `MAX_LOOKED_AT`."""
+        """Return whether the bytes fit once evictable adapters that are worth less have gone.
+
+        Only the next `MAX_LOOKED_AT` to be evicted count.
+        """
         room = self.budget_bytes - self.num_bytes
         for digest in itertools.islice(self._evictable.next_to_go(), MAX_LOOKED_AT):
             if room >= num_bytes or not is_worth_less(digest):

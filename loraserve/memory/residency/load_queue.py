@@ -1,4 +1,4 @@
-"""The queue of adapters that wait for the device: which is loaded next, which gets room next, and when nothing may pass the first."""
+"""The queue of adapters that wait for the device: which is loaded and placed next."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from loraserve.types import AdapterRef, Digest, TenantId
 STALE_AFTER_S = 5.0
 """Seconds without a request after which a waiting adapter leaves the queue."""
 HEAD_OF_LINE_GRACE_S = 1.0
-"""Seconds that the first adapter waits for room while later ones that fit pass it; then the device is reserved for it."""
+"""Seconds that later adapters may pass the first; then the device is reserved for it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +32,9 @@ class PendingAdapter:
 
 
 class LoadQueue:
-    """Adapters that wait for the device, each on behalf of the tenants that requested it. One thread at a time.
+    """Adapters that wait for the device, each on behalf of the tenants that requested it.
+
+    One thread at a time.
 
     Tenants take turns, at the loaders and at room on the device.
 
@@ -59,7 +61,7 @@ class LoadQueue:
 
     @property
     def reserved_for(self) -> Digest | None:
-        """The adapter that has waited for room so long that none may pass it; None while any that fits may go first."""
+        """The adapter that has waited for room so long that none may pass it; None if any may."""
         return self._reserved_for
 
     def join(self, ref: AdapterRef, now_s: float) -> PendingAdapter:
@@ -91,7 +93,10 @@ class LoadQueue:
         return [digest for digest, pending in self._pending.items() if now_s - pending.asked_s > STALE_AFTER_S]
 
     def next_to_load(self, candidates: Sequence[PendingAdapter], num_loading: Mapping[TenantId, int]) -> PendingAdapter:
-        """Return the adapter to load first: tenants in turn, those with fewer loads in flight first, each one's adapters in queue order.
+        """Return the adapter to load first.
+
+        Tenants take turns, those with fewer loads in flight first, each one's adapters in queue
+        order.
 
         Args:
             candidates: at least one, in queue order.
@@ -112,13 +117,14 @@ class LoadQueue:
     ) -> None:
         """Place adapters, tenants in turn and each one's adapters in queue order.
 
-        An adapter that fits may pass the first until that has waited `HEAD_OF_LINE_GRACE_S`: then the device is
-        reserved for the first, until it is placed or leaves.
+        An adapter that fits may pass the first until that has waited `HEAD_OF_LINE_GRACE_S`: then
+        the device is reserved for the first, until it is placed or leaves.
 
         Args:
             is_placeable: whether an adapter lacks room alone.
             place: places an adapter, which has left the queue then, or returns False.
-            can_ever_place: whether waiting may get an adapter room; for one that it can't, none is held up.
+            can_ever_place: whether waiting may get an adapter room; for one that it can't, none is
+                held up.
         """
         order = self._order(is_placeable)
         self._reserved_for = None
@@ -145,7 +151,10 @@ class LoadQueue:
         return problems
 
     def _order(self, is_placeable: Callable[[Digest], bool]) -> list[Digest]:
-        """Return the placeable adapters in the order in which they get room; the one that the device is reserved for stays first."""
+        """Return the placeable adapters in the order in which they get room.
+
+        The one that the device is reserved for stays first.
+        """
         order = self._placement_order.order(
             [(d, pending.tenants) for d, pending in self._pending.items() if is_placeable(d)]
         )

@@ -1,4 +1,4 @@
-"""Loader threads, a bounded number of loads at a time, and what loads have taught: sizes, failures, durations, corruption."""
+"""Loader threads, and what their loads have taught: sizes, failures, durations, corruption."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from loraserve.types import AdapterRef, Digest, Histogram, TenantId
 logger = logging.getLogger("loraserve.memory")
 
 RETRY_S = 1.0
-"""Seconds after a failed load in which it isn't tried again; doubled with every failure in a row."""
+"""Seconds until a failed load is tried again, doubled with every failure in a row."""
 MAX_RETRY_S = 60.0
 """The same, at most."""
 
@@ -39,7 +39,10 @@ class LoadResult:
 
 
 class LoaderPool:
-    """Loads in flight, by digest. One thread uses it: a loader gets an `AdapterRef` and hands back a result through a queue, nothing more.
+    """Loads in flight, by digest.
+
+    One thread uses it: a loader gets an `AdapterRef` and hands back a result through a queue,
+    nothing more.
 
     Invariants (`check`):
         At most `num_threads` loads are in flight.
@@ -87,12 +90,18 @@ class LoaderPool:
         return Counter(tenant for tenants in self._in_flight.values() for tenant in tenants)
 
     def start(self, ref: AdapterRef, tenants: Iterable[TenantId]) -> None:
-        """Start the adapter's load for these tenants. It isn't in flight, and `has_free` is true."""
+        """Start the adapter's load for these tenants.
+
+        It isn't in flight, and `has_free` is true.
+        """
         self._in_flight[ref.digest] = frozenset(tenants)
         self._executor.submit(self._run, ref)
 
     def take(self) -> list[LoadResult]:
-        """Return the loads that have ended since the last call, in the order of their ends; they are no longer in flight."""
+        """Return the loads that have ended since the last call, in the order of their ends.
+
+        They are no longer in flight.
+        """
         results: list[LoadResult] = []
         while True:
             try:
@@ -179,7 +188,7 @@ class LoadHistory:
         return self._good_load_s / self._num_loads if self._num_loads else 0.0
 
     def note(self, result: LoadResult, now_s: float) -> None:
-        """Note the outcome of a load: the adapter's size, or a failure that holds off the next try."""
+        """Note a load's outcome: the adapter's size, or a failure that holds off the next try."""
         digest, outcome = result.ref.digest, result.outcome
         self._load_s += result.elapsed_s
         if isinstance(outcome, LoraserveError):
@@ -204,7 +213,7 @@ class LoadHistory:
         return failure.error if failure is not None else None
 
     def is_held_off(self, digest: Digest, now_s: float) -> bool:
-        """Return whether the adapter's last load failed so recently that it isn't tried again yet."""
+        """Return whether the last load failed so recently that it isn't tried again yet."""
         failure = self._failures.get(digest)
         return failure is not None and now_s < failure.retry_at_s
 
@@ -218,7 +227,7 @@ class LoadHistory:
             self._corruptions.append(Corruption(Digest(error.digest), Digest(error.blob)))
 
     def take_corruptions(self) -> list[Corruption]:
-        """Return, once, the blobs that were found damaged or gone: one entry per load that failed for it."""
+        """Return, once, the blobs found damaged or gone, one per load that failed for it."""
         corruptions, self._corruptions = self._corruptions, []
         return corruptions
 

@@ -1,15 +1,17 @@
-"""Residency of adapters: bring them from the store to host memory to the device, and say where each is.
+"""Residency of adapters: bring them from the store to the device, and say where each is.
 
 The way of an adapter's bytes, each step in its module::
 
-    store → `loading.load`          read, verify the digest, compile, lower, pack      on a loader's thread
-          → `residency.host_cache`  wait in host memory, held while requested
-          → `residency.device_cache`  memory on the device, evicting what is worth less
-          → `devices`               a CPU uses the packed tensors as they are; a GPU copies pages to its pool
-          → the step                names the adapter by its handle
+    store → `loading.load`          read, verify the digest, compile, lower, pack      on a loader's
+    thread
+          → `residency.host_cache`  wait in host memory, held while requested →
+          `residency.device_cache`  memory on the device, evicting what is worth less → `devices`
+          a CPU uses the packed tensors as they are; a GPU copies pages to its pool → the step
+          names the adapter by its handle
 
-The step's thread asks and the loaders work: a loader gets an `AdapterRef` and hands back a result through a queue,
-nothing more. All else runs on the step's thread, costs microseconds, and needs no lock.
+The step's thread asks and the loaders work: a loader gets an `AdapterRef` and hands back a result
+through a queue, nothing more. All else runs on the step's thread, costs microseconds, and needs no
+lock.
 """
 
 from __future__ import annotations
@@ -48,16 +50,17 @@ class Residency(StrEnum):
 
 
 class Pager:
-    """The tiers of all adapters: which tier each is in, which wait for the device, which are pinned.
+    """The tiers of all adapters: which each is in, which wait, which are pinned.
 
-    On a CPU the device is host memory: an adapter is in one tier at a time, a move between them copies nothing, and the
-    two budgets add up. On a GPU the host cache keeps its copy of a resident adapter for as long as it has room: an
-    eviction from the device moves nothing, and coming back is one copy. An adapter is resident once its copy has
-    landed; until then its memory is taken, and steps go on without it.
+    On a CPU the device is host memory: an adapter is in one tier at a time, a move between them
+    copies nothing, and the two budgets add up. On a GPU the host cache keeps its copy of a resident
+    adapter for as long as it has room: an eviction from the device moves nothing, and coming back
+    is one copy. An adapter is resident once its copy has landed; until then its memory is taken,
+    and steps go on without it.
 
-    Loaded adapters that wait for the device are held in the host cache; where that has no room they are dropped, and
-    read again when their turn comes. Beyond the two budgets, host memory holds at most `num_threads` adapters that
-    loaders are making and those on their way to a GPU.
+    Loaded adapters that wait for the device are held in the host cache; where that has no room they
+    are dropped, and read again when their turn comes. Beyond the two budgets, host memory holds at
+    most `num_threads` adapters that loaders are making and those on their way to a GPU.
 
     Invariants (`check`):
         On a CPU no adapter is in both tiers; what the host cache holds is in the queue.
@@ -129,21 +132,26 @@ class Pager:
 
     @property
     def is_admission_paused(self) -> bool:
-        """Whether an adapter has waited for space so long that no new request may begin until it is on the device."""
+        """Whether an adapter has waited so long that no new request may begin before it."""
         return self._queue.reserved_for is not None
 
     def tier(self, digest: Digest) -> Tier:
-        """Return where a request that comes now finds the adapter: usable on the device, in host memory or on its way from there, or on disk."""
+        """Return where a request that comes now finds the adapter.
+
+        It is usable on the device, in host memory or on its way from there, or on disk.
+        """
         if self._pool.takes_requests(digest):
             return Tier.DEVICE
         return Tier.HOST if digest in self._pool or digest in self._host else Tier.DISK
 
     @timed
     def request(self, ref: AdapterRef) -> Residency:
-        """Ask for an adapter on the device and start whatever is needed. Never block; a request repeats the call at will.
+        """Ask for an adapter on the device and start whatever is needed.
 
-        RESIDENT holds until the next `poll`: pin at once. A waiting request repeats the call within `STALE_AFTER_S`, or
-        the adapter leaves the queue (and `poll` says so).
+        Never block; a request repeats the call at will.
+
+        RESIDENT holds until the next `poll`: pin at once. A waiting request repeats the call within
+        `STALE_AFTER_S`, or the adapter leaves the queue (and `poll` says so).
         """
         digest, now = ref.digest, self._clock()
         if self._pool.state(digest) is AdapterState.ARRIVING:
@@ -159,7 +167,7 @@ class Pager:
         pending = self._queue.join(ref, now)
         if is_new:
             self._host.hold(digest)
-            # a hit in the host cache costs no step, unless another adapter has waited long enough to go first
+            # a hit in the host cache costs no step; none passes an adapter that has waited long
             if digest in self._host and self._queue.reserved_for is None and self._place(digest, {}, now):
                 return Residency.RESIDENT if self._pool.has_landed(digest) else Residency.LOADING
             if self._loaders.has_free and self._may_load(digest):
@@ -172,14 +180,15 @@ class Pager:
 
     @timed
     def prefetch(self, refs: Sequence[AdapterRef]) -> None:
-        """Read adapters that will be requested, soonest first, to host memory while loaders are idle; see `Prefetcher`."""
+        """Read adapters that will be requested, soonest first, while loaders are idle."""
         self._prefetcher.prefetch(refs, self._clock())
 
     @timed
     def poll(self) -> list[Digest]:
         """Take in finished loads and copies and give what room there is to the queue.
 
-        The step's thread calls it once a step. It costs no more than a look at each waiting adapter.
+        The step's thread calls it once a step. It costs no more than a look at each waiting
+        adapter.
 
         Returns:
             The digests that became resident, failed or left the queue.
@@ -216,7 +225,9 @@ class Pager:
         return self._pool.pin(digest, self._clock(), is_use=is_use)
 
     def handle(self, digest: Digest) -> PackedAdapter | int:
-        """Return what a step names a resident adapter by: its packed tensors on a CPU, its slot in the pool on a GPU.
+        """Return what a step names a resident adapter by.
+
+        On a CPU these are its packed tensors, on a GPU its slot in the pool.
 
         Raises:
             InvariantViolation: it isn't resident.
@@ -236,7 +247,10 @@ class Pager:
         return next((d for d, _ in self._pool.items() if d != digest and self._pool.takes_requests(d)), None)
 
     def error(self, digest: Digest) -> LoraserveError | None:
-        """Return why the adapter's last load failed: `AdapterUnavailable`, or `InvalidRequest` of an invalid composition. None if it didn't."""
+        """Return why the adapter's last load failed; None if it didn't.
+
+        It is an `AdapterUnavailable`, or the `InvalidRequest` of an invalid composition.
+        """
         return self._history.error(digest)
 
     def forget_failure(self, digest: Digest) -> None:
@@ -248,13 +262,14 @@ class Pager:
         self._history.note_corruption(error)
 
     def take_corruptions(self) -> list[Corruption]:
-        """Return, once, the blobs that were found damaged or gone: one entry per load that failed for it."""
+        """Return, once, the blobs found damaged or gone, one per load that failed for it."""
         return self._history.take_corruptions()
 
     def set_operator_pin(self, ref: AdapterRef, is_pinned: bool) -> None:
         """Bring the adapter to the device and never evict it, or let it be evicted again.
 
-        A pin lasts from a successful load on: an adapter whose load fails isn't pinned, and `error` says why.
+        A pin lasts from a successful load on: an adapter whose load fails isn't pinned, and `error`
+        says why.
         """
         digest = ref.digest
         self._pool.set_operator_pin(digest, is_pinned)
@@ -322,7 +337,7 @@ class Pager:
         )
 
     def _take_results(self, now: float, changed: list[Digest]) -> dict[Digest, LoadedAdapter]:
-        """Return the adapters of successful loads; remove those whose load failed from the queue."""
+        """Return the adapters of successful loads; remove those of failed ones from the queue."""
         loaded: dict[Digest, LoadedAdapter] = {}
         for result in self._loaders.take():
             digest = result.ref.digest
@@ -346,9 +361,9 @@ class Pager:
     def _serve_queue(self, loaded: dict[Digest, LoadedAdapter], now: float) -> list[Digest]:
         """Place adapters in the queue's order, and return those that are resident now.
 
-        While the device is reserved for one adapter, as many residents as cover its footprint are drained: they take no
-        new requests and go when their last pin does. So many small adapters can't starve a large one, nor adapters in
-        constant use a cold one.
+        While the device is reserved for one adapter, as many residents as cover its footprint are
+        drained: they take no new requests and go when their last pin does. So many small adapters
+        can't starve a large one, nor adapters in constant use a cold one.
         """
         placed: list[Digest] = []
 
@@ -371,7 +386,7 @@ class Pager:
         return placed + reopened
 
     def _is_placeable(self, digest: Digest) -> bool:
-        """Return whether the adapter lacks room alone: it has been read once, and isn't draining."""
+        """Return whether the adapter lacks only room: it was read once, and isn't draining."""
         return digest not in self._pool and self._history.size(digest) is not None
 
     def _can_ever_place(self, digest: Digest) -> bool:
@@ -379,7 +394,10 @@ class Pager:
         return size is not None and self._pool.can_ever_admit(size.footprint)
 
     def _place(self, digest: Digest, loaded: dict[Digest, LoadedAdapter], now: float) -> bool:
-        """Admit a waiting adapter to the device if it is in memory and there is room; return whether it was admitted."""
+        """Admit a waiting adapter to the device if it is in memory and there is room.
+
+        Return whether it was admitted.
+        """
         size = self._history.size(digest)
         if size is None or not self._pool.can_admit(size.footprint):
             return False

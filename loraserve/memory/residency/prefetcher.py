@@ -1,4 +1,7 @@
-"""Reads of adapters that no request waits for, to host memory and with idle loaders: those in waiting requests, and those likely to return."""
+"""Reads of adapters to host memory while loaders are idle.
+
+They are those that requests in the queue will ask for, and those likely to be requested again.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ from loraserve.types import AdapterRef, Digest, TenantId
 MAX_REFS = 1024
 """Adapters that the hot set remembers: the most recently requested."""
 LOOK_EVERY_S = 1.0
-"""Seconds between two looks at the hot set: a look takes half a millisecond of the step's thread."""
+"""Seconds between looks at the hot set: one takes half a millisecond of the step's thread."""
 MIN_USES_PER_S = 0.1 / USE_DECAY_S
-"""Uses per second below which an adapter isn't hot: one use counts for some ten minutes, and a deleted adapter isn't read for ever."""
+"""Uses per second below which an adapter isn't hot: one use counts for some ten minutes."""
 
 
 class HotSet:
@@ -46,7 +49,9 @@ class HotSet:
         self._refs.pop(digest, None)
 
     def next(self, now_s: float, is_wanted: Callable[[Digest], bool]) -> AdapterRef | None:
-        """Return the adapter to read first: of the tenant whose turn is longest ago, the most used. None if none is wanted, or it is too early to look.
+        """Return the adapter to read first: of the tenant whose turn is longest ago, the most used.
+
+        Return None if none is wanted, or it is too early to look.
 
         Args:
             is_wanted: whether an adapter isn't in memory, and could be.
@@ -71,7 +76,8 @@ class HotSet:
 class Prefetcher:
     """Starts loads of adapters that aren't in the queue. One thread at a time.
 
-    It takes no memory on the device, and evicts nothing from host memory that is held for a waiting request.
+    It takes no memory on the device, and evicts nothing from host memory that is held for a waiting
+    request.
 
     Attributes:
         num_rewarmed: adapters of the hot set that were read again.
@@ -99,8 +105,8 @@ class Prefetcher:
     def prefetch(self, refs: Sequence[AdapterRef], now_s: float) -> None:
         """Read adapters that will be requested, soonest first.
 
-        None of them is evicted for another. At most all loaders but one are busy with them (a single one may be, too):
-        a request finds a loader free, or waits for one load at most.
+        None of them is evicted for another. At most all loaders but one are busy with them (a
+        single one may be, too): a request finds a loader free, or waits for one load at most.
         """
         room = self._host.budget_bytes - self._host.held_bytes
         for ref in refs:
@@ -123,7 +129,10 @@ class Prefetcher:
             self._loaders.start(ref, (ref.tenant,))
 
     def rewarm(self, now_s: float) -> None:
-        """While nothing waits and nothing is loaded, read a hot adapter: into free memory, or that of adapters that are worth less."""
+        """Read a hot adapter while nothing waits and nothing is loaded.
+
+        It goes to free memory, or to that of adapters that are worth less.
+        """
         if self._queue or self._loaders:
             return
         ref = self._hot_set.next(now_s, lambda digest: self._is_worth_reading(digest, now_s))

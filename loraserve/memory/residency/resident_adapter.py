@@ -17,7 +17,7 @@ class AdapterState(Enum):
     ARRIVING = auto()
     """The copy runs: steps can't use the adapter, and its memory can't be freed."""
     PROTECTED = auto()
-    """The adapter landed, or got its memory, since the last `take_landed`: its requests have a step to pin it."""
+    """The adapter landed since the last `take_landed`: its requests have a step to pin it."""
     READY = auto()
     """The adapter takes requests, and is evictable while nothing pins it."""
     DRAINING = auto()
@@ -58,7 +58,7 @@ class ResidentAdapter:
 
 @dataclass(frozen=True, slots=True)
 class EvictedAdapter:
-    """An adapter that has left the device; `moved` goes to host memory, unless that has its own copy."""
+    """An adapter that has left the device; `moved` goes to host memory, if it has no copy there."""
 
     digest: Digest
     last_used_s: float

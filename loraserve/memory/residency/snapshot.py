@@ -67,7 +67,7 @@ def residency_rows(
 
 
 def memory_usage(arena: Arena) -> dict[str, int]:
-    """Return the arena's fields of EngineStats: used, idle and free bytes, which add up to all there are."""
+    """Return EngineStats' fields for the arena: used, idle and free bytes, which add up to all."""
     page = arena.page_num_bytes
     sums = {"device_bytes": arena.num_pages * page, "free_bytes": arena.num_free * page}
     for owner, name in ((Owner.KV, "kv"), (Owner.ADAPTERS, "adapter")):
@@ -79,7 +79,7 @@ def memory_usage(arena: Arena) -> dict[str, int]:
 
 
 def adapter_usage(pool: DeviceCache, host_cache: HostCache) -> dict[str, int]:
-    """Return the fields of EngineStats for adapters in both tiers: how many, how large, and how many were evicted."""
+    """Return EngineStats' fields for adapters in both tiers: number, size and evictions."""
     return {
         "device_adapters": len(pool),
         "device_adapter_bytes": pool.num_bytes,

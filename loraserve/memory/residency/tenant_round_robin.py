@@ -1,4 +1,4 @@
-"""Turns among tenants: one with hundreds of entries in a queue doesn't hold up one with a single entry."""
+"""Turns among tenants: one with hundreds of entries doesn't hold up one with a single entry."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ _NONE_IN_FLIGHT: Mapping[TenantId, int] = {}
 
 
 class TenantRoundRobin:
-    """Round robin over the tenants with entries in a queue. One thread at a time; no other tenant is remembered.
+    """Round robin over the tenants with entries in a queue.
 
-    A tenant that joins has its turn after those that were there and haven't had theirs since: leaving and coming back
-    gains nothing, and a stream of new tenants doesn't starve an old one. Between a tenant's joining and its first turn
-    any other has at most two.
+    One thread at a time; no other tenant is remembered.
+
+    A tenant that joins has its turn after those that were there and haven't had theirs since:
+    leaving and coming back gains nothing, and a stream of new tenants doesn't starve an old one.
+    Between a tenant's joining and its first turn any other has at most two.
     """
 
     def __init__(self) -> None:
@@ -50,12 +52,15 @@ class TenantRoundRobin:
     def order(
         self, entries: Sequence[tuple[T, Collection[TenantId]]], num_ahead: Mapping[TenantId, int] = _NONE_IN_FLIGHT
     ) -> list[T]:
-        """Return the entries in the order of their turns: each tenant's first before any tenant's second, one tenant's as given.
+        """Return the entries in the order of their turns.
+
+        Each tenant's first comes before any tenant's second; one tenant's are in the given order.
 
         An entry of several tenants has the best position that any of them gives it.
 
         Args:
-            entries: entries with their tenants, in the order in which they came. Every tenant has joined.
+            entries: entries with their tenants, in the order in which they came. Every tenant has
+                joined.
             num_ahead: entries of each tenant that are being served already.
         """
         if len(self._last) < 2:
