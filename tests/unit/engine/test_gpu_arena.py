@@ -32,10 +32,10 @@ def test_pages_that_were_an_adapters_hold_kv_and_the_other_way_round(world: Worl
         )
     )
     engine, ready = parts.engine, parts.ready
-    kv, pool, division = engine._kv, engine.pager._pool, plan_arena(engine.base, budget, BLOCK_BYTES, 3)
+    kv, pool, plan = engine._kv, engine.pager._pool, plan_arena(engine.base, budget, BLOCK_BYTES, 3)
     assert isinstance(pool.device, GpuDevice)
-    assert ready.num_kv_blocks == kv.num_blocks == division.num_blocks
-    assert ready.adapter_budget_bytes == division.max_adapter_bytes
+    assert ready.num_kv_blocks == kv.num_blocks == plan.num_blocks
+    assert ready.adapter_budget_bytes == plan.max_adapter_bytes
     assert pool.device.num_bytes <= budget
     prompt = prompts(1, seed=5, low=17, high=17)[0]
     before: list[TokenOutput] = []
