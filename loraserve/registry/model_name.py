@@ -1,6 +1,6 @@
-"""What a client writes as ``model``: ``NAME``, ``NAME@ALIAS``, ``NAME@VERSION``, the base's id, or ``BASE:NAME…``.
+"""Syntax of ``model`` in requests: ``NAME``, ``NAME@ALIAS``, ``NAME@VERSION``, the base's id, or ``BASE:NAME…``.
 
-``OWNER/NAME…`` is an adapter that another tenant has granted. And a sum of adapters::
+``OWNER/NAME…`` names an adapter that another tenant has granted. A sum of adapters is::
 
     TERM ("+" TERM)*        TERM = [WEIGHT "*"] [OWNER "/"] NAME ["@" (ALIAS | VERSION)]        a+0.5*b@3
 """
@@ -17,15 +17,15 @@ from loraserve.errors import InvalidRequest, ModelNotFound
 from loraserve.limits import LIMITS, NAME_PATTERN
 
 LIVE = "live"
-"""The alias that a bare name means."""
+"""Alias that a bare name means."""
 BASE_FALLBACK = "base"
-"""As an adapter's fallback: the base."""
+"""Fallback that means the base."""
 RESERVED_ALIASES = frozenset({BASE_FALLBACK, "latest", "none", "null"})
-"""Words that would read as something else than a pointer that people move."""
+"""Names that could be mistaken for something else than an alias."""
 MAX_VERSION = (1 << 31) - 1
-"""What the registry's column holds."""
+"""Maximum of the database column."""
 MAX_WEIGHT_LENGTH = 24
-"""Characters: what it takes to write any float exactly."""
+"""Maximum number of characters, enough to write any float exactly."""
 
 _WEIGHT = re.compile(r"-?([0-9]+(\.[0-9]*)?|\.[0-9]+)(e-?[0-9]{1,3})?")
 _TERM = "[WEIGHT*][OWNER/]NAME[@ALIAS or @VERSION]"
@@ -33,13 +33,13 @@ _TERM = "[WEIGHT*][OWNER/]NAME[@ALIAS or @VERSION]"
 
 @dataclass(frozen=True, slots=True)
 class ParsedModel:
-    """What was asked for. The base: no name. An adapter: its name and exactly one of `version` and `alias`."""
+    """Parsed model name: nothing for the base; a name and exactly one of `version` and `alias` for an adapter."""
 
     name: str | None = None
     version: int | None = None
     alias: str | None = None
     owner: str | None = None
-    """The name of the tenant whose it is; None: the caller's own."""
+    """Name of the tenant that owns the adapter; None for the caller."""
 
     @property
     def is_base(self) -> bool:
@@ -58,19 +58,19 @@ class ParsedModel:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One term of a sum of adapters. Weights are exact, so that those of one version can add up to nothing."""
+    """Term of a sum of adapters. Weights are exact decimals, so that they can cancel out."""
 
     adapter: ParsedModel
     weight: Decimal = Decimal(1)
 
 
 def parse_model(model: str, base_id: str) -> ParsedModel:
-    """What `model` means on a server whose base is called `base_id` (which may hold ``/``, ``:`` and ``@``).
+    """Parse `model` on a server whose base has the id `base_id`, which may contain ``/``, ``:`` and ``@``.
 
-    The base's id wins over everything; a bare name means its alias `LIVE`.
+    The base's id takes precedence; a bare name means its alias `LIVE`.
 
     Raises:
-        ModelNotFound: `model` has none of the forms; nothing of that name can exist.
+        ModelNotFound: the syntax is invalid, so that no such model can exist.
     """
     return ParsedModel() if model == base_id else _parse_adapter(model.removeprefix(f"{base_id}:"))
 
@@ -89,18 +89,18 @@ def _parse_adapter(text: str) -> ParsedModel:
 
 
 def _split(text: str) -> tuple[str | None, str, str | None]:
-    """(owner, name, alias or version) of ``[OWNER/]NAME[@SELECTOR]``, whatever they are made of."""
+    """Split ``[OWNER/]NAME[@SELECTOR]`` to owner, name and selector, without validating them."""
     owner, slash, rest = text.rpartition("/")
     name, at, selector = rest.partition("@")
     return owner if slash else None, name, selector if at else None
 
 
 def parse_terms(model: str, base_id: str) -> tuple[Term, ...]:
-    """The sum of adapters that `model` means; one term for one adapter, none for the base.
+    """Parse `model` to the terms of a sum: one for an adapter, none for the base.
 
     Raises:
         ModelNotFound: as `parse_model`.
-        InvalidRequest: a sum isn't one, has too many terms, or a weight that can't be one.
+        InvalidRequest: the sum has invalid syntax, too many terms, or an invalid weight.
     """
     if model == base_id:
         return ()
@@ -131,10 +131,10 @@ def _parse_term(text: str, number: int) -> Term:
 
 
 def terms_of(adapters: Sequence[tuple[str, float]]) -> tuple[Term, ...]:
-    """The sum of these adapters (``NAME``, ``NAME@ALIAS`` or ``NAME@VERSION``), each with its weight.
+    """Return the terms for these adapters (``NAME``, ``NAME@ALIAS`` or ``NAME@VERSION``) and weights.
 
     Raises:
-        ModelNotFound: nothing of such a name can exist.
+        ModelNotFound: a name has invalid syntax.
         InvalidRequest: a weight is out of bounds.
     """
     return tuple(
@@ -144,10 +144,10 @@ def terms_of(adapters: Sequence[tuple[str, float]]) -> tuple[Term, ...]:
 
 
 def check_weight(weight: Decimal, param: str) -> Decimal:
-    """`weight` if an adapter may be taken so many times.
+    """Return `weight` if it is valid.
 
     Raises:
-        InvalidRequest: it is over `LIMITS.max_composition_weight`, either way of zero.
+        InvalidRequest: its absolute value is over `LIMITS.max_composition_weight`.
     """
     if not abs(weight) <= LIMITS.max_composition_weight:
         raise InvalidRequest(
@@ -161,16 +161,16 @@ _HINT = "GET /v1/models lists those that this key may use."
 
 
 def model_not_found(model: ParsedModel) -> ModelNotFound:
-    """One text for absent, deleted and somebody else's; it depends on the question alone."""
+    """Return the same error for absent, deleted and other tenants' models; it depends on the request alone."""
     shown = model.path if model.alias == LIVE else str(model)
     return ModelNotFound(f'The model "{shown}" does not exist or you do not have access to it.', hint=_HINT)
 
 
 def check_adapter_name(name: str, base_id: str) -> str:
-    """`name` if an adapter may be called so.
+    """Return `name` if it is a valid adapter name.
 
     Raises:
-        InvalidRequest: it doesn't match `NAME_PATTERN`, or the base is called so and would hide it.
+        InvalidRequest: the name doesn't match `NAME_PATTERN`, or is the base's id, which would hide it.
     """
     if not is_name(name):
         raise InvalidRequest(f"An adapter's name should match {NAME_PATTERN}.", param="name")
@@ -180,10 +180,10 @@ def check_adapter_name(name: str, base_id: str) -> str:
 
 
 def check_alias_name(alias: str) -> str:
-    """`alias` if an alias may be called so.
+    """Return `alias` if it is a valid alias name.
 
     Raises:
-        InvalidRequest: it doesn't match `NAME_PATTERN`, is all digits (it would read as a version), or is reserved.
+        InvalidRequest: the name doesn't match `NAME_PATTERN`, looks like a version number, or is reserved.
     """
     if not is_name(alias):
         raise InvalidRequest(f"An alias should match {NAME_PATTERN}.", param="alias")

@@ -13,7 +13,7 @@ from loraserve.types import BaseSpec
 
 FIELD = "base_model_name_or_path"
 BASE_NAME = "base_name"
-"""The name of the check: there where the config names a base."""
+"""Name of the check, which exists if the config names a base."""
 MAX_NAME_LENGTH = 1024
 """Length at which names are cut; no path is longer on most systems, and the check is kept with the version."""
 _DIGEST = re.compile(r"(?:sha256:)?([0-9a-f]{64})")
@@ -24,13 +24,13 @@ _CACHED = "models--"
 class BaseNames:
     """Compares names of bases.
 
-    Two names are the same if their last components are, whatever the case: ``org/Name``, ``mirror/name`` and ``/data/Name/`` name one
-    base. A folder in a hub's cache has the name of what is in it. A digest is compared with the base's own.
+    Names are equal if their last components are, ignoring case: ``org/Name``, ``mirror/name`` and ``/data/Name/`` name the same
+    base. A folder in a hub's cache has the name of its model. A digest is compared with the base's digest.
 
     Args:
-        names: what the base is called beside its id.
-        source: where the server has it from: a hub's id, or a path, which tenants aren't shown.
-        is_strict: whether an adapter of another name is refused.
+        names: names of the base beside its id.
+        source: source of the checkpoint, a hub's id or a path; not shown to tenants.
+        is_strict: whether adapters that name another base are refused.
     """
 
     def __init__(self, names: Sequence[str] = (), *, source: str = "", is_strict: bool = False) -> None:
@@ -42,7 +42,7 @@ class BaseNames:
         """Return the check of the base that the config names; none where it names none.
 
         Raises:
-            AdapterBaseMismatch: it isn't this one, and only adapters of this one are taken.
+            AdapterBaseMismatch: the config names another base, and the server is strict.
         """
         named = config.get(FIELD)
         if not isinstance(named, str) or not named.strip():
@@ -80,7 +80,7 @@ class BaseNames:
 
 
 def _short_forms(name: str) -> set[str]:
-    """Return what a name or a path ends in; of a folder in a hub's cache also the name of the model that is in it."""
+    """Return the last component of a name or path, and the model's name if it is in a hub's cache."""
     parts = [part for part in name.casefold().replace("\\", "/").split("/") if part not in ("", ".")]
     cached = (part.removeprefix(_CACHED).rpartition("--")[2] for part in parts if part.startswith(_CACHED))
     return {*parts[-1:], *cached}

@@ -1,4 +1,4 @@
-"""Late certificates: versions that were published while the engine couldn't verify them, or were verified on other setups, are verified in the background."""
+"""Certificate backfill: verify in the background what was published without a certificate, or verified on other setups."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ LEASE = "late-certificates"
 """Beginning of the lease's name; each base and setup has a lease of its own, see `_lease_of`."""
 ACTOR = "server"
 RETRY_S, MAX_RETRY_S = 60.0, 3600.0
-"""A version of which there was no certificate isn't asked for again for this long; doubled each time in a row, up to the second."""
+"""Delay before a failed verification is repeated, doubled with each consecutive failure, and its maximum."""
 _LEASE_LENGTH = timedelta(seconds=3 * LIMITS.verification_timeout_s)
-"""It is renewed before each version; one takes `LIMITS.verification_timeout_s` at most, and the pause after it as long."""
+"""Length of the lease, which is renewed before each version; a verification and the pause after it take two thirds at most."""
 _NUM_DIGITS = 32
 """Digits of a hash in the lease's name: the column has room for 63 characters."""
 _WINDOW = 2000
@@ -51,19 +51,19 @@ class _Due:
 
 
 class CertificateBackfill:
-    """Verifies what has no certificate for how this server computes its base; one version at a time, one server of all.
+    """Verify versions without a certificate for this server's setup, one at a time and on one server of all.
 
-    It was published while the engine was away or busy; or the same weights were quantized to something else then, held in another dtype, or
-    multiplied in another arithmetic. Certificates of the latter are issued anew, and the versions are served meanwhile.
+    They were published while the engine was unreachable or busy, or verified with another quantization, dtype or arithmetic.
+    They are served meanwhile.
 
-    What comes of it is what `Certificates.verify` makes of it: a failed certificate is a quarantine. A version under which the engine
-    died twice (its upload's try is one of them) isn't tried again: one push must not keep the engine from everybody. Versions that were left to whoever
-    asks stay as they are, and so do those of another base: this server can't tell of them.
+    The outcome is that of `Certificates.verify`: a failure puts the version in quarantine. A version that made the engine die
+    twice, counting its upload, isn't tried again, so that one push can't make the engine unavailable. Versions of another base
+    and those to be verified on request stay as they are.
 
     Args:
-        certificates: asked for them; where they aren't asked for at uploads, `start` begins nothing.
-        base: the resident base; may raise `EngineUnavailable`.
-        monotonic: by which pauses are measured.
+        certificates: issues the certificates; `start` is a no-op if uploads aren't verified either.
+        base: returns the resident base; may raise `EngineUnavailable`.
+        monotonic: clock that measures delays.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class CertificateBackfill:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_by_verdict: Counter[str] = Counter()
-        """Since the start, by the verdict; as `Certificates` counts them."""
+        """Verifications since the start, by verdict as in `Certificates`."""
         self._database = database
         self._certificates = certificates
         self._base = base
@@ -103,14 +103,14 @@ class CertificateBackfill:
         await self._task.close()
 
     async def sweep(self) -> bool:
-        """Each version that is due has been asked for once, but for those whose pause isn't over.
+        """Verify each due version once, except those whose delay isn't over.
 
         Returns:
-            False: the base isn't loaded, or another server is at it.
+            Whether the sweep was made; False if the base isn't loaded or another server is sweeping.
 
         Raises:
-            EngineError, Overloaded: the engine is away or busy again, or the database; the rest is for the next sweep, or for another
-                server: nothing keeps it from going on.
+            EngineError, Overloaded: the engine or the database is unreachable or busy. The next sweep, or another server
+                without delay, continues.
         """
         try:
             base = self._base()
@@ -131,18 +131,18 @@ class CertificateBackfill:
                 failure = await self._verify(due)
                 if failure is not None:
                     with contextlib.suppress(LoraserveError):
-                        # it ends by itself, where the database is what is away
+                        # the lease expires by itself if the database is unreachable
                         await self._leases.release(lease)
-                # the engine has requests to answer: half of its time at most, whatever came of it
+                # take half of the engine's time at most, whatever the outcome: it has requests to answer
                 await asyncio.sleep(self._monotonic() - began)
                 if failure is not None:
-                    # it would be no better for the next one
+                    # the next version would fail likewise
                     raise failure
         self._retries.retain(seen)
         return True
 
     async def _look(self, after: str, base: BaseSpec) -> tuple[list[_Due], str | None]:
-        """Those that are due among the next `_WINDOW` versions, and the last version's id; None: there are no more."""
+        """Return the due versions among the next `_WINDOW`, and the last id; None instead of the id if there are no more."""
         setup = setup_of(base)
         window = select(AdapterVersion.id).where(AdapterVersion.id > after).order_by(AdapterVersion.id)
         query = (
@@ -151,7 +151,7 @@ class CertificateBackfill:
             .join(Tenant, Tenant.id == Adapter.tenant_id)
             .where(AdapterVersion.deleted_at.is_(None), Adapter.deleted_at.is_(None), Tenant.deleted_at.is_(None))
             .where(AdapterVersion.id > after, AdapterVersion.state == READY, AdapterVersion.base_digest == base.digest)
-            # a first sieve, in both databases' words: most versions have a certificate
+            # a coarse filter that both databases support: most versions have a certificate
             .where(
                 or_(
                     cast(AdapterVersion.checks, Text).contains(f'"{SKIPPED}"', autoescape=True),
@@ -171,7 +171,7 @@ class CertificateBackfill:
         return found, end
 
     async def _verify(self, due: _Due) -> LoraserveError | None:
-        """Returns why it is of no use to ask for another one now; None: go on."""
+        """Verify one version; return the error if the sweep should stop, otherwise None."""
         try:
             version = await self._certificates.verify(due.tenant, due.name, due.number, actor=ACTOR)
         except NotFound:
@@ -191,7 +191,7 @@ class CertificateBackfill:
             logger.info("%s@%d of tenant %s isn't verified yet: %s", due.name, due.number, due.tenant, error)
             return None
         except Exception:
-            # a bug of ours, maybe with this version alone, must not keep the others from theirs
+            # a bug of ours, maybe with this version alone, must not stop the others
             self._retries.fail(due.id)
             logger.exception("verifying %s@%d of tenant %s failed", due.name, due.number, due.tenant)
             return None
@@ -208,7 +208,7 @@ class CertificateBackfill:
 def _lease_of(base: BaseSpec) -> str:
     """Return the lease's name.
 
-    Servers of another base or setup can't make these certificates, and must not keep those from it that can.
+    It depends on base and setup: servers of other ones can't issue these certificates and must not block those that can.
     """
     subject = hashlib.sha256(f"{base.digest} {setup_of(base)}".encode()).hexdigest()
     return f"{LEASE}/{subject[:_NUM_DIGITS]}"

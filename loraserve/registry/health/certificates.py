@@ -1,4 +1,4 @@
-"""Certificates: the engine's word on how far a version's answers are from the reference's; asked for, stored, and heeded."""
+"""Certificates: the engine's measurement of how far a version's answers are from the reference's."""
 
 from __future__ import annotations
 
@@ -47,24 +47,24 @@ from loraserve.types import AdapterRef, BaseSpec, Certificate, Digest, TenantId
 Certify = Callable[[AdapterRef], Awaitable[Certificate]]
 REJECTED = "rejected"
 VERDICTS = (PASSED, FAILED, SKIPPED, REJECTED)
-"""What is counted. `REJECTED`: the engine can never serve it."""
+"""Verdicts that are counted; with `REJECTED`, the engine can never serve the version."""
 
 
 def verdict_of(check: Mapping[str, Any]) -> str:
-    """One of `VERDICTS`: what was counted when `Certificates.verify` stored this check."""
+    """Return the verdict, one of `VERDICTS`, that was counted when `Certificates.verify` stored this check."""
     is_rejected = check["status"] == FAILED and check["certificate"] is None
     return REJECTED if is_rejected else str(check["status"])
 
 
 class Certificates:
-    """Asks the engine for certificates, and keeps what versions have.
+    """Asks the engine for certificates, and stores them with the versions.
 
     Args:
-        certify: the engine's verification; None: nothing is verified.
-        served_base: the base that it verifies on.
-        names: what that base is called.
-        is_at_upload: whether uploads are verified; otherwise versions are when somebody asks.
-        on_change: told whose name it was after a new state is durable.
+        certify: verification by the engine; None: nothing is verified.
+        served_base: base that the engine verifies on.
+        names: names of that base.
+        is_at_upload: whether uploads are verified; otherwise versions are verified on request.
+        on_change: called with tenant and adapter name after a new state is durable.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Certificates:
         clock: Clock,
     ) -> None:
         self.num_by_verdict: Counter[str] = Counter()
-        """Since the start."""
+        """Verifications since the start, by verdict."""
         self._database = database
         self._certify = certify
         self._served_base = served_base
@@ -95,7 +95,7 @@ class Certificates:
         return self._certify is not None and self._is_at_upload
 
     def check_dry_run(self) -> CertificateOutcome | None:
-        """The outcome for bytes that aren't kept; None where nothing is verified."""
+        """Return the outcome for a dry run; None if nothing is verified."""
         return (
             None
             if self._certify is None
@@ -103,13 +103,13 @@ class Certificates:
         )
 
     async def check_upload(self, ref: AdapterRef) -> CertificateOutcome | None:
-        """The outcome for committed blobs that aren't a version yet; None where nothing is verified.
+        """Ask for the certificate of committed blobs that aren't a version yet; return None if nothing is verified.
 
-        An engine that is away or busy is no reason to refuse an upload: the outcome is `SKIPPED` then, and says why; `CertificateBackfill`
-        asks again, but not for ever where the engine died of it.
+        If the engine is unreachable or busy, the upload isn't refused: the outcome is `SKIPPED` with the reason, and
+        `CertificateBackfill` asks again, with a limit if the engine died.
 
         Raises:
-            AdapterRejected: the engine can never serve it.
+            AdapterRejected: the engine can never serve the adapter.
         """
         if self._certify is None:
             return None
@@ -137,22 +137,22 @@ class Certificates:
         is_rebasing: bool = False,
         once: Once[VersionRecord] | None = None,
     ) -> VersionRecord:
-        """The version with a new certificate, and in the state that follows from it; durable. This may end or begin a quarantine.
+        """Issue a new certificate for the version, and set its state durably; this may begin or end a quarantine.
 
-        What the engine can never serve (any more: its memory or its bounds may have changed) is quarantined too. A version of another
-        base becomes one of this server's, if the caller says so and its certificate here passes; servers of the other base refuse it then.
+        A version that the engine can never serve, or not any more, is quarantined too. A version of another base moves to this
+        server's base if the caller allows it and the certificate passes; servers of the other base refuse it from then on.
 
         Args:
             is_rebasing: whether the version may leave its base for this server's.
 
         Raises:
             AdapterNotFound, VersionNotFound
-            AdapterOfAnotherBase: it is of another base, and may not leave it; nothing was changed.
-            AdapterRejected: it may, but doesn't fit this base, or its certificate failed; nothing was changed.
-            Conflict: its base was changed meanwhile; nothing was.
-            RateLimited: the tenant has `LIMITS.max_concurrent_verifications_per_tenant` under way.
+            AdapterOfAnotherBase: the version is of another base and may not move; nothing was changed.
+            AdapterRejected: the move failed: the version doesn't fit, or its certificate failed; nothing was changed.
+            Conflict: another call moved the version meanwhile; nothing was changed.
+            RateLimited: the tenant runs `LIMITS.max_concurrent_verifications_per_tenant` already.
             EngineUnavailable, Overloaded, AdapterUnavailable: there is no certificate now; nothing was changed.
-            EngineDied: nor is there one, and a missing certificate's check says why.
+            EngineDied: there is no certificate; a missing certificate's check gives this reason.
             Replay: `once` was used before.
         """
         async with self._database.read() as session:
@@ -166,11 +166,11 @@ class Certificates:
         is_moving = record.base_digest != base.digest
         if is_moving and not is_rebasing:
             raise other_base_error(name, number, record.base_digest, known, base)
-        with self._place(tenant):
+        with self._slot(tenant):
             if is_moving:
-                outcome = await self._ask_for_move(ref, record, base)
+                outcome = await self._certify_move(ref, record, base)
             else:
-                outcome = await self._ask_to_stay(ref, actor)
+                outcome = await self._certify_in_place(ref, actor)
         now = self._clock()
         async with self._database.write() as session:
             if once is not None:
@@ -181,8 +181,7 @@ class Certificates:
             if row.base_digest != record.base_digest:
                 raise Conflict(f"{name}@{number} was moved to another base meanwhile.", hint="Look at it again.")
             before = row.state
-            # A new list: a change inside the old one would go unnoticed. The engine has read the stored bytes, and found them whole;
-            # but what was reported since it was asked may be newer than what it read.
+            # The engine has read whole bytes, which answers earlier reports; reports made since may be newer than its read.
             answered = [check for check in row.checks if check["name"] in (STORED, NUMERICS) and check in known]
             checks = [check for check in row.checks if check not in answered]
             if is_moving:
@@ -212,10 +211,10 @@ class Certificates:
     async def known_failure(
         self, session: AsyncSession, tenant: TenantId, digest: Digest, base_digest: Digest
     ) -> CertificateOutcome | None:
-        """The failed certificate that a version of the tenant's with these very weights has on this base, under whatever name, deleted or not.
+        """Return the failed certificate of any version of the tenant with the same weights on this base, deleted or not.
 
-        For uploads whose own was skipped: pushing bytes again under another name must not end their quarantine. Of other tenants'
-        versions nothing is said: who has the same bytes is nobody's business.
+        Used for uploads whose own certificate was skipped: pushing the bytes under another name must not end their quarantine.
+        Other tenants' versions aren't consulted, so as not to reveal that they have the same bytes.
         """
         query = (
             select(Adapter.name, AdapterVersion.number, AdapterVersion.checks)
@@ -234,7 +233,7 @@ class Certificates:
         return None
 
     async def _record_death(self, tenant: TenantId, name: str, number: int, actor: str) -> None:
-        """The version's missing certificate says that the engine died instead: all servers must know it, also after they are restarted."""
+        """Store in the version's missing certificate that the engine died, so that all servers know, also after restarts."""
         now = self._clock()
         async with self._database.write() as session:
             repository = AdapterRepository(session, tenant)
@@ -247,7 +246,7 @@ class Certificates:
             set_checks(row, checks)
             _note(session, repository, adapter, row, now, actor=actor, verdict=SKIPPED, before=row.state)
 
-    async def _ask_to_stay(self, ref: AdapterRef, actor: str) -> CertificateOutcome:
+    async def _certify_in_place(self, ref: AdapterRef, actor: str) -> CertificateOutcome:
         """Return the outcome for a version of this base; what the engine can never serve has failed."""
         try:
             return await self._ask(ref)
@@ -257,7 +256,7 @@ class Certificates:
             await self._record_death(ref.tenant, ref.name, ref.version, actor)
             raise
 
-    async def _ask_for_move(self, ref: AdapterRef, record: VersionRecord, base: BaseSpec) -> CertificateOutcome:
+    async def _certify_move(self, ref: AdapterRef, record: VersionRecord, base: BaseSpec) -> CertificateOutcome:
         """Return the outcome for a version of another base, which passed.
 
         Raises:
@@ -278,7 +277,7 @@ class Certificates:
         try:
             async with asyncio.timeout(LIMITS.verification_timeout_s):
                 certificate = await self._certify(ref)
-                # after it: there may have been no base before
+                # read now: before the certificate there may have been no base
                 outcome = CertificateOutcome.of(certificate, setup_of(self._served_base.spec))
         except TimeoutError:
             raise Overloaded(
@@ -291,7 +290,7 @@ class Certificates:
         return outcome
 
     @contextmanager
-    def _place(self, tenant: TenantId) -> Iterator[None]:
+    def _slot(self, tenant: TenantId) -> Iterator[None]:
         if self._num_running[tenant] >= LIMITS.max_concurrent_verifications_per_tenant:
             raise RateLimited(
                 f"{self._num_running[tenant]} verifications of this tenant are under way, the most at a time.",
@@ -327,7 +326,7 @@ def _note(
     before: str,
     base_before: str | None = None,
 ) -> None:
-    """Note that the version's resource has changed, and audit by whose call; of a move, from which base to which."""
+    """Increment the adapter's revision, and write the audit row of the verification."""
     repository.touch(adapter, now)
     moved = {} if base_before is None else {"base_before": base_before, "base_after": row.base_digest}
     record_change(

@@ -1,4 +1,4 @@
-"""Versions whose stored bytes were found damaged: quarantined, whosever they are, until the bytes are there again."""
+"""Quarantine of versions whose stored bytes are corrupt or gone, until the bytes are repaired."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ logger = logging.getLogger(__name__)
 
 ACTOR = "server"
 MAX_PENDING = 1024
-"""Reports that wait for the database; of more, none is lost for good: every further failed load reports again."""
+"""Maximum number of reports that wait for the database; further failed loads repeat those that are dropped."""
 _DETAIL = (
     "its stored bytes are damaged or gone: push the same files again, or restore them from a backup and verify it anew"
 )
 
 
 class CorruptionQuarantine:
-    """Keeps versions with damaged bytes from being asked for again.
+    """Quarantines versions with corrupt bytes.
 
     Args:
-        on_change: told whose name it was after its quarantine is durable.
+        on_change: called with tenant and adapter name after a quarantine is durable.
     """
 
     def __init__(self, database: Database, on_change: Callable[[TenantId, str], None], *, clock: Clock) -> None:
         self.num_quarantined = 0
-        """Versions, since the start."""
+        """Versions quarantined since the start."""
         self._database = database
         self._on_change = on_change
         self._clock = clock
         self._pending: dict[tuple[Digest, Digest], asyncio.Task[None]] = {}
 
     def report(self, digest: Digest, blob: Digest) -> None:
-        """What the engine found of a version and one of its blobs is taken to the database, in the background."""
+        """Quarantine the versions with this digest and corrupt blob in the background."""
         key = digest, blob
         if key in self._pending or len(self._pending) >= MAX_PENDING:
             return
@@ -61,7 +61,7 @@ class CorruptionQuarantine:
         task.add_done_callback(lambda _: self._pending.pop(key, None))
 
     async def close(self) -> None:
-        """What was reported is in the database, or given up."""
+        """Wait until the reports are in the database or have failed."""
         await asyncio.gather(*self._pending.values(), return_exceptions=True)
 
     async def _take(self, digest: Digest, blob: Digest) -> None:
@@ -72,9 +72,9 @@ class CorruptionQuarantine:
             logger.warning("the versions with damaged blob %s aren't quarantined yet: %s", blob, error)
 
     async def quarantine(self, digest: Digest, blob: Digest) -> int:
-        """Every live version of that digest which is stored in that blob is in quarantine; returns how many weren't before. Durable.
+        """Quarantine durably all live versions with this digest and blob; return how many weren't in quarantine.
 
-        Equal versions that are stored in other blobs go on: their bytes are whole.
+        Equal versions in other blobs are still served: their bytes are whole.
 
         Raises:
             DatabaseUnavailable
@@ -99,11 +99,11 @@ class CorruptionQuarantine:
             repository = AdapterRepository(session, tenant)
             adapter = await repository.adapter(name, is_locking=True)
             row = await repository.version(adapter, number)
-            # restored or replaced since it was looked up
+            # restored or replaced since the lookup
             if row.digest != digest or blob not in (row.config_blob, row.weights_blob):
                 return False
             was_corrupt = is_corrupt(row.checks)
-            # The instant tells this report from an older one: a verification that is under way ends only what it knew of.
+            # The time distinguishes this report from older ones: a running verification clears only those it knew.
             report = {"name": STORED, "status": FAILED, "detail": _DETAIL, "at": now.isoformat()}
             set_checks(row, replace_check(row.checks, report))
             if was_corrupt:
@@ -126,10 +126,10 @@ class CorruptionQuarantine:
 def repair(
     row: AdapterVersion, config_blob: Digest, weights_blob: Digest, size_bytes: int, outcome: CertificateOutcome | None
 ) -> None:
-    """The version is stored in these blobs, which hold the same adapter as ever; what else was found of it stays.
+    """Point the version to whole blobs of the same digest, and update its checks and state.
 
     Args:
-        outcome: what came of asking for a certificate of the new bytes. One that was skipped leaves the certificate that there is.
+        outcome: certificate of the new bytes; a skipped one doesn't replace an existing certificate.
     """
     row.config_blob, row.weights_blob, row.size_bytes = config_blob, weights_blob, size_bytes
     checks: list[Mapping[str, Any]] = [check for check in row.checks if check["name"] != STORED]

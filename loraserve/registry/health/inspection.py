@@ -1,4 +1,4 @@
-"""What an upload is, before it may become a version: its files read, compiled for the base, and checked. Runs on a thread."""
+"""Inspection of an upload before it becomes a version: parse, compile for the base, check. Runs on a thread."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from loraserve.types import BaseSpec, Digest
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """An upload that can be served on the base it was checked against."""
+    """Upload that can be served on the base that it was checked against."""
 
     digest: Digest
     rank: int
     target_modules: tuple[str, ...]
     dtype: str
     checks: tuple[Mapping[str, Any], ...]
-    """One entry per check that it passed: ``{"name", "status", "detail"}``."""
+    """Entry of each passed check: ``{"name", "status", "detail"}``."""
 
 
 def inspect_upload(
@@ -36,14 +36,14 @@ def inspect_upload(
     names: BaseNames | None = None,
     pause: Callable[[], object] = lambda: None,
 ) -> Inspected:
-    """What the two files hold. Nothing of `weights` is referred to afterwards.
+    """Inspect the two files; `weights` isn't referred to after the return.
 
     Args:
-        names: what the base is called; None: by its id alone.
+        names: names of the base; None: its id alone.
         pause: called between pieces of the work (`background.Throttle`).
 
     Raises:
-        AdapterRejected: it can't be served; `problems` lists every reason that one stage finds.
+        AdapterRejected: the adapter can't be served; `problems` lists every reason that one stage finds.
     """
     adapter = read_adapter(config, weights)
     pause()
@@ -71,7 +71,7 @@ def base_check(base: BaseSpec, detail: str) -> dict[str, Any]:
 
 
 def _kind(ir: AdapterIR) -> str:
-    """PEFT's name for it, and what it has beside the factors: ``LORA with magnitudes (DoRA), norms``."""
+    """Return PEFT's name of the kind, and its extra features: ``LORA with magnitudes (DoRA), norms``."""
     modules = ir.modules
     features = (
         ("magnitudes (DoRA)", any(module.magnitude is not None for module in modules)),

@@ -1,4 +1,4 @@
-"""Versions whose answers were not finite: counted with the version, and after a few of them it is in quarantine."""
+"""Quarantine of versions after a few answers with NaN or infinite logits."""
 
 from __future__ import annotations
 
@@ -21,18 +21,17 @@ logger = logging.getLogger(__name__)
 ACTOR = "server"
 MAX_NUMERIC_FAILURES = 3
 MAX_PENDING = 1024
-"""Reports that wait for the database; of more, the version's next answers report again."""
+"""Maximum number of reports that wait for the database; the version's next answers repeat those that are dropped."""
 
 
 class NumericFailures:
-    """Keeps versions from being asked for that answer with numbers which are none.
+    """Quarantine a version after `MAX_NUMERIC_FAILURES` answers with NaN or infinite logits.
 
-    The count is kept with the version: it outlives the server, and replicas count together. A verification, which asks the engine
-    anew, begins it again.
+    The count is stored with the version, so that it outlives the server and replicas share it. A verification resets it.
 
     Args:
-        served_base: of versions that were moved to another one meanwhile, this server can't tell.
-        on_change: told whose name it was after its quarantine is durable.
+        served_base: base of this server; failures of versions that have moved to another base aren't counted.
+        on_change: called with tenant and adapter name after a quarantine is durable.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class NumericFailures:
     ) -> None:
         self.num_failures = 0
         self.num_quarantined = 0
-        """Versions, since the start."""
+        """Versions quarantined since the start."""
         self._database = database
         self._served_base = served_base
         self._on_change = on_change
@@ -53,23 +52,26 @@ class NumericFailures:
         self._pending: set[asyncio.Task[None]] = set()
 
     def report(self, tenant: TenantId, ref: AdapterRef) -> None:
-        """An answer of the version to `tenant` was not finite; this is taken to the database in the background.
+        """Record in the background an answer to `tenant` that wasn't finite.
 
-        Only its owner's requests count: whoever it is granted to could else take it from its owner with prompts made for that. Of a
-        sum, no part is known to be the one.
+        Only requests of the adapter's owner count: otherwise a tenant with a grant could quarantine it with crafted prompts. A
+        sum doesn't count, because its failing part isn't known.
         """
         if ref.tenant != tenant or ref.parts or len(self._pending) >= MAX_PENDING:
             return
-        task = asyncio.create_task(self._take(ref), name="strike")
+        task = asyncio.create_task(self._take(ref), name="numeric failure")
         self._pending.add(task)
         task.add_done_callback(self._pending.discard)
 
     async def close(self) -> None:
-        """What was reported is in the database, or given up."""
+        """Wait until the reports are in the database or have failed."""
         await asyncio.gather(*self._pending, return_exceptions=True)
 
     async def record(self, ref: AdapterRef) -> int:
-        """How many strikes the version has now; with `MAX_NUMERIC_FAILURES` it is in quarantine. Durable. 0: it isn't there any more.
+        """Count a failure durably, and quarantine the version at `MAX_NUMERIC_FAILURES`.
+
+        Returns:
+            The version's number of failures; 0 if it doesn't exist any more.
 
         Raises:
             DatabaseUnavailable
@@ -80,7 +82,7 @@ class NumericFailures:
                 repository = AdapterRepository(session, ref.tenant)
                 adapter = await repository.adapter(ref.name, is_locking=True)
                 row = await repository.version(adapter, ref.version)
-                # a number is never given twice, but another server may be a restore behind
+                # numbers are never reused, but another server may see the state before a restore
                 is_another = row.digest != ref.digest or row.base_digest != self._served_base.spec.digest
                 if is_another or row.state == QUARANTINED:
                     return num_failures(row.checks)
@@ -115,12 +117,12 @@ class NumericFailures:
         try:
             await self.record(ref)
         except LoraserveError as error:
-            # its next answer that isn't finite counts
+            # the next failure is counted
             logger.warning("an answer of %s@%d that wasn't finite isn't counted: %s", ref.name, ref.version, error)
 
 
 def num_failures(checks: Iterable[Mapping[str, Any]]) -> int:
-    """Of the version with these checks."""
+    """Return the number of failures in a version's checks."""
     check = find_check(checks, NUMERICS)
     return 0 if check is None else int(check["strikes"])
 

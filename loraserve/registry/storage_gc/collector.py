@@ -1,10 +1,10 @@
-"""The collector: bytes that nothing refers to any more are deleted, while everything goes on.
+"""The garbage collector: it deletes blobs that nothing refers to, concurrently with everything else.
 
-In three steps, each safe beside publishing (`loraserve.registry.blob_references`) and beside another server that does the same: a blob without
-a reference gets on the list; it stays there for `LIMITS.gc_grace_s`; then it is marked, in a transaction that looks for references
-again, and deleted. Rows of deleted versions stay: what goes are their bytes, after the retention.
+It takes three steps, each safe beside publishing (`loraserve.registry.blob_references`) and beside another server's collector:
+an unreferenced blob becomes a candidate; it remains one for `LIMITS.gc_grace_s`; then it is locked, in a transaction that looks
+for references again, and deleted. Rows of deleted versions stay: only their bytes are deleted, after the retention.
 
-Nothing is listed or deleted in a store that isn't known to be this registry's (`loraserve.registry.storage_gc.store_claim`).
+The collector touches only a store that is known to be this registry's (`loraserve.registry.storage_gc.store_claim`).
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ logger = logging.getLogger(__name__)
 
 LEASE = "gc"
 _LEASE_LENGTH = timedelta(seconds=120)
-# Few are marked at a time: who wants one of them waits until all are gone.
-_MARKED_AT_ONCE, _DELETED_AT_ONCE, _EXPIRED_AT_ONCE = 400, 8, 50
+# Few are locked at a time: a publish that needs one of them waits for all of them.
+_LISTED_AT_ONCE, _DELETED_AT_ONCE, _EXPIRED_AT_ONCE = 400, 8, 50
 _MAX_FAILURES = 3
-"""Of a pass: a store that is away isn't asked for every blob."""
+"""Failures that end a pass, so that an unreachable store isn't asked for every blob."""
 _FIRST_PASS_S = 60.0
 
 
 class Collector:
-    """Collects now and then, one server of all at a time.
+    """Collects periodically, on one server at a time.
 
     Args:
-        retention_s: for so long the bytes of deleted versions are kept.
-        monotonic: by which the grace period is measured too, from when this process first saw a blob on the list: a clock that jumps
-            must not end it.
+        retention_s: time for which the bytes of deleted versions are retained.
+        monotonic: clock that measures the grace period too, starting when this process first saw the candidate, so that a jump
+            of the wall clock doesn't end it.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class Collector:
     ) -> None:
         self.num_passes = 0
         self.num_blobs = 0
-        """Deleted, since the start."""
+        """Blobs deleted since the start."""
         self.num_bytes = 0
-        """Of them."""
+        """Bytes deleted since the start."""
         self.num_gc_candidates = 0
-        """On the list, at the last pass."""
+        """Candidates at the last pass."""
         self.locks = DeletionLocks(database, monotonic=monotonic)
         self._database = database
         self._store = store
@@ -103,22 +103,22 @@ class Collector:
         await asyncio.gather(self._task.close(), self.locks.close())
 
     async def collect(self) -> bool:
-        """One pass: expired uploads end, blobs without a reference are listed, and those listed long enough are deleted.
+        """Make one pass: delete expired uploads, list unreferenced blobs, and delete those whose grace period is over.
 
         Returns:
-            False: another server is at it.
+            Whether the pass was completed; False if another server is collecting.
 
         Raises:
-            StoreMismatch: the store isn't known to be this registry's; nothing of it is listed or deleted.
+            StoreMismatch: the store isn't known to be this registry's; nothing was listed or deleted.
             DatabaseUnavailable, StorageError
         """
         if not await self._renew():
             return False
         await self._claim.renew()
-        await self._expire_uploads()
-        if not await self._mark():
+        await self._delete_expired_uploads()
+        if not await self._list_candidates():
             return False
-        await self._look()
+        await self._update_ages()
         # the listing of a large store takes long
         await self._claim.look()
         is_done = await self._delete_due()
@@ -128,7 +128,7 @@ class Collector:
     async def _renew(self) -> bool:
         return await self._lease.acquire(LEASE)
 
-    async def _expire_uploads(self) -> None:
+    async def _delete_expired_uploads(self) -> None:
         while True:
             now = self._clock()
             async with self._database.write() as session:
@@ -139,10 +139,10 @@ class Collector:
             if len(rows) < _EXPIRED_AT_ONCE:
                 return
 
-    async def _mark(self) -> bool:
-        """Every blob of the store that nothing refers to is on the list."""
+    async def _list_candidates(self) -> bool:
+        """Make all unreferenced blobs of the store candidates; return False if another server took the lease."""
         digests = self._store.iter_digests()
-        while batch := await asyncio.to_thread(_take, digests, _MARKED_AT_ONCE):
+        while batch := await asyncio.to_thread(_take, digests, _LISTED_AT_ONCE):
             now = self._clock()
             async with self._database.read() as session:
                 needless = set(batch) - await referenced(session, batch, now, self._retention)
@@ -153,31 +153,31 @@ class Collector:
                 return False
         return True
 
-    async def _look(self) -> None:
-        """What is on the list is remembered, with when it was first seen there."""
+    async def _update_ages(self) -> None:
+        """Update the candidates' ages."""
         async with self._database.read() as session:
             rows = (await session.execute(select(GcCandidate.digest, GcCandidate.listed_at))).all()
         self._candidates.update((Digest(digest), listed_at) for digest, listed_at in rows)
         self.num_gc_candidates = len(rows)
 
     async def _delete_due(self) -> bool:
-        """Those that were listed long enough are gone, or off the list since something refers to them again."""
+        """Delete the candidates whose grace period is over; return False if another server took the lease."""
         due = [digest for digest, _ in self._candidates.older_than(self._grace_s)]
-        # those that can't be deleted must not be the first at every pass, and the rest never come
+        # shuffled, so that blobs that can't be deleted don't block the others in every pass
         random.shuffle(due)
         num_failures = 0
         while due and num_failures < _MAX_FAILURES:
             if not await self._renew():
                 return False
             batch, due = due[:_DELETED_AT_ONCE], due[_DELETED_AT_ONCE:]
-            # what was begun comes to its end, also where somebody cancels
-            deleted = await _to_its_end(self._delete(batch))
+            # a deletion that has begun is completed even if this task is cancelled
+            deleted = await _completed(self._delete(batch))
             due += deleted.left
             num_failures += deleted.has_failed
         return True
 
     async def _delete(self, batch: Sequence[Digest]) -> _Deleted:
-        """Those of `batch` that nothing refers to are gone, but for what is left."""
+        """Delete the unreferenced blobs of `batch`."""
         grace = timedelta(seconds=self._grace_s)
         async with self.locks.hold(batch, self._clock(), grace=grace, retention=self._retention) as lock:
             deleted = await asyncio.to_thread(self._delete_blobs, lock)
@@ -190,7 +190,7 @@ class Collector:
         for index, digest in enumerate(lock.digests):
             try:
                 num_bytes = self._store.num_bytes(digest)
-                # The last look before the bytes go. Whoever was stopped for long has lost its lock.
+                # The last check before the deletion: a process that was stopped for long has lost its lock.
                 if not lock.has_time(self._monotonic(), self._clock()):
                     left, has_failed = lock.digests[index:], index == 0
                     break
@@ -198,7 +198,7 @@ class Collector:
             except BlobNotFound:
                 lock.gone.append(digest)
             except StorageError as error:
-                # It stays on the list, and is tried again at the next pass. The store may be away: nobody waits longer.
+                # It stays a candidate for the next pass. The store may be unreachable: release the lock now.
                 logger.warning("the unneeded blob %s can't be deleted: %s", digest, error)
                 left, has_failed = lock.digests[index + 1 :], True
                 break
@@ -213,23 +213,23 @@ class Collector:
 
 @dataclass(frozen=True, slots=True)
 class _Deleted:
-    """What came of deleting some blobs."""
+    """Outcome of deleting a batch."""
 
     left: Sequence[Digest]
-    """Those that weren't tried any more."""
+    """Blobs that weren't tried."""
     has_failed: bool
-    """The store is away, or there was no time for any."""
+    """Whether the store failed, or there was no time for any blob."""
 
 
-async def _to_its_end(work: Coroutine[Any, Any, _Deleted]) -> _Deleted:
-    """What comes of `work`, which is waited for also by who is cancelled: what it deletes must not stay marked."""
+async def _completed(work: Coroutine[Any, Any, _Deleted]) -> _Deleted:
+    """Await `work` and complete it even if the caller is cancelled, so that no deletion stays locked."""
     running = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
         await asyncio.wait([running])
         if not running.cancelled():
-            # seen, though nobody waits for it any more
+            # retrieved, so that asyncio doesn't warn
             running.exception()
         raise
 

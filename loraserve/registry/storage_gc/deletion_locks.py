@@ -1,9 +1,10 @@
-"""Marks on what a collector is deleting: whoever wants such a blob waits for its end (`loraserve.registry.blob_references.keep`).
+"""Locks on blobs that a collector is deleting; `loraserve.registry.blob_references.retain` waits for them.
 
-A lock is durable: the lock of a row would end with its connection, while the thread that deletes goes on. It ends with its deletions.
-One that its collector left, since it was killed or couldn't reach the database, ends when it was seen for `LIMITS.gc_mark_s`: by then
-nothing is deleted under it, also where its server lives. No deletion begins later than `DELETING_S` after the lock, by either clock of
-its server, and a store gives one up within three minutes. A server's beats would say no more: one whose connection broke doesn't beat, and deletes.
+A lock is durable: a row lock would end with its connection while the deleting thread continues. It ends with its deletions.
+A lock that its collector abandoned, because it was killed or lost the database, ends after it was seen for
+`LIMITS.gc_mark_s`. By then nothing is deleted under it: no deletion begins later than `DELETING_S` after the lock, by both
+clocks of its server, and a store gives up a deletion within three minutes. A server's heartbeat would tell no more: a server
+without a connection deletes without a heartbeat.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from loraserve.types import Digest
 logger = logging.getLogger(__name__)
 
 DELETING_S = 5.0
-"""From before a lock on: after so long no deletion is begun under it."""
-_LOOK_S = 30.0
+"""Time from before a lock during which deletions may begin under it."""
+_RELEASE_INTERVAL_S = 30.0
 
 
 @dataclass(slots=True)
@@ -37,41 +38,41 @@ class DeletionLock:
     """Blobs that are being deleted."""
 
     at: datetime
-    """By the wall clock, before it could be seen; by which it is told from other marks."""
+    """Wall-clock time before the lock became visible; identifies the lock."""
     began_s: float
-    """By the monotonic clock, before it could be seen."""
+    """Monotonic time before the lock became visible."""
     digests: Sequence[Digest] = ()
-    """Those that are marked; in order."""
+    """Locked digests, sorted."""
     gone: list[Digest] = field(default_factory=list)
-    """To be filled: those that are deleted."""
+    """Deleted digests; filled by the holder."""
 
     def has_time(self, now_s: float, now: datetime) -> bool:
-        """Whether another deletion may begin, by the monotonic clock and by the wall clock.
+        """Return whether another deletion may begin, by the monotonic clock and by the wall clock.
 
-        The monotonic one may stand still while a machine is paused, and others have ended the lock meanwhile; the wall clock may be set
-        back. Where it was, nobody knows how old the lock is.
+        The monotonic clock may stand still while a machine is paused and others end the lock; the wall clock may be set back,
+        after which the age of the lock is unknown.
         """
         return now_s - self.began_s < DELETING_S and timedelta(0) <= now - self.at < timedelta(seconds=DELETING_S)
 
 
 class DeletionLocks:
-    """The marks of one server, and its look at everybody's. One lock at a time.
+    """Locks of one server, one at a time, and release of all servers' abandoned locks.
 
     Args:
-        monotonic: by which marks grow old: a clock that jumps must not end one.
+        monotonic: clock that measures the age of locks; it must not jump.
     """
 
     def __init__(self, database: Database, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._database = database
         self._monotonic = monotonic
-        self._under_way: DeletionLock | None = None
-        self._left: set[tuple[Digest, datetime]] = set()
-        """This server's, whose deletions are over, but not they themselves: the database was away."""
+        self._current: DeletionLock | None = None
+        self._unreleased: set[tuple[Digest, datetime]] = set()
+        """Our locks whose deletions finished but could not be cleared because the database was unreachable."""
         self._ages: SightingAges[tuple[Digest, datetime]] = SightingAges(monotonic)
         self._task = BackgroundTask(
             "deletion locks",
             self.release,
-            lambda: min(_LOOK_S, LIMITS.gc_interval_s),
+            lambda: min(_RELEASE_INTERVAL_S, LIMITS.gc_interval_s),
             failure="abandoned deletion locks can't be looked up",
             logger=logger,
             level=logging.INFO,
@@ -90,26 +91,26 @@ class DeletionLocks:
     async def hold(
         self, digests: Collection[Digest], now: datetime, *, grace: timedelta, retention: timedelta
     ) -> AsyncIterator[DeletionLock]:
-        """A lock for the length of a with block, on those of `digests` that nothing refers to and that were listed for `grace`.
+        """Lock the unreferenced digests that were candidates for `grace`, for the length of a with block.
 
-        Afterwards those that are `gone` are off the list, and so is what something refers to. If the block fails, `release` ends the lock.
+        Afterwards neither deleted nor referenced blobs are candidates. If the block fails, `release` ends the lock.
 
         Raises:
             DatabaseUnavailable
         """
-        lock = self._under_way = DeletionLock(now, self._monotonic())
+        lock = self._current = DeletionLock(now, self._monotonic())
         is_over = False
         try:
             await self._begin(lock, digests, now - grace, retention)
-            # No transaction is open: whoever wants to refer to one of these finds the lock, and afterwards finds the bytes gone or
-            # still listed, never about to go.
+            # No transaction is open: a publish that needs a blob finds the lock, and afterwards the blob either gone or still a
+            # candidate, never about to be deleted.
             yield lock
             await self._end(lock)
             is_over = True
         finally:
-            self._under_way = None
+            self._current = None
             if not is_over:
-                self._left.update((digest, now) for digest in lock.digests)
+                self._unreleased.update((digest, now) for digest in lock.digests)
 
     async def _begin(
         self, lock: DeletionLock, digests: Collection[Digest], cutoff: datetime, retention: timedelta
@@ -118,10 +119,10 @@ class DeletionLocks:
             query = select(GcCandidate.digest).where(
                 GcCandidate.digest.in_(digests), GcCandidate.listed_at <= cutoff, GcCandidate.deleting_at.is_(None)
             )
-            # A row that a publish is taking off the list is left to it.
+            # Skip rows that a publish is removing from the candidates.
             due = [Digest(digest) for digest in (await session.scalars(query.with_for_update(skip_locked=True))).all()]
             needed = await referenced(session, due, lock.at, retention)
-            # before the commit, whose answer may be lost
+            # set before the commit, whose answer may be lost
             lock.digests = sorted(set(due) - needed)
             await session.execute(delete(GcCandidate).where(GcCandidate.digest.in_(needed)))
             marked = GcCandidate.digest.in_(lock.digests)
@@ -132,30 +133,30 @@ class DeletionLocks:
             return
         mine = GcCandidate.digest.in_(lock.digests) & (GcCandidate.deleting_at == lock.at)
         async with self._database.write() as session:
-            # in the order in which who wants them locks them
+            # lock in the same order as `retain` does
             await session.execute(select(GcCandidate.digest).where(mine).order_by(GcCandidate.digest).with_for_update())
             await session.execute(delete(GcCandidate).where(mine, GcCandidate.digest.in_(lock.gone)))
             await session.execute(update(GcCandidate).where(mine).values(deleting_at=None))
 
     async def release(self) -> int:
-        """Marks that were left are ended; what was under them is listed still. Returns how many blobs.
+        """End abandoned locks, and return the number of their blobs, which stay candidates.
 
         Raises:
             DatabaseUnavailable
         """
-        left = set(self._left)
+        left = set(self._unreleased)
         query = select(GcCandidate.digest, GcCandidate.deleting_at).where(GcCandidate.deleting_at.is_not(None))
         async with self._database.read() as session:
             found = {(Digest(digest), at) for digest, at in (await session.execute(query)).all() if at is not None}
         self._ages.update(found)
         abandoned = left | set(self._ages.older_than(LIMITS.gc_mark_s))
-        mine = None if self._under_way is None else self._under_way.at
+        mine = None if self._current is None else self._current.at
         over = [(digest, at) for digest, at in sorted(found & abandoned) if at != mine]
         if over:
             async with self._database.write() as session:
                 for digest, at in over:
                     row = GcCandidate.digest == digest, GcCandidate.deleting_at == at
                     await session.execute(update(GcCandidate).where(*row).values(deleting_at=None))
-            logger.info("%d blobs are no longer marked as being deleted: their collector left them", len(over))
-        self._left -= left
+            logger.info("%d blobs are no longer locked for deletion: their collector abandoned them", len(over))
+        self._unreleased -= left
         return len(over)

@@ -12,7 +12,7 @@ _FORMAT = "loraserve-store-1"
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """Statement of a store about the registry that it belongs to."""
+    """Marker of a store: the registry that it belongs to, and the last stamp."""
 
     registry: str
     stamp: str
@@ -20,7 +20,7 @@ class Marker:
 
     @classmethod
     def parse(cls, data: bytes) -> Marker | None:
-        """Return the marker that `data` is, or None if it is none."""
+        """Parse a marker; return None if `data` isn't one."""
         try:
             found = json.loads(data) if len(data) <= MAX_MARKER_BYTES else None
         except (ValueError, RecursionError):
@@ -39,13 +39,13 @@ class Marker:
 
 @dataclass(frozen=True, slots=True)
 class StoreContents:
-    """A store's blobs, by what this registry knows of them."""
+    """Number of a store's blobs, by what this registry knows of them."""
 
     num_blobs: int
     num_published: int
-    """Blobs of its versions, deleted ones too."""
+    """Blobs of versions, deleted ones included."""
     num_listed: int
-    """Other blobs that came with uploads, or that its collector has listed to delete."""
+    """Other blobs of uploads or candidates for collection."""
 
     @property
     def num_unknown(self) -> int:
@@ -53,9 +53,10 @@ class StoreContents:
 
     @property
     def is_provably_ours(self) -> bool:
-        """Whether a registry that never had a marker made these: nothing is there that it doesn't know, and most is what it published.
+        """Whether this registry must have made the blobs although the store has no marker.
 
-        An empty or foreign registry that ran here with an older version may have listed every blob: being listed proves nothing.
+        All blobs must be known and most of them published. Candidates for collection prove nothing: an empty or foreign registry
+        that ran here with an older version may have listed every blob.
         """
         return self.num_unknown == 0 and self.num_published > 0 and self.num_published >= self.num_listed
 
@@ -65,9 +66,9 @@ class Adoption:
     """Outcome of `StoreClaim.adopt`: what it did, or would do."""
 
     registry: str
-    """This registry's id."""
+    """Id of this registry."""
     marker: Marker | None
-    """The store's before; None: it had none, or one that can't be read."""
+    """Previous marker of the store; None if it had none or an invalid one."""
     contents: StoreContents
     is_needed: bool
-    """Whether the store isn't known to be this registry's."""
+    """Whether the store isn't known to be this registry's yet."""

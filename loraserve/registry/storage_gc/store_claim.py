@@ -40,17 +40,17 @@ _NUM_TRIES = 20
 
 
 class StoreClaim:
-    """One registry's claim on one store.
+    """Claim of a registry on its store.
 
     Args:
-        where: what messages to operators call the store.
+        where: name of the store in messages to operators.
     """
 
     def __init__(
         self, database: Database, store: BlobStore, *, where: str = "the store", clock: Clock = utc_now
     ) -> None:
         self.problem: LoraserveError | None = None
-        """Reason why nothing may be stored, for clients; None: the store is this registry's as far as is known."""
+        """Reason for clients why nothing may be stored; None while the store is this registry's as far as is known."""
         self._database = database
         self._store = store
         self._where = where
@@ -67,7 +67,7 @@ class StoreClaim:
         )
 
     async def open(self) -> None:
-        """Claim the store at a server's start. A store that doesn't answer is claimed when it does (`start`); until then `problem` says so.
+        """Claim the store at a server's start. If it doesn't answer, set `problem`; `start` claims it as soon as it does.
 
         Raises:
             StoreMismatch: it isn't known to be this registry's.

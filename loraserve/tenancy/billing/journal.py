@@ -1,8 +1,8 @@
-"""A server's own record of what was used and isn't in the database yet: a file that a killed process leaves whole.
+"""Journal of a server's usage that isn't in the database yet: a file that survives the death of its process.
 
-One file per server process, in a folder that may be shared, locked while its process lives. Each entry is one line, written by one ``write``:
-the CRC-32 of the rest, a sequence number, and sums. What a kill cut short is no entry; nothing was acknowledged on it. A power cut may take what
-wasn't synced: as long as the database answers that is a second or so, since what is counted there is durable.
+Each server process has one file in a folder that may be shared, locked while the process lives. An entry is one line, written
+by one ``write``: the CRC-32 of the rest, a sequence number, and sums. A line cut short by a kill is no entry; nothing was
+acknowledged on it. A power cut may lose what wasn't synced: a second or so while the database answers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class UsageKey(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """What usage is summed by: a row of the table of hours."""
+    """Key by which usage is summed; identifies a row of the table of hours."""
 
     tenant: str
     hour: int
@@ -40,7 +40,7 @@ class UsageKey(msgspec.Struct, frozen=True, array_like=True, order=True):
 
 
 class Amounts(msgspec.Struct, frozen=True, array_like=True):
-    """How much was used."""
+    """Amounts of usage."""
 
     num_requests: int = 0
     prompt_tokens: int = 0
@@ -62,7 +62,7 @@ Totals = dict[UsageKey, Amounts]
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """What was recorded since the entry before."""
+    """Usage recorded since the previous entry."""
 
     sequence: int
     amounts: tuple[tuple[UsageKey, Amounts], ...]
@@ -76,24 +76,24 @@ def add_to(totals: Totals, amounts: Iterable[tuple[UsageKey, Amounts]]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class OrphanedJournal:
-    """A journal whose process is gone. Held until `close`: nobody else counts it meanwhile."""
+    """Journal whose process is gone, locked until `close` so that no other process counts it."""
 
     id: str
     path: Path
     fd: int
 
     def entries(self) -> list[Entry]:
-        """The whole ones, in order."""
+        """Return the complete entries in order."""
         return list(_read_entries(self.fd))
 
     def remove(self) -> None:
-        """The file is gone, for good."""
+        """Delete the file durably."""
         with suppress(FileNotFoundError):
             self.path.with_suffix(_NEW_SUFFIX).unlink()
         _unlink(self.path)
 
-    def keep(self) -> Path:
-        """The file is there under another name too, which `remove` leaves, and which nobody counts; for people."""
+    def preserve(self) -> Path:
+        """Link the file to a second name that is never counted and that `remove` leaves, for inspection by people."""
         refused = self.path.with_suffix(REFUSED_SUFFIX)
         with suppress(FileExistsError):
             refused.hardlink_to(self.path)
@@ -104,13 +104,13 @@ class OrphanedJournal:
 
 
 class Journal:
-    """This process's journal. Entries are numbered from 1; a number is never given twice.
+    """Journal of this process. Entries are numbered from 1; a number is never reused.
 
-    Everything here is a few system calls on a file of kilobytes, none of which waits for the disk but `sync`.
+    All methods make a few system calls on a file of kilobytes, and only `sync` waits for the disk.
     """
 
     def __init__(self, folder: Path) -> None:
-        """A new and empty journal.
+        """Create an empty journal.
 
         Raises:
             ConfigError: the folder can't be made or written to.
@@ -121,7 +121,7 @@ class Journal:
                 self.id = str(ULID())
                 self._path = folder / f"{self.id}{SUFFIX}"
                 self._fd = _open_locked(self._path)
-                # Whoever looks for journals left behind may have taken it before it was locked.
+                # Another process may have counted and removed it before it was locked.
                 if os.fstat(self._fd).st_nlink:
                     break
                 os.close(self._fd)
@@ -131,14 +131,14 @@ class Journal:
                 hint="Give a writable --data-dir.",
             ) from error
         self.sequence = 0
-        """Of the last entry that was given a number."""
+        """Number of the last entry."""
         self.num_bytes = 0
 
     def append(self, amounts: Mapping[UsageKey, Amounts]) -> None:
-        """The amounts survive this process, however it ends.
+        """Append an entry that survives this process, however it ends.
 
         Raises:
-            OSError: they weren't written, or not wholly; the file is as it was before, and they have a number all the same.
+            OSError: the entry wasn't written completely; the file is unchanged, but its number is used up.
         """
         self.sequence += 1
         line = _encode(Entry(self.sequence, tuple(amounts.items())))
@@ -147,14 +147,14 @@ class Journal:
             _write_all(self._fd, line)
             faults.hit("usage.after_write")
         except OSError:
-            # Half a line would hide what is written behind it.
+            # Half a line would hide the entries behind it.
             with suppress(OSError):
                 os.ftruncate(self._fd, self.num_bytes)
             raise
         self.num_bytes += len(line)
 
     def clear(self) -> None:
-        """Nothing is in it: all of it is counted."""
+        """Empty the journal after all of it was counted."""
         if not self.num_bytes:
             return
         with suppress(OSError):
@@ -162,13 +162,13 @@ class Journal:
             self.num_bytes = 0
 
     def compact(self, units: Iterable[tuple[int, Mapping[UsageKey, Amounts]]]) -> None:
-        """The journal is these entries, which have the sums of all that isn't counted.
+        """Replace the journal's entries by these, the sums of all that isn't counted.
 
         Args:
-            units: ascending numbers, none above `sequence`, and what comes under each.
+            units: entries with ascending numbers, none above `sequence`.
 
         Raises:
-            OSError: it is as it was before.
+            OSError: the journal is unchanged.
         """
         data = b"".join(_encode(Entry(number, tuple(amounts.items()))) for number, amounts in units)
         path = self._path.with_suffix(_NEW_SUFFIX)
@@ -185,24 +185,24 @@ class Journal:
         self._fd, self.num_bytes = fd, len(data)
 
     def sync(self) -> None:
-        """What was written survives a power cut. Waits for the disk.
+        """Wait until the written entries survive a power cut.
 
         Raises:
-            OSError: it may not.
+            OSError: they may not.
         """
         os.fsync(self._fd)
 
     def remove(self) -> None:
-        """The file is gone, for good."""
+        """Delete the file durably."""
         _unlink(self._path)
 
     def close(self) -> None:
-        """The file stays, for the next start to count."""
+        """Close the file and leave it for the next start to count."""
         os.close(self._fd)
 
 
 def orphaned_journals(folder: Path) -> Iterator[OrphanedJournal]:
-    """Journals in the folder whose processes are gone, each locked; the caller closes them."""
+    """Yield the journals in the folder whose processes are gone, locked; the caller closes them."""
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         try:
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -214,7 +214,7 @@ def orphaned_journals(folder: Path) -> Iterator[OrphanedJournal]:
             os.close(fd)
             continue
         if not os.fstat(fd).st_nlink:
-            # Somebody else has counted it meanwhile.
+            # Another process has counted it meanwhile.
             os.close(fd)
             continue
         yield OrphanedJournal(path.stem, path, fd)
@@ -225,7 +225,7 @@ def _open_locked(path: Path) -> int:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        # A reader was quicker, and finds it empty.
+        # A reader locked it first and finds it empty.
         fcntl.flock(fd, fcntl.LOCK_EX)
     return fd
 
@@ -253,7 +253,7 @@ def _encode(entry: Entry) -> bytes:
 
 
 def _read_entries(fd: int) -> Iterator[Entry]:
-    """The whole entries, up to the first that isn't."""
+    """Yield the entries up to the first incomplete one."""
     with open(os.dup(fd), "rb") as file:
         file.seek(0)
         for line in file:

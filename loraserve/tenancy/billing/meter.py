@@ -1,4 +1,4 @@
-"""Metering: what clients were given, counted to the token, kept through a kill, and in the database within seconds."""
+"""Metering of usage: exact to the token, kept through a kill, and in the database within seconds."""
 
 from __future__ import annotations
 
@@ -30,54 +30,54 @@ from loraserve.types import TenantId
 logger = logging.getLogger(__name__)
 
 FOLDER = "usage"
-"""Of the data folder: where journals are."""
+"""Subfolder of the data folder for journals."""
 _HOUR_S = 3600
 _LOOK_S = 30.0
-"""Between two looks for journals that other processes left in the folder."""
+"""Interval in seconds between searches for orphaned journals."""
 _WARN_S = 60.0
 _CLOSE_S = 10.0
 
 
 def price_tag(currency: str, price: Price) -> str:
-    """The price in one line, equal for equal prices: what usage is kept by."""
+    """Write the price as one line, equal for equal prices: the key under which usage is summed."""
     return " ".join((currency, *(plain(amount) for amount in (price.prompt, price.cached, price.completion))))
 
 
 def read_price_tag(tag: str) -> tuple[str, Price]:
-    """The currency and price that `price_tag` wrote."""
+    """Parse the result of `price_tag` to currency and price."""
     currency, *amounts = tag.split(" ")
     return currency, Price(*(Decimal(amount) for amount in amounts))
 
 
 def plain(amount: Decimal) -> str:
-    """The amount without needless zeros or an exponent."""
+    """Write the amount without trailing zeros or an exponent."""
     text = f"{amount:f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 @dataclass(frozen=True, slots=True)
 class UsageEvent:
-    """A part of what one request used. Its parts add up; each is recorded once."""
+    """Part of a request's usage. Parts add up; each is recorded once."""
 
     tenant: TenantId
     owner: str
-    """The id of the tenant whose adapter it was, where that is another; empty otherwise."""
+    """Id of the tenant that owns the adapter, if it is another one; empty otherwise."""
     adapter: str
-    """Its name; the base: empty; a sum: its parts, without their weights."""
+    """Name of the adapter; empty for the base; the parts without weights for a sum."""
     version: int
-    """0: the base, or a sum."""
+    """Number of the version; 0 for the base or a sum."""
     num_requests: int
     prompt_tokens: int
     cached_tokens: int
-    """Of the prompt tokens."""
+    """Prompt tokens that were cached."""
     completion_tokens: int
-    """Handed to the client."""
+    """Completion tokens delivered to the client."""
     at: float
-    """Seconds since 1970."""
+    """Time in seconds since 1970."""
     undelivered_tokens: int = 0
-    """Made, and given to nobody."""
+    """Tokens that were generated and not delivered."""
     price: str = ""
-    """Of a million tokens each: ``EUR 0.5 0.05 1.5``; empty: no price."""
+    """Prices of a million tokens: ``EUR 0.5 0.05 1.5``; empty for none."""
 
     def key(self) -> UsageKey:
         hour = int(self.at // _HOUR_S)
@@ -95,18 +95,18 @@ class UsageEvent:
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """What goes to the database in one transaction, and again as it is if it isn't known whether it got there."""
+    """Sums for one transaction, repeated unchanged if the outcome of its commit isn't known."""
 
     sequence: int
     totals: Totals
 
 
 class UsageMeter:
-    """What this server's clients used.
+    """Meter of the usage of this server's clients.
 
-    `record` costs a dictionary's look-up. What was recorded is in the journal `LIMITS.usage_journal_s` later at the latest, or once `persist` has
-    returned; from then on a kill doesn't lose it. It is in the database, exactly once, within `LIMITS.usage_flush_s`, or as soon as the
-    database can be reached again, or when the next server on this folder starts.
+    `record` costs a dictionary look-up. Recorded usage is in the journal, where a kill doesn't lose it, after
+    `LIMITS.usage_journal_s` or when `persist` returns. It reaches the database exactly once within `LIMITS.usage_flush_s`, or as
+    soon as the database is reachable, or when the next server on this folder starts.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class UsageMeter:
     ) -> None:
         """
         Args:
-            folder: where the journals of this machine's servers are.
+            folder: folder of the journals of this machine's servers.
 
         Raises:
             ConfigError: it can't be written to.
@@ -130,36 +130,36 @@ class UsageMeter:
         self._monotonic = monotonic
         self._journal = Journal(folder)
         self._pending: Totals = {}
-        """Recorded, and in no file yet."""
+        """Usage that isn't in the journal yet."""
         self._uncounted: Totals = {}
-        """In the journal, and not in the database."""
+        """Usage in the journal that isn't in the database."""
         self._unit: _Unit | None = None
-        """On its way to the database, or of unknown fate."""
+        """Unit being written to the database, or whose outcome isn't known."""
         self._counted = 0
-        """The number of the last entry that is known to be in the database."""
+        """Number of the last entry that is known to be in the database."""
         self._oldest_at: float | None = None
-        """When the first of what isn't in the database was recorded."""
+        """Time at which the oldest usage that isn't in the database was recorded."""
         self._flush_lock = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._is_closing = asyncio.Event()
         self._warned_at = -_WARN_S
         self.recorded = Amounts()
-        """Since this process started."""
+        """Usage recorded since this process started."""
         self.num_failed_writes = 0
-        """To the journal; what they held is in memory, and goes to the database all the same."""
+        """Failed writes to the journal; their usage stays in memory and still reaches the database."""
         self.num_failed_flushes = 0
         self.num_recovered_journals = 0
-        """Of processes that ended without counting all of theirs."""
+        """Journals of ended processes that were counted."""
 
     def start(self) -> None:
-        """Journals left behind are counted, and from now on what is recorded goes to the database by itself."""
+        """Count orphaned journals, and flush recorded usage periodically from now on."""
         self._task = asyncio.create_task(self._run(), name="usage")
 
     async def close(self) -> None:
-        """What was recorded is in the database; where that can't be reached, in the journal, which the next start counts."""
+        """Flush; usage that can't be written stays in the journal for the next start."""
         self._is_closing.set()
         if self._task is not None:
-            # A transaction under way comes to its end.
+            # let a running transaction finish
             await asyncio.wait({self._task}, timeout=_CLOSE_S)
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -177,7 +177,7 @@ class UsageMeter:
 
     @property
     def lag_s(self) -> float:
-        """Since the first of what isn't in the database yet was recorded; 0: all of it is."""
+        """Seconds since the oldest usage that isn't in the database was recorded; 0 if there is none."""
         return 0.0 if self._oldest_at is None else self._monotonic() - self._oldest_at
 
     @property
@@ -185,7 +185,7 @@ class UsageMeter:
         return self._journal.num_bytes
 
     def record(self, event: UsageEvent) -> None:
-        """The event counts, once."""
+        """Add the event to the usage."""
         amounts = event.amounts()
         add_to(self._pending, ((event.key(), amounts),))
         self.recorded += amounts
@@ -193,9 +193,9 @@ class UsageMeter:
             self._oldest_at = self._monotonic()
 
     def persist(self) -> None:
-        """Everything recorded so far survives a kill, before whoever asked is told that it was used.
+        """Write everything recorded so far to the journal, where it survives a kill; call it before delivering an answer.
 
-        A journal that can't be written is counted among `num_failed_writes`, and refuses nobody's answer.
+        A failed write is counted in `num_failed_writes` and doesn't fail the answer.
         """
         if not self._pending:
             return
@@ -207,10 +207,10 @@ class UsageMeter:
             self._fail_write(error)
 
     async def flush(self) -> None:
-        """What was recorded before the call is in the database.
+        """Write everything recorded before the call to the database.
 
         Raises:
-            DatabaseUnavailable, StorageFull: some of it may not be; it is tried again.
+            DatabaseUnavailable, StorageFull: some may not be written; it is tried again later.
         """
         async with self._flush_lock:
             began = self._monotonic()
@@ -225,10 +225,10 @@ class UsageMeter:
                 self._compact()
 
     async def recover(self) -> int:
-        """How many journals of ended processes were counted, and are gone.
+        """Count and remove the orphaned journals; return their number.
 
         Raises:
-            DatabaseUnavailable, StorageFull: some are still there.
+            DatabaseUnavailable, StorageFull: some journals remain.
         """
         num = 0
         for journal in orphaned_journals(self._folder):
@@ -252,8 +252,8 @@ class UsageMeter:
             if totals:
                 unknown_tenants = await count(session, journal.id, entries[-1].sequence, totals, now)
             if unknown_tenants:
-                # before the commit: a kill after it would leave a journal that looks counted
-                refused = await asyncio.to_thread(journal.keep)
+                # before the commit: after it, a kill would leave a journal that looks counted
+                refused = await asyncio.to_thread(journal.preserve)
                 logger.error(
                     "%s has usage of tenants that this database doesn't know; it is kept, and theirs not counted",
                     refused,
@@ -268,19 +268,19 @@ class UsageMeter:
         return bool(totals)
 
     async def _count(self) -> None:
-        """One unit is in the database."""
+        """Write one unit to the database."""
         if self._unit is None:
             self._unit = _Unit(self._journal.sequence, self._uncounted)
             self._uncounted = {}
         unit, now = self._unit, self._clock()
         async with self.database.write() as session:
-            # A commit may have gone well though its answer never came.
+            # An earlier commit may have succeeded though its answer was lost.
             unknown_tenants: frozenset[str] = frozenset()
             if await counted_sequence(session, self._journal.id, now) < unit.sequence:
                 unknown_tenants = await count(session, self._journal.id, unit.sequence, unit.totals, now)
         self._unit = None
         if unknown_tenants:
-            # Another database was put in its place while the server ran.
+            # The database was replaced while the server ran.
             lost = {str(key): str(amounts) for key, amounts in unit.totals.items() if key.tenant in unknown_tenants}
             logger.error("the database doesn't know tenants whose usage isn't counted: %s", lost)
         self._counted = unit.sequence
@@ -298,17 +298,17 @@ class UsageMeter:
                     await self.recover()
                     looked = self._monotonic()
             except Exception as error:
-                # Counting goes on, whatever this was.
+                # Metering continues, whatever the error.
                 self.num_failed_flushes += 1
                 flushed = self._monotonic()
                 self._warn("usage can't be counted now (%s); its journal has it", error)
-                await self._keep()
+                await self._sync_journal()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LIMITS.usage_journal_s):
                     await self._is_closing.wait()
 
-    async def _keep(self) -> None:
-        """While the database is away the journal is all there is: it doesn't grow without end, and is on the disk."""
+    async def _sync_journal(self) -> None:
+        """Bound and sync the journal, the only record while the database is unreachable."""
         if self._journal.num_bytes > LIMITS.max_usage_journal_bytes:
             self._compact()
         try:
@@ -317,10 +317,10 @@ class UsageMeter:
             self._fail_write(error)
 
     def _compact(self) -> None:
-        """The journal holds what isn't counted, summed."""
+        """Replace the journal's entries by sums of what isn't counted."""
         units = [(self._journal.sequence, self._uncounted)]
         if self._unit is not None:
-            # It may be counted already: it keeps its number.
+            # It keeps its number, because it may be counted already.
             units.insert(0, (self._unit.sequence, self._unit.totals))
         try:
             self._journal.compact(units)
@@ -332,7 +332,7 @@ class UsageMeter:
         self._warn("usage can't be written to its journal (%s); a kill would lose what isn't counted yet", error)
 
     def _warn(self, text: str, error: Exception) -> None:
-        """Now and then, not at every attempt."""
+        """Log a warning, at most once in `_WARN_S`."""
         now = self._monotonic()
         if now - self._warned_at >= _WARN_S:
             self._warned_at = now

@@ -1,4 +1,4 @@
-"""The table of hours: usage is added to it exactly once, however often that is tried."""
+"""Table of usage by the hour, to which usage is added exactly once, however often that is tried."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _IDS_PER_STATEMENT = 500
 
 
 async def counted_sequence(session: AsyncSession, journal: str, now: datetime) -> int:
-    """The number of the journal's last entry that is counted, 0 for none. Its row is this transaction's alone from here on."""
+    """Lock the journal's row, and return the number of its last counted entry, 0 for none."""
     await upsert(session, UsageJournal, [{"id": journal, "sequence": 0, "updated_at": now}])
     query = select(UsageJournal.sequence).where(UsageJournal.id == journal).with_for_update()
     return (await session.scalars(query)).one()
@@ -28,13 +28,13 @@ async def counted_sequence(session: AsyncSession, journal: str, now: datetime) -
 async def count(
     session: AsyncSession, journal: str, sequence: int, totals: Mapping[UsageKey, Amounts], now: datetime
 ) -> frozenset[str]:
-    """The totals are added to their hours, and the journal is counted up to `sequence`, both or none.
+    """Add the totals to their hours and mark the journal as counted up to `sequence`, in one transaction.
 
     Returns:
-        Tenants that this database doesn't know. What they used isn't added anywhere.
+        Tenants that this database doesn't know. Their usage isn't added.
     """
     unknown_tenants = await _unknown_tenants(session, {key.tenant for key in totals})
-    # One order for everybody: two replicas never wait for each other's rows.
+    # sorted, so that two replicas don't deadlock
     keys = sorted(key for key in totals if key.tenant not in unknown_tenants)
     await upsert(session, UsageHour, [_row(key, totals[key]) for key in keys], add=_AMOUNTS)
     counted = {"id": journal, "sequence": sequence, "updated_at": now}
@@ -52,7 +52,7 @@ async def _unknown_tenants(session: AsyncSession, tenants: set[str]) -> frozense
 
 
 async def forget_journal(session: AsyncSession, journal: str) -> None:
-    """Nothing is known of the journal, whose file must be gone."""
+    """Delete the row of a journal whose file is gone."""
     await session.execute(delete(UsageJournal).where(UsageJournal.id == journal))
 
 

@@ -1,4 +1,4 @@
-"""Who used what: sums over the table of hours."""
+"""Usage reports: sums over the table of hours."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ _MAX_CURSOR_BYTES = 2048
 _MAX_ADAPTER_LENGTH = 255
 _HOUR = timedelta(hours=1)
 _FORMATS = {"hour": ("%Y-%m-%dT%H:00:00Z", 'YYYY-MM-DD"T"HH24":00:00Z"'), "day": ("%Y-%m-%d", "YYYY-MM-DD")}
-"""How SQLite and PostgreSQL write them; as text, so that a cursor can have them."""
+"""Formats of hours and days in SQLite and PostgreSQL; as text, so that a cursor can contain them."""
 
 
 @dataclass(frozen=True, slots=True)
 class UsageQuery:
-    """Which usage, and how it is summed."""
+    """Selection of usage, and grouping of its sums."""
 
     tenant: TenantId | None = None
-    """None: everyone's."""
+    """Tenant; None for all tenants."""
     adapter: str | None = None
-    """``NAME``, ``OWNER/NAME``, or a sum's parts; empty: the base. None: all."""
+    """``NAME``, ``OWNER/NAME``, or a sum's parts; empty for the base, None for all."""
     start: datetime | None = None
-    """Usage from the beginning of this instant's hour on."""
+    """Start; usage counts from the beginning of this instant's hour."""
     end: datetime | None = None
-    """Up to the hour that begins at this instant or after it, which isn't in the sum."""
+    """End; hours that begin at this instant or later aren't counted."""
     group_by: tuple[str, ...] = ()
-    """Some of `GROUPS`; none: one sum of everything."""
+    """Names of `GROUPS`; empty for one sum of everything."""
 
     def __post_init__(self) -> None:
         """Raises:
-        InvalidRequest: it makes no sense; `param` names what.
+        InvalidRequest: a field is invalid; `param` names it.
         """
         if self.adapter is not None and not (self.adapter.isprintable() and len(self.adapter) <= _MAX_ADAPTER_LENGTH):
             raise InvalidRequest("adapter should be NAME, OWNER/NAME, or the base's id.", param="adapter")
@@ -68,28 +68,28 @@ class UsageQuery:
 
 @dataclass(frozen=True, slots=True)
 class UsageSum:
-    """What was used by one group, in one currency."""
+    """Usage of one group in one currency."""
 
     group: Mapping[str, str | int | None]
-    """By the names of `UsageQuery.group_by`; the base's adapter and version are None, and so is a sum's version."""
+    """Values by the names of `UsageQuery.group_by`; None for the base's adapter and version, and for a sum's version."""
     amounts: Amounts
     currency: str | None
-    """None: it had no price when it was used."""
+    """Currency; None if the usage had no price."""
     cost: Decimal | None
 
 
 class UsageReports:
-    """Sums of what was used. What this server's clients were given before the question is in them; other servers' is within `LIMITS.usage_flush_s`."""
+    """Reports of usage: this server's up to now, and that of other servers up to `LIMITS.usage_flush_s` ago."""
 
     def __init__(self, meter: UsageMeter) -> None:
         self._meter = meter
         self._database = meter.database
 
     async def find_tenant(self, name: str) -> TenantId:
-        """The tenant of this name, or, since what a deleted one used is kept, of this id.
+        """Find a tenant by name or, because the usage of deleted tenants is kept, by id.
 
         Raises:
-            TenantNotFound: there is neither.
+            TenantNotFound: there is no such tenant.
         """
         if not (name.isascii() and name.isprintable() and len(name) <= NAME_LENGTH):
             raise tenant_not_found()
@@ -102,10 +102,10 @@ class UsageReports:
         return TenantId(found)
 
     async def page(self, query: UsageQuery, *, limit: int = 50, cursor: str | None = None) -> Page[UsageSum]:
-        """The sums, in the order of their groups. A group whose prices changed their currency is several sums, on one page.
+        """Return a page of sums by group. A group with several currencies has a sum for each, on the same page.
 
         Raises:
-            InvalidRequest: the limit or the cursor can't be.
+            InvalidRequest: the limit or the cursor is invalid.
         """
         check_limit(limit)
         position = _read_cursor(cursor, query)
@@ -113,10 +113,10 @@ class UsageReports:
         return await self._page(query, limit, position)
 
     async def all(self, query: UsageQuery) -> list[UsageSum]:
-        """Every sum.
+        """Return all sums.
 
         Raises:
-            InvalidRequest: they are more than `LIMITS.max_usage_rows`.
+            InvalidRequest: there are more than `LIMITS.max_usage_rows`.
         """
         await self._meter.flush()
         page = await self._page(query, LIMITS.max_usage_rows, None)
@@ -132,7 +132,7 @@ class UsageReports:
         async with self._database.read() as session:
             rows, last = await _rows(session, query, limit, after)
             names = await _tenant_names(session, rows, columns)
-        # Thousands of sums are no reason to keep streams waiting.
+        # on a thread, so that thousands of sums don't delay streams
         sums = await asyncio.to_thread(_sums, rows, columns, names)
         return Page(tuple(sums), None if last is None else _write_cursor(last))
 
@@ -140,13 +140,13 @@ class UsageReports:
 async def _rows(
     session: AsyncSession, query: UsageQuery, limit: int, after: tuple[str | int, ...] | None
 ) -> tuple[Sequence[Row[Any]], tuple[str | int, ...] | None]:
-    """The rows of a page: its groups' columns, a price, amounts. And the last group, if there are more behind it."""
+    """Query the rows of a page (group columns, price, amounts), and the last group if more follow."""
     keys = _keys(session, query.group_by)
     amounts = [func.sum(getattr(UsageHour, name)) for name in Amounts.__struct_fields__]
     last = None
     statement = _where(session, select(*keys, UsageHour.price, *amounts), query)
     if keys:
-        # Which groups the page has, and then all the prices of each.
+        # first the groups of the page, then all prices of each
         groups = _where(session, select(*keys), query).group_by(*keys).order_by(*keys).limit(limit + 1)
         if after is not None:
             groups = groups.where(tuple_(*keys) > tuple_(*after))
@@ -161,7 +161,7 @@ async def _rows(
 
 
 def _columns(group_by: Sequence[str]) -> tuple[str, ...]:
-    """An adapter is its owner and its name."""
+    """Return the columns of the groups; an adapter has two, its owner and its name."""
     return tuple(column for name in group_by for column in (("owner", "adapter") if name == "adapter" else (name,)))
 
 
@@ -205,7 +205,7 @@ def _is_adapter(name: str) -> ColumnElement[bool]:
 
 
 async def _tenant_names(session: AsyncSession, rows: Sequence[Row[Any]], columns: Sequence[str]) -> dict[str, str]:
-    """The names of the tenants and owners in the rows, the deleted too."""
+    """Return the names of the tenants and owners in the rows, deleted ones included."""
     places = [place for place, name in enumerate(columns) if name in ("tenant", "owner")]
     ids = sorted({row[place] for row in rows for place in places} - {""})
     names: dict[str, str] = {}
@@ -216,7 +216,7 @@ async def _tenant_names(session: AsyncSession, rows: Sequence[Row[Any]], columns
 
 
 def _sums(rows: Sequence[Row[Any]], columns: Sequence[str], names: Mapping[str, str]) -> list[UsageSum]:
-    """One of each group and currency, whatever the number of its prices."""
+    """Sum the rows by group and currency."""
     sums: dict[tuple[Any, ...], UsageSum] = {}
     for row in rows:
         key, tag, amounts = row[: len(columns)], row[len(columns)], Amounts(*map(int, row[len(columns) + 1 :]))
@@ -257,7 +257,7 @@ def _write_cursor(position: Sequence[str | int]) -> str:
 
 def _read_cursor(cursor: str | None, query: UsageQuery) -> tuple[str | int, ...] | None:
     """Raises:
-    InvalidRequest: it isn't one of ours for these groups.
+    InvalidRequest: the cursor isn't one of ours for these groups.
     """
     if cursor is None:
         return None
@@ -280,5 +280,5 @@ def _read_cursor(cursor: str | None, query: UsageQuery) -> tuple[str | int, ...]
 
 
 def _can_be(part: str | int) -> bool:
-    """Whether the part of a position is one that a database takes."""
+    """Return whether a database accepts this part of a position."""
     return part.isprintable() if isinstance(part, str) else 0 <= part < 1 << 31

@@ -1,4 +1,4 @@
-"""Who is calling: from a bearer secret to a `Caller`."""
+"""Authentication: from a bearer secret to a `Caller`."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from loraserve.tenancy.identity.tenants import (
 from loraserve.types import TenantId
 
 ADMIN_KEY_ID = "admin"
-"""The key id of LORASERVE_ADMIN_KEY in audit rows."""
+"""Key id of LORASERVE_ADMIN_KEY in audit rows."""
 MIN_ADMIN_KEY_LENGTH = 32
 PEPPER = "api_key_pepper"
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls, for which tenant, and what the key allows.
+    """Authenticated caller: key, tenant and scopes.
 
     An admin key that names no tenant acts for `DEFAULT_TENANT`, and sees across tenants where a call can (`sees_all`).
     """
@@ -51,9 +51,9 @@ class Caller:
     scopes: frozenset[str]
     is_admin: bool = False
     has_named_tenant: bool = False
-    """An admin that acts for a tenant it named."""
+    """Whether an admin named the tenant that it acts for."""
     policy: TenantPolicy = NO_POLICY
-    """The tenant's, at most `LIMITS.auth_cache_s` old; older only while the database is away."""
+    """Policy of the tenant, at most `LIMITS.auth_cache_s` old; older only while the database is unreachable."""
 
     @property
     def sees_all(self) -> bool:
@@ -62,7 +62,7 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What the database says of one hash."""
+    """Cached key."""
 
     caller: Caller
     secret_hash: str
@@ -71,18 +71,17 @@ class _Known:
 
 @dataclass(frozen=True, slots=True)
 class _Tenant:
-    """What the database says of one name."""
+    """Cached tenant."""
 
     id: TenantId
     policy: TenantPolicy
 
 
 class Authenticator:
-    """Turns secrets into callers, from a cache at most `LIMITS.auth_cache_s` old, so that a revocation elsewhere takes effect
-    within that time; a revocation in this process takes effect at once. While the database is away, keys that were in use go on
-    for `LIMITS.outage_grace_s`.
+    """Authenticates secrets with a cache of `LIMITS.auth_cache_s`.
 
-    `keys` and `tenants` are the services on the same database; use these, because what they revoke is forgotten here.
+    A revocation takes effect at once in this process, and within that time in others. While the database is unreachable, cached
+    keys stay valid for `LIMITS.outage_grace_s`. Revoke with `keys` and `tenants`, which invalidate the cache.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class Authenticator:
     ) -> None:
         """
         Args:
-            admin_key: taken as an admin key as long as this process runs.
+            admin_key: accepted as an admin key while this process runs.
 
         Raises:
             ConfigError: `admin_key` is shorter than `MIN_ADMIN_KEY_LENGTH`.
@@ -122,7 +121,7 @@ class Authenticator:
             silence_s=database.silence_s,
             is_cancellable=database.is_cancellable,
         )
-        # An admin works however long the database is away: what was known of the default tenant is good enough for it.
+        # Admins work however long the database is unreachable, with the last known policy of the default tenant.
         self._admins: LookupCache[str, _Tenant] = LookupCache(
             ttl_s=LIMITS.auth_cache_s,
             grace_s=math.inf,
@@ -134,11 +133,11 @@ class Authenticator:
         self.tenants = Tenants(database, self._forget_tenant, clock=clock)
 
     async def open(self) -> str | None:
-        """Make what a server needs and a new database lacks: the pepper, the default tenant, an admin key.
+        """Create the pepper, the default tenant and an admin key in a new database.
 
         Returns:
-            The secret of the admin key, if one was made: print it, it can't be read again. None when LORASERVE_ADMIN_KEY is set
-            or a working admin key exists.
+            The secret of the new admin key, which can't be read again; None if LORASERVE_ADMIN_KEY is set or a working admin
+            key exists.
         """
         now = self._clock()
         async with self._database.write() as session:
@@ -160,14 +159,14 @@ class Authenticator:
         return key.secret
 
     async def authenticate(self, secret: str, *, holder: str | None = None) -> Caller:
-        """Whose secret this is.
+        """Return the caller with this secret.
 
         Args:
-            holder: the address that sends it: its unknown secrets wait for each other before they wait for others'.
+            holder: address of the client; look-ups of unknown secrets are limited per holder.
 
         Raises:
-            AuthenticationError: nobody's, or it is revoked, expired, or of a deleted tenant. One text for all.
-            DatabaseUnavailable: the key isn't known here and can't be looked up.
+            AuthenticationError: the secret is unknown, revoked, expired, or of a deleted tenant; the text is the same.
+            DatabaseUnavailable: the key isn't cached and can't be looked up.
         """
         # Both sides as bytes: text outside ASCII can't be compared in constant time.
         given = secret.encode("utf-8", "surrogatepass")
@@ -184,10 +183,10 @@ class Authenticator:
         return await self._as_default(known.caller.key_id) if known.caller.is_admin else known.caller
 
     async def act_for(self, caller: Caller, tenant_name: str) -> Caller:
-        """The caller as it acts for the tenant that the header ``X-Tenant`` or the path ``/t/{tenant}`` names.
+        """Return the caller acting for the tenant in the header ``X-Tenant`` or the path ``/t/{tenant}``.
 
         Raises:
-            TenantNotFound: there is no such tenant, or a tenant's own key names another one: the two read the same.
+            TenantNotFound: there is no such tenant, or a tenant's key names another tenant; the text is the same.
         """
         if not caller.is_admin:
             if tenant_name != caller.tenant_name:
@@ -199,12 +198,12 @@ class Authenticator:
         return replace(caller, tenant=tenant.id, tenant_name=tenant_name, has_named_tenant=True, policy=tenant.policy)
 
     async def _as_default(self, key_id: str) -> Caller:
-        """An admin that named no tenant."""
+        """Return an admin that named no tenant."""
         caller = self._admin(key_id)
         try:
             known = await self._admins.get(DEFAULT_TENANT, lambda: self._find_tenant(DEFAULT_TENANT))
         except DatabaseUnavailable:
-            # nothing is known of the tenant yet: its admin works all the same
+            # the tenant isn't cached yet; the admin works without its policy
             return caller
         return replace(caller, policy=known.policy)
 
@@ -247,7 +246,7 @@ class Authenticator:
         self._callers.forget(lambda key: key == secret_hash)
 
     def _forget_tenant(self, _tenant: TenantId) -> None:
-        # Which hashes are the tenant's isn't kept; a tenant is changed rarely enough to ask for all of them again.
+        # The tenant's hashes aren't indexed; tenants change rarely enough to look up all of them again.
         self._callers.forget(lambda _: True)
         self._tenants.forget(lambda _: True)
         self._admins.forget(lambda _: True)
@@ -260,7 +259,7 @@ def _bad_key() -> AuthenticationError:
 
 
 async def _read_or_make_pepper(session: AsyncSession, now: datetime) -> bytes:
-    """The pepper that every process on this database uses."""
+    """Return the pepper that all processes on this database share, after creating it if absent."""
     row = {"name": PEPPER, "value": secrets.token_bytes(32), "created_at": now}
     await upsert(session, ServerSecret, [row])
     return (await session.scalars(select(ServerSecret.value).where(ServerSecret.name == PEPPER))).one()

@@ -42,7 +42,7 @@ ADMIN_SCOPES = TENANT_SCOPES | {"admin"}
 
 @dataclass(frozen=True, slots=True)
 class KeyRecord:
-    """A key as anyone may see it: without its secret."""
+    """Key without its secret."""
 
     id: str
     tenant: TenantId | None
@@ -58,7 +58,7 @@ class KeyRecord:
 class NewKey:
     record: KeyRecord
     secret: str = field(repr=False)
-    """Known to nobody afterwards."""
+    """Secret; not stored anywhere."""
 
 
 def make_secret(random_bytes: Callable[[int], bytes] = secrets.token_bytes) -> str:
@@ -67,7 +67,7 @@ def make_secret(random_bytes: Callable[[int], bytes] = secrets.token_bytes) -> s
 
 
 def is_well_formed(secret: str) -> bool:
-    """Whether `secret` could be one that `make_secret` made."""
+    """Return whether `secret` has the format of `make_secret`."""
     body, checksum = secret[len(PREFIX) : -CHECKSUM_LENGTH], secret[-CHECKSUM_LENGTH:]
     return (
         secret.startswith(PREFIX)
@@ -94,10 +94,10 @@ def _checksum(body: str) -> str:
 
 
 def check_scopes(scopes: Iterable[str]) -> tuple[str, ...]:
-    """The scopes in a fixed order, each once.
+    """Return the scopes sorted and without duplicates.
 
     Raises:
-        InvalidRequest: none, one that a tenant's key can't have, or `METRICS_SCOPE` beside others.
+        InvalidRequest: there are none, a tenant's key can't have one, or `METRICS_SCOPE` isn't alone.
     """
     wanted = set(scopes)
     if wanted == {METRICS_SCOPE}:
@@ -111,10 +111,10 @@ def check_scopes(scopes: Iterable[str]) -> tuple[str, ...]:
 
 
 def _check_expiry(expires_at: datetime, now: datetime) -> datetime:
-    """`expires_at` in UTC.
+    """Return `expires_at` in UTC.
 
     Raises:
-        InvalidRequest: it is in the past, or past the last year that a calendar here has.
+        InvalidRequest: the time is in the past, or after the year 9999.
     """
     if expires_at <= now:
         raise InvalidRequest("expires_at is in the past.", param="expires_at")
@@ -134,7 +134,7 @@ def insert_key(
     now: datetime,
     expires_at: datetime | None = None,
 ) -> NewKey:
-    """A new key in the session's transaction."""
+    """Insert a key in the session's transaction."""
     secret = make_secret()
     row = ApiKey(
         id=str(ULID.from_datetime(now)),
@@ -152,15 +152,15 @@ def insert_key(
 
 
 def is_usable(now: datetime) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
-    """Conditions on `ApiKey` rows that work now."""
+    """Return conditions that select the `ApiKey` rows that are valid now."""
     return (ApiKey.revoked_at.is_(None), or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > now))
 
 
 class Keys:
-    """The keys of tenants.
+    """Keys of tenants.
 
     Args:
-        on_revoke: told the hash of each revoked key after it is durable, so that this process stops taking it at once.
+        on_revoke: called with the hash of a revoked key after that is durable, to invalidate this process's cache.
     """
 
     def __init__(
@@ -186,10 +186,10 @@ class Keys:
         expires_at: datetime | None = None,
         once: Once[NewKey] | None = None,
     ) -> NewKey:
-        """A new key of `tenant`; its secret is in the result and nowhere else.
+        """Create a key of `tenant`; only the result has its secret.
 
         Raises:
-            InvalidRequest: a scope, name or expiry that can't be.
+            InvalidRequest: a scope, the name or the expiry is invalid.
             QuotaExceeded: the tenant has `LIMITS.max_keys_per_tenant` working keys.
             Replay: `once` was used before.
         """
@@ -227,7 +227,7 @@ class Keys:
         return made
 
     async def list(self, tenant: TenantId, *, limit: int = 50, cursor: str | None = None) -> Page[KeyRecord]:
-        """The tenant's keys in the order they were made, the revoked too."""
+        """Return a page of the tenant's keys in order of creation, revoked ones included."""
         after = decode_cursor(cursor)
         query = select(ApiKey).where(ApiKey.tenant_id == tenant).order_by(ApiKey.id).limit(check_limit(limit) + 1)
         if after is not None:
@@ -237,7 +237,7 @@ class Keys:
         return make_page(rows, limit, lambda row: row.id, _to_record)
 
     async def revoke(self, tenant: TenantId, key_id: str, *, actor: str) -> None:
-        """The key works no more: at once in this process, within `LIMITS.auth_cache_s` in others. Twice is as good as once.
+        """Revoke the key: at once in this process, within `LIMITS.auth_cache_s` in others; no-op if it is revoked.
 
         Raises:
             KeyNotFound: `tenant` has no such key.

@@ -1,4 +1,4 @@
-"""Tenants: made, listed, changed, deleted. A tenant is its id; its name is free again after a delete."""
+"""Tenants. A tenant is identified by its id; its name is free again after a delete."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from loraserve.tenancy.prices import read_prices
 from loraserve.types import TenantId
 
 DEFAULT_TENANT = "default"
-"""Made at the first start; the one that an admin key acts for when it names none."""
+"""Name of the tenant that is created at the first start and that admin keys act for by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +42,19 @@ class TenantRecord:
 
 @dataclass(frozen=True, slots=True)
 class TenantChange:
-    """What of a tenant becomes what. What isn't given stays."""
+    """Changes to a tenant; fields that aren't given stay as they are."""
 
     limits: Mapping[str, int | float | None] = field(default_factory=dict)
-    """Names of `TenantLimits`; None: no limit any more."""
+    """Limits by their names in `TenantLimits`; None removes a limit."""
     weight: float | None = None
     prices: Mapping[str, Any] | None = None
-    """The whole table (`read_prices`); an empty one: no prices any more."""
+    """Complete price table (`read_prices`); an empty one removes all prices."""
 
     def apply(self, policy: TenantPolicy) -> TenantPolicy:
-        """`policy` after the change.
+        """Return `policy` after the change.
 
         Raises:
-            InvalidRequest: a value can't be; `param` names it.
+            InvalidRequest: a value is invalid; `param` names it.
         """
         return TenantPolicy(
             limits=replace(policy.limits, **dict(self.limits)),  # type: ignore[arg-type]
@@ -64,24 +64,24 @@ class TenantChange:
 
 
 _IS_PLACEHOLDER = Tenant.deleted_at == Tenant.created_at
-"""Rows that stand for tenants that aren't there yet."""
+"""Condition for placeholders: rows of tenants that don't exist yet but have grants."""
 
 
 def tenant_not_found() -> TenantNotFound:
-    """One text for absent, deleted and somebody else's."""
+    """Return the same error for absent, deleted and other tenants."""
     return TenantNotFound("There is no such tenant.", hint="See: loraserve tenant list")
 
 
 async def insert_tenant(
     session: AsyncSession, name: str, policy: TenantPolicy, *, actor: str, now: datetime
 ) -> TenantRecord:
-    """A new tenant in the session's transaction."""
+    """Insert a tenant in the session's transaction, with the grants that its name had before."""
     await _lock_name(session, name)
     row = Tenant(id=str(ULID.from_datetime(now)), name=name, created_at=now, deleted_at=None, **_columns(policy))
     session.add(row)
-    # The audit row refers to the tenant's: that one goes first.
+    # The audit row refers to the tenant's row, so flush that first.
     await session.flush()
-    # the tenant has what owners granted to its name before it was made
+    # move the grants of the placeholder to the tenant
     absent = select(Tenant.id).where(Tenant.name == name, _IS_PLACEHOLDER)
     await session.execute(update(Grant).where(Grant.tenant_id.in_(absent)).values(tenant_id=row.id))
     await remove_tenant_placeholder(session, name)
@@ -95,7 +95,7 @@ def _columns(policy: TenantPolicy) -> dict[str, Any]:
 
 
 async def find_tenant_or_placeholder(session: AsyncSession, name: str, *, now: datetime) -> Tenant:
-    """Return the live tenant's row, or one that stands for a tenant of this name that may come: owners mustn't learn which it is.
+    """Return the live tenant's row, or a placeholder for this name; owners mustn't learn which it is.
 
     Raises:
         TenantNotFound: no tenant can have this name.
@@ -105,7 +105,7 @@ async def find_tenant_or_placeholder(session: AsyncSession, name: str, *, now: d
     await _lock_name(session, name)
     named = select(Tenant).where(Tenant.name == name)
     live = (await session.scalars(named.where(Tenant.deleted_at.is_(None)))).one_or_none()
-    # asked in any case: the two take the same time
+    # unconditional, so that both cases take the same time
     absent = (await session.scalars(named.where(_IS_PLACEHOLDER).limit(1))).one_or_none()
     row = live or absent
     if row is None:
@@ -116,23 +116,23 @@ async def find_tenant_or_placeholder(session: AsyncSession, name: str, *, now: d
 
 
 async def remove_tenant_placeholder(session: AsyncSession, name: str) -> None:
-    """Remove the row that stands for a tenant of this name that isn't there yet, if no grant is left to it; no-op if there is none."""
+    """Remove the placeholder for this name if it has no grants left; no-op if there is none."""
     await _lock_name(session, name)
     is_granted = select(Grant.adapter_id).where(Grant.tenant_id == Tenant.id).exists()
-    # a tenant that lived for less than the clock can tell is no such row: its creation was audited
+    # a tenant that lived for less than the clock's resolution is no placeholder: its creation was audited
     has_lived = select(AuditRow.id).where(AuditRow.tenant_id == Tenant.id).exists()
     awaited = Tenant.name == name, _IS_PLACEHOLDER, ~is_granted, ~has_lived
     await session.execute(delete(Tenant).where(*awaited).execution_options(synchronize_session=False))
 
 
 async def _lock_name(session: AsyncSession, name: str) -> None:
-    """Keep other transactions from making a tenant of this name, or granting to it, until this one ends. SQLite has one writer anyway."""
+    """Lock the name, so that no other transaction creates such a tenant or grants to it; SQLite has one writer anyway."""
     if session.get_bind().dialect.name == "postgresql":
         await session.execute(select(func.pg_advisory_xact_lock(func.hashtext(f"tenant:{name}"))))
 
 
 async def find_tenant(session: AsyncSession, name: str, *, is_locking: bool = False) -> Tenant:
-    """The live tenant's row.
+    """Return the live tenant's row.
 
     Raises:
         TenantNotFound: there is none of this name.
@@ -147,15 +147,15 @@ async def find_tenant(session: AsyncSession, name: str, *, is_locking: bool = Fa
 
 
 class Tenants:
-    """Every tenant of this server; for admins.
+    """Tenants of this server; for admins.
 
     Args:
-        on_change: told the id after a change or a delete is durable, so that this process forgets what it knew at once.
+        on_change: called with the id after a change or delete is durable, to invalidate this process's caches.
     """
 
     def __init__(self, database: Database, on_change: Callable[[TenantId], None], *, clock: Clock = utc_now) -> None:
         self.on_delete: Callable[[TenantId], None] = lambda _: None
-        """Told the id after a delete is durable, beside `on_change`: whoever keeps what the tenant's names mean."""
+        """Callback with the id after a delete is durable, called after `on_change`; invalidates cached routes."""
         self._database = database
         self._on_change = on_change
         self._clock = clock
@@ -169,10 +169,10 @@ class Tenants:
         policy: TenantPolicy | None = None,
         once: Once[TenantRecord] | None = None,
     ) -> TenantRecord:
-        """A new tenant without keys or adapters.
+        """Create a tenant without keys or adapters.
 
         Args:
-            limits: those of a policy with nothing else, for who has no `policy`.
+            limits: limits of the new tenant, as a shorthand for a `policy` that has only these.
 
         Raises:
             InvalidRequest: the name doesn't match.
@@ -199,12 +199,12 @@ class Tenants:
                 if once is not None:
                     await once.finish(session, made)
         except IntegrityError as error:
-            # Another replica was quicker.
+            # another replica created it first
             raise taken from error
         return made
 
     async def get(self, name: str) -> TenantRecord:
-        """The live tenant of this name.
+        """Return the live tenant of this name.
 
         Raises:
             TenantNotFound: there is none.
@@ -213,7 +213,7 @@ class Tenants:
             return _to_record(await find_tenant(session, name))
 
     async def list(self, *, limit: int = 50, cursor: str | None = None) -> Page[TenantRecord]:
-        """The live tenants by name."""
+        """Return a page of the live tenants by name."""
         after = decode_cursor(cursor)
         query = select(Tenant).where(Tenant.deleted_at.is_(None)).order_by(Tenant.name).limit(check_limit(limit) + 1)
         if after is not None:
@@ -223,7 +223,7 @@ class Tenants:
         return make_page(rows, limit, lambda row: row.name, _to_record)
 
     async def names(self, ids: set[TenantId]) -> dict[TenantId, str]:
-        """The names of these tenants, the deleted too."""
+        """Return the names of these tenants, deleted ones included."""
         async with self._database.read() as session:
             rows = (await session.execute(select(Tenant.id, Tenant.name).where(Tenant.id.in_(ids)))).all()
         return {TenantId(ident): name for ident, name in rows}
@@ -236,14 +236,14 @@ class Tenants:
         actor: str,
         check: Callable[[TenantRecord], None] = lambda _: None,
     ) -> TenantRecord:
-        """The tenant as `change` says: for requests here at once, in other processes within `LIMITS.auth_cache_s`.
+        """Change the tenant: at once in this process, within `LIMITS.auth_cache_s` in others.
 
         Args:
-            check: is shown the tenant as it was, under its lock; what it raises ends the call, and nothing is changed.
+            check: called with the locked tenant before the change; its exception cancels the change.
 
         Raises:
             TenantNotFound: there is none.
-            InvalidRequest: a value can't be; `param` names it.
+            InvalidRequest: a value is invalid; `param` names it.
         """
         now = self._clock()
         async with self._database.write() as session:
@@ -262,7 +262,7 @@ class Tenants:
         return record
 
     async def delete(self, name: str, *, actor: str) -> None:
-        """The tenant's keys and model names work no more: at once here, within seconds in other processes. Its rows stay.
+        """Delete the tenant: at once in this process, within seconds in others. Its rows stay.
 
         Raises:
             TenantNotFound: there is none.

@@ -330,7 +330,7 @@ async def test_a_living_collector_ends_a_mark_that_it_left_at_once(
     assert await listed(database) == {blob: False}
     assert await collector.locks.release() == 0
     # nothing is remembered of it
-    assert not collector.locks._left
+    assert not collector.locks._unreleased
     await passes(collector, time, 1)
     assert await listed(database) == {}
 

@@ -176,7 +176,7 @@ async def test_a_journal_that_grows_while_the_database_is_away_is_summed_up_and_
                 await killed.flush()
     before = killed.journal_bytes
     away.setattr(usage, "LIMITS", Limits(max_usage_journal_bytes=100))
-    await killed._keep()
+    await killed._sync_journal()
     assert killed.journal_bytes < before / 10
     die(killed)
     away.undo()
