@@ -1,4 +1,4 @@
-"""Who did what: one row per change, written in the transaction of the change."""
+"""Audit log: one row per change, written in the transaction of the change."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from loraserve.db.models import AuditRow
 
 SERVER = "server"
-"""The actor of what the server does by itself, such as the first start."""
+"""Actor of the server's own actions, such as the first start."""
 
 
 def record(
@@ -23,12 +23,12 @@ def record(
     at: datetime,
     detail: dict[str, Any] | None = None,
 ) -> None:
-    """The row is durable exactly if the session's transaction is.
+    """Add an audit row to the session's transaction.
 
     Args:
-        action: what was done, as ``noun.verb``: ``alias.move``.
-        target: on what, as people write it: ``sql@live``, ``acme``.
-        actor: the id of the key that did it.
-        tenant: whose thing it is; None for the server's own.
+        action: action as ``noun.verb``: ``alias.move``.
+        target: target in the command line's notation: ``sql@live``, ``acme``.
+        actor: id of the key that acted.
+        tenant: tenant of the target; None for the server's own actions.
     """
     session.add(AuditRow(at=at, tenant_id=tenant, actor=actor, action=action, target=target, detail=detail or {}))

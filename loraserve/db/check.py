@@ -1,4 +1,4 @@
-"""``python -m loraserve.db.check``: the migrations, run on an empty database, make exactly what the models say. For ``make check``."""
+"""``python -m loraserve.db.check``: check that the migrations, run on an empty database, create what the models define."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from loraserve.db import migrate
 
 
 def main() -> int:
-    """0 if they agree; 1 with every difference on stderr."""
+    """Return 0 if they agree; otherwise print all differences to stderr and return 1."""
     with tempfile.TemporaryDirectory() as folder:
         url = f"sqlite:///{folder}/registry.db"
         asyncio.run(migrate.upgrade(url))

@@ -1,7 +1,7 @@
-"""A SQLite database's file: whether what this process has open is still what lies at its path.
+"""File of a SQLite database: check that the open file is still the one at its path.
 
-SQLite keeps its files open, so a file that is renamed away, deleted or replaced under a running server takes writes that are never found
-again. `DatabaseFile` compares the path with what was opened, and lets no connection make an empty file in the place of a lost one.
+SQLite keeps its files open, so writes to a file that was renamed, deleted or replaced under a running server are lost.
+`DatabaseFile` compares the path with the opened file, and keeps connections from creating an empty file instead of a lost one.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from loraserve.errors import ConfigError, DatabaseUnavailable
 
 
 class DatabaseFile:
-    """The file of a SQLite database and its log (``-wal``), as they were when they were opened."""
+    """File of a SQLite database and its log (``-wal``), as they were when opened."""
 
     def __init__(self, path: Path) -> None:
-        """Let the file exist, readable by its owner alone.
+        """Create the file, readable by its owner only, if it doesn't exist.
 
         Raises:
-            ConfigError: it can't be made or opened.
+            ConfigError: the file can't be created or opened.
         """
         self.path = path.absolute()
         self._opened = _make_private_file(self.path)
@@ -32,10 +32,10 @@ class DatabaseFile:
         self._num_connections = 0
 
     def check(self) -> None:
-        """Return if the files that connections have open are those at their paths.
+        """Check that the files that connections have open are those at their paths.
 
         Raises:
-            DatabaseUnavailable: they were moved away, replaced or deleted.
+            DatabaseUnavailable: a file was moved, replaced or deleted.
         """
         is_there = _identity(self.path) == self._opened
         if is_there and (self._log is None or _identity(self._log_path) == self._log):
@@ -46,11 +46,11 @@ class DatabaseFile:
         )
 
     def url(self, parsed: URL) -> URL:
-        """Return `parsed` for connections that open this file and never make one."""
+        """Return the URL of connections that open this file and never create one."""
         return parsed.set(database=f"file:{quote(str(self.path))}", query={"mode": "rw", "uri": "true"})
 
     def watch(self, engine: Engine) -> None:
-        """Check the files before each of the engine's connections, and remember the log that they share. To be called after the pragmas' listener."""
+        """Check the files before each connection, and remember the shared log; call this after adding the pragmas' listener."""
 
         @event.listens_for(engine, "do_connect")
         def check(*_: object) -> None:
@@ -58,7 +58,7 @@ class DatabaseFile:
 
         @event.listens_for(engine, "connect")
         def opened(*_: object) -> None:
-            # from the first connection to the last one the log is the same
+            # the log is the same from the first connection to the last
             self._num_connections += 1
             if self._log is None:
                 self._log = _identity(self._log_path)
@@ -79,7 +79,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _make_private_file(path: Path) -> tuple[int, int]:
-    """Let `path` exist, readable by its owner alone, and return its device and inode; SQLite gives its -wal and -shm files the same mode."""
+    """Create `path`, readable by its owner only, if absent; return device and inode. SQLite's -wal and -shm get its mode."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)

@@ -1,8 +1,8 @@
-"""``Idempotency-Key``: a POST that is sent again does its work once and gets the first answer again.
+"""``Idempotency-Key``: a repeated POST does its work once and gets the first answer again.
 
-The answer is stored in the transaction of the work itself, so after a crash either both are there or neither is. Two equal
-requests at once: the second waits for the first one's transaction and then gets its answer. Only successes are kept; what
-failed may be tried again with the same key.
+The answer is stored in the transaction of the work, so after a crash either both exist or neither does. Of two concurrent equal
+requests, the second waits for the first one's transaction and gets its answer. Only successes are stored; a failed request may
+be repeated with the same key.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """What the first request was answered. `headers` holds those that belong to the result (``ETag``, ``Location``)."""
+    """Answer to the first request, with the headers that belong to the result (``ETag``, ``Location``)."""
 
     status: int
     headers: dict[str, str]
@@ -35,7 +35,7 @@ class StoredResponse:
 
 
 class Replay(Exception):
-    """The work was done before; `response` is what was answered then."""
+    """The work was done before; `response` is its answer."""
 
     def __init__(self, response: StoredResponse) -> None:
         super().__init__("answered before")
@@ -44,13 +44,13 @@ class Replay(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Once(Generic[T]):
-    """One request's right to do its work once.
+    """Guard that a request does its work once.
 
     Args:
-        owner: whose key it is: API key and tenant. Keys of different owners never meet.
-        key: the header's value; stored as a hash.
-        fingerprint: of method, path, query and content. The same key with another fingerprint is refused.
-        render: the answer for the work's result; without secrets, because it is stored.
+        owner: API key and tenant; keys of different owners are independent.
+        key: value of the header; stored as a hash.
+        fingerprint: hash of method, path, query and content. The same key with another fingerprint is refused.
+        render: converts the work's result to the stored answer, without secrets.
     """
 
     owner: str
@@ -73,11 +73,11 @@ class Once(Generic[T]):
         return hashlib.sha256(self.key.encode()).hexdigest()
 
     async def check(self, session: AsyncSession) -> None:
-        """Return if the work is still to be done.
+        """Check that the key is unused.
 
         Raises:
-            Replay: it was done.
-            IdempotencyKeyReused: the key came with another request.
+            Replay: the work was done before.
+            IdempotencyKeyReused: the key was used for another request.
         """
         row = await session.get(IdempotencyRow, (self.owner, self._hash))
         if row is None or row.expires_at <= self.clock():
@@ -89,19 +89,19 @@ class Once(Generic[T]):
         raise Replay(StoredResponse(row.status, row.headers, row.body))
 
     async def begin(self, session: AsyncSession) -> None:
-        """Take the key, first thing in the work's transaction; `finish` must follow in the same one.
+        """Take the key at the start of the work's transaction; `finish` must follow in the same transaction.
 
         Raises:
-            Replay, IdempotencyKeyReused: as `check`, also when the other request was still running a moment ago.
+            Replay, IdempotencyKeyReused: as `check`, also after waiting for a concurrent request.
         """
         now = self.clock()
         identity = tuple_(IdempotencyRow.owner, IdempotencyRow.key_hash)
-        # Skipping what others hold: two requests that tidy up at once must not wait for each other in a circle.
+        # Skip locked rows, so that two requests that delete expired keys don't deadlock.
         expired = select(IdempotencyRow.owner, IdempotencyRow.key_hash).where(IdempotencyRow.expires_at <= now)
         await session.execute(
             delete(IdempotencyRow).where(identity.in_(expired.limit(100).with_for_update(skip_locked=True)))
         )
-        # This key's own row must be out of the way even if it wasn't among those.
+        # This key's own row must be deleted even if it wasn't among those.
         await session.execute(
             delete(IdempotencyRow).where(identity == (self.owner, self._hash), IdempotencyRow.expires_at <= now)
         )
@@ -134,7 +134,7 @@ class Once(Generic[T]):
         num_kept = await session.scalar(select(func.count()).select_from(IdempotencyRow).where(mine)) or 0
         if num_kept <= LIMITS.max_idempotency_keys_per_key:
             return
-        # A tenth at a time, so that a full table isn't counted and trimmed row by row.
+        # Delete a tenth at a time, so that a full table isn't trimmed row by row.
         oldest = (
             select(IdempotencyRow.created_at)
             .where(mine)

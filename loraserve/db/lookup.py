@@ -1,4 +1,4 @@
-"""A short-lived cache in front of the database, which keeps the token path going while the database is away."""
+"""Short-lived cache in front of the database, which keeps the token path working during an outage."""
 
 from __future__ import annotations
 
@@ -17,28 +17,27 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 RETRY_S = 1.0
-"""While the database is away it is asked again so long after it failed; known answers are given at once meanwhile."""
+"""Seconds between attempts while the database is unreachable; cached answers are returned at once meanwhile."""
 _MAX_TIMEOUTS = 3
-"""A question waits for at most so many times `timeout_s`, also where the database answers others."""
+"""Maximum wait for an answer, in multiples of `timeout_s`, even if the database answers other queries."""
 _MAX_UNKNOWN, _MAX_UNKNOWN_PER_HOLDER = 4, 2
-"""Questions at once about keys that nothing is known of: fewer than the database's connections. Keys that are known pass them."""
+"""Concurrent look-ups of keys without a cached answer: fewer than the database's connections, left to known keys."""
 _LOOKS_PER_TIMEOUT = 20
 _MAX_LOOK = 2
-"""Longest look that is counted, in looks: the rest of a longer one was the event loop's time, in which no answer could
-be heard."""
+"""Cap on the counted length of one wait, in multiples of the polling interval; beyond it, the event loop was busy."""
 
 
 class _StillAway(DatabaseUnavailable):
-    """Say without a question that the database is away; this prolongs no outage."""
+    """The database was found unreachable a moment ago; doesn't prolong the outage."""
 
 
 class _UnknownKeyLimiter:
-    """Limit the questions about unknown keys: a few at once, and fewer for one holder, so that no flood of them is in others' way."""
+    """Limits concurrent look-ups of unknown keys, in all and per holder, so that a flood of them doesn't block others."""
 
     def __init__(self) -> None:
         self._in_all = asyncio.Semaphore(_MAX_UNKNOWN)
         self._holders: dict[Hashable, tuple[asyncio.Semaphore, int]] = {}
-        """Each holder's semaphore, and how many questions hold it or wait for it."""
+        """Semaphore of each holder, and the number of look-ups that hold it or wait for it."""
 
     @asynccontextmanager
     async def slot(self, holder: Hashable) -> AsyncIterator[None]:
@@ -54,19 +53,18 @@ class _UnknownKeyLimiter:
 
 
 class LookupCache(Generic[K, V]):
-    """Answers that are at most `ttl_s` old, or, while the database is away, at most `ttl_s` + `grace_s`.
+    """Cache of answers for `ttl_s`, extended by `grace_s` while the database is unreachable.
 
-    One look-up per key is under way at a time, however many callers ask; of keys that nothing is known of, a few.
-    Errors aren't kept, so what was absent is found as soon as it is there. `forget` takes effect at once, also on
-    look-ups under way.
+    Concurrent callers of a key share one look-up, and few unknown keys are looked up at a time. Errors aren't cached, so that new
+    rows are found at once. `forget` takes effect at once, also on running look-ups.
 
-    The database is away from a look-up that it failed, or left without an answer for `timeout_s`, to the first one that it answers;
-    and never for longer than one more attempt takes, so that no old answers are given for an outage that is over. Time counts
-    while the event loop listens and the database is silent: a busy server waits for a database that answers, question by question.
+    The database counts as unreachable from a look-up that failed or timed out until one succeeds, and no longer than one more
+    attempt takes, so that stale answers end with the outage. Only time in which the event loop is free and the database silent
+    counts for the timeout: a busy server waits for a database that answers.
 
     Args:
-        silence_s: for how long the database has answered no question.
-        is_cancellable: whether a question that is given up is cancelled; otherwise it ends when it does.
+        silence_s: returns the time since the database last answered a query.
+        is_cancellable: whether abandoned queries are cancelled; otherwise they run to their end.
     """
 
     def __init__(
@@ -93,17 +91,17 @@ class LookupCache(Generic[K, V]):
         self._retry: asyncio.Task[V] | None = None
         self._unknown_keys = _UnknownKeyLimiter()
         self._given_up: set[asyncio.Future[V]] = set()
-        """Questions that were given up and haven't ended: with a silent database being cancelled takes a while itself."""
+        """Abandoned queries that haven't ended; with a silent database, cancelling takes a while itself."""
 
     async def get(self, key: K, fetch: Callable[[], Awaitable[V]], *, holder: Hashable = None) -> V:
-        """The value of `key`, from the cache or from `fetch()`.
+        """Return the value of `key` from the cache or from `fetch()`.
 
         Args:
-            holder: the tenant or address that asks: its own unknown keys wait for each other before they wait for others'.
+            holder: tenant or address; look-ups of unknown keys are limited per holder.
 
         Raises:
-            DatabaseUnavailable: `fetch` raised it or the database was silent for `timeout_s`, and no answer is young enough.
-            Overloaded: `fetch` raised it or took too long beside others, and no answer is young enough.
+            DatabaseUnavailable: `fetch` raised it or the database was silent for `timeout_s`, and nothing is cached.
+            Overloaded: `fetch` raised it or took too long, and nothing is cached.
         """
         entry = self._entries.get(key)
         if entry is not None:
@@ -114,12 +112,12 @@ class LookupCache(Generic[K, V]):
                     self._ask_again(key, fetch)
                 return entry[0]
         flight = self._start(key, fetch, holder)
-        # One waiter that goes away doesn't cancel the look-up of the others.
+        # A cancelled waiter doesn't cancel the look-up of the others.
         await asyncio.wait({flight})
         return flight.result()
 
     def forget(self, is_stale: Callable[[K], bool]) -> None:
-        """Let the next `get` of every key that `is_stale` names ask the database."""
+        """Remove all keys for which `is_stale` returns True."""
         for key in [key for key in self._entries if is_stale(key)]:
             del self._entries[key]
         for key in [key for key in self._flights if is_stale(key)]:
@@ -129,13 +127,13 @@ class LookupCache(Generic[K, V]):
         return self._failed_at is not None and self._clock() - self._failed_at <= 2 * RETRY_S + self._timeout_s
 
     def _ask_again(self, key: K, fetch: Callable[[], Awaitable[V]]) -> None:
-        """Find out, for one key at a time and with nobody waiting, whether the database is back."""
+        """Probe in the background, with one key at a time, whether the database is back."""
         is_asking = self._retry is not None and not self._retry.done()
         if not is_asking and self._failed_at is not None and self._clock() - self._failed_at >= RETRY_S:
             self._retry = self._start(key, fetch)
 
     def _start(self, key: K, fetch: Callable[[], Awaitable[V]], holder: Hashable = None) -> asyncio.Task[V]:
-        """The look-up of `key` that is under way, from now on."""
+        """Start the look-up of `key`, or return the running one."""
         flight = self._flights.get(key)
         if flight is None:
             flight = asyncio.create_task(self._look_up(key, fetch, holder))
@@ -165,7 +163,7 @@ class LookupCache(Generic[K, V]):
             self._failed_at = None
             raise
         self._failed_at = None
-        # A `forget` since the question was asked means that this answer may be from before the change.
+        # A `forget` since the query means that this answer may be outdated.
         if self._flights.get(key) is asyncio.current_task():
             self._entries[key] = (value, asked_at)
             self._entries.move_to_end(key)
@@ -175,17 +173,17 @@ class LookupCache(Generic[K, V]):
 
     def _check_not_away(self, now: float) -> None:
         """Raises:
-        DatabaseUnavailable: it was found away a moment ago, and a question that waited for its turn needn't find out anew.
+        DatabaseUnavailable: it was found unreachable a moment ago, so that a queued look-up needn't try.
         """
         if self._failed_at is not None and now - self._failed_at < RETRY_S:
             raise _StillAway("The registry's database can't be reached now.", hint="Try again in a moment.")
 
     async def _ask(self, fetch: Callable[[], Awaitable[V]]) -> V:
-        """Return what `fetch` returns.
+        """Await `fetch` with the timeout.
 
         Raises:
-            DatabaseUnavailable: it raised it, or the database was silent for `timeout_s`.
-            Overloaded: the database answers others, and not this.
+            DatabaseUnavailable: `fetch` raised it, or the database was silent for `timeout_s`.
+            Overloaded: the database answers other queries but not this one.
         """
         asking = asyncio.ensure_future(fetch())
         look_s = self._timeout_s / _LOOKS_PER_TIMEOUT
@@ -209,7 +207,7 @@ class LookupCache(Generic[K, V]):
         )
 
     def _give_up(self, asking: asyncio.Future[V]) -> None:
-        """Cancel the question where that frees anything, and let it end without a word otherwise."""
+        """Cancel the query if that frees its connection; otherwise let it end and ignore its result."""
         self._given_up.add(asking)
         asking.add_done_callback(self._forget_given_up)
         if self._is_cancellable:
@@ -224,5 +222,5 @@ class LookupCache(Generic[K, V]):
         if self._flights.get(key) is flight:
             del self._flights[key]
         if not flight.cancelled():
-            # Every waiter may be gone: an error that nobody takes isn't worth a warning.
+            # All waiters may be gone: retrieve the error, so that asyncio doesn't warn.
             flight.exception()

@@ -1,7 +1,7 @@
-"""Bring the registry's tables from one revision to the next, whole or not at all.
+"""Migrations of the registry's tables, all or nothing.
 
-All pending migrations run in one transaction: a process killed in the middle leaves the old revision. Two processes that
-migrate at once take turns (SQLite's write lock, PostgreSQL's advisory lock), and the second finds nothing to do.
+Pending migrations run in one transaction: a killed process leaves the old revision. Concurrent processes are serialized by
+SQLite's write lock or PostgreSQL's advisory lock, and the second finds nothing to do.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from loraserve.db.session import WRITE, damaged, database_errors, make_engine, p
 from loraserve.errors import ConfigError, DatabaseDamaged, SchemaOutdated
 
 ADVISORY_LOCK = 0x6C6F7261
-"""Any number, the same in every process: "lora"."""
+"""Key of the advisory lock; any number that all processes share."""
 
 T = TypeVar("T")
 
 
 def alembic_config(connection: Connection | None = None) -> Config:
-    """Alembic's configuration for the scripts of this installation: wheel, sdist or checkout."""
+    """Return Alembic's configuration for the scripts of this installation: wheel, sdist or checkout."""
     config = Config()
     config.set_main_option("script_location", str(files("loraserve_migrations")).replace("%", "%%"))
     config.attributes["connection"] = connection
@@ -36,7 +36,7 @@ def alembic_config(connection: Connection | None = None) -> Config:
 
 
 def head() -> str:
-    """The revision that this program works with."""
+    """Return the revision that this program works with."""
     revision = ScriptDirectory.from_config(alembic_config()).get_current_head()
     if revision is None:
         raise ConfigError("This installation has no migrations.", hint="Install loraserve again.")
@@ -44,11 +44,11 @@ def head() -> str:
 
 
 async def current(url: str) -> str | None:
-    """The database's revision; None for an empty database.
+    """Return the database's revision; None for an empty database.
 
     Raises:
-        ConfigError: the URL is no good, or the database holds somebody else's tables.
-        DatabaseUnavailable: it can't be reached.
+        ConfigError: the URL is invalid, or the database has other programs' tables.
+        DatabaseUnavailable: the database can't be reached.
     """
     return await _in_transaction(url, _read_revision, is_write=False)
 
@@ -64,7 +64,7 @@ async def upgrade(url: str) -> str:
 
 
 async def upgrade_if_empty(url: str) -> bool:
-    """Make the tables of an empty database; True if it was empty. A database with tables is left as it is (see `check`)."""
+    """Create the tables of an empty database; return whether it was empty. Other databases are unchanged (see `check`)."""
 
     def run(connection: Connection) -> bool:
         if _read_revision(connection) is not None:
@@ -76,18 +76,18 @@ async def upgrade_if_empty(url: str) -> bool:
 
 
 async def check(url: str) -> None:
-    """Return if the database is at `head()`, with every table, and, on SQLite, its pages are whole (all of it is read).
+    """Check that the database is at `head()` with all tables; on SQLite, also read all pages and check them.
 
     Raises:
-        DatabaseDamaged: it isn't whole.
-        SchemaOutdated: it is older (the message names the command) or newer.
+        DatabaseDamaged: a page is corrupt.
+        SchemaOutdated: the database is older (the message names the command) or newer.
         ConfigError, DatabaseUnavailable: as for `current`.
     """
     await _in_transaction(url, _check, is_write=False)
 
 
 async def differences(url: str) -> list[str]:
-    """What the database at `url` lacks or has too much of, compared with the models; empty when they agree."""
+    """Return the differences between the database at `url` and the models; empty if they agree."""
 
     def compare(connection: Connection) -> list[str]:
         context = MigrationContext.configure(
@@ -106,7 +106,7 @@ def _is_other_default(
     _default: Any,
     expected: str | None,
 ) -> bool | None:
-    """Whether a column's default isn't the model's. None: let Alembic find out, which asks the database; PostgreSQL can't compare JSON."""
+    """Return whether a JSON column's default differs from the model's, which PostgreSQL can't compare; None for others."""
     if not isinstance(column.type, JSON):
         return None
     return (found or "").partition("::")[0].strip("'") != (expected or "").strip("'")
@@ -122,7 +122,7 @@ async def _in_transaction(url: str, action: Callable[[Connection], T], *, is_wri
                     await connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": ADVISORY_LOCK})
                 return await connection.run_sync(action)
     except DatabaseDamaged as error:
-        # said to operators alone, so with the place
+        # shown to operators only, so name the database
         where = parse_database_url(url).set(drivername=engine.dialect.name).render_as_string()
         raise DatabaseDamaged(error.message.replace("database is", f"database {where} is"), hint=error.hint) from error
     finally:

@@ -1,4 +1,4 @@
-"""What may be a name of an adapter, a tenant or an alias."""
+"""Validity of names of adapters, tenants and aliases."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ _NAME = re.compile(NAME_PATTERN, re.ASCII)
 
 
 def is_name(text: str) -> bool:
-    """Whether all of `text` matches `NAME_PATTERN`; so it fits its column and may be repeated in messages."""
+    """Return whether `text` matches `NAME_PATTERN`, so that it fits its column and may be repeated in messages."""
     return _NAME.fullmatch(text) is not None

@@ -18,25 +18,25 @@ MAX_CURSOR_BYTES = 200
 
 @dataclass(frozen=True, slots=True)
 class Page(Generic[T]):
-    """Items added or removed meanwhile never make a later page repeat or skip another item."""
+    """Page of a list. Items added or removed between requests never make a later page repeat or skip other items."""
 
     items: tuple[T, ...]
     next_cursor: str | None
-    """None: this is the last page."""
+    """Cursor of the next page; None on the last page."""
 
 
 def make_page(rows: Sequence[R], limit: int, position: Callable[[R], str], convert: Callable[[R], T]) -> Page[T]:
-    """The page of the first `limit` rows; `rows` holds one more than that when there is a next page."""
+    """Return the page of the first `limit` rows; one more row means that there is a next page."""
     shown = rows[:limit]
     more = len(rows) > limit
     return Page(tuple(convert(row) for row in shown), encode_cursor(position(shown[-1])) if more else None)
 
 
 def check_limit(limit: int) -> int:
-    """`limit` if it is a page size that we give.
+    """Return `limit` if it is a valid page size.
 
     Raises:
-        InvalidRequest: it isn't in 1 … `LIMITS.max_page_size`.
+        InvalidRequest: the size isn't in 1 … `LIMITS.max_page_size`.
     """
     if not 1 <= limit <= LIMITS.max_page_size:
         raise InvalidRequest(f"limit should be between 1 and {LIMITS.max_page_size}; it is {limit}.", param="limit")
@@ -48,10 +48,10 @@ def encode_cursor(position: str) -> str:
 
 
 def decode_cursor(cursor: str | None) -> str | None:
-    """The position that `encode_cursor` was given; None for None (the first page).
+    """Decode the position in a cursor of `encode_cursor`; None for the first page.
 
     Raises:
-        InvalidRequest: this isn't a cursor of ours.
+        InvalidRequest: the cursor isn't one of ours.
     """
     if cursor is None:
         return None
@@ -69,7 +69,7 @@ def decode_cursor(cursor: str | None) -> str | None:
 
 
 def decode_number_cursor(cursor: str | None) -> int | None:
-    """As `decode_cursor`, for lists in the order of a number."""
+    """Decode a cursor of a list ordered by number, as `decode_cursor` does."""
     position = decode_cursor(cursor)
     if position is None:
         return None

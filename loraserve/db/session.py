@@ -1,9 +1,9 @@
-"""Sessions on the registry's database, SQLite or PostgreSQL, with the same promises on both.
+"""Sessions on the registry's database, SQLite or PostgreSQL, with the same guarantees on both.
 
-After `Database.write()` leaves without an exception, what was written survives a power cut: SQLite runs in WAL mode with
-``synchronous = FULL``, PostgreSQL with its own default. Writers take the write lock at the start (``BEGIN IMMEDIATE``), so a
-transaction never fails half-way because another one wrote meanwhile. Nothing is acknowledged that was written to a SQLite file which
-isn't at its path any more (`loraserve.db.database_file`).
+When `Database.write()` leaves without an exception, its changes survive a power cut: SQLite runs in WAL mode with
+``synchronous = FULL``, PostgreSQL with its own default. SQLite's writers take the write lock at the start (``BEGIN IMMEDIATE``),
+so that a transaction never fails half-way because another one wrote. Writes to a SQLite file that isn't at its path any more
+aren't acknowledged (`loraserve.db.database_file`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WRITE = "loraserve_write"
 """Execution option of connections whose transactions write."""
 
 _BUSY_S = 2.0
-"""A database that answered any question within this time isn't away."""
+"""Silence in seconds before the database counts as unreachable."""
 
 Clock = Callable[[], datetime]
 
@@ -43,7 +43,7 @@ def utc_now() -> datetime:
 
 
 def parse_database_url(url: str) -> URL:
-    """The URL with the asynchronous driver that we use.
+    """Parse the URL, and set the asynchronous driver that we use.
 
     Accepts ``sqlite:///PATH`` and ``postgresql://USER:PASSWORD@HOST:PORT/NAME`` (also ``postgres://``; ``sslmode`` is
     understood).
@@ -74,13 +74,13 @@ def parse_database_url(url: str) -> URL:
 def make_engine(
     url: str, *, busy_timeout_s: float = 5.0, enforce_foreign_keys: bool = True, file: DatabaseFile | None = None
 ) -> AsyncEngine:
-    """An engine with our settings on every connection. Makes the folder (0700) and file (0600) of a SQLite database.
+    """Create an engine with our settings on each connection, and the folder (0700) and file (0600) of a SQLite database.
 
     Args:
-        file: the SQLite database's, if it is known already.
+        file: file of the SQLite database, if it is open already.
 
     Raises:
-        ConfigError: the URL is no good, or its folder can't be made.
+        ConfigError: the URL is invalid, or its folder can't be created.
     """
     parsed = parse_database_url(url)
     if parsed.drivername.startswith("postgresql"):
@@ -125,7 +125,7 @@ def make_engine(
 
 
 def _use_wal(cursor: Any, patience_s: float) -> None:
-    """The database is in WAL mode, as it stays once it is. SQLite's own busy timeout doesn't cover the change: who makes it beside another is refused at once."""
+    """Switch the database to WAL mode, retrying while it is busy: SQLite's busy timeout doesn't cover this change."""
     deadline_s = time.monotonic() + patience_s
     while True:
         try:
@@ -145,7 +145,7 @@ def database_errors(is_silent: Callable[[], bool] = lambda: True) -> Iterator[No
     (no such database, no such user) into `ConfigError`. Other errors, such as a violated constraint, pass as they are.
 
     Args:
-        is_silent: whether the database has answered no question of late: otherwise connections that can't be had are only busy.
+        is_silent: returns whether the database is silent; otherwise a connection timeout means that it is only busy.
     """
     try:
         yield
@@ -205,9 +205,9 @@ def _translate(error: Exception) -> LoraserveError | None:
 
 
 class Database:
-    """One pool of connections. `read()`, `read_columns()` and `write()` are the only ways to them.
+    """Pool of connections, used through `read()`, `read_columns()` and `write()`.
 
-    A block under any of them holds database work only: no file, no network, no waiting for anything else.
+    A block under any of them does database work only: no files, no network, no other waiting.
     """
 
     def __init__(self, url: str, *, busy_timeout_s: float = 5.0) -> None:
@@ -233,20 +233,20 @@ class Database:
 
     @property
     def is_cancellable(self) -> bool:
-        """Whether to cancel a question frees anything: PostgreSQL's connection closes; SQLite's thread goes on, and its connection is lost."""
+        """Whether cancelling a query frees its connection, as on PostgreSQL; on SQLite, its thread continues."""
         return not self._is_sqlite
 
     def silence_s(self) -> float:
-        """Return for how long no statement of this process was answered."""
+        """Return the seconds since the database answered a statement of this process."""
         return time.monotonic() - self._answered_at
 
     def is_silent(self) -> bool:
-        """Return whether a wait for a connection is the database's doing: it answered no question meanwhile."""
+        """Return whether the database has been silent for long, so that waits for connections are its fault."""
         return self.silence_s() >= _BUSY_S
 
     @property
     def is_available(self) -> bool:
-        """Whether the last write found the database there, and its file is where it was. A server's beats write every other second."""
+        """Whether the last write reached the database and its file is in place; a server's heartbeat writes every 2 s."""
         try:
             self._check_file()
         except DatabaseUnavailable:
@@ -259,9 +259,9 @@ class Database:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Translate errors as `database_errors` does, without the words that are for the operator: those go to the log.
+        """Translate errors as `database_errors` does, but log the details that are meant for the operator.
 
-        What is raised here is answered to tenants, and drivers' messages have users' names and files' places.
+        These errors are shown to tenants, and drivers' messages contain user names and paths.
         """
         try:
             with database_errors(self.is_silent):
@@ -279,10 +279,10 @@ class Database:
 
     @asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncSession]:
-        """A session that sees one consistent state and writes nothing.
+        """Open a session that sees one consistent state and writes nothing.
 
         Raises:
-            DatabaseUnavailable: no connection, or it broke.
+            DatabaseUnavailable: there is no connection, or it broke.
         """
         with self._errors():
             async with self._readers() as session, session.begin():
@@ -290,10 +290,10 @@ class Database:
 
     @asynccontextmanager
     async def read_columns(self) -> AsyncIterator[AsyncConnection]:
-        """As `read`, for statements that ask for columns: the bookkeeping that a session does for objects takes half as long again as the answer.
+        """Open a connection as `read` does, for statements that select columns; a session's overhead would be half the query's time.
 
         Raises:
-            DatabaseUnavailable: no connection, or it broke.
+            DatabaseUnavailable: there is no connection, or it broke.
         """
         with self._errors():
             # ends with a rollback: there is nothing to commit
@@ -302,7 +302,7 @@ class Database:
 
     @asynccontextmanager
     async def write(self) -> AsyncIterator[AsyncSession]:
-        """A session whose changes are durable after the block, all of them, or none of them if it raises.
+        """Open a session whose changes are durable after the block, or undone if it raises.
 
         Raises:
             DatabaseUnavailable: no connection, it broke, another writer held the lock too long, or its file was moved away.
@@ -319,7 +319,7 @@ class Database:
                     # The lock is taken now, not at the first statement.
                     await session.connection()
                     yield session
-                # what was committed to a file that has gone meanwhile isn't acknowledged
+                # don't acknowledge a commit to a file that is gone meanwhile
                 self._check_file()
         except DatabaseUnavailable:
             self._has_failed = True

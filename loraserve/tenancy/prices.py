@@ -1,4 +1,4 @@
-"""What a tenant pays for tokens. Money is decimal, from the request's text to the sum: no float is in between."""
+"""Prices of tokens, as decimals from the request's text to the sum, never floats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from loraserve.errors import InvalidRequest
 from loraserve.limits import LIMITS
 
 _DIGITS = 64
-"""More than the longest amount times any number of tokens has, so that nothing is rounded."""
+"""Decimal precision, enough for the longest amount times any number of tokens without rounding."""
 _CURRENCY = re.compile(r"[A-Z]{3}", re.ASCII)
 _AMOUNT = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?", re.ASCII)
 _ADAPTER = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}(/[a-z0-9][a-z0-9._-]{0,62})?", re.ASCII)
@@ -21,15 +21,15 @@ _KINDS = ("prompt", "cached", "completion")
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Per million tokens, in the table's currency."""
+    """Prices per million tokens, in the table's currency."""
 
     prompt: Decimal
     cached: Decimal
-    """Of prompt tokens that weren't computed again."""
+    """Price of cached prompt tokens."""
     completion: Decimal
 
     def cost(self, *, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> Decimal:
-        """What these tokens cost, exactly. `cached_tokens` are among `prompt_tokens`."""
+        """Return the exact cost of these tokens; `prompt_tokens` include `cached_tokens`."""
         with localcontext(prec=_DIGITS):
             millionths = (
                 self.prompt * (prompt_tokens - cached_tokens)
@@ -44,24 +44,24 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class PriceTable:
-    """One price for everything, and others for some adapters (``NAME``; ``OWNER/NAME`` for one that another tenant granted)."""
+    """Price table: a default price, and prices of adapters (``NAME``, or ``OWNER/NAME`` of another tenant)."""
 
     currency: str
     price: Price
     adapters: Mapping[str, Price] = field(default_factory=dict)
 
     def price_of(self, adapter: str) -> Price:
-        """The price of an adapter; of the base (the empty name) and of whatever has none of its own, the table's."""
+        """Return the price of an adapter, or the default price for the base (the empty name) and adapters without a price."""
         return self.adapters.get(adapter, self.price)
 
     def as_json(self) -> dict[str, Any]:
-        """The table as `read_prices` takes it, with everything said that it filled in."""
+        """Return the table in the format of `read_prices`, with its defaults filled in."""
         adapters = {name: price.as_json() for name, price in self.adapters.items()}
         return {"currency": self.currency, **self.price.as_json(), "adapters": adapters}
 
 
 def highest(prices: Sequence[Price]) -> Price:
-    """Each amount as the dearest of `prices`, at least one, has it."""
+    """Return the maximum of each amount over `prices`, which mustn't be empty."""
     return Price(
         prompt=max(price.prompt for price in prices),
         cached=max(price.cached for price in prices),
@@ -70,13 +70,13 @@ def highest(prices: Sequence[Price]) -> Price:
 
 
 def read_prices(value: Mapping[str, Any]) -> PriceTable | None:
-    """The table that a request or a row says; None: it is empty, and nothing has a price.
+    """Parse a price table of a request or row; None if it is empty.
 
-    ``{currency, prompt, cached?, completion, adapters?: {NAME: {prompt?, cached?, completion?}}}``. Without ``cached``, cached
-    tokens cost what the others of a prompt do; what an adapter doesn't say is the table's.
+    ``{currency, prompt, cached?, completion, adapters?: {NAME: {prompt?, cached?, completion?}}}``. The default of
+    ``cached`` is ``prompt``; the defaults of an adapter are the table's prices.
 
     Raises:
-        InvalidRequest: something of it can't be; `param` names it.
+        InvalidRequest: a field is invalid; `param` names it.
     """
     if not value:
         return None
@@ -102,7 +102,7 @@ def _read_adapters(value: object, default: Price) -> dict[str, Price]:
     prices = {}
     for name, own in value.items():
         if not isinstance(name, str) or not _ADAPTER.fullmatch(name):
-            # what can't be a name isn't repeated
+            # an invalid name isn't repeated in the message
             raise InvalidRequest(
                 "prices.adapters has a name that no adapter can have; NAME or OWNER/NAME was expected.",
                 param="prices.adapters",

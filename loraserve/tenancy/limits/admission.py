@@ -1,4 +1,4 @@
-"""Whether a tenant's request is within what the tenant may use now: requests at once, requests and tokens per minute."""
+"""Admission of requests within a tenant's limits: concurrent requests, requests and tokens per minute."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from loraserve.types import TenantId
 
 MINUTE_S = 60.0
 REASONS = ("requests", "tokens", "concurrency")
-"""What a refusal is for."""
+"""Reasons of refusals."""
 
 _MIN_WAIT_S, _MAX_WAIT_S = 0.05, 60.0
 _SLACK_S = 1e-6
@@ -25,59 +25,59 @@ _MIN_SWEEP = 1024
 
 @dataclass(slots=True)
 class LeakyBucket:
-    """How much of a rate was used of late: what is taken fills it, and it drains by `per_minute` in a minute.
+    """Recent use of a rate: a bucket that is filled by use and drains by `per_minute` in a minute.
 
-    So a minute's worth may be taken at once, and never more than the rate in the long run. More than a minute's worth passes when
-    the bucket is empty, and is paid off before anything else passes. The rate is told with each call: it may change.
+    A minute's worth may be used at once, and no more than the rate in the long run. An empty bucket admits more than a minute's
+    worth, which has to drain before anything else passes. The rate is an argument of each call because it may change.
 
     Args:
-        at: when `used` was true, in seconds of a monotonic clock.
+        at: time at which `used` was valid, in seconds of a monotonic clock.
     """
 
     at: float
     used: float = 0.0
 
     def drain(self, per_minute: float, now: float) -> float:
-        """How much counts as used now."""
-        # `now` never runs backwards; `at` may be of a caller that read the clock a moment later
+        """Drain the bucket up to now, and return its content."""
+        # `now` may be before `at` if another caller read the clock a moment later
         elapsed_s = max(0.0, now - self.at)
         self.used = max(0.0, self.used - per_minute / MINUTE_S * elapsed_s)
         self.at = max(self.at, now)
         return self.used
 
     def wait_s(self, amount: float, per_minute: float, now: float) -> float:
-        """How long until `amount` passes if nothing else is taken: 0, it does now; infinite, it never does."""
+        """Return the seconds until `amount` passes if nothing else is used; infinite if it never does."""
         if per_minute <= 0:
             return math.inf
         room = max(0.0, per_minute - amount)
         return max(0.0, (self.drain(per_minute, now) - room) * MINUTE_S / per_minute)
 
     def take(self, amount: float, per_minute: float, now: float) -> None:
-        """`amount` is used; negative, it is given back. Never refuses: ask `wait_s` before."""
+        """Use `amount`, or return it if negative. Never refuses: check `wait_s` before."""
         self.used = max(0.0, self.drain(per_minute, now) + amount)
 
     def remaining(self, per_minute: float, now: float) -> int:
-        """How much of it passes now."""
-        # what is missing to a whole one by rounding alone counts as there
+        """Return the whole amount that passes now."""
+        # tolerate rounding errors just below a whole number
         return max(0, math.floor(per_minute - self.drain(per_minute, now) + 1e-9))
 
     def reset_s(self, per_minute: float, now: float) -> float:
-        """How long until nothing counts as used any more."""
+        """Return the seconds until the bucket is empty."""
         return self.drain(per_minute, now) * MINUTE_S / per_minute if per_minute > 0 else MINUTE_S
 
 
 @dataclass(slots=True)
-class _Standing:
-    """What one tenant uses on this server."""
+class _TenantUsage:
+    """Usage of one tenant on this server."""
 
     requests: LeakyBucket
     tokens: LeakyBucket
     num_running: int = 0
     duration_s: float | None = None
-    """Of its requests, on the average, later ones counting more; None: none has ended."""
+    """Moving average of its requests' durations in seconds; None if none has ended."""
 
     def is_idle(self, limits: TenantLimits, share: float, now: float) -> bool:
-        """Whether to forget it loses nothing."""
+        """Return whether it can be forgotten without loss."""
         if self.num_running:
             return False
         rates = ((self.requests, limits.requests_per_minute), (self.tokens, limits.tokens_per_minute))
@@ -85,13 +85,12 @@ class _Standing:
 
 
 class Admissions:
-    """What tenants use on this server, against what they may. In memory alone: nothing here waits or asks anyone.
+    """Usage of tenants on this server against their limits, in memory only.
 
-    Where several servers share the tenants, each grants its part, the limit divided by the number of servers; of requests at
-    once at least one.
+    Each of several servers grants its part, the limit divided by the number of servers, and at least one concurrent request.
 
     Args:
-        num_servers: how many there are now, this one among them.
+        num_servers: returns the present number of servers, this one included.
     """
 
     def __init__(
@@ -99,22 +98,22 @@ class Admissions:
     ) -> None:
         self._count_servers = num_servers
         self._clock = monotonic
-        # a tenant's limits are kept to know when its standing says nothing any more
-        self._standings: dict[TenantId, tuple[_Standing, TenantLimits]] = {}
+        # limits are stored with the usage to decide when it can be forgotten
+        self._usages: dict[TenantId, tuple[_TenantUsage, TenantLimits]] = {}
         self._sweep_at = _MIN_SWEEP
         self.num_refused = dict.fromkeys(REASONS, 0)
-        """By what for, since the start."""
+        """Refusals since the start, by reason."""
 
     def enter(self, caller: Caller) -> Admitted:
-        """One more request of the caller's tenant, counted until it is released.
+        """Admit a request of the caller's tenant, counted until it is released.
 
         Raises:
-            RateLimited: it would be more than the tenant may have at once, or more than its rate; `retry_after_s` is when it would
-                pass, by what is known now.
-            QuotaExceeded: the tenant may have none at all.
+            RateLimited: the tenant has its maximum of concurrent requests or has used its rate; `retry_after_s` estimates when
+                the request would pass.
+            QuotaExceeded: the tenant may make no requests.
         """
         limits, now = caller.policy.limits, self._clock()
-        standing = self._standing(caller.tenant, limits, now)
+        standing = self._usage_of(caller.tenant, limits, now)
         self._check_concurrency(standing, limits.max_concurrent_requests)
         if limits.requests_per_minute is not None:
             rate = limits.requests_per_minute * self.share
@@ -131,14 +130,14 @@ class Admissions:
         return Admitted(self, caller, standing, now)
 
     def headers(self, caller: Caller) -> dict[str, str]:
-        """How the caller's tenant stands, as OpenAI's servers say it: nothing for a rate that has no limit.
+        """Return the tenant's rate limit headers as OpenAI's API defines them, for limited rates only.
 
-        ``limit`` is the tenant's, on all servers together; ``remaining`` is what passes on this one now, and ``reset`` how long it
-        takes until that is all of its part again.
+        ``limit`` is the tenant's limit on all servers together, ``remaining`` the amount that passes on this server now, and
+        ``reset`` the time until this server's part is unused again.
         """
         now = self._clock()
-        standing, limits = self._standings.get(caller.tenant) or (
-            _Standing(LeakyBucket(now), LeakyBucket(now)),
+        standing, limits = self._usages.get(caller.tenant) or (
+            _TenantUsage(LeakyBucket(now), LeakyBucket(now)),
             caller.policy.limits,
         )
         headers = {}
@@ -156,34 +155,34 @@ class Admissions:
 
     @property
     def share(self) -> float:
-        """This server's part of every limit."""
+        """Part of each limit that this server grants."""
         return 1 / self.num_servers
 
     @property
     def num_servers(self) -> int:
-        """How many servers share the tenants, this one among them."""
+        """Number of servers that share the tenants, this one included."""
         return max(1, self._count_servers())
 
     def part_of(self, limit: int | None) -> int | None:
-        """What this server grants of a limit on something that can't be divided: at least one, unless the limit is 0."""
+        """Return this server's part of a limit on indivisible things: at least one, unless the limit is 0."""
         return limit and max(1, math.floor(limit * self.share + 1e-9))
 
     def num_running(self, tenant: TenantId) -> int:
-        """The tenant's requests that were entered and aren't released."""
-        entry = self._standings.get(tenant)
+        """Return the number of the tenant's requests that aren't released."""
+        entry = self._usages.get(tenant)
         return 0 if entry is None else entry[0].num_running
 
     def __len__(self) -> int:
-        """Of how many tenants something is kept."""
-        return len(self._standings)
+        """Return the number of tenants with stored usage."""
+        return len(self._usages)
 
-    def _check_concurrency(self, standing: _Standing, limit: int | None) -> None:
+    def _check_concurrency(self, standing: _TenantUsage, limit: int | None) -> None:
         part = self.part_of(limit)
         if limit is None or part is None or standing.num_running < part:
             return
         if not limit:
             raise self._refuse("concurrency", QuotaExceeded("The tenant may make no requests.", retry_after_s=MINUTE_S))
-        # each of those that run ends once per duration, on the average
+        # on average, each running request ends once per duration
         wait_s = 1.0 if standing.duration_s is None else standing.duration_s / standing.num_running
         error = RateLimited(
             f"The tenant has {standing.num_running} requests under way; it may have {limit} at once on all servers together.",
@@ -197,12 +196,12 @@ class Admissions:
         return error
 
     def _newest_limits(self, caller: Caller) -> TenantLimits:
-        """As the tenant's last request had them: a long one's own may be of long ago."""
-        entry = self._standings.get(caller.tenant)
+        """Return the limits of the tenant's latest request; those of a long request may be outdated."""
+        entry = self._usages.get(caller.tenant)
         return caller.policy.limits if entry is None else entry[1]
 
-    def _reserve(self, caller: Caller, standing: _Standing, num_tokens: int) -> int:
-        """How many are set aside: all of them, or none where nothing is limited."""
+    def _reserve(self, caller: Caller, standing: _TenantUsage, num_tokens: int) -> int:
+        """Reserve the tokens, and return their number; 0 if the tenant has no limit."""
         limit = self._newest_limits(caller).tokens_per_minute
         if limit is None:
             return 0
@@ -223,46 +222,46 @@ class Admissions:
         standing.tokens.take(num_tokens, rate, now)
         return num_tokens
 
-    def _charge(self, caller: Caller, standing: _Standing, num_tokens: int) -> None:
-        """So many tokens more than were reserved; fewer, where it is negative."""
+    def _charge(self, caller: Caller, standing: _TenantUsage, num_tokens: int) -> None:
+        """Charge tokens beyond those reserved, or return them if negative."""
         limit = self._newest_limits(caller).tokens_per_minute
         if limit is not None and num_tokens:
             standing.tokens.take(num_tokens, limit * self.share, self._clock())
 
-    def _leave(self, standing: _Standing, entered_at: float) -> None:
+    def _leave(self, standing: _TenantUsage, entered_at: float) -> None:
         standing.num_running -= 1
         duration_s = self._clock() - entered_at
         old = duration_s if standing.duration_s is None else standing.duration_s
         standing.duration_s = old + _NEW_DURATION_WEIGHT * (duration_s - old)
 
-    def _standing(self, tenant: TenantId, limits: TenantLimits, now: float) -> _Standing:
-        entry = self._standings.get(tenant)
+    def _usage_of(self, tenant: TenantId, limits: TenantLimits, now: float) -> _TenantUsage:
+        entry = self._usages.get(tenant)
         if entry is None:
-            if len(self._standings) >= self._sweep_at:
+            if len(self._usages) >= self._sweep_at:
                 self._sweep(now)
-            entry = _Standing(LeakyBucket(now), LeakyBucket(now)), limits
-        self._standings[tenant] = entry[0], limits
+            entry = _TenantUsage(LeakyBucket(now), LeakyBucket(now)), limits
+        self._usages[tenant] = entry[0], limits
         return entry[0]
 
     def _sweep(self, now: float) -> None:
         for tenant in list(self._idle(now)):
-            del self._standings[tenant]
-        self._sweep_at = max(_MIN_SWEEP, 2 * len(self._standings))
+            del self._usages[tenant]
+        self._sweep_at = max(_MIN_SWEEP, 2 * len(self._usages))
 
     def _idle(self, now: float) -> Iterator[TenantId]:
         share = self.share
-        for tenant, (standing, limits) in self._standings.items():
+        for tenant, (standing, limits) in self._usages.items():
             if standing.is_idle(limits, share, now):
                 yield tenant
 
 
 @dataclass(slots=True)
 class Admitted:
-    """One request that was let in. Whoever holds it releases it, once, however the request ends."""
+    """Admitted request. Its owner must call `release` however the request ends."""
 
     admissions: Admissions
     caller: Caller
-    _standing: _Standing
+    _standing: _TenantUsage
     _entered_at: float
     _num_reserved: int = field(default=0, init=False)
     _num_used: int = field(default=0, init=False)
@@ -270,18 +269,18 @@ class Admitted:
     _is_released: bool = field(default=False, init=False)
 
     def reserve(self, num_prompt_tokens: int, num_new_tokens: int) -> None:
-        """Set aside the tokens that the request may take. What it takes in the end is what counts (`count`).
+        """Reserve the tokens that the request may take; `count` replaces them by the actual number.
 
         Raises:
-            RateLimited: they are more than the tenant's rate leaves now; `retry_after_s` is when they would pass.
-            QuotaExceeded: they are more than the tenant has in a minute.
+            RateLimited: they exceed the tenant's rate now; `retry_after_s` is when they would pass.
+            QuotaExceeded: they exceed the tenant's limit for a minute.
         """
         num_tokens = num_prompt_tokens + num_new_tokens
         self._num_reserved += self.admissions._reserve(self.caller, self._standing, num_tokens)
         self._num_prompt_tokens += num_prompt_tokens
 
     def count(self, num_new_tokens: int) -> None:
-        """The engine has computed the prompts, and made so many tokens more. Beyond what was reserved they are charged at once."""
+        """Count the computed prompts and so many new tokens; tokens beyond those reserved are charged at once."""
         if self._is_released:
             return
         before = max(self._num_reserved, self._num_used)
@@ -290,7 +289,7 @@ class Admitted:
         self.admissions._charge(self.caller, self._standing, max(self._num_reserved, self._num_used) - before)
 
     def release(self) -> None:
-        """The request has ended: its place is free, and tokens that were reserved and not used are given back. Twice is as good as once."""
+        """End the request and return its unused reserved tokens; no-op if called again."""
         if self._is_released:
             return
         self._is_released = True
@@ -299,7 +298,7 @@ class Admitted:
 
 
 def format_duration(seconds: float) -> str:
-    """As OpenAI's servers write one: ``20ms``, ``1.5s``, ``6m0s``; rounded up."""
+    """Format a duration as OpenAI's API does: ``20ms``, ``1.5s``, ``6m0s``; rounded up."""
     milliseconds = math.ceil(seconds * 1000 - 1e-6)
     if milliseconds < 1000:
         return f"{milliseconds}ms"

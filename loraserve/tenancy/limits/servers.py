@@ -1,4 +1,4 @@
-"""The servers that share this database, counted: each grants its part of the tenants' limits."""
+"""Number of live servers on this database; each grants its part of the tenants' limits."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from loraserve.limits import LIMITS
 logger = logging.getLogger(__name__)
 
 _FORGET_S = 3600.0
-"""A row that was silent for so long, seen from here, is removed."""
+"""Time in seconds without a heartbeat after which a server's row is removed."""
 _LEAVE_S = 2.0
 
 
 class Servers:
-    """This server among those on its database. `start` it, and `close` it.
+    """Heartbeat of this server, and count of the live servers on its database.
 
-    A server counts while its beats are seen to grow, by the clock of who looks: one that was killed left its row and counts no more
-    after `LIMITS.server_silence_s`, and never again for one that starts later. While the database is away, the last count stands.
+    A server is live while its heartbeats are seen to grow, by the observer's clock. The row of a killed server doesn't count
+    after `LIMITS.server_silence_s`, and never for servers that start later. While the database is unreachable, the last count
+    stands.
     """
 
     def __init__(
@@ -37,13 +38,13 @@ class Servers:
     ) -> None:
         self.id = str(ULID())
         self.num_live = 1
-        """This one among them."""
+        """Number of live servers, this one included."""
         self._database = database
         self._clock = clock
         self._num_beats: dict[str, int] = {}
         """Heartbeats of the other servers, by id, as of the last look."""
         self._has_beaten: set[str] = set()
-        """Ids of servers whose heartbeats were seen to grow; the others may have left their rows when they were killed."""
+        """Ids of servers whose heartbeats were seen to grow; other rows may belong to killed servers."""
         self._ages: SightingAges[tuple[str, int]] = SightingAges(monotonic)
         """Time since each server's present number of heartbeats was first seen."""
         self._task = BackgroundTask(
@@ -56,11 +57,11 @@ class Servers:
         )
 
     def start(self) -> None:
-        """This server is known to the others, and they to it, within a few seconds, from now on."""
+        """Send heartbeats and count the servers from now on."""
         self._task.start()
 
     async def close(self) -> None:
-        """The others count this one no more: at once if the database can be reached, otherwise when they miss it."""
+        """Stop, and remove this server's row if the database is reachable; otherwise the others notice its silence."""
         if not self._task.is_running:
             return
         await self._task.close()
@@ -69,7 +70,7 @@ class Servers:
                 await session.execute(delete(ServerRow).where(ServerRow.id == self.id))
 
     async def beat(self) -> None:
-        """Say that this server lives, and count those that do.
+        """Write a heartbeat, and count the live servers.
 
         Raises:
             DatabaseUnavailable

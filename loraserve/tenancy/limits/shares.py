@@ -1,4 +1,4 @@
-"""Room that requests hold while they wait or run, divided so that no holder takes what others need."""
+"""Shares of a server's capacity that requests hold, divided so that no holder starves the others."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from loraserve.limits import LIMITS, Limits
 from loraserve.types import TenantId
 
 Holder = NewType("Holder", str)
-"""A tenant, the operator, or the address of a client that hasn't proven who it is."""
+"""Tenant, operator, or address of an unauthenticated client."""
 
 OPERATOR = Holder("operator")
-"""Admin keys hold a share of their own, whichever tenant they act for: a tenant that fills its share doesn't lock them out."""
+"""Holder of admin requests, whichever tenant they act for, so that a tenant that fills its share doesn't lock them out."""
 
 _RETRY_S = 1.0
 _IPV6_SITE_BITS = 64
 
 
 class Shares:
-    """Room of one kind, of which a holder may have as much as is free.
+    """Capacity of one kind, of which a holder may have as much as is free.
 
-    So one holder alone gets half, the second a third of the whole at least, and beside n greedy ones the next still finds
-    1 / (n + 1). Nothing is set aside, and no holder needs to be known beforehand.
+    A single holder gets half of it, a second one at least a third, and beside n greedy holders the next one still finds
+    1 / (n + 1). Nothing is reserved, and holders needn't be known beforehand.
 
     Args:
-        name: of the room, in metrics.
-        what: fills it, in the plural, for messages.
-        capacity: of the whole room.
-        max_per_holder: bounds a holder beside its share.
-        share_of_free: how many times what is free a holder may have.
+        name: name in metrics.
+        what: name of the held things in messages, in the plural.
+        capacity: total amount.
+        max_per_holder: maximum for one holder, beside its share.
+        share_of_free: multiple of the free amount that a holder may have.
 
     Source: dynamic thresholds of switches' shared buffers (Choudhury and Hahne, IEEE/ACM ToN 1998).
     """
@@ -57,7 +57,7 @@ class Shares:
         self._max_per_holder = capacity if max_per_holder is None else max_per_holder
         self._share_of_free = share_of_free
         self._retry_s = retry_s
-        # an entry per holder that holds something, not per holder ever seen
+        # has entries only for holders that hold something
         self._held: Counter[Holder] = Counter()
 
     def held(self, holder: Holder) -> int:
@@ -69,7 +69,7 @@ class Shares:
         return wanted <= self._max_per_holder and wanted <= self._share_of_free * (self.capacity - self.total)
 
     def take(self, holder: Holder, amount: int = 1) -> None:
-        """Let the holder have so much more, until `give_back`.
+        """Give the holder so much more, until `give_back`.
 
         Raises:
             RateLimited: it would have more than its share.
@@ -102,7 +102,7 @@ class Shares:
 
 
 class Rooms:
-    """Everything that a server's requests share before the engine has them."""
+    """Capacities that a server's requests share before they reach the engine."""
 
     def __init__(self, limits: Limits = LIMITS) -> None:
         def shares(name: str, what: str, capacity: int) -> Shares:
@@ -111,9 +111,9 @@ class Rooms:
         self.connections = shares("connections", "connections", limits.max_connections)
         """Open connections, by address."""
         self.unproven = shares("unproven", "requests without a proven key", limits.max_unproven_requests)
-        """Requests whose key isn't looked at yet, by address."""
+        """Requests whose key isn't verified yet, by address."""
         self.lingering = shares("lingering", "refused requests", limits.max_lingering_requests)
-        """Refused requests whose bodies are still read, so that their clients see why they were refused; by address."""
+        """Refused requests whose bodies are still read, so that their clients receive the refusal; by address."""
         self.live = shares("live", "requests", limits.max_live_requests)
         self.management = shares("management", "management requests", limits.max_management_requests)
         self.body_bytes = shares("body_bytes", "bytes of requests' bodies", limits.max_body_bytes_in_flight)
@@ -123,13 +123,12 @@ class Rooms:
 
 
 class Claim:
-    """Part of `Rooms` that one request holds, first under its client's address and, once its key is proven, under its
-    holder's name.
+    """Shares of `Rooms` that one request holds: first for its client's address and, once authenticated, for its holder.
 
-    Its maker calls `release` when the request is over, however it ends; no-op when called again.
+    The creator must call `release` however the request ends; it is a no-op when called again.
 
     Args:
-        max_body_bytes: of its body, what it can hold in memory at once: the rest of a larger one goes to disk.
+        max_body_bytes: maximum of its body in memory at once; the rest of a larger body goes to disk.
     """
 
     def __init__(self, rooms: Rooms, address: Holder, *, max_body_bytes: int = LIMITS.max_body_bytes) -> None:
@@ -141,10 +140,10 @@ class Claim:
         self._is_proven = False
 
     def begin(self) -> None:
-        """Take a place among those whose key isn't proven.
+        """Take a share of the requests whose key isn't verified.
 
         Raises:
-            RateLimited: the address has its share of them.
+            RateLimited: the address has its share.
             Overloaded: there is no room.
         """
         self._take(self._rooms.unproven)
@@ -166,7 +165,7 @@ class Claim:
         self._is_proven = True
 
     def hold_body(self, num_bytes: int) -> None:
-        """Count so many bytes more of the body, which stay in memory until the request is over.
+        """Count further bytes of the body, which stay in memory until the request ends.
 
         Raises:
             RateLimited: the holder has its share of all bodies' bytes.
@@ -193,7 +192,7 @@ def tenant_holder(tenant: TenantId) -> Holder:
 
 
 def address_holder(host: str) -> Holder:
-    """Return the holder of a client's address. Of IPv6 the first half counts: the second is the client's to choose."""
+    """Return the holder of a client's address; of an IPv6 address, the half that the client can't choose."""
     try:
         address: IPv4Address | IPv6Address = ip_address(host.partition("%")[0])
     except ValueError:
