@@ -1,4 +1,4 @@
-"""Content-addressed bytes: what an adapter's files are kept in."""
+"""Content-addressed blob stores for adapters' files."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _PREFIX = re.compile(r"[A-Za-z0-9!_.*'()=-]+(/[A-Za-z0-9!_.*'()=-]+)*")
 
 
 def open_store(url: str, *, spool: Path | None = None) -> BlobStore:
-    """The store that `url` names, ready to use: ``file:///var/lib/loraserve/blobs``, ``s3://bucket/prefix``.
+    """Open the store at `url`: ``file:///var/lib/loraserve/blobs`` or ``s3://bucket/prefix``.
 
     Args:
-        spool: where uploads to a bucket wait for their end; None: the system's folder for temporary files.
+        spool: folder for running uploads to a bucket; None: the system's folder for temporary files.
 
     Raises:
-        ConfigError: a scheme that isn't implemented, a folder or a bucket that can't be used, or a package that is missing.
+        ConfigError: the scheme isn't implemented, the folder or bucket can't be used, or a package is missing.
     """
     parts = _split(url)
     if parts.scheme == "s3":
         bucket, prefix = bucket_of(url)
         if find_spec("obstore") is None:
             raise ConfigError("A store in a bucket needs obstore.", hint='Run: pip install "loraserve[s3]"')
-        # an optional package, and not wanted by who keeps files
+        # an optional package
         from adapters_store.objects import ObjectStore, open_bucket
 
         return ObjectStore(open_bucket(bucket, prefix), url, spool=spool)
@@ -53,10 +53,10 @@ def open_store(url: str, *, spool: Path | None = None) -> BlobStore:
 
 
 def bucket_of(url: str) -> tuple[str, str]:
-    """The bucket and the prefix (empty: none) of ``s3://bucket/prefix``.
+    """Parse ``s3://bucket/prefix`` to bucket and prefix, which may be empty.
 
     Raises:
-        ConfigError: it isn't that. What was given is not repeated: people put credentials there.
+        ConfigError: the URL is invalid. The message doesn't repeat it, because it may contain credentials.
     """
     parts = _split(url)
     prefix = parts.path.strip("/")

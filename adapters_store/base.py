@@ -1,4 +1,4 @@
-"""What any blob store does: immutable bytes under their SHA-256. It knows no SQL and no tensors."""
+"""Interface of blob stores: immutable bytes under their SHA-256."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from loraserve.types import Digest
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 MARKER = "registry.json"
-"""The name, below the store's root, of what says whose store it is."""
+"""Name of the marker below the store's root, which states the store's registry."""
 MAX_MARKER_BYTES = 4096
 
 
 def check_digest(digest: str) -> Digest:
-    """`digest` itself, if it is 64 lower-case hex digits; nothing else ever becomes part of a path or a key.
+    """Return `digest` if it is 64 lower-case hex digits; nothing else may become part of a path or key.
 
     Raises:
-        BlobNotFound: it isn't, so that no blob has it.
+        BlobNotFound: the digest is invalid, so that no blob has it.
     """
     if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
         raise BlobNotFound("That isn't a SHA-256 in lower-case hex; no blob has it.")
@@ -29,7 +29,7 @@ def check_digest(digest: str) -> Digest:
 
 
 def corrupt(digest: Digest, num_bytes: int, found: str) -> BlobCorrupt:
-    """The error for a blob whose bytes hash to something else."""
+    """Return the error for a blob whose bytes have another hash."""
     return BlobCorrupt(
         f"The blob {digest} is corrupt: its {num_bytes:,} bytes hash to {found}.",
         hint="Upload the adapter again, or restore the blob from a backup.",
@@ -37,10 +37,10 @@ def corrupt(digest: Digest, num_bytes: int, found: str) -> BlobCorrupt:
 
 
 def verified(digest: Digest, pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """`pieces`, each a piece late: the last one comes only once all of them are known to hash to `digest`.
+    """Yield the pieces, the last one only after all of them were verified to hash to `digest`.
 
     Raises:
-        BlobCorrupt: they don't. What was given until then is never the whole.
+        BlobCorrupt: the hash differs; the yielded pieces are incomplete.
     """
     sha = hashlib.sha256()
     num_bytes = 0
@@ -58,11 +58,11 @@ def verified(digest: Digest, pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 
 class StagedBlob(Protocol):
-    """Bytes on their way in: invisible until `commit`, gone after `discard`. Leaving the with block without a commit discards."""
+    """Blob being written: invisible until `commit`, gone after `discard`. Leaving the with block without a commit discards."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes written so far."""
+        """Number of bytes written so far."""
         ...
 
     @property
@@ -71,33 +71,33 @@ class StagedBlob(Protocol):
         ...
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """All of `data` is written and hashed.
+        """Write and hash all of `data`.
 
         Raises:
-            StorageFull: no room left; the blob can only be discarded.
-            StorageError: the write failed; the same.
+            StorageFull: the disk is full; the blob can only be discarded.
+            StorageError: the write failed; the blob can only be discarded.
         """
         ...
 
     def read(self) -> memoryview:
-        """Everything written so far, for checks before the commit. What is read back of the file is verified; it may be read-only.
+        """Return everything written so far, verified, maybe read-only.
 
         Raises:
-            StorageError: the file reads back differently, or can't be read; the blob can only be discarded.
+            StorageError: the file can't be read or has changed; the blob can only be discarded.
         """
         ...
 
     def commit(self) -> Digest:
-        """The blob is durable and visible under the digest returned, also after a power cut. At most once.
+        """Make the blob durable and visible under the returned digest; call it at most once.
 
         Raises:
-            StorageFull: no room left.
-            StorageError: a write or fsync failed. It isn't tried again on the same file: upload again.
+            StorageFull: the disk is full.
+            StorageError: a write or fsync failed. It isn't repeated on the same file: upload again.
         """
         ...
 
     def discard(self) -> None:
-        """Nothing of an uncommitted blob is left; a call that is under way in another thread ends first. May be called any number of times, also after `commit`."""
+        """Remove the blob if it isn't committed, after waiting for calls in other threads; may be called repeatedly."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -108,84 +108,84 @@ class StagedBlob(Protocol):
 
 
 class BlobStore(Protocol):
-    """Immutable blobs by digest. Safe to use from several threads and several processes."""
+    """Store of immutable blobs by digest. Safe to use from several threads and processes."""
 
     def stage(self, *, is_looked_at: bool = False) -> StagedBlob:
-        """A new empty blob to write to.
+        """Create an empty blob to write to.
 
         Args:
-            is_looked_at: whether it will be read before the commit: what is short of it, 16 MiB or less, is kept in memory for that.
+            is_looked_at: whether it will be read before the commit; up to 16 MiB are kept in memory for that.
 
         Raises:
-            StorageError: it can't be created.
+            StorageError: the blob can't be created.
         """
         ...
 
     def read(self, digest: str) -> memoryview:
-        """The blob's bytes, verified against `digest`, in memory that is the caller's own: writable and shared with nobody.
+        """Return the blob's bytes, verified against `digest`, in writable memory of the caller.
 
         Raises:
-            BlobNotFound: no such blob.
+            BlobNotFound: there is no such blob.
             BlobCorrupt: its bytes no longer hash to `digest`.
-            StorageError: it can't be read.
+            StorageError: the blob can't be read.
         """
         ...
 
     def read_pieces(self, digest: str) -> Iterator[bytes]:
-        """The blob's bytes in pieces of some MiB: for what needn't have them all at once. The last one comes only once all are verified.
+        """Yield the blob's bytes in pieces of some MiB, the last one only after all are verified.
 
         Raises:
-            BlobNotFound: no such blob; before the first piece.
-            BlobCorrupt: in place of the last piece.
-            StorageError: it can't be read (on).
+            BlobNotFound: there is no such blob; raised before the first piece.
+            BlobCorrupt: raised instead of the last piece.
+            StorageError: the blob can't be read.
         """
         ...
 
     def num_bytes(self, digest: str) -> int:
-        """The blob's size, as the store has it, unverified.
+        """Return the blob's stored size, without verifying its bytes.
 
         Raises:
-            BlobNotFound: no such blob.
+            BlobNotFound: there is no such blob.
         """
         ...
 
     def exists(self, digest: str) -> bool:
-        """Whether a blob is there; its bytes aren't verified."""
+        """Return whether the blob exists, without verifying its bytes."""
         ...
 
     def delete(self, digest: str) -> bool:
-        """The blob is gone. False if it wasn't there.
+        """Delete the blob, and return whether it existed.
 
         Raises:
-            StorageError: it can't be removed.
+            StorageError: the blob can't be deleted.
         """
         ...
 
     def iter_digests(self) -> Iterator[Digest]:
-        """Every blob committed before the call, in no particular order; what comes or goes meanwhile may or may not be in it."""
+        """Yield the digests of all blobs in any order; blobs that are committed or deleted meanwhile may be missing."""
         ...
 
     def read_marker(self) -> bytes | None:
-        """Return what says whose store this is, at most `MAX_MARKER_BYTES` and a byte of it; None if nothing does.
+        """Return the store's marker, at most `MAX_MARKER_BYTES` + 1 bytes of it; None if there is none.
 
         Raises:
-            StorageError: it can't be read.
+            StorageError: the marker can't be read.
         """
         ...
 
     def swap_marker(self, expected: bytes | None, data: bytes) -> bool:
-        """Put `data` in the marker's place, durably, if that still holds `expected` (None: nothing); return whether it did.
+        """Replace the marker durably by `data` if it still is `expected`, None for no marker; return whether it was.
 
-        Several processes and machines may try at once: one of them succeeds. After a lost answer the call may return False though
-        `data` is there, so read the marker again.
+        One of several concurrent callers succeeds. After a lost answer the call may return False though `data` was written, so
+        read the marker again.
 
         Raises:
-            StorageError: it can't be written.
+            StorageError: the marker can't be written.
         """
         ...
 
     def sweep(self) -> int:
-        """What dead writers left staged is gone; how many there were. Writers that live, in any process, are left alone."""
+        """Remove the staged blobs of dead writers in any process, and return their number."""
         ...
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""What stores do with a file of this machine: its bytes read and hashed in one go, and the system's errors as ours."""
+"""Reading, writing and hashing of local files, with the system's errors translated to ours."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from contextlib import contextmanager, suppress
 from loraserve.errors import StorageError, StorageFull
 
 CHUNK_BYTES = 1 << 20
-"""What is hashed while it is still in the processor's cache."""
+"""Piece size for reading and hashing, small enough for the processor's cache."""
 _HUGE_PAGE_BYTES = 2 << 20
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def fresh_memory(num_bytes: int) -> memoryview:
-    """Writable memory of that size: fresh pages of the kernel, not zeroed twice, taken as they are written to, and given back at once when the last view goes."""
+    """Return writable memory from fresh kernel pages: zeroed once, allocated when written to, freed with the last view."""
     if not num_bytes:
         return memoryview(bytearray())
     # private: shared pages are a file's, which knows no huge ones
@@ -31,7 +31,7 @@ def fresh_memory(num_bytes: int) -> memoryview:
 
 
 def read_and_hash(fd: int, num_bytes: int) -> tuple[memoryview, str]:
-    """The file's first `num_bytes` (fewer if it is shorter) in memory of their own, and their SHA-256.
+    """Read the file's first `num_bytes`, or fewer if it is shorter, and hash them with SHA-256.
 
     Raises:
         OSError
@@ -49,7 +49,7 @@ def read_and_hash(fd: int, num_bytes: int) -> tuple[memoryview, str]:
 
 
 def write_all(fd: int, view: memoryview) -> None:
-    """All of `view` is written at the file's position.
+    """Write all of `view` at the file's position.
 
     Raises:
         OSError
@@ -61,7 +61,7 @@ def write_all(fd: int, view: memoryview) -> None:
 
 @contextmanager
 def storage_errors(what: str) -> Iterator[None]:
-    """The system's errors as `StorageFull` or `StorageError`, each with `what` before the reason."""
+    """Translate the system's errors to `StorageFull` or `StorageError`, whose message starts with `what`."""
     try:
         yield
     except OSError as error:

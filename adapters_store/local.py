@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _STAGING = "staging"
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# O_NONBLOCK: opening a pipe that somebody left there must not wait for its writer
+# O_NONBLOCK: opening a pipe must not wait for its writer
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _CREATE_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -37,10 +37,10 @@ class LocalStore:
     """A `BlobStore` in a folder of this machine. Several processes may share it."""
 
     def __init__(self, root: Path) -> None:
-        """The folder exists, belongs to us alone (mode 0700), and what dead writers left staged is gone.
+        """Create the folder with mode 0700 if absent, and remove the staged files of dead writers.
 
         Raises:
-            ConfigError: it can't be made, or isn't ours.
+            ConfigError: the folder can't be created, or belongs to another user.
         """
         self.root = root
         try:
@@ -182,7 +182,7 @@ class LocalStore:
         return num_removed
 
     def close(self) -> None:
-        """The folder's descriptors are closed; the store can't be used any more. Calling it again does nothing."""
+        """Close the folder's descriptors; no-op if called again."""
         with self._lock:
             if self._is_closed:
                 return
@@ -217,7 +217,7 @@ class LocalStore:
             )
 
     def _open(self, digest: Digest) -> int:
-        """The blob's file, opened step by step so that no link is followed anywhere below the root."""
+        """Open the blob's file step by step, so that no link is followed below the root."""
         folders: list[int] = []
         try:
             parent = self._root_fd
@@ -236,7 +236,7 @@ class LocalStore:
                 os.close(fd)
 
     def _publish(self, staged_name: str, digest: Digest) -> None:
-        """The staged file, already on disk, is durably the blob `digest`. One that was there before is replaced by its equal."""
+        """Rename the synced staged file durably to the blob `digest`, replacing an equal one."""
         first, second = digest[:2], digest[2:4]
         made: list[tuple[str, int]] = []
         folders = [self._root_fd]
@@ -283,14 +283,14 @@ class LocalStore:
 
 
 class LocalStagedBlob(StagedFile):
-    """A `StagedBlob` in a file that nobody else sees, locked as long as this process lives."""
+    """`StagedBlob` in a hidden file, locked while this process lives."""
 
     def __init__(self, store: LocalStore, name: str, fd: int, *, is_looked_at: bool) -> None:
         self._store = store
         self._name = name
         super().__init__(fd, is_looked_at=is_looked_at)
 
-    def _keep(self, fd: int, digest: Digest) -> None:
+    def _make_durable(self, fd: int, digest: Digest) -> None:
         with storage_errors("The upload can't be made durable"):
             os.fchmod(fd, 0o400)
             faults.hit("blob.fsync")
@@ -308,7 +308,7 @@ class LocalStagedBlob(StagedFile):
 
 
 class _FilePieces:
-    """A file's bytes in pieces, once. It owns the descriptor, also if nobody ever iterates."""
+    """Single-use iterable of a file's bytes in pieces. It owns the descriptor, even if it is never iterated."""
 
     def __init__(self, fd: int, digest: Digest) -> None:
         self._fd: int | None = fd
@@ -345,7 +345,7 @@ def _make_folder(name: str, parent_fd: int) -> int:
 
 
 def _names(folder: Path, length: int) -> list[str]:
-    """Entries of `folder` that are hex of that length; none if the folder is gone."""
+    """Return the entries of `folder` that are hex of that length; none if the folder is gone."""
     try:
         return [n for n in os.listdir(folder) if len(n) == length and not n.strip("0123456789abcdef")]
     except (FileNotFoundError, NotADirectoryError):

@@ -1,8 +1,8 @@
-"""Blobs in an S3 bucket: ``PREFIX/ab/cd/<sha256>``. A blob that was acknowledged is there for every server on the bucket at once.
+"""Blobs in an S3 bucket: ``PREFIX/ab/cd/<sha256>``. An acknowledged blob is visible at once to all servers on the bucket.
 
-An object is put whole or not at all, so that nothing half-written is ever seen. What is on its way in waits in a local file without a
-name, which goes with its process: its digest, and with it its key, is only known at the end. Writing an object again replaces it by its
-equal, which mends a damaged one.
+An object is put whole or not at all, so that readers never see half of it. Staged bytes wait in an unnamed local file, which
+disappears with its process: the digest, and with it the key, is known only at the end. Writing an object again replaces it by
+an equal one, which repairs a corrupt object.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 8 << 20
-"""Of a read or a write that is larger: each piece is a request of its own, with its own time limit."""
+"""Piece size of larger reads and writes; each piece is a request with its own time limit."""
 _PUTS_AT_ONCE, _GETS_AT_ONCE, _READ_AHEAD = 2, 8, 4
 _NUM_TRIES = 3
-"""Of a read during which the object was replaced."""
+"""Attempts of a read during which the object is replaced."""
 _TIMEOUTS: ClientConfig = {"connect_timeout": timedelta(seconds=5), "timeout": timedelta(seconds=60)}
 _RETRIES: RetryConfig = {
     "max_retries": 8,
@@ -56,21 +56,21 @@ _RETRIES: RetryConfig = {
     "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=2), "base": 2},
 }
 _ABSENT = (NotFoundError, FileNotFoundError)
-"""obstore says it with the builtin one."""
+"""Errors of absent objects; obstore raises the builtin one too."""
 _EMPTY = hashlib.sha256(b"").hexdigest()
 _KEY = re.compile(r"([0-9a-f]{2})/([0-9a-f]{2})/(\1\2[0-9a-f]{60})")
 _HINT = "The bucket, its region and credentials come from the URL and the AWS_* variables (AWS_ENDPOINT_URL for other services)."
 
 
 def open_bucket(bucket: str, prefix: str) -> S3Store:
-    """A client of the bucket below `prefix`, with our time limits and retries; the AWS_* variables say the rest. No request is made.
+    """Create a client of the bucket below `prefix`, configured by the AWS_* variables; make no request.
 
     Raises:
-        ConfigError: they don't make sense together.
+        ConfigError: the variables are inconsistent.
     """
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
     client = _TIMEOUTS
-    # who writes http:// means it
+    # an explicit http:// is intended
     if endpoint.startswith("http://"):
         client = {**_TIMEOUTS, "allow_http": True}
     try:
@@ -87,19 +87,19 @@ def open_bucket(bucket: str, prefix: str) -> S3Store:
 
 
 class ObjectStore:
-    """A `BlobStore` in a bucket. Any number of processes and machines may share it.
+    """`BlobStore` in a bucket that any number of processes and machines may share.
 
     Args:
-        bucket: its client; its prefix is the store's root.
-        url: how messages call the store.
-        spool: the folder in which uploads wait for their end; None: the system's for temporary files.
+        bucket: client of the bucket; its prefix is the store's root.
+        url: name of the store in messages.
+        spool: folder for running uploads; None: the system's folder for temporary files.
     """
 
     def __init__(self, bucket: S3Store, url: str, *, spool: Path | None = None) -> None:
-        """The bucket answers, or is away for now, which is logged.
+        """Probe the bucket; log it if the bucket is unreachable.
 
         Raises:
-            ConfigError: there is no such bucket, it isn't ours to use, or `spool` can't be made.
+            ConfigError: there is no such bucket, access is denied, or `spool` can't be created.
         """
         self._bucket = bucket
         self._url = url
@@ -221,7 +221,7 @@ class ObjectStore:
         return 0
 
     def close(self) -> None:
-        """No read is begun any more. Calling it again does nothing."""
+        """Stop fetching; no-op if called again."""
         self._fetchers.shutdown(wait=False, cancel_futures=True)
 
     def _probe(self) -> None:
@@ -237,7 +237,7 @@ class ObjectStore:
             logger.warning("the store %s doesn't answer yet: %s", self._url, _first_line(error))
 
     def _put(self, digest: Digest, fd: int, num_bytes: int) -> None:
-        """The file's bytes are the object, durably. They are hashed again on the way: what isn't what was written is never put."""
+        """Put the file's bytes durably as an object, and verify their hash on the way."""
         with storage_errors("The upload can't be made durable"):
             faults.hit("blob.before_put")
         with bucket_errors(digest):
@@ -255,10 +255,10 @@ class ObjectStore:
             faults.hit("blob.after_put")
 
     def _fetch(self, digest: Digest) -> tuple[int, Iterator[bytes]]:
-        """The object's size and its bytes in pieces, all of one state of it; some pieces are fetched ahead.
+        """Return the object's size and its bytes in pieces, all of one state; some pieces are fetched ahead.
 
         Raises:
-            BlobNotFound, StorageError: at once for the first piece, later ones while they are taken.
+            BlobNotFound, StorageError: raised at once for the first piece, and during iteration for later ones.
         """
         if digest == _EMPTY:
             # a range of nothing can't be asked for
@@ -299,18 +299,18 @@ class ObjectStore:
 
 
 class SpooledBlob(StagedFile):
-    """A `StagedBlob` in a local file without a name, until it is put under its digest."""
+    """`StagedBlob` in an unnamed local file, until it is put under its digest."""
 
     def __init__(self, store: ObjectStore, fd: int, *, is_looked_at: bool) -> None:
         super().__init__(fd, is_looked_at=is_looked_at)
         self._store = store
 
-    def _keep(self, fd: int, digest: Digest) -> None:
+    def _make_durable(self, fd: int, digest: Digest) -> None:
         self._store._put(digest, fd, self.num_bytes)
 
 
 class _Replaced(StorageError):
-    """The object is another one than when the read began; an equal one, or it wouldn't be there."""
+    """The object was replaced by an equal one since the read began."""
 
 
 def _key(digest: Digest) -> str:
@@ -337,13 +337,13 @@ def _spooled_pieces(fd: int, num_bytes: int, digest: Digest) -> Iterator[bytes]:
 
 
 def _first_line(error: Exception) -> str:
-    """What happened; the rest is how the library holds it."""
+    """Return the error's message without the library's debug output."""
     return str(error).partition("\n\nDebug source")[0]
 
 
 @contextmanager
 def bucket_errors(digest: str) -> Iterator[None]:
-    """The bucket's errors as ours. Their texts, which name the bucket, go to the log alone: tenants see the messages."""
+    """Translate the bucket's errors to ours; log their texts, which name the bucket and aren't shown to tenants."""
     try:
         yield
     except (BaseError, OSError) as error:

@@ -1,4 +1,4 @@
-"""What is on its way into a store lies in a file of this machine, whichever store it is: written, hashed and read back here."""
+"""Staged blobs in local files, common to all stores: writing, hashing and reading back."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from loraserve.errors import StorageError
 from loraserve.types import Digest
 
 KEPT_BYTES = 16 << 20
-"""Of a file up to this size that is to be looked at, what was hashed on its way in is kept in memory: it needn't be read back and hashed again."""
+"""Maximum size up to which bytes are kept in memory for `read`, so that they needn't be read back and hashed again."""
 
 
 class StagedFile(ABC):
-    """A `StagedBlob` in an open file, which it owns. A store says how the file becomes a blob (`_keep`).
+    """`StagedBlob` in an open file, which it owns. Stores implement how the file becomes a blob (`_make_durable`).
 
-    One thread has it at a time: who gives up may discard it while another still writes, and the number of a closed descriptor may be another file's already.
+    Calls are serialized: one thread may discard the blob while another writes, and a closed descriptor may be reused.
 
     Args:
-        fd: the file's.
-        is_looked_at: whether it will be read before the commit.
+        fd: descriptor of the file.
+        is_looked_at: whether the blob will be read before the commit.
     """
 
     def __init__(self, fd: int, *, is_looked_at: bool) -> None:
@@ -36,13 +36,13 @@ class StagedFile(ABC):
         self._num_bytes = 0
         self._kept: memoryview | None = None
         if is_looked_at:
-            # where the system gives no addresses, the file is read back
+            # without enough address space, the file is read back
             with suppress(OSError):
                 self._kept = fresh_memory(KEPT_BYTES)
 
     @abstractmethod
-    def _keep(self, fd: int, digest: Digest) -> None:
-        """The file's bytes are a durable blob.
+    def _make_durable(self, fd: int, digest: Digest) -> None:
+        """Make the file's bytes a durable blob.
 
         Raises:
             StorageFull, StorageError
@@ -85,7 +85,7 @@ class StagedFile(ABC):
         with self._lock:
             fd, digest = self._live_fd(), self.digest
             try:
-                self._keep(fd, digest)
+                self._make_durable(fd, digest)
             finally:
                 self.discard()
         return digest
@@ -115,10 +115,10 @@ class StagedFile(ABC):
 
 
 def read_back(fd: int, num_bytes: int, digest: Digest) -> memoryview:
-    """A staged file's bytes, verified, in memory of their own.
+    """Read a staged file's bytes and verify them.
 
     Raises:
-        StorageError: they can't be read, or are others than were written.
+        StorageError: the bytes can't be read, or differ from those written.
     """
     with storage_errors("The upload can't be read back"):
         data, found = read_and_hash(fd, num_bytes)

@@ -1,9 +1,8 @@
-"""The registry's tables. The migrations in `loraserve_migrations` make them; a test holds the two equal.
+"""Tables of the registry. The migrations in `loraserve_migrations` create them; a test keeps the two equal.
 
-Rows of `adapter_versions` never change but for their state, their certificate and their damage (among `checks`), the blobs of a damaged one that was pushed
-again, their notes and tags, and their tombstone; names are
-pointers (`aliases`) moved under the adapter's row lock. Of what tenants made nothing is deleted but aliases, grants and pins: a delete sets `deleted_at`, and what
-is collected after the retention is the bytes.
+Rows of `adapter_versions` change only in state, checks, base, metadata, tombstone, and the blobs of a repaired version. Aliases
+move under the adapter's row lock. A delete sets `deleted_at`: rows that tenants made stay, except aliases, grants and pins, and
+only bytes are collected after the retention.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ KEY_NAME_LENGTH = 128
 
 
 class UtcDateTime(TypeDecorator[datetime]):
-    """An aware UTC instant on every database. SQLite keeps no offset, so it is stored in UTC and given back as UTC."""
+    """Aware UTC time on every database. SQLite stores no offset, so values are stored and returned in UTC."""
 
     impl = DateTime(timezone=True)
     cache_ok = True
@@ -80,9 +79,9 @@ class Tenant(Base):
     name: Mapped[str] = mapped_column(String(NAME_LENGTH))
     limits: Mapped[dict[str, Any]] = mapped_column(JSON)
     weight: Mapped[float] = mapped_column(Float, server_default="1")
-    """Its share of the engine against other tenants' weights, when there isn't enough for all."""
+    """Weight of its share of the engine relative to other tenants, under contention."""
     prices: Mapped[dict[str, Any]] = mapped_column(JSON, server_default="{}")
-    """Its price table; empty: answers carry no cost."""
+    """Price table; empty if answers carry no cost."""
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
     deleted_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
 
@@ -97,7 +96,7 @@ class ApiKey(Base):
     name: Mapped[str] = mapped_column(String(KEY_NAME_LENGTH))
     scopes: Mapped[list[str]] = mapped_column(JSON)
     prefix: Mapped[str] = mapped_column(String(16))
-    """The first characters of the secret, so that people can tell keys apart."""
+    """First characters of the secret, so that people can tell keys apart."""
     secret_hash: Mapped[str] = mapped_column(String(DIGEST_LENGTH))
     """HMAC-SHA256 of the secret under the server's pepper, in hex."""
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
@@ -106,7 +105,7 @@ class ApiKey(Base):
 
 
 class ServerSecret(Base):
-    """What every replica on this database must share, such as the pepper of the keys' hashes."""
+    """Secret that all replicas on this database share, such as the pepper of the keys' hashes."""
 
     __tablename__ = "server_secrets"
 
@@ -123,13 +122,13 @@ class Adapter(Base):
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
     name: Mapped[str] = mapped_column(String(NAME_LENGTH))
     last_version: Mapped[int] = mapped_column(Integer)
-    """The highest number ever given: a number is never given twice, not even after a delete."""
+    """Highest number ever used; numbers aren't reused, not even after a delete."""
     revision: Mapped[int] = mapped_column(Integer)
-    """Grows with every change of the adapter, its versions or its aliases."""
+    """Counter of changes of the adapter, its versions and its aliases."""
     notes: Mapped[str] = mapped_column(Text, server_default=text("''"))
     tags: Mapped[dict[str, str]] = mapped_column(JSON, server_default="{}")
     fallback: Mapped[str | None] = mapped_column(String(NAME_LENGTH))
-    """What answers when the version asked for can't: a version's number, an alias, or ``base``. NULL: nothing does."""
+    """Version number, alias or ``base`` that answers if the requested version can't; NULL for none."""
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
     updated_at: Mapped[datetime] = mapped_column(UtcDateTime)
     deleted_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
@@ -158,7 +157,7 @@ class AdapterVersion(Base):
     config_blob: Mapped[str] = mapped_column(String(DIGEST_LENGTH))
     weights_blob: Mapped[str] = mapped_column(String(DIGEST_LENGTH))
     base_digest: Mapped[str] = mapped_column(String(DIGEST_LENGTH))
-    """The base that the version was checked against."""
+    """Digest of the base that the version was checked against."""
     size_bytes: Mapped[int] = mapped_column(BigInteger)
     rank: Mapped[int] = mapped_column(Integer)
     target_modules: Mapped[list[str]] = mapped_column(JSON)
@@ -182,15 +181,15 @@ class Alias(Base):
     adapter_id: Mapped[str] = mapped_column(ForeignKey("adapters.id"), primary_key=True)
     name: Mapped[str] = mapped_column(String(NAME_LENGTH), primary_key=True)
     version: Mapped[int] = mapped_column(Integer)
-    """Of a split, the version with the largest weight."""
+    """Version; with a split, the one with the largest weight."""
     split: Mapped[list[dict[str, Any]] | None] = mapped_column(JSON(none_as_null=True))
     """``[{version, weight}, …]``; NULL: all traffic goes to `version`."""
     shadow: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
-    """``{version, share}``: a copy of this share of the requests runs on that version, and its answers are dropped."""
+    """``{version, share}``: copies of this share of the requests run on that version; their answers are dropped."""
     previous: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
-    """``{version, split}`` before the last move: what a rollback goes back to."""
+    """``{version, split}`` before the last move: the target of a rollback."""
     revision: Mapped[int] = mapped_column(Integer)
-    """The adapter's revision when the alias last moved: it never comes back, so an ETag can't match a later state by chance."""
+    """Revision of the adapter at the last move; never reused, so that an ETag can't match a later state."""
     updated_at: Mapped[datetime] = mapped_column(UtcDateTime)
 
 
@@ -202,7 +201,7 @@ class AuditRow(Base):
     at: Mapped[datetime] = mapped_column(UtcDateTime)
     tenant_id: Mapped[str | None] = mapped_column(ForeignKey("tenants.id"))
     actor: Mapped[str] = mapped_column(String(KEY_NAME_LENGTH))
-    """The key's id, or the name of the server's own doing (``server``, ``admin``)."""
+    """Id of the key, or the server's own name (``server``, ``admin``)."""
     action: Mapped[str] = mapped_column(String(NAME_LENGTH))
     target: Mapped[str] = mapped_column(String(255))
     detail: Mapped[dict[str, Any]] = mapped_column(JSON)
@@ -213,7 +212,7 @@ class IdempotencyRow(Base):
     __table_args__ = (Index(None, "expires_at"), Index(None, "owner", "created_at"))
 
     owner: Mapped[str] = mapped_column(String(KEY_NAME_LENGTH), primary_key=True)
-    """Whose key: the API key's id and the tenant that it acts for."""
+    """Owner of the key: id of the API key, and the tenant that it acts for."""
     key_hash: Mapped[str] = mapped_column(String(DIGEST_LENGTH), primary_key=True)
     fingerprint: Mapped[str] = mapped_column(String(DIGEST_LENGTH))
     """SHA-256 over the method, path, query and content of the request."""
@@ -225,7 +224,7 @@ class IdempotencyRow(Base):
 
 
 class OperatorPin(Base):
-    """A version that an operator keeps on the device, on every replica and after every start."""
+    """Version that an operator has pinned to the device, on all replicas and after each start."""
 
     __tablename__ = "operator_pins"
     __table_args__ = (
@@ -239,7 +238,7 @@ class OperatorPin(Base):
 
 
 class Grant(Base):
-    """Another tenant may use (not see the files of, nor change) an adapter, as ``OWNER/NAME``."""
+    """Permission of another tenant to use an adapter as ``OWNER/NAME``, without reading its files or changing it."""
 
     __tablename__ = "grants"
     __table_args__ = (Index(None, "tenant_id"),)
@@ -251,7 +250,7 @@ class Grant(Base):
 
 
 class Upload(Base):
-    """A resumable upload: which bytes of a blob have come, and where they lie."""
+    """Resumable upload, and how many of its bytes have arrived."""
 
     __tablename__ = "uploads"
     __table_args__ = (Index(None, "tenant_id", "id"), Index(None, "expires_at"))
@@ -261,7 +260,7 @@ class Upload(Base):
     sha256: Mapped[str] = mapped_column(String(DIGEST_LENGTH))
     size: Mapped[int] = mapped_column(BigInteger)
     received: Mapped[int] = mapped_column(BigInteger)
-    """Bytes from the first on that are durable."""
+    """Number of durable bytes from the start."""
     is_complete: Mapped[bool]
     """Whether the whole blob is in the store, and hashes to `sha256`."""
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
@@ -269,7 +268,7 @@ class Upload(Base):
 
 
 class UploadChunk(Base):
-    """A run of an upload's bytes, a blob of its own until the upload is complete: any replica can take the next one."""
+    """Run of an upload's bytes, a blob of its own until the upload is complete, so that any replica can take the next one."""
 
     __tablename__ = "upload_chunks"
     __table_args__ = (Index(None, "digest"),)
@@ -281,18 +280,18 @@ class UploadChunk(Base):
 
 
 class GcCandidate(Base):
-    """A blob that nothing refers to any more. It is deleted a while later, unless it is referred to again."""
+    """Unreferenced blob, which is deleted after a grace period unless it is referred to again."""
 
     __tablename__ = "doomed_blobs"
 
     digest: Mapped[str] = mapped_column(String(DIGEST_LENGTH), primary_key=True)
     listed_at: Mapped[datetime] = mapped_column("doomed_at", UtcDateTime)
     deleting_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
-    """Since when a collector is deleting it: nobody else may take it off the list. None: nobody is."""
+    """Time since which a collector has locked the blob for deletion; None if it isn't locked."""
 
 
 class Lease(Base):
-    """What one server does for all of them, and which one does it now."""
+    """Lease of a task that one server does for all, with its present holder."""
 
     __tablename__ = "leases"
 
@@ -302,7 +301,7 @@ class Lease(Base):
 
 
 class OperationRow(Base):
-    """Something that takes longer than a request, and goes on without one."""
+    """Work that takes longer than a request."""
 
     __tablename__ = "operations"
     __table_args__ = (Index(None, "tenant_id", "id"),)
@@ -312,7 +311,7 @@ class OperationRow(Base):
     kind: Mapped[str] = mapped_column(String(NAME_LENGTH))
     target: Mapped[str] = mapped_column(String(255))
     state: Mapped[str] = mapped_column(String(16))
-    """running, done, failed, cancelled."""
+    """State: running, done, failed or cancelled."""
     is_cancelling: Mapped[bool]
     progress: Mapped[dict[str, Any]] = mapped_column(JSON)
     result: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
@@ -320,11 +319,11 @@ class OperationRow(Base):
     actor: Mapped[str] = mapped_column(String(KEY_NAME_LENGTH))
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
     updated_at: Mapped[datetime] = mapped_column(UtcDateTime)
-    """Renewed while it runs: one that isn't lost its server."""
+    """Time of the last change, renewed while it runs; a stale one means that its server died."""
 
 
 class UsageHour(Base):
-    """What a tenant used of one adapter version in one hour, on all replicas. Grows only."""
+    """Usage of one adapter version by one tenant in one hour, on all replicas. It only grows."""
 
     __tablename__ = "usage_hours"
     __table_args__ = (Index(None, "hour"),)
@@ -332,91 +331,91 @@ class UsageHour(Base):
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
     hour: Mapped[datetime] = mapped_column(UtcDateTime, primary_key=True)
     owner: Mapped[str] = mapped_column(String(ULID_LENGTH), primary_key=True, server_default=text("''"))
-    """The id of the tenant whose adapter it was, where that is another."""
+    """Id of the tenant that owns the adapter, if it is another one."""
     adapter: Mapped[str] = mapped_column(String(255), primary_key=True)
-    """Its name; the base: empty; a composition: its label."""
+    """Name of the adapter; empty for the base; the label of a sum."""
     version: Mapped[int] = mapped_column(Integer, primary_key=True)
-    """0: the base, or a composition."""
+    """Number of the version; 0 for the base or a sum."""
     price: Mapped[str] = mapped_column(String(64), primary_key=True, server_default=text("''"))
-    """What a million tokens cost when they were used: ``EUR 0.5 0.05 1.5`` (prompt, cached, completion). A new price table changes no old cost. Empty: nothing."""
+    """Prices of a million tokens at the time of use: ``EUR 0.5 0.05 1.5`` (prompt, cached, completion); empty for none."""
     num_requests: Mapped[int] = mapped_column(BigInteger)
     prompt_tokens: Mapped[int] = mapped_column(BigInteger)
     cached_tokens: Mapped[int] = mapped_column(BigInteger)
-    """Of the prompt tokens, those that weren't computed again."""
+    """Prompt tokens that were cached."""
     completion_tokens: Mapped[int] = mapped_column(BigInteger)
-    """Those that were handed to a client."""
+    """Completion tokens that were delivered to a client."""
     undelivered_tokens: Mapped[int] = mapped_column(BigInteger)
-    """Those that were made for a client that had left, or for an answer that failed. They cost nothing."""
+    """Tokens generated for a client that had left or an answer that failed; they cost nothing."""
 
 
 class UsageJournal(Base):
-    """How far a server's journal of usage is in `UsageHour`: what comes again is known by its number."""
+    """Number up to which a server's journal is counted in `UsageHour`, so that nothing is counted twice."""
 
     __tablename__ = "usage_journals"
 
     id: Mapped[str] = mapped_column(String(ULID_LENGTH), primary_key=True)
-    """The journal's, made with its file."""
+    """Id of the journal, created with its file."""
     sequence: Mapped[int] = mapped_column(BigInteger)
-    """The last entry that is counted."""
+    """Number of the last counted entry."""
     updated_at: Mapped[datetime] = mapped_column(UtcDateTime)
 
 
 class ServerRow(Base):
-    """A server that works on this database now, or was killed not long ago."""
+    """Server that works on this database, or was killed recently."""
 
     __tablename__ = "servers"
 
     id: Mapped[str] = mapped_column(String(ULID_LENGTH), primary_key=True)
-    """Its process's, made at its start."""
+    """Id of its process, created at its start."""
     num_beats: Mapped[int] = mapped_column(BigInteger)
-    """Grows as long as it lives. Others see by their own clocks that it does: no two machines' need to agree."""
+    """Number of heartbeats; other servers observe its growth by their own clocks, which needn't agree."""
     started_at: Mapped[datetime] = mapped_column(UtcDateTime)
 
 
 class RegistryIdentity(Base):
-    """Identity of the registry that this database is, in its one row; made when it first looks at a store."""
+    """Identity of this database's registry, in a single row; created when it first reads a store's marker."""
 
     __tablename__ = "registry_identity"
 
     slot: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
-    """Always 1, so that there is one row."""
+    """Always 1, so that there is a single row."""
     id: Mapped[str] = mapped_column(String(ULID_LENGTH))
-    """The name that stores' markers bear."""
+    """Id of the registry in stores' markers."""
     made_at: Mapped[datetime] = mapped_column(UtcDateTime)
 
 
 class StoreStamp(Base):
-    """A stamp that this registry made to put in its store's marker. A marker with another one is another registry's, or a later state's."""
+    """Stamp that this registry made for its store's marker; other stamps belong to other registries or to later states."""
 
     __tablename__ = "store_stamps"
 
     id: Mapped[str] = mapped_column(String(ULID_LENGTH), primary_key=True)
     made_at: Mapped[datetime] = mapped_column(UtcDateTime)
     written_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
-    """Time at which the marker was known to have it; None: it wasn't written, or that isn't known."""
+    """Time at which the marker was known to have the stamp; None if that isn't known."""
 
 
 class ShadowHour(Base):
-    """How a shadow version did against the one that answered, in one hour."""
+    """Comparisons of a shadow version with the version that answered, in one hour."""
 
     __tablename__ = "shadow_hours"
     __table_args__ = (Index(None, "hour"),)
 
     adapter_id: Mapped[str] = mapped_column(ForeignKey("adapters.id"), primary_key=True)
     alias: Mapped[str] = mapped_column(String(NAME_LENGTH), primary_key=True)
-    """By which the requests came."""
+    """Alias of the requests."""
     hour: Mapped[datetime] = mapped_column(UtcDateTime, primary_key=True)
     version: Mapped[int] = mapped_column(Integer, primary_key=True)
     shadow_version: Mapped[int] = mapped_column(Integer, primary_key=True)
     num_requests: Mapped[int] = mapped_column(BigInteger)
     num_failed: Mapped[int] = mapped_column(BigInteger)
-    """Of those, the ones to which the shadow had no answer."""
+    """Requests that the shadow failed to answer."""
     num_equal: Mapped[int] = mapped_column(BigInteger)
-    """Those where both made the same tokens."""
+    """Requests for which both generated the same tokens."""
     num_tokens: Mapped[int] = mapped_column(BigInteger)
-    """The answers' tokens, of those that the shadow answered too."""
+    """Tokens of the answers, for requests that the shadow answered too."""
     num_agreed_tokens: Mapped[int] = mapped_column(BigInteger)
-    """Of those, the ones before the first that differs."""
+    """Tokens before the first difference."""
     live_ms: Mapped[int] = mapped_column(BigInteger)
     shadow_ms: Mapped[int] = mapped_column(BigInteger)
-    """From the request to the last token, summed over the requests that both answered."""
+    """Times from the request to the last token, summed over the requests that both answered."""

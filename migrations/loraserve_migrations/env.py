@@ -17,7 +17,7 @@ from loraserve.db.session import WRITE, make_engine
 
 
 def render_type(kind: str, item: object, _context: object) -> str | Literal[False]:
-    """A migration is history: it names plain types, not today's classes of ours."""
+    """Render our types as plain ones: a migration mustn't depend on today's classes."""
     return "sa.DateTime(timezone=True)" if kind == "type" and isinstance(item, UtcDateTime) else False
 
 
