@@ -175,7 +175,7 @@ def test_a_service_that_is_away_is_no_blob_that_is_gone(
 
 
 def test_a_bucket_that_vanishes_is_no_blob_that_is_gone(store: BlobStore, url: str, service: BucketService) -> None:
-    service.client.delete_bucket(LeakyBucket=url.removeprefix("s3://").partition("/")[0])
+    service.client.delete_bucket(Bucket=url.removeprefix("s3://").partition("/")[0])
     with pytest.raises(StorageError) as caught:
         store.read(DIGEST)
     assert not isinstance(caught.value, BlobNotFound | BlobCorrupt)
@@ -194,7 +194,7 @@ def test_a_bucket_that_is_not_there_refuses_the_start(url: str) -> None:
         "s3://KEY:SECRET@bucket/prefix",
         "s3://bucket/prefix?region=x",
         "s3://bucket/a/../b",
-        "s3://LeakyBucket",
+        "s3://Bucket",
         "s3://bucket:99/x",
         "gs://bucket",
     ],
