@@ -21,10 +21,12 @@ def open_store(url: str, *, spool: Path | None = None) -> BlobStore:
     """Open the store at `url`: ``file:///var/lib/loraserve/blobs`` or ``s3://bucket/prefix``.
 
     Args:
-        spool: folder for running uploads to a bucket; None: the system's folder for temporary files.
+        spool: folder for running uploads to a bucket; None: the system's folder for temporary
+            files.
 
     Raises:
-        ConfigError: the scheme isn't implemented, the folder or bucket can't be used, or a package is missing.
+        ConfigError: the scheme isn't implemented, the folder or bucket can't be used, or a package
+            is missing.
     """
     parts = _split(url)
     if parts.scheme == "s3":
@@ -56,7 +58,8 @@ def bucket_of(url: str) -> tuple[str, str]:
     """Parse ``s3://bucket/prefix`` to bucket and prefix, which may be empty.
 
     Raises:
-        ConfigError: the URL is invalid. The message doesn't repeat it, because it may contain credentials.
+        ConfigError: the URL is invalid. The message doesn't repeat it, because it may contain
+            credentials.
     """
     parts = _split(url)
     prefix = parts.path.strip("/")

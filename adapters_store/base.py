@@ -58,7 +58,10 @@ def verified(digest: Digest, pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 
 class StagedBlob(Protocol):
-    """Blob being written: invisible until `commit`, gone after `discard`. Leaving the with block without a commit discards."""
+    """Blob being written: invisible until `commit`, gone after `discard`.
+
+    Leaving the with block without a commit discards.
+    """
 
     @property
     def num_bytes(self) -> int:
@@ -114,7 +117,8 @@ class BlobStore(Protocol):
         """Create an empty blob to write to.
 
         Args:
-            is_looked_at: whether it will be read before the commit; up to 16 MiB are kept in memory for that.
+            is_looked_at: whether it will be read before the commit; up to 16 MiB are kept in memory
+                for that.
 
         Raises:
             StorageError: the blob can't be created.
@@ -176,8 +180,8 @@ class BlobStore(Protocol):
     def swap_marker(self, expected: bytes | None, data: bytes) -> bool:
         """Replace the marker durably by `data` if it still is `expected`, None for no marker; return whether it was.
 
-        One of several concurrent callers succeeds. After a lost answer the call may return False though `data` was written, so
-        read the marker again.
+        One of several concurrent callers succeeds. After a lost answer the call may return False
+        though `data` was written, so read the marker again.
 
         Raises:
             StorageError: the marker can't be written.

@@ -1,7 +1,8 @@
 """Blobs in a directory: ``ab/cd/<sha256>``, written so that a blob which was acknowledged survives a power cut.
 
-The order: bytes → fsync → rename → fsync of the folder. After a failed fsync the kernel may have dropped the pages and report success the
-next time, so that it is never tried again on the same file: the staged file is removed and the upload fails.
+The order: bytes → fsync → rename → fsync of the folder. After a failed fsync the kernel may have
+dropped the pages and report success the next time, so that it is never tried again on the same
+file: the staged file is removed and the upload fails.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class LocalStore:
             name = secrets.token_hex(16)
             with storage_errors("A staged file can't be created"):
                 fd = os.open(name, _CREATE_FLAGS, 0o600, dir_fd=self._staging_fd)
-                # The lock says that its writer lives; a sweep that came first has unlinked the file.
+                # The lock says that its writer lives; a sweep that came first has unlinked the
+                # file.
                 fcntl.flock(fd, fcntl.LOCK_EX)
                 if os.fstat(fd).st_nlink:
                     return LocalStagedBlob(self, name, fd, is_looked_at=is_looked_at)
@@ -250,7 +252,8 @@ class LocalStore:
                 except FileExistsError:
                     pass
                 folders.append(os.open(name, _FOLDER_FLAGS, dir_fd=folders[-1]))
-            # One at a time in a folder: else a publish that fails could take away what an equal one has just acknowledged.
+            # One at a time in a folder: else a publish that fails could take away what an equal one
+            # has just acknowledged.
             fcntl.flock(folders[-1], fcntl.LOCK_EX)
             is_new = not self.exists(digest)
             faults.hit("blob.before_rename")
@@ -264,7 +267,8 @@ class LocalStore:
             faults.hit("blob.after_folder_fsync")
             self._check_place()
         except OSError:
-            # Not known to be on disk. The next attempt must make these entries anew, not fsync the same ones again.
+            # Not known to be on disk. The next attempt must make these entries anew, not fsync the
+            # same ones again.
             with suppress(OSError):
                 if is_there and is_new:
                     os.unlink(digest, dir_fd=folders[-1])
@@ -276,7 +280,8 @@ class LocalStore:
                 os.close(fd)
 
     def _sync_parent(self, folder: str, parent_fd: int) -> None:
-        # Another process may have made the folder and not have got to its fsync yet, so that existing isn't enough.
+        # Another process may have made the folder and not have got to its fsync yet, so that
+        # existing isn't enough.
         if folder not in self._durable:
             os.fsync(parent_fd)
             self._durable.add(folder)

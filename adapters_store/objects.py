@@ -1,8 +1,11 @@
-"""Blobs in an S3 bucket: ``PREFIX/ab/cd/<sha256>``. An acknowledged blob is visible at once to all servers on the bucket.
+"""Blobs in an S3 bucket: ``PREFIX/ab/cd/<sha256>``.
 
-An object is put whole or not at all, so that readers never see half of it. Staged bytes wait in an unnamed local file, which
-disappears with its process: the digest, and with it the key, is known only at the end. Writing an object again replaces it by
-an equal one, which repairs a corrupt object.
+An acknowledged blob is visible at once to all servers on the bucket.
+
+An object is put whole or not at all, so that readers never see half of it. Staged bytes wait in an
+unnamed local file, which disappears with its process: the digest, and with it the key, is known
+only at the end. Writing an object again replaces it by an equal one, which repairs a corrupt
+object.
 """
 
 from __future__ import annotations
@@ -197,7 +200,8 @@ class ObjectStore:
             except (NotSupportedError, BaseError) as error:
                 if not (isinstance(error, NotSupportedError) or "NotImplemented" in str(error)):
                     raise
-                # a service without conditional writes: the last of two at once wins, and the other finds out
+                # a service without conditional writes: the last of two at once wins, and the other
+                # finds out
                 logger.warning("the store %s has no conditional writes: %s", self._url, _first_line(error))
                 obstore.put(self._bucket, MARKER, data, use_multipart=False)
         # what the service says isn't enough: some take a condition and don't heed it
@@ -217,7 +221,8 @@ class ObjectStore:
             return None, None
 
     def sweep(self) -> int:
-        # Staged files have no name. What a dead server had begun to put in parts, the bucket's own lifecycle rule removes.
+        # Staged files have no name. What a dead server had begun to put in parts, the bucket's own
+        # lifecycle rule removes.
         return 0
 
     def close(self) -> None:
@@ -258,7 +263,8 @@ class ObjectStore:
         """Return the object's size and its bytes in pieces, all of one state; some pieces are fetched ahead.
 
         Raises:
-            BlobNotFound, StorageError: raised at once for the first piece, and during iteration for later ones.
+            BlobNotFound, StorageError: raised at once for the first piece, and during iteration for
+                later ones.
         """
         if digest == _EMPTY:
             # a range of nothing can't be asked for
@@ -281,7 +287,8 @@ class ObjectStore:
         def fetch(start: int) -> bytes:
             end = min(start + PIECE_BYTES, num_bytes)
             with bucket_errors(digest):
-                # of the same object as the first piece: one that was put meanwhile may be cut into other parts
+                # of the same object as the first piece: one that was put meanwhile may be cut into
+                # other parts
                 options = {"range": (start, end), **({"if_match": e_tag} if e_tag else {})}
                 data = bytes(obstore.get(self._bucket, _key(digest), options=options).bytes())  # type: ignore[arg-type]
             return _check_length(data, end - start)
@@ -348,7 +355,8 @@ def bucket_errors(digest: str) -> Iterator[None]:
         yield
     except (BaseError, OSError) as error:
         text = _first_line(error)
-        # A bucket that is away must not look like a blob that is gone: the version would be quarantined.
+        # A bucket that is away must not look like a blob that is gone: the version would be
+        # quarantined.
         if isinstance(error, _ABSENT) and "NoSuchBucket" not in text:
             raise BlobNotFound(f"There is no blob {digest}.") from None
         logger.warning("the object store failed (%s): %s", digest, text)

@@ -22,7 +22,8 @@ KEPT_BYTES = 16 << 20
 class StagedFile(ABC):
     """`StagedBlob` in an open file, which it owns. Stores implement how the file becomes a blob (`_make_durable`).
 
-    Calls are serialized: one thread may discard the blob while another writes, and a closed descriptor may be reused.
+    Calls are serialized: one thread may discard the blob while another writes, and a closed
+    descriptor may be reused.
 
     Args:
         fd: descriptor of the file.

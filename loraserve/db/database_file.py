@@ -1,7 +1,8 @@
 """File of a SQLite database: check that the open file is still the one at its path.
 
-SQLite keeps its files open, so writes to a file that was renamed, deleted or replaced under a running server are lost.
-`DatabaseFile` compares the path with the opened file, and keeps connections from creating an empty file instead of a lost one.
+SQLite keeps its files open, so writes to a file that was renamed, deleted or replaced under a
+running server are lost. `DatabaseFile` compares the path with the opened file, and keeps
+connections from creating an empty file instead of a lost one.
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ class DatabaseFile:
         return parsed.set(database=f"file:{quote(str(self.path))}", query={"mode": "rw", "uri": "true"})
 
     def watch(self, engine: Engine) -> None:
-        """Check the files before each connection, and remember the shared log; call this after adding the pragmas' listener."""
+        """Check the files before each connection, and remember the shared log.
+
+        Call this after adding the pragmas' listener.
+        """
 
         @event.listens_for(engine, "do_connect")
         def check(*_: object) -> None:
@@ -79,7 +83,10 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _make_private_file(path: Path) -> tuple[int, int]:
-    """Create `path`, readable by its owner only, if absent; return device and inode. SQLite's -wal and -shm get its mode."""
+    """Create `path`, readable by its owner only, if absent; return device and inode.
+
+    SQLite's -wal and -shm get its mode.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)

@@ -1,8 +1,8 @@
 """``Idempotency-Key``: a repeated POST does its work once and gets the first answer again.
 
-The answer is stored in the transaction of the work, so after a crash either both exist or neither does. Of two concurrent equal
-requests, the second waits for the first one's transaction and gets its answer. Only successes are stored; a failed request may
-be repeated with the same key.
+The answer is stored in the transaction of the work, so after a crash either both exist or neither
+does. Of two concurrent equal requests, the second waits for the first one's transaction and gets
+its answer. Only successes are stored; a failed request may be repeated with the same key.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Once(Generic[T]):
     Args:
         owner: API key and tenant; keys of different owners are independent.
         key: value of the header; stored as a hash.
-        fingerprint: hash of method, path, query and content. The same key with another fingerprint is refused.
+        fingerprint: hash of method, path, query and content. The same key with another fingerprint
+            is refused.
         render: converts the work's result to the stored answer, without secrets.
     """
 

@@ -55,12 +55,14 @@ class _UnknownKeyLimiter:
 class LookupCache(Generic[K, V]):
     """Cache of answers for `ttl_s`, extended by `grace_s` while the database is unreachable.
 
-    Concurrent callers of a key share one look-up, and few unknown keys are looked up at a time. Errors aren't cached, so that new
-    rows are found at once. `forget` takes effect at once, also on running look-ups.
+    Concurrent callers of a key share one look-up, and few unknown keys are looked up at a time.
+    Errors aren't cached, so that new rows are found at once. `forget` takes effect at once, also on
+    running look-ups.
 
-    The database counts as unreachable from a look-up that failed or timed out until one succeeds, and no longer than one more
-    attempt takes, so that stale answers end with the outage. Only time in which the event loop is free and the database silent
-    counts for the timeout: a busy server waits for a database that answers.
+    The database counts as unreachable from a look-up that failed or timed out until one succeeds,
+    and no longer than one more attempt takes, so that stale answers end with the outage. Only time
+    in which the event loop is free and the database silent counts for the timeout: a busy server
+    waits for a database that answers.
 
     Args:
         silence_s: returns the time since the database last answered a query.
@@ -100,7 +102,8 @@ class LookupCache(Generic[K, V]):
             holder: tenant or address; look-ups of unknown keys are limited per holder.
 
         Raises:
-            DatabaseUnavailable: `fetch` raised it or the database was silent for `timeout_s`, and nothing is cached.
+            DatabaseUnavailable: `fetch` raised it or the database was silent for `timeout_s`, and
+                nothing is cached.
             Overloaded: `fetch` raised it or took too long, and nothing is cached.
         """
         entry = self._entries.get(key)
@@ -173,7 +176,8 @@ class LookupCache(Generic[K, V]):
 
     def _check_not_away(self, now: float) -> None:
         """Raises:
-        DatabaseUnavailable: it was found unreachable a moment ago, so that a queued look-up needn't try.
+        DatabaseUnavailable: it was found unreachable a moment ago, so that a queued look-up needn't
+        try.
         """
         if self._failed_at is not None and now - self._failed_at < RETRY_S:
             raise _StillAway("The registry's database can't be reached now.", hint="Try again in a moment.")

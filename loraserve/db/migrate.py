@@ -1,7 +1,8 @@
 """Migrations of the registry's tables, all or nothing.
 
-Pending migrations run in one transaction: a killed process leaves the old revision. Concurrent processes are serialized by
-SQLite's write lock or PostgreSQL's advisory lock, and the second finds nothing to do.
+Pending migrations run in one transaction: a killed process leaves the old revision. Concurrent
+processes are serialized by SQLite's write lock or PostgreSQL's advisory lock, and the second finds
+nothing to do.
 """
 
 from __future__ import annotations
@@ -64,7 +65,10 @@ async def upgrade(url: str) -> str:
 
 
 async def upgrade_if_empty(url: str) -> bool:
-    """Create the tables of an empty database; return whether it was empty. Other databases are unchanged (see `check`)."""
+    """Create the tables of an empty database; return whether it was empty.
+
+    Other databases are unchanged (see `check`).
+    """
 
     def run(connection: Connection) -> bool:
         if _read_revision(connection) is not None:
@@ -106,14 +110,18 @@ def _is_other_default(
     _default: Any,
     expected: str | None,
 ) -> bool | None:
-    """Return whether a JSON column's default differs from the model's, which PostgreSQL can't compare; None for others."""
+    """Return whether a JSON column's default differs from the model's, which PostgreSQL can't compare.
+
+    None for others.
+    """
     if not isinstance(column.type, JSON):
         return None
     return (found or "").partition("::")[0].strip("'") != (expected or "").strip("'")
 
 
 async def _in_transaction(url: str, action: Callable[[Connection], T], *, is_write: bool = True) -> T:
-    # Foreign keys are off while tables are rebuilt (SQLite would cascade); `_upgrade` checks them before the commit.
+    # Foreign keys are off while tables are rebuilt (SQLite would cascade); `_upgrade` checks them
+    # before the commit.
     engine = make_engine(url, enforce_foreign_keys=False)
     try:
         with database_errors():

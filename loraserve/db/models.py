@@ -1,8 +1,9 @@
 """Tables of the registry. The migrations in `loraserve_migrations` create them; a test keeps the two equal.
 
-Rows of `adapter_versions` change only in state, checks, base, metadata, tombstone, and the blobs of a repaired version. Aliases
-move under the adapter's row lock. A delete sets `deleted_at`: rows that tenants made stay, except aliases, grants and pins, and
-only bytes are collected after the retention.
+Rows of `adapter_versions` change only in state, checks, base, metadata, tombstone, and the blobs of
+a repaired version. Aliases move under the adapter's row lock. A delete sets `deleted_at`: rows that
+tenants made stay, except aliases, grants and pins, and only bytes are collected after the
+retention.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class Base(DeclarativeBase):
 class Tenant(Base):
     __tablename__ = "tenants"
     __table_args__ = (
-        # A deleted tenant's name is free again; its rows keep the old id, so nothing of it comes back with the name.
+        # A deleted tenant's name is free again; its rows keep the old id, so nothing of it comes
+        # back with the name.
         Index("uq_tenants_name", "name", unique=True, sqlite_where=NOT_DELETED, postgresql_where=NOT_DELETED),
     )
 
@@ -337,7 +339,10 @@ class UsageHour(Base):
     version: Mapped[int] = mapped_column(Integer, primary_key=True)
     """Number of the version; 0 for the base or a sum."""
     price: Mapped[str] = mapped_column(String(64), primary_key=True, server_default=text("''"))
-    """Prices of a million tokens at the time of use: ``EUR 0.5 0.05 1.5`` (prompt, cached, completion); empty for none."""
+    """Prices of a million tokens at the time of use: ``EUR 0.5 0.05 1.5`` (prompt, cached, completion).
+
+    Empty for none.
+    """
     num_requests: Mapped[int] = mapped_column(BigInteger)
     prompt_tokens: Mapped[int] = mapped_column(BigInteger)
     cached_tokens: Mapped[int] = mapped_column(BigInteger)
@@ -385,7 +390,10 @@ class RegistryIdentity(Base):
 
 
 class StoreStamp(Base):
-    """Stamp that this registry made for its store's marker; other stamps belong to other registries or to later states."""
+    """Stamp that this registry made for its store's marker.
+
+    Other stamps belong to other registries or to later states.
+    """
 
     __tablename__ = "store_stamps"
 

@@ -1,9 +1,10 @@
 """Sessions on the registry's database, SQLite or PostgreSQL, with the same guarantees on both.
 
-When `Database.write()` leaves without an exception, its changes survive a power cut: SQLite runs in WAL mode with
-``synchronous = FULL``, PostgreSQL with its own default. SQLite's writers take the write lock at the start (``BEGIN IMMEDIATE``),
-so that a transaction never fails half-way because another one wrote. Writes to a SQLite file that isn't at its path any more
-aren't acknowledged (`loraserve.db.database_file`).
+When `Database.write()` leaves without an exception, its changes survive a power cut: SQLite runs in
+WAL mode with ``synchronous = FULL``, PostgreSQL with its own default. SQLite's writers take the
+write lock at the start (``BEGIN IMMEDIATE``), so that a transaction never fails half-way because
+another one wrote. Writes to a SQLite file that isn't at its path any more aren't acknowledged
+(`loraserve.db.database_file`).
 """
 
 from __future__ import annotations
@@ -45,11 +46,12 @@ def utc_now() -> datetime:
 def parse_database_url(url: str) -> URL:
     """Parse the URL, and set the asynchronous driver that we use.
 
-    Accepts ``sqlite:///PATH`` and ``postgresql://USER:PASSWORD@HOST:PORT/NAME`` (also ``postgres://``; ``sslmode`` is
-    understood).
+    Accepts ``sqlite:///PATH`` and ``postgresql://USER:PASSWORD@HOST:PORT/NAME`` (also
+    ``postgres://``; ``sslmode`` is understood).
 
     Raises:
-        ConfigError: another database, a SQLite database in memory (nothing would survive the process), or no URL at all.
+        ConfigError: another database, a SQLite database in memory (nothing would survive the
+            process), or no URL at all.
     """
     expected = "Expected sqlite:///PATH or postgresql://USER:PASSWORD@HOST:PORT/NAME in LORASERVE_DATABASE_URL."
     try:
@@ -117,7 +119,8 @@ def make_engine(
     @event.listens_for(engine.sync_engine, "begin")
     def begin(connection: Connection) -> None:
         is_write = connection.get_execution_options().get(WRITE, False)
-        # A deferred transaction that turns into a writer fails at once when another wrote since; an immediate one waits.
+        # A deferred transaction that turns into a writer fails at once when another wrote since; an
+        # immediate one waits.
         connection.exec_driver_sql("BEGIN IMMEDIATE" if is_write else "BEGIN")
 
     file.watch(engine.sync_engine)
@@ -142,10 +145,12 @@ def _use_wal(cursor: Any, patience_s: float) -> None:
 @contextmanager
 def database_errors(is_silent: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """Turn the drivers' ways of saying "not now" into `DatabaseUnavailable`, "no room" into `StorageFull`, and "not like this"
-    (no such database, no such user) into `ConfigError`. Other errors, such as a violated constraint, pass as they are.
+    (no such database, no such user) into `ConfigError`. Other errors, such as a violated
+    constraint, pass as they are.
 
     Args:
-        is_silent: returns whether the database is silent; otherwise a connection timeout means that it is only busy.
+        is_silent: returns whether the database is silent; otherwise a connection timeout means that
+            it is only busy.
     """
     try:
         yield
@@ -174,7 +179,8 @@ _SQLITE_AWAY = {
     sqlite3.SQLITE_READONLY,
 }
 _SQLITE_DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
-# Classes of SQLSTATE: connection lost, transaction rolled back (deadlock), out of resources, lock not to be had, operator's shutdown.
+# Classes of SQLSTATE: connection lost, transaction rolled back (deadlock), out of resources, lock
+# not to be had, operator's shutdown.
 _POSTGRES_AWAY = {"08", "40", "53", "55", "57"}
 _POSTGRES_CONFIG = {"28", "3D"}
 _POSTGRES_DAMAGED = {"XX001", "XX002"}
@@ -182,7 +188,8 @@ _POSTGRES_DAMAGED = {"XX001", "XX002"}
 
 def _translate(error: Exception) -> LoraserveError | None:
     unavailable = DatabaseUnavailable("The registry's database can't be reached now.", hint="Try again in a moment.")
-    # asyncpg lets what goes wrong while connecting through unwrapped. TimeoutError is an OSError too.
+    # asyncpg lets what goes wrong while connecting through unwrapped. TimeoutError is an OSError
+    # too.
     if isinstance(error, OSError | PoolTimeout | InterfaceError):
         return unavailable
     cause = error.orig if isinstance(error, DBAPIError) else error
@@ -246,7 +253,10 @@ class Database:
 
     @property
     def is_available(self) -> bool:
-        """Whether the last write reached the database and its file is in place; a server's heartbeat writes every 2 s."""
+        """Whether the last write reached the database and its file is in place.
+
+        A server's heartbeat writes every 2 s.
+        """
         try:
             self._check_file()
         except DatabaseUnavailable:
@@ -290,7 +300,9 @@ class Database:
 
     @asynccontextmanager
     async def read_columns(self) -> AsyncIterator[AsyncConnection]:
-        """Open a connection as `read` does, for statements that select columns; a session's overhead would be half the query's time.
+        """Open a connection as `read` does, for statements that select columns.
+
+        A session's overhead would be half the query's time.
 
         Raises:
             DatabaseUnavailable: there is no connection, or it broke.
@@ -305,7 +317,8 @@ class Database:
         """Open a session whose changes are durable after the block, or undone if it raises.
 
         Raises:
-            DatabaseUnavailable: no connection, it broke, another writer held the lock too long, or its file was moved away.
+            DatabaseUnavailable: no connection, it broke, another writer held the lock too long, or
+                its file was moved away.
             StorageFull: no room on the database's disk.
         """
         try:

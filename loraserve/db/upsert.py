@@ -26,12 +26,12 @@ async def upsert(
 ) -> int:
     """Insert the rows, and return how many were inserted or changed.
 
-    A row that violates a unique constraint is skipped. With `add` or `replace`, a row whose primary key exists changes
-    the existing one instead.
+    A row that violates a unique constraint is skipped. With `add` or `replace`, a row whose primary
+    key exists changes the existing one instead.
 
     Args:
-        rows: column values, the same columns in each row. Order them by primary key if there are several: transactions
-            that lock the same rows in different orders can deadlock.
+        rows: column values, the same columns in each row. Order them by primary key if there are
+            several: transactions that lock the same rows in different orders can deadlock.
         add: columns whose values are added to those of the existing row.
         replace: columns whose values replace those of the existing row.
         where: condition on the existing row; it stays as it is where the condition is false.

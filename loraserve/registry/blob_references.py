@@ -1,9 +1,10 @@
 """References to blobs, and the list of unreferenced blobs: the candidates for garbage collection.
 
-Publishing first removes a blob from the candidates (`retain`), then writes its bytes or checks that they exist, then refers to
-it in a transaction. The collector deletes only blobs that have been candidates for `LIMITS.gc_grace_s`, and looks for
-references again in the transaction that locks them for deletion. So a retained blob is safe for longer than any publish
-takes. A locked blob can't be retained until its deletion has ended (`loraserve.registry.storage_gc.deletion_locks`).
+Publishing first removes a blob from the candidates (`retain`), then writes its bytes or checks that
+they exist, then refers to it in a transaction. The collector deletes only blobs that have been
+candidates for `LIMITS.gc_grace_s`, and looks for references again in the transaction that locks
+them for deletion. So a retained blob is safe for longer than any publish takes. A locked blob can't
+be retained until its deletion has ended (`loraserve.registry.storage_gc.deletion_locks`).
 """
 
 from __future__ import annotations
@@ -140,7 +141,9 @@ async def _take_off(database: Database, digests: Collection[Digest]) -> bool:
 
 
 async def retain_stored(database: Database, store: BlobStore, digests: Collection[Digest]) -> None:
-    """Retain the blobs as `retain` does, and check that they exist; call it right before the transaction that refers to them.
+    """Retain the blobs as `retain` does, and check that they exist.
+
+    Call it right before the transaction that refers to them.
 
     Raises:
         Overloaded: a blob was deleted meanwhile; the same request works when it is sent again.

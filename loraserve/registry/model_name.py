@@ -2,7 +2,8 @@
 
 ``OWNER/NAME…`` names an adapter that another tenant has granted. A sum of adapters is::
 
-    TERM ("+" TERM)*        TERM = [WEIGHT "*"] [OWNER "/"] NAME ["@" (ALIAS | VERSION)]        a+0.5*b@3
+    TERM ("+" TERM)*        TERM = [WEIGHT "*"] [OWNER "/"] NAME ["@" (ALIAS | VERSION)]
+    a+0.5*b@3
 """
 
 from __future__ import annotations
@@ -170,7 +171,8 @@ def check_adapter_name(name: str, base_id: str) -> str:
     """Return `name` if it is a valid adapter name.
 
     Raises:
-        InvalidRequest: the name doesn't match `NAME_PATTERN`, or is the base's id, which would hide it.
+        InvalidRequest: the name doesn't match `NAME_PATTERN`, or is the base's id, which would hide
+            it.
     """
     if not is_name(name):
         raise InvalidRequest(f"An adapter's name should match {NAME_PATTERN}.", param="name")
@@ -183,7 +185,8 @@ def check_alias_name(alias: str) -> str:
     """Return `alias` if it is a valid alias name.
 
     Raises:
-        InvalidRequest: the name doesn't match `NAME_PATTERN`, looks like a version number, or is reserved.
+        InvalidRequest: the name doesn't match `NAME_PATTERN`, looks like a version number, or is
+            reserved.
     """
     if not is_name(alias):
         raise InvalidRequest(f"An alias should match {NAME_PATTERN}.", param="alias")

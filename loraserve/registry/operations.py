@@ -270,7 +270,8 @@ class Operations:
                             setattr(row, name, value)
                 return
             except LoraserveError as error:
-                # unreachable or full: without a retry the row would say forever that the operation runs
+                # unreachable or full: without a retry the row would say forever that the operation
+                # runs
                 logger.warning("the end of operation %s can't be written now: %s", operation_id, error)
                 await asyncio.sleep(_BEAT_S)
         logger.error("operation %s has ended (%s), which can't be written", operation_id, ended["state"])

@@ -35,8 +35,8 @@ async def check_quota(
     Args:
         is_counted: whether the row of a new adapter exists already.
         blob: digest of the weights, whose own upload isn't counted.
-        restorable_since: versions deleted after this still have their bytes, which may add up to the tenant's quota once more.
-            None: don't check them.
+        restorable_since: versions deleted after this still have their bytes, which may add up to
+            the tenant's quota once more. None: don't check them.
 
     Raises:
         QuotaExceeded

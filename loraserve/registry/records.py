@@ -26,8 +26,8 @@ MIN_SPLIT_WEIGHT, MAX_SPLIT_WEIGHT = 1e-3, 1e6
 class VersionRecord:
     """Version of an adapter. Only `aliases`, `state`, `checks` and the metadata change.
 
-    A verification may move it to another base on request. A repair of a corrupt version may give it other blobs of the same
-    digest.
+    A verification may move it to another base on request. A repair of a corrupt version may give it
+    other blobs of the same digest.
     """
 
     tenant: TenantId
@@ -120,7 +120,8 @@ class AliasTarget:
         """Return the split over these parts, whose order doesn't matter.
 
         Raises:
-            InvalidRequest: there are too few or too many parts, a version twice, or an invalid weight.
+            InvalidRequest: there are too few or too many parts, a version twice, or an invalid
+                weight.
         """
         if not 2 <= len(parts) <= LIMITS.max_split_versions:
             raise InvalidRequest(

@@ -58,17 +58,20 @@ DEFAULT_RETENTION_S = 7 * 86_400.0
 class Registry:
     """Adapters of all tenants; each call acts for one.
 
-    A change is durable when the call returns: first the blobs (`adapters_store`), then the database's commit. `resolve` sees it
-    at once in this process, and within `LIMITS.resolve_cache_s` in others.
+    A change is durable when the call returns: first the blobs (`adapters_store`), then the
+    database's commit. `resolve` sees it at once in this process, and within
+    `LIMITS.resolve_cache_s` in others.
 
-    Its parts: `uploads` and `publisher` take in versions, `aliases`, `metadata`, `restorer`, `grants` and `pins` manage them;
-    `certificates` and `certificate_backfill` verify them, `corruption` and `numeric_failures` quarantine them; `shadow_hours`
-    compares shadows, and `claim` guards the store.
+    Its parts: `uploads` and `publisher` take in versions, `aliases`, `metadata`, `restorer`,
+    `grants` and `pins` manage them; `certificates` and `certificate_backfill` verify them,
+    `corruption` and `numeric_failures` quarantine them; `shadow_hours` compares shadows, and
+    `claim` guards the store.
 
     Args:
         base: returns the resident base model; may raise `EngineUnavailable` while there is none.
         certify: verification by the engine; None: versions have no certificates.
-        is_certified_at_upload: whether uploads wait for a certificate; otherwise versions are verified on request.
+        is_certified_at_upload: whether uploads wait for a certificate; otherwise versions are
+            verified on request.
         retention_s: time for which deleted versions can be restored.
         pull_allow: patterns of the sources that adapters may be pulled from.
         pinning: engine that holds operators' pins; None: nothing does.
@@ -163,16 +166,20 @@ class Registry:
     async def bind(self, tenant: TenantId, terms: Sequence[Term], *, sticky: str | None) -> Binding:
         """Bind a request to its version for its whole life; without terms, to the base.
 
-        Names are cached for `LIMITS.resolve_cache_s`, and for `LIMITS.outage_grace_s` while the database is unreachable. A sum of
-        adapters has neither a fallback nor a shadow.
+        Names are cached for `LIMITS.resolve_cache_s`, and for `LIMITS.outage_grace_s` while the
+        database is unreachable. A sum of adapters has neither a fallback nor a shadow.
 
         Args:
-            sticky: key that gets the same version of a split each time; None: the version is drawn for each request.
+            sticky: key that gets the same version of a split each time; None: the version is drawn
+                for each request.
 
         Raises:
-            ModelNotFound: a name is absent, deleted, or another tenant's without a grant; the text is the same.
-            AdapterQuarantined: a version is in quarantine and has no fallback; the message gives the reason.
-            AdapterOfAnotherBase: a version was made for another base than this server's and has no fallback.
+            ModelNotFound: a name is absent, deleted, or another tenant's without a grant; the text
+                is the same.
+            AdapterQuarantined: a version is in quarantine and has no fallback; the message gives
+                the reason.
+            AdapterOfAnotherBase: a version was made for another base than this server's and has no
+                fallback.
             EngineUnavailable: the base isn't loaded yet.
             InvalidRequest: the weights of a version add up to too much.
             DatabaseUnavailable: a name isn't cached and can't be looked up.
@@ -209,11 +216,13 @@ class Registry:
         return target.ref
 
     async def compose(self, tenant: TenantId, terms: Iterable[Term]) -> AdapterRef | None:
-        """Return the weighted sum of the terms, each resolved as by `resolve`; None, the base, if the weights cancel out.
+        """Return the weighted sum of the terms, each resolved as by `resolve`.
+
+        None, the base, if the weights cancel out.
 
         Raises:
-            ModelNotFound, AdapterQuarantined, AdapterOfAnotherBase, DatabaseUnavailable: as `resolve`, for the first term
-                that can't be used.
+            ModelNotFound, AdapterQuarantined, AdapterOfAnotherBase, DatabaseUnavailable: as
+                `resolve`, for the first term that can't be used.
             InvalidRequest: the weights of a version add up to too much.
         """
         return compose(tenant, [(await self.resolve(tenant, term.adapter), term.weight) for term in terms])
@@ -231,7 +240,10 @@ class Registry:
         return route.main
 
     async def list_servable(self, tenant: TenantId) -> list[ServableAdapter]:
-        """List the adapters that a bare name reaches, then those granted to the tenant; at most `LIMITS.max_listed_models`."""
+        """List the adapters that a bare name reaches, then those granted to the tenant.
+
+        At most `LIMITS.max_listed_models`.
+        """
         served = self.served_base.spec
         async with self._database.read_columns() as connection:
             return await RouteRepository(connection, tenant, served).servable(LIMITS.max_listed_models)

@@ -20,7 +20,10 @@ from loraserve.types import Digest, TenantId
 
 
 class AdapterRepository:
-    """Adapters of one tenant in one session. Another tenant's are reported like absent ones, with the same errors and texts."""
+    """Adapters of one tenant in one session.
+
+    Another tenant's are reported like absent ones, with the same errors and texts.
+    """
 
     def __init__(self, session: AsyncSession, tenant: TenantId) -> None:
         self._session = session
@@ -159,7 +162,8 @@ class AdapterRepository:
         """
         query = select(Tenant).where(Tenant.id == self.tenant, Tenant.deleted_at.is_(None))
         if is_locking:
-            # The key can't change: inserts of rows that refer to the tenant, such as audit rows, don't wait or deadlock.
+            # The key can't change: inserts of rows that refer to the tenant, such as audit rows,
+            # don't wait or deadlock.
             query = query.with_for_update(key_share=True)
         row = (await self._session.scalars(query)).one_or_none()
         if row is None:

@@ -38,7 +38,10 @@ async def list_owned(
     cursor: str | None,
     digests: Sequence[Digest] | None,
 ) -> Page[OwnedVersion]:
-    """Return a page of live versions by id: those of `tenant`, or with None of all tenants; with `digests`, only those."""
+    """Return a page of live versions by id: those of `tenant`, or with None of all tenants.
+
+    With `digests`, only those.
+    """
     after = decode_cursor(cursor)
     query = (
         select(

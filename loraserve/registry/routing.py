@@ -28,7 +28,10 @@ class RouteRepository:
         self._served = served
 
     async def route(self, model: ParsedModel) -> Route | None:
-        """Return the route of `model`, which isn't the base; None if it is absent, deleted, or another tenant's without a grant."""
+        """Return the route of `model`, which isn't the base.
+
+        None if it is absent, deleted, or another tenant's without a grant.
+        """
         # most adapters have only this one version, so that a single query suffices
         parameters = {"tenant": self._tenant, "name": model.name, "alias": model.alias or "", "version": model.version}
         query = _OWN

@@ -1,4 +1,7 @@
-"""The base that this server serves, and the refusal of versions of another one. Replicas may differ, so nothing is stored."""
+"""The base that this server serves, and the refusal of versions of another one.
+
+Replicas may differ, so nothing is stored.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ _NUM_DIGITS = 12
 class ServedBase:
     """Compares versions with this server's base by digest.
 
-    A base's digest covers its weights as the checkpoint stores them and the config that determines what they compute, but not
-    this server's quantization or dtype.
+    A base's digest covers its weights as the checkpoint stores them and the config that determines
+    what they compute, but not this server's quantization or dtype.
 
     Args:
         base: returns the resident base; may raise `EngineUnavailable` while there is none.

@@ -72,8 +72,8 @@ def highest(prices: Sequence[Price]) -> Price:
 def read_prices(value: Mapping[str, Any]) -> PriceTable | None:
     """Parse a price table of a request or row; None if it is empty.
 
-    ``{currency, prompt, cached?, completion, adapters?: {NAME: {prompt?, cached?, completion?}}}``. The default of
-    ``cached`` is ``prompt``; the defaults of an adapter are the table's prices.
+    ``{currency, prompt, cached?, completion, adapters?: {NAME: {prompt?, cached?, completion?}}}``.
+    The default of ``cached`` is ``prompt``; the defaults of an adapter are the table's prices.
 
     Raises:
         InvalidRequest: a field is invalid; `param` names it.

@@ -1,6 +1,7 @@
 """Alembic's entry: run the migrations on the connection that `loraserve.db.migrate` opened.
 
-For `alembic revision --autogenerate` in a checkout, LORASERVE_DATABASE_URL names the database to compare with.
+For `alembic revision --autogenerate` in a checkout, LORASERVE_DATABASE_URL names the database to
+compare with.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def run(connection: Connection) -> None:
         target_metadata=Base.metadata,
         # SQLite can't alter most of a table: Alembic copies it instead.
         render_as_batch=True,
-        # SQLite's DDL is transactional once the driver leaves transactions to us (`loraserve.db.session`).
+        # SQLite's DDL is transactional once the driver leaves transactions to us
+        # (`loraserve.db.session`).
         transactional_ddl=True,
         render_item=render_type,
         compare_type=True,

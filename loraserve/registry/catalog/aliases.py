@@ -85,7 +85,8 @@ class Aliases:
         The shadow is dropped if it is the only version that answers.
 
         Raises:
-            InvalidRequest: the name or the share isn't valid, or there are `LIMITS.max_aliases_per_adapter` already.
+            InvalidRequest: the name or the share isn't valid, or there are
+                `LIMITS.max_aliases_per_adapter` already.
             AdapterNotFound, VersionNotFound
             AdapterQuarantined, AdapterOfAnotherBase: requests for the alias would be refused.
             PreconditionFailed: the condition doesn't hold; nothing was changed.
@@ -121,7 +122,9 @@ class Aliases:
         condition: Precondition = NO_CONDITION,
         once: Once[AliasRecord] | None = None,
     ) -> AliasRecord:
-        """Point `alias` back to its previous target, and remember the present one for the next rollback; keep the shadow.
+        """Point `alias` back to its previous target, and remember the present one for the next rollback.
+
+        Keep the shadow.
 
         Raises:
             AdapterNotFound, AliasNotFound, PreconditionFailed
@@ -211,7 +214,8 @@ class Aliases:
         self, repository: AdapterRepository, adapter: Adapter, target: AliasTarget, shadow: ShadowPart | None
     ) -> None:
         """Raises:
-        VersionNotFound, AdapterQuarantined, AdapterOfAnotherBase: the first version that can't be used.
+        VersionNotFound, AdapterQuarantined, AdapterOfAnotherBase: the first version that can't be
+        used.
         """
         numbers = (*target.versions, *(() if shadow is None else (shadow.version,)))
         for row in await repository.versions_of(adapter, numbers):

@@ -33,12 +33,14 @@ class GrantRecord:
 class Grants:
     """Grants on tenants' adapters. A change is durable when the call returns.
 
-    A grant ends with its adapter: a deleted adapter that is pushed anew has none, a restored one has its old grants. An owner
-    doesn't learn which tenants exist: it can grant to an unused name, and a tenant created later under that name has the
-    grant. A grant to a deleted tenant stays in the list, but the next tenant of that name doesn't have it.
+    A grant ends with its adapter: a deleted adapter that is pushed anew has none, a restored one
+    has its old grants. An owner doesn't learn which tenants exist: it can grant to an unused name,
+    and a tenant created later under that name has the grant. A grant to a deleted tenant stays in
+    the list, but the next tenant of that name doesn't have it.
 
     Args:
-        on_change: called with owner and adapter name after a change is durable, to invalidate this process's caches.
+        on_change: called with owner and adapter name after a change is durable, to invalidate this
+            process's caches.
     """
 
     def __init__(
@@ -51,13 +53,15 @@ class Grants:
     async def create(self, owner: TenantId, name: str, tenant: str, *, actor: str) -> tuple[GrantRecord, bool]:
         """Let the tenant of this name use the adapter; return the grant, and whether it is new.
 
-        It takes effect at once on this server, within seconds on others, and as soon as such a tenant exists.
+        It takes effect at once on this server, within seconds on others, and as soon as such a
+        tenant exists.
 
         Raises:
             AdapterNotFound: `owner` has no such adapter.
             TenantNotFound: no tenant can have this name.
-            InvalidRequest: the tenant is the owner, the adapter has `LIMITS.max_grants_per_adapter`, or the tenant has
-                `LIMITS.max_grants_per_tenant` of this owner.
+            InvalidRequest: the tenant is the owner, the adapter has
+                `LIMITS.max_grants_per_adapter`, or the tenant has `LIMITS.max_grants_per_tenant` of
+                this owner.
         """
         now = self._clock()
         async with self._database.write() as session:
@@ -83,7 +87,8 @@ class Grants:
 
     async def _check_room(self, session: AsyncSession, owner: TenantId, adapter: Adapter, tenant: str) -> None:
         """Raises:
-        InvalidRequest: the adapter, or the tenant from this owner, has the maximum number of grants.
+        InvalidRequest: the adapter, or the tenant from this owner, has the maximum number of
+        grants.
         """
         mine = select(func.count()).select_from(_grants_of(adapter).subquery())
         if (await session.scalar(mine) or 0) >= LIMITS.max_grants_per_adapter:

@@ -32,8 +32,9 @@ class UsedVersion(Protocol):
 class LastUsed:
     """Times of last uses, bounded in number; the version unused for longest is forgotten first.
 
-    Tenants with the same bytes share residency. A tenant sees it only after its own use, so that it can't learn of another's,
-    and what operators see of one tenant's version doesn't include another tenant's use of its own.
+    Tenants with the same bytes share residency. A tenant sees it only after its own use, so that it
+    can't learn of another's, and what operators see of one tenant's version doesn't include another
+    tenant's use of its own.
     """
 
     def __init__(self, *, max_entries: int = 100_000, clock: Callable[[], float] = time.monotonic) -> None:

@@ -34,7 +34,8 @@ class Edit:
 
     def __post_init__(self) -> None:
         """Raises:
-        InvalidRequest: a text is too long, has characters that don't print, or there are too many tags.
+        InvalidRequest: a text is too long, has characters that don't print, or there are too many
+        tags.
         """
         if self.notes is not None:
             if len(self.notes.encode("utf-8", "replace")) > LIMITS.max_notes_bytes:
@@ -63,7 +64,8 @@ class MetadataEditor:
         Raises:
             InvalidRequest: the fallback isn't valid.
             AdapterNotFound
-            VersionNotFound, AliasNotFound: the adapter has no such version or alias for the fallback.
+            VersionNotFound, AliasNotFound: the adapter has no such version or alias for the
+                fallback.
         """
         now = self._clock()
         async with self._database.write() as session:

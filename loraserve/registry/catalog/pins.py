@@ -54,8 +54,9 @@ class PinningEngine(Protocol):
 class Pins:
     """Pins in the database, and what this server's engine holds for them.
 
-    A pin is durable when `pin` returns. Every server of this database obeys it within `LIMITS.pin_sync_s` and after each start.
-    It has no effect while its version is deleted, in quarantine, or of another base than this server's.
+    A pin is durable when `pin` returns. Every server of this database obeys it within
+    `LIMITS.pin_sync_s` and after each start. It has no effect while its version is deleted, in
+    quarantine, or of another base than this server's.
 
     Args:
         engine: this server's engine; None if there is none.

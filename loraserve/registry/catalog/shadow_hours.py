@@ -75,8 +75,8 @@ class ShadowHourRecord:
 class ShadowHours:
     """Comparisons of all tenants' shadows.
 
-    They reach the database within `LIMITS.shadow_flush_s`, or once it is reachable again. A killed server loses what it has in
-    memory: these are samples, not bills.
+    They reach the database within `LIMITS.shadow_flush_s`, or once it is reachable again. A killed
+    server loses what it has in memory: these are samples, not bills.
     """
 
     def __init__(self, database: Database, *, clock: Clock, flush_s: float | None = None) -> None:

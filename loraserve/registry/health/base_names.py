@@ -24,8 +24,9 @@ _CACHED = "models--"
 class BaseNames:
     """Compares names of bases.
 
-    Names are equal if their last components are, ignoring case: ``org/Name``, ``mirror/name`` and ``/data/Name/`` name the same
-    base. A folder in a hub's cache has the name of its model. A digest is compared with the base's digest.
+    Names are equal if their last components are, ignoring case: ``org/Name``, ``mirror/name`` and
+    ``/data/Name/`` name the same base. A folder in a hub's cache has the name of its model. A
+    digest is compared with the base's digest.
 
     Args:
         names: names of the base beside its id.

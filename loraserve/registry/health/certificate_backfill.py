@@ -35,7 +35,10 @@ ACTOR = "server"
 RETRY_S, MAX_RETRY_S = 60.0, 3600.0
 """Delay before a failed verification is repeated, doubled with each consecutive failure, and its maximum."""
 _LEASE_LENGTH = timedelta(seconds=3 * LIMITS.verification_timeout_s)
-"""Length of the lease, which is renewed before each version; a verification and the pause after it take two thirds at most."""
+"""Length of the lease, which is renewed before each version.
+
+A verification and the pause after it take two thirds at most.
+"""
 _NUM_DIGITS = 32
 """Digits of a hash in the lease's name: the column has room for 63 characters."""
 _WINDOW = 2000
@@ -53,12 +56,13 @@ class _Due:
 class CertificateBackfill:
     """Verify versions without a certificate for this server's setup, one at a time and on one server of all.
 
-    They were published while the engine was unreachable or busy, or verified with another quantization, dtype or arithmetic.
-    They are served meanwhile.
+    They were published while the engine was unreachable or busy, or verified with another
+    quantization, dtype or arithmetic. They are served meanwhile.
 
-    The outcome is that of `Certificates.verify`: a failure puts the version in quarantine. A version that made the engine die
-    twice, counting its upload, isn't tried again, so that one push can't make the engine unavailable. Versions of another base
-    and those to be verified on request stay as they are.
+    The outcome is that of `Certificates.verify`: a failure puts the version in quarantine. A
+    version that made the engine die twice, counting its upload, isn't tried again, so that one push
+    can't make the engine unavailable. Versions of another base and those to be verified on request
+    stay as they are.
 
     Args:
         certificates: issues the certificates; `start` is a no-op if uploads aren't verified either.
@@ -106,11 +110,12 @@ class CertificateBackfill:
         """Verify each due version once, except those whose delay isn't over.
 
         Returns:
-            Whether the sweep was made; False if the base isn't loaded or another server is sweeping.
+            Whether the sweep was made; False if the base isn't loaded or another server is
+            sweeping.
 
         Raises:
-            EngineError, Overloaded: the engine or the database is unreachable or busy. The next sweep, or another server
-                without delay, continues.
+            EngineError, Overloaded: the engine or the database is unreachable or busy. The next
+                sweep, or another server without delay, continues.
         """
         try:
             base = self._base()
@@ -133,7 +138,8 @@ class CertificateBackfill:
                     with contextlib.suppress(LoraserveError):
                         # the lease expires by itself if the database is unreachable
                         await self._leases.release(lease)
-                # take half of the engine's time at most, whatever the outcome: it has requests to answer
+                # take half of the engine's time at most, whatever the outcome: it has requests to
+                # answer
                 await asyncio.sleep(self._monotonic() - began)
                 if failure is not None:
                     # the next version would fail likewise
@@ -142,7 +148,10 @@ class CertificateBackfill:
         return True
 
     async def _look(self, after: str, base: BaseSpec) -> tuple[list[_Due], str | None]:
-        """Return the due versions among the next `_WINDOW`, and the last id; None instead of the id if there are no more."""
+        """Return the due versions among the next `_WINDOW`, and the last id.
+
+        None instead of the id if there are no more.
+        """
         setup = setup_of(base)
         window = select(AdapterVersion.id).where(AdapterVersion.id > after).order_by(AdapterVersion.id)
         query = (
@@ -208,7 +217,8 @@ class CertificateBackfill:
 def _lease_of(base: BaseSpec) -> str:
     """Return the lease's name.
 
-    It depends on base and setup: servers of other ones can't issue these certificates and must not block those that can.
+    It depends on base and setup: servers of other ones can't issue these certificates and must not
+    block those that can.
     """
     subject = hashlib.sha256(f"{base.digest} {setup_of(base)}".encode()).hexdigest()
     return f"{LEASE}/{subject[:_NUM_DIGITS]}"

@@ -105,8 +105,8 @@ class Certificates:
     async def check_upload(self, ref: AdapterRef) -> CertificateOutcome | None:
         """Ask for the certificate of committed blobs that aren't a version yet; return None if nothing is verified.
 
-        If the engine is unreachable or busy, the upload isn't refused: the outcome is `SKIPPED` with the reason, and
-        `CertificateBackfill` asks again, with a limit if the engine died.
+        If the engine is unreachable or busy, the upload isn't refused: the outcome is `SKIPPED`
+        with the reason, and `CertificateBackfill` asks again, with a limit if the engine died.
 
         Raises:
             AdapterRejected: the engine can never serve the adapter.
@@ -139,19 +139,23 @@ class Certificates:
     ) -> VersionRecord:
         """Issue a new certificate for the version, and set its state durably; this may begin or end a quarantine.
 
-        A version that the engine can never serve, or not any more, is quarantined too. A version of another base moves to this
-        server's base if the caller allows it and the certificate passes; servers of the other base refuse it from then on.
+        A version that the engine can never serve, or not any more, is quarantined too. A version of
+        another base moves to this server's base if the caller allows it and the certificate passes;
+        servers of the other base refuse it from then on.
 
         Args:
             is_rebasing: whether the version may leave its base for this server's.
 
         Raises:
             AdapterNotFound, VersionNotFound
-            AdapterOfAnotherBase: the version is of another base and may not move; nothing was changed.
-            AdapterRejected: the move failed: the version doesn't fit, or its certificate failed; nothing was changed.
+            AdapterOfAnotherBase: the version is of another base and may not move; nothing was
+                changed.
+            AdapterRejected: the move failed: the version doesn't fit, or its certificate failed;
+                nothing was changed.
             Conflict: another call moved the version meanwhile; nothing was changed.
             RateLimited: the tenant runs `LIMITS.max_concurrent_verifications_per_tenant` already.
-            EngineUnavailable, Overloaded, AdapterUnavailable: there is no certificate now; nothing was changed.
+            EngineUnavailable, Overloaded, AdapterUnavailable: there is no certificate now; nothing
+                was changed.
             EngineDied: there is no certificate; a missing certificate's check gives this reason.
             Replay: `once` was used before.
         """
@@ -181,7 +185,8 @@ class Certificates:
             if row.base_digest != record.base_digest:
                 raise Conflict(f"{name}@{number} was moved to another base meanwhile.", hint="Look at it again.")
             before = row.state
-            # The engine has read whole bytes, which answers earlier reports; reports made since may be newer than its read.
+            # The engine has read whole bytes, which answers earlier reports; reports made since may
+            # be newer than its read.
             answered = [check for check in row.checks if check["name"] in (STORED, NUMERICS) and check in known]
             checks = [check for check in row.checks if check not in answered]
             if is_moving:
@@ -213,8 +218,9 @@ class Certificates:
     ) -> CertificateOutcome | None:
         """Return the failed certificate of any version of the tenant with the same weights on this base, deleted or not.
 
-        Used for uploads whose own certificate was skipped: pushing the bytes under another name must not end their quarantine.
-        Other tenants' versions aren't consulted, so as not to reveal that they have the same bytes.
+        Used for uploads whose own certificate was skipped: pushing the bytes under another name
+        must not end their quarantine. Other tenants' versions aren't consulted, so as not to reveal
+        that they have the same bytes.
         """
         query = (
             select(Adapter.name, AdapterVersion.number, AdapterVersion.checks)
@@ -260,7 +266,8 @@ class Certificates:
         """Return the outcome for a version of another base, which passed.
 
         Raises:
-            AdapterRejected: it can't be served on this one. Nothing of that is kept: on its own base it is as good as before.
+            AdapterRejected: it can't be served on this one. Nothing of that is kept: on its own
+                base it is as good as before.
         """
         stays = f"{ref.name}@{ref.version} stays a version of sha256:{record.base_digest[:12]}"
         try:

@@ -1,7 +1,7 @@
 """Checks of a version: what was found of it, the state that follows, and the refusal of a version in quarantine.
 
-A check is a mapping with ``name``, ``status`` and ``detail``; some have more. The version's state is a function of its
-checks alone (`state_of`): whatever changes them calls `set_checks`.
+A check is a mapping with ``name``, ``status`` and ``detail``; some have more. The version's state
+is a function of its checks alone (`state_of`): whatever changes them calls `set_checks`.
 """
 
 from __future__ import annotations

@@ -103,7 +103,8 @@ class CorruptionQuarantine:
             if row.digest != digest or blob not in (row.config_blob, row.weights_blob):
                 return False
             was_corrupt = is_corrupt(row.checks)
-            # The time distinguishes this report from older ones: a running verification clears only those it knew.
+            # The time distinguishes this report from older ones: a running verification clears only
+            # those it knew.
             report = {"name": STORED, "status": FAILED, "detail": _DETAIL, "at": now.isoformat()}
             set_checks(row, replace_check(row.checks, report))
             if was_corrupt:
@@ -129,7 +130,8 @@ def repair(
     """Point the version to whole blobs of the same digest, and update its checks and state.
 
     Args:
-        outcome: certificate of the new bytes; a skipped one doesn't replace an existing certificate.
+        outcome: certificate of the new bytes; a skipped one doesn't replace an existing
+            certificate.
     """
     row.config_blob, row.weights_blob, row.size_bytes = config_blob, weights_blob, size_bytes
     checks: list[Mapping[str, Any]] = [check for check in row.checks if check["name"] != STORED]

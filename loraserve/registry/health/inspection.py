@@ -43,7 +43,8 @@ def inspect_upload(
         pause: called between pieces of the work (`background.Throttle`).
 
     Raises:
-        AdapterRejected: the adapter can't be served; `problems` lists every reason that one stage finds.
+        AdapterRejected: the adapter can't be served; `problems` lists every reason that one stage
+            finds.
     """
     adapter = read_adapter(config, weights)
     pause()

@@ -27,10 +27,12 @@ MAX_PENDING = 1024
 class NumericFailures:
     """Quarantine a version after `MAX_NUMERIC_FAILURES` answers with NaN or infinite logits.
 
-    The count is stored with the version, so that it outlives the server and replicas share it. A verification resets it.
+    The count is stored with the version, so that it outlives the server and replicas share it. A
+    verification resets it.
 
     Args:
-        served_base: base of this server; failures of versions that have moved to another base aren't counted.
+        served_base: base of this server; failures of versions that have moved to another base
+            aren't counted.
         on_change: called with tenant and adapter name after a quarantine is durable.
     """
 
@@ -54,8 +56,8 @@ class NumericFailures:
     def report(self, tenant: TenantId, ref: AdapterRef) -> None:
         """Record in the background an answer to `tenant` that wasn't finite.
 
-        Only requests of the adapter's owner count: otherwise a tenant with a grant could quarantine it with crafted prompts. A
-        sum doesn't count, because its failing part isn't known.
+        Only requests of the adapter's owner count: otherwise a tenant with a grant could quarantine
+        it with crafted prompts. A sum doesn't count, because its failing part isn't known.
         """
         if ref.tenant != tenant or ref.parts or len(self._pending) >= MAX_PENDING:
             return

@@ -55,8 +55,8 @@ class CertificateOutcome:
     def after(self, checks: Iterable[Mapping[str, Any]]) -> CertificateOutcome:
         """Return the same outcome with the setups on which the version passed before, according to its old checks.
 
-        Otherwise servers that compute one base in different ways would verify the version in turns, forever. A failure
-        clears all of them.
+        Otherwise servers that compute one base in different ways would verify the version in turns,
+        forever. A failure clears all of them.
         """
         if self.status != PASSED:
             return self
@@ -73,7 +73,8 @@ def setup_of(base: BaseSpec) -> str:
 def is_due(check: Mapping[str, Any], setup: str) -> bool:
     """Return whether the check is a certificate for which the engine should be asked again.
 
-    It is if the certificate is missing against the operator's wish, or was issued on other setups than this one.
+    It is if the certificate is missing against the operator's wish, or was issued on other setups
+    than this one.
     """
     if check["name"] != CERTIFICATE:
         return False

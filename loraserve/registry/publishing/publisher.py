@@ -93,20 +93,24 @@ class Publisher:
     ) -> Published:
         """Publish these files as a version: durable, checked against the base and certified.
 
-        The alias `LIVE` moves to the version if `is_promoting`, unless its certificate failed: then it is quarantined.
-        Publishing the same bytes again returns the existing version with its certificate, and moves `LIVE` to it. The bytes
-        are written again, so that a corrupt version is repaired, gets a new certificate and leaves its quarantine. A dry run
-        makes the same checks except for the certificate, which needs stored bytes, and leaves nothing behind. The caller
-        still has to `Uploads.release` staged `weights`.
+        The alias `LIVE` moves to the version if `is_promoting`, unless its certificate failed: then
+        it is quarantined. Publishing the same bytes again returns the existing version with its
+        certificate, and moves `LIVE` to it. The bytes are written again, so that a corrupt version
+        is repaired, gets a new certificate and leaves its quarantine. A dry run makes the same
+        checks except for the certificate, which needs stored bytes, and leaves nothing behind. The
+        caller still has to `Uploads.release` staged `weights`.
 
         Raises:
-            AdapterRejected: the files can't be served, according to inspection or the engine; lists every reason.
-            AdapterOfAnotherBase: the version with these bytes belongs to another base, which other servers may serve.
+            AdapterRejected: the files can't be served, according to inspection or the engine; lists
+                every reason.
+            AdapterOfAnotherBase: the version with these bytes belongs to another base, which other
+                servers may serve.
             InvalidRequest: the name isn't valid for an adapter.
             QuotaExceeded: another adapter or these bytes would exceed the tenant's quota.
             StorageFull, StorageError: the bytes can't be stored.
             Conflict: the bytes in the store are corrupt and must be uploaded again.
-            Overloaded: the bytes were collected, or their version was deleted, meanwhile; the same request works again.
+            Overloaded: the bytes were collected, or their version was deleted, meanwhile; the same
+                request works again.
             Replay: `once` was used before.
         """
         self.check_name(name)
@@ -159,8 +163,8 @@ class Publisher:
     async def _look(self, push: Push) -> _Known:
         """Return what the registry has before the publish.
 
-        Check the quota early, so that a refused publish stores no bytes and doesn't occupy the engine. The check under the
-        lock in `_record` is the one that counts.
+        Check the quota early, so that a refused publish stores no bytes and doesn't occupy the
+        engine. The check under the lock in `_record` is the one that counts.
 
         Raises:
             AdapterOfAnotherBase, QuotaExceeded
@@ -187,11 +191,15 @@ class Publisher:
         return _Known(None if found is None else found[1], next_number)
 
     async def _store_blobs(self, push: Push, known: _Known) -> Stored:
-        """Store the files and return the version's blobs; an equal version's blobs are reused if they come from other files."""
+        """Store the files and return the version's blobs.
+
+        An equal version's blobs are reused if they come from other files.
+        """
         config_blob, weights_blob = Digest(hashlib.sha256(push.config).hexdigest()), push.weights.digest
         version = known.version
-        # These files aren't needed if an equal version has others. The same files are written again: the stored ones may
-        # have become corrupt unnoticed, and this call acknowledges that they are there.
+        # These files aren't needed if an equal version has others. The same files are written
+        # again: the stored ones may have become corrupt unnoticed, and this call acknowledges that
+        # they are there.
         is_same = version is not None and (config_blob, weights_blob) == (version.config_blob, version.weights_blob)
         if version is not None and not known.was_corrupt and not is_same:
             return Stored(Digest(version.config_blob), Digest(version.weights_blob), is_uploaded=False)

@@ -103,8 +103,9 @@ class Pulls:
 class _MinimumRate:
     """Bound the time that one pull waits for its source.
 
-    It may wait for `LIMITS.pull_grace_s` plus the time that its bytes take at `LIMITS.min_pull_bytes_per_s`. A rate fits files
-    of any size, also where the source doesn't state the size. The time to write the bytes doesn't count.
+    It may wait for `LIMITS.pull_grace_s` plus the time that its bytes take at
+    `LIMITS.min_pull_bytes_per_s`. A rate fits files of any size, also where the source doesn't
+    state the size. The time to write the bytes doesn't count.
     """
 
     def __init__(self, address: str, monotonic: Callable[[], float]) -> None:

@@ -24,7 +24,8 @@ from loraserve.errors import (
 )
 
 _HUB = re.compile(
-    # A revision is a branch, a tag or a commit. Anyone can propose what lies below refs/ (refs/pr/N), so that is refused.
+    # A revision is a branch, a tag or a commit. Anyone can propose what lies below refs/
+    # (refs/pr/N), so that is refused.
     r"hf://(?P<repo>[\w][\w.-]{0,95}/[\w][\w.-]{0,95})(@(?!refs(/|$))(?P<revision>[\w][\w./-]{0,127}))?",
     re.ASCII,
 )
@@ -45,7 +46,8 @@ class Source(Protocol):
 
         Raises:
             AdapterFormatError: there is no such file.
-            StorageError: the source can't be reached or refuses; also raised while the bytes are read.
+            StorageError: the source can't be reached or refuses; also raised while the bytes are
+                read.
         """
         ...
 

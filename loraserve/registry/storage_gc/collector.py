@@ -1,10 +1,12 @@
 """The garbage collector: it deletes blobs that nothing refers to, concurrently with everything else.
 
-It takes three steps, each safe beside publishing (`loraserve.registry.blob_references`) and beside another server's collector:
-an unreferenced blob becomes a candidate; it remains one for `LIMITS.gc_grace_s`; then it is locked, in a transaction that looks
-for references again, and deleted. Rows of deleted versions stay: only their bytes are deleted, after the retention.
+It takes three steps, each safe beside publishing (`loraserve.registry.blob_references`) and beside
+another server's collector: an unreferenced blob becomes a candidate; it remains one for
+`LIMITS.gc_grace_s`; then it is locked, in a transaction that looks for references again, and
+deleted. Rows of deleted versions stay: only their bytes are deleted, after the retention.
 
-The collector touches only a store that is known to be this registry's (`loraserve.registry.storage_gc.store_claim`).
+The collector touches only a store that is known to be this registry's
+(`loraserve.registry.storage_gc.store_claim`).
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ class Collector:
 
     Args:
         retention_s: time for which the bytes of deleted versions are retained.
-        monotonic: clock that measures the grace period too, starting when this process first saw the candidate, so that a jump
-            of the wall clock doesn't end it.
+        monotonic: clock that measures the grace period too, starting when this process first saw
+            the candidate, so that a jump of the wall clock doesn't end it.
     """
 
     def __init__(
@@ -95,7 +97,8 @@ class Collector:
     def start(self) -> None:
         """Collect from now on, until `close`."""
         self._task.start()
-        # A task of its own: a pass over a large store takes long, and a request may wait for an abandoned lock.
+        # A task of its own: a pass over a large store takes long, and a request may wait for an
+        # abandoned lock.
         self.locks.start()
 
     async def close(self) -> None:
@@ -109,7 +112,8 @@ class Collector:
             Whether the pass was completed; False if another server is collecting.
 
         Raises:
-            StoreMismatch: the store isn't known to be this registry's; nothing was listed or deleted.
+            StoreMismatch: the store isn't known to be this registry's; nothing was listed or
+                deleted.
             DatabaseUnavailable, StorageError
         """
         if not await self._renew():
@@ -190,7 +194,8 @@ class Collector:
         for index, digest in enumerate(lock.digests):
             try:
                 num_bytes = self._store.num_bytes(digest)
-                # The last check before the deletion: a process that was stopped for long has lost its lock.
+                # The last check before the deletion: a process that was stopped for long has lost
+                # its lock.
                 if not lock.has_time(self._monotonic(), self._clock()):
                     left, has_failed = lock.digests[index:], index == 0
                     break
@@ -198,7 +203,8 @@ class Collector:
             except BlobNotFound:
                 lock.gone.append(digest)
             except StorageError as error:
-                # It stays a candidate for the next pass. The store may be unreachable: release the lock now.
+                # It stays a candidate for the next pass. The store may be unreachable: release the
+                # lock now.
                 logger.warning("the unneeded blob %s can't be deleted: %s", digest, error)
                 left, has_failed = lock.digests[index + 1 :], True
                 break

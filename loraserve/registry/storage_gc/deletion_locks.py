@@ -1,10 +1,11 @@
 """Locks on blobs that a collector is deleting; `loraserve.registry.blob_references.retain` waits for them.
 
-A lock is durable: a row lock would end with its connection while the deleting thread continues. It ends with its deletions.
-A lock that its collector abandoned, because it was killed or lost the database, ends after it was seen for
-`LIMITS.gc_mark_s`. By then nothing is deleted under it: no deletion begins later than `DELETING_S` after the lock, by both
-clocks of its server, and a store gives up a deletion within three minutes. A server's heartbeat would tell no more: a server
-without a connection deletes without a heartbeat.
+A lock is durable: a row lock would end with its connection while the deleting thread continues. It
+ends with its deletions. A lock that its collector abandoned, because it was killed or lost the
+database, ends after it was seen for `LIMITS.gc_mark_s`. By then nothing is deleted under it: no
+deletion begins later than `DELETING_S` after the lock, by both clocks of its server, and a store
+gives up a deletion within three minutes. A server's heartbeat would tell no more: a server without
+a connection deletes without a heartbeat.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class DeletionLock:
     def has_time(self, now_s: float, now: datetime) -> bool:
         """Return whether another deletion may begin, by the monotonic clock and by the wall clock.
 
-        The monotonic clock may stand still while a machine is paused and others end the lock; the wall clock may be set back,
-        after which the age of the lock is unknown.
+        The monotonic clock may stand still while a machine is paused and others end the lock; the
+        wall clock may be set back, after which the age of the lock is unknown.
         """
         return now_s - self.began_s < DELETING_S and timedelta(0) <= now - self.at < timedelta(seconds=DELETING_S)
 
@@ -93,7 +94,8 @@ class DeletionLocks:
     ) -> AsyncIterator[DeletionLock]:
         """Lock the unreferenced digests that were candidates for `grace`, for the length of a with block.
 
-        Afterwards neither deleted nor referenced blobs are candidates. If the block fails, `release` ends the lock.
+        Afterwards neither deleted nor referenced blobs are candidates. If the block fails,
+        `release` ends the lock.
 
         Raises:
             DatabaseUnavailable
@@ -102,8 +104,8 @@ class DeletionLocks:
         is_over = False
         try:
             await self._begin(lock, digests, now - grace, retention)
-            # No transaction is open: a publish that needs a blob finds the lock, and afterwards the blob either gone or still a
-            # candidate, never about to be deleted.
+            # No transaction is open: a publish that needs a blob finds the lock, and afterwards the
+            # blob either gone or still a candidate, never about to be deleted.
             yield lock
             await self._end(lock)
             is_over = True

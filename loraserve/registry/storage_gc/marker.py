@@ -55,8 +55,8 @@ class StoreContents:
     def is_provably_ours(self) -> bool:
         """Whether this registry must have made the blobs although the store has no marker.
 
-        All blobs must be known and most of them published. Candidates for collection prove nothing: an empty or foreign registry
-        that ran here with an older version may have listed every blob.
+        All blobs must be known and most of them published. Candidates for collection prove nothing:
+        an empty or foreign registry that ran here with an older version may have listed every blob.
         """
         return self.num_unknown == 0 and self.num_published > 0 and self.num_published >= self.num_listed
 

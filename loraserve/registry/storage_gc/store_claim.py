@@ -1,10 +1,12 @@
 """Claim of a registry on its store: a registry knows the store that it works on, and the store knows its registry.
 
-The store has a marker with the registry's id and the last *stamp* that the registry put there; the registry keeps the stamps that it
-made. A marker whose stamp it doesn't know is another registry's, or was put there by a later state of this one, of which the database
-is a backup or a copy: such a store's blobs may be needed though no row here refers to them. A server makes a new stamp at its start
-and before each pass of the collector, so a database that went back further than that is found out. The stamp is committed before the
-marker has it; any number of servers of one registry may do this at once.
+The store has a marker with the registry's id and the last *stamp* that the registry put there; the
+registry keeps the stamps that it made. A marker whose stamp it doesn't know is another registry's,
+or was put there by a later state of this one, of which the database is a backup or a copy: such a
+store's blobs may be needed though no row here refers to them. A server makes a new stamp at its
+start and before each pass of the collector, so a database that went back further than that is found
+out. The stamp is committed before the marker has it; any number of servers of one registry may do
+this at once.
 """
 
 from __future__ import annotations
@@ -67,7 +69,9 @@ class StoreClaim:
         )
 
     async def open(self) -> None:
-        """Claim the store at a server's start. If it doesn't answer, set `problem`; `start` claims it as soon as it does.
+        """Claim the store at a server's start. If it doesn't answer, set `problem`.
+
+        `start` claims it as soon as it does.
 
         Raises:
             StoreMismatch: it isn't known to be this registry's.
@@ -179,7 +183,8 @@ class StoreClaim:
             contents = await self._survey()
             problem = await self._why_not(contents)
             if problem is not None:
-                # another server of this registry may have claimed it since, and what was seen is its uploads
+                # another server of this registry may have claimed it since, and what was seen is
+                # its uploads
                 if await asyncio.to_thread(self._store.read_marker) is not None:
                     continue
                 raise problem

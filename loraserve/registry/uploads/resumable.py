@@ -1,7 +1,8 @@
 """Resumable uploads: a blob's bytes in pieces, over any number of connections, to any server.
 
-The bytes become durable chunk by chunk, each chunk a blob of its own. Any replica can receive the next piece, and a broken
-connection loses one chunk at most. The last piece assembles them into one blob under the announced digest.
+The bytes become durable chunk by chunk, each chunk a blob of its own. Any replica can receive the
+next piece, and a broken connection loses one chunk at most. The last piece assembles them into one
+blob under the announced digest.
 """
 
 from __future__ import annotations
@@ -87,12 +88,14 @@ class ResumableUploads:
     ) -> tuple[UploadRecord, bool]:
         """Announce an upload, or resume the one that the tenant began; return it, and whether it is new.
 
-        The bytes must be sent even if another tenant's are equal: the answer doesn't reveal what others hold.
+        The bytes must be sent even if another tenant's are equal: the answer doesn't reveal what
+        others hold.
 
         Raises:
             InvalidRequest: `sha256` or `size` isn't valid.
             PayloadTooLarge: `size` is over `LIMITS.max_upload_bytes`.
-            QuotaExceeded: the tenant has `LIMITS.max_open_uploads_per_tenant`, or may not store as many bytes.
+            QuotaExceeded: the tenant has `LIMITS.max_open_uploads_per_tenant`, or may not store as
+                many bytes.
             Replay: `once` was used before.
         """
         if not _DIGEST.fullmatch(sha256):
@@ -139,7 +142,8 @@ class ResumableUploads:
 
         Raises:
             UploadNotFound
-            UploadDigestMismatch, UploadOffsetMismatch, RateLimited, Overloaded, StorageFull, StorageError: as `receive`.
+            UploadDigestMismatch, UploadOffsetMismatch, RateLimited, Overloaded, StorageFull,
+                StorageError: as `receive`.
         """
         record = await self.get(tenant, upload_id)
         if record.received < record.size or record.is_complete:
@@ -169,15 +173,21 @@ class ResumableUploads:
         body: AsyncIterator[bytes],
         sender: Sender | None = None,
     ) -> UploadRecord:
-        """Receive the bytes [start, end) of `size` durably, and complete the blob with the last of them; return the upload.
+        """Receive the bytes [start, end) of `size` durably, and complete the blob with the last of them.
 
-        A piece that is stored already is read and dropped. If a piece ends early, the bytes that arrived are stored.
+        Return the upload.
+
+        A piece that is stored already is read and dropped. If a piece ends early, the bytes that
+        arrived are stored.
 
         Raises:
             UploadNotFound
-            UploadOffsetMismatch: the piece doesn't start where the last one ended, or another one came at the same time.
-            UploadDigestMismatch: the bytes hash to another digest; they are dropped, and the upload starts again.
-            InvalidRequest: the range doesn't fit the upload, or the body's length doesn't fit the range.
+            UploadOffsetMismatch: the piece doesn't start where the last one ended, or another one
+                came at the same time.
+            UploadDigestMismatch: the bytes hash to another digest; they are dropped, and the upload
+                starts again.
+            InvalidRequest: the range doesn't fit the upload, or the body's length doesn't fit the
+                range.
             RateLimited, Overloaded: too many uploads are running.
             StorageFull, StorageError
         """
@@ -280,7 +290,8 @@ class ResumableUploads:
         async with self._database.write() as session:
             row = await self._row(session, tenant, upload.id, is_locking=True)
             if row.is_complete or row.received != upload.received or await chunks_of(session, upload.id) != chunks:
-                # another request completed or restarted the upload: this result is about bytes that are gone
+                # another request completed or restarted the upload: this result is about bytes that
+                # are gone
                 return _to_record(row)
             if is_right:
                 row.is_complete = True

@@ -18,7 +18,8 @@ from loraserve.types import TenantId
 class Uploads:
     """Uploads and downloads of all tenants.
 
-    `resumable` are the uploads that arrive in pieces. Completed, their blobs are published as staged ones are.
+    `resumable` are the uploads that arrive in pieces. Completed, their blobs are published as
+    staged ones are.
 
     Args:
         throttle: pauses work while an engine computes on this machine's processors.
@@ -47,13 +48,16 @@ class Uploads:
         return self._slots.shares, self.downloads.shares
 
     async def stage(self, tenant: TenantId, sender: Sender | None = None) -> StagedBlob:
-        """Take a slot and stage a blob for an upload's weights; the caller calls `release` after publishing or on failure.
+        """Take a slot and stage a blob for an upload's weights.
+
+        The caller calls `release` after publishing or on failure.
 
         Args:
             sender: client that sends the bytes; None if they come from a pull's source.
 
         Raises:
-            RateLimited: the tenant has as many uploads as are free, or `LIMITS.max_concurrent_uploads_per_tenant`.
+            RateLimited: the tenant has as many uploads as are free, or
+                `LIMITS.max_concurrent_uploads_per_tenant`.
             Overloaded: `LIMITS.max_concurrent_uploads` are running.
             StorageFull: the disk is full.
         """

@@ -1,8 +1,9 @@
 """Journal of a server's usage that isn't in the database yet: a file that survives the death of its process.
 
-Each server process has one file in a folder that may be shared, locked while the process lives. An entry is one line, written
-by one ``write``: the CRC-32 of the rest, a sequence number, and sums. A line cut short by a kill is no entry; nothing was
-acknowledged on it. A power cut may lose what wasn't synced: a second or so while the database answers.
+Each server process has one file in a folder that may be shared, locked while the process lives. An
+entry is one line, written by one ``write``: the CRC-32 of the rest, a sequence number, and sums. A
+line cut short by a kill is no entry; nothing was acknowledged on it. A power cut may lose what
+wasn't synced: a second or so while the database answers.
 """
 
 from __future__ import annotations
@@ -138,7 +139,8 @@ class Journal:
         """Append an entry that survives this process, however it ends.
 
         Raises:
-            OSError: the entry wasn't written completely; the file is unchanged, but its number is used up.
+            OSError: the entry wasn't written completely; the file is unchanged, but its number is
+                used up.
         """
         self.sequence += 1
         line = _encode(Entry(self.sequence, tuple(amounts.items())))

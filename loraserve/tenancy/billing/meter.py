@@ -104,9 +104,10 @@ class _Unit:
 class UsageMeter:
     """Meter of the usage of this server's clients.
 
-    `record` costs a dictionary look-up. Recorded usage is in the journal, where a kill doesn't lose it, after
-    `LIMITS.usage_journal_s` or when `persist` returns. It reaches the database exactly once within `LIMITS.usage_flush_s`, or as
-    soon as the database is reachable, or when the next server on this folder starts.
+    `record` costs a dictionary look-up. Recorded usage is in the journal, where a kill doesn't lose
+    it, after `LIMITS.usage_journal_s` or when `persist` returns. It reaches the database exactly
+    once within `LIMITS.usage_flush_s`, or as soon as the database is reachable, or when the next
+    server on this folder starts.
     """
 
     def __init__(
@@ -193,7 +194,9 @@ class UsageMeter:
             self._oldest_at = self._monotonic()
 
     def persist(self) -> None:
-        """Write everything recorded so far to the journal, where it survives a kill; call it before delivering an answer.
+        """Write everything recorded so far to the journal, where it survives a kill.
+
+        Call it before delivering an answer.
 
         A failed write is counted in `num_failed_writes` and doesn't fail the answer.
         """

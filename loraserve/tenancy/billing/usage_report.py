@@ -71,7 +71,10 @@ class UsageSum:
     """Usage of one group in one currency."""
 
     group: Mapping[str, str | int | None]
-    """Values by the names of `UsageQuery.group_by`; None for the base's adapter and version, and for a sum's version."""
+    """Values by the names of `UsageQuery.group_by`.
+
+    None for the base's adapter and version, and for a sum's version.
+    """
     amounts: Amounts
     currency: str | None
     """Currency; None if the usage had no price."""

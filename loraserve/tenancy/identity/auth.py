@@ -42,7 +42,8 @@ PEPPER = "api_key_pepper"
 class Caller:
     """Authenticated caller: key, tenant and scopes.
 
-    An admin key that names no tenant acts for `DEFAULT_TENANT`, and sees across tenants where a call can (`sees_all`).
+    An admin key that names no tenant acts for `DEFAULT_TENANT`, and sees across tenants where a
+    call can (`sees_all`).
     """
 
     tenant: TenantId
@@ -80,8 +81,9 @@ class _Tenant:
 class Authenticator:
     """Authenticates secrets with a cache of `LIMITS.auth_cache_s`.
 
-    A revocation takes effect at once in this process, and within that time in others. While the database is unreachable, cached
-    keys stay valid for `LIMITS.outage_grace_s`. Revoke with `keys` and `tenants`, which invalidate the cache.
+    A revocation takes effect at once in this process, and within that time in others. While the
+    database is unreachable, cached keys stay valid for `LIMITS.outage_grace_s`. Revoke with `keys`
+    and `tenants`, which invalidate the cache.
     """
 
     def __init__(
@@ -121,7 +123,8 @@ class Authenticator:
             silence_s=database.silence_s,
             is_cancellable=database.is_cancellable,
         )
-        # Admins work however long the database is unreachable, with the last known policy of the default tenant.
+        # Admins work however long the database is unreachable, with the last known policy of the
+        # default tenant.
         self._admins: LookupCache[str, _Tenant] = LookupCache(
             ttl_s=LIMITS.auth_cache_s,
             grace_s=math.inf,
@@ -136,8 +139,8 @@ class Authenticator:
         """Create the pepper, the default tenant and an admin key in a new database.
 
         Returns:
-            The secret of the new admin key, which can't be read again; None if LORASERVE_ADMIN_KEY is set or a working admin
-            key exists.
+            The secret of the new admin key, which can't be read again; None if LORASERVE_ADMIN_KEY
+            is set or a working admin key exists.
         """
         now = self._clock()
         async with self._database.write() as session:
@@ -165,7 +168,8 @@ class Authenticator:
             holder: address of the client; look-ups of unknown secrets are limited per holder.
 
         Raises:
-            AuthenticationError: the secret is unknown, revoked, expired, or of a deleted tenant; the text is the same.
+            AuthenticationError: the secret is unknown, revoked, expired, or of a deleted tenant;
+                the text is the same.
             DatabaseUnavailable: the key isn't cached and can't be looked up.
         """
         # Both sides as bytes: text outside ASCII can't be compared in constant time.
@@ -186,7 +190,8 @@ class Authenticator:
         """Return the caller acting for the tenant in the header ``X-Tenant`` or the path ``/t/{tenant}``.
 
         Raises:
-            TenantNotFound: there is no such tenant, or a tenant's key names another tenant; the text is the same.
+            TenantNotFound: there is no such tenant, or a tenant's key names another tenant; the
+                text is the same.
         """
         if not caller.is_admin:
             if tenant_name != caller.tenant_name:
@@ -246,7 +251,8 @@ class Authenticator:
         self._callers.forget(lambda key: key == secret_hash)
 
     def _forget_tenant(self, _tenant: TenantId) -> None:
-        # The tenant's hashes aren't indexed; tenants change rarely enough to look up all of them again.
+        # The tenant's hashes aren't indexed; tenants change rarely enough to look up all of them
+        # again.
         self._callers.forget(lambda _: True)
         self._tenants.forget(lambda _: True)
         self._admins.forget(lambda _: True)

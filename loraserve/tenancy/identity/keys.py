@@ -1,7 +1,8 @@
 """API keys: made, shown once, hashed, listed, revoked.
 
-A secret is ``sk-lora-`` + 256 random bits in base 62 + a six-letter checksum. The checksum lets us refuse typing errors and
-made-up keys without asking the database; it proves nothing. What is stored is HMAC-SHA256 under the server's pepper.
+A secret is ``sk-lora-`` + 256 random bits in base 62 + a six-letter checksum. The checksum lets us
+refuse typing errors and made-up keys without asking the database; it proves nothing. What is stored
+is HMAC-SHA256 under the server's pepper.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ def check_scopes(scopes: Iterable[str]) -> tuple[str, ...]:
     """Return the scopes sorted and without duplicates.
 
     Raises:
-        InvalidRequest: there are none, a tenant's key can't have one, or `METRICS_SCOPE` isn't alone.
+        InvalidRequest: there are none, a tenant's key can't have one, or `METRICS_SCOPE` isn't
+            alone.
     """
     wanted = set(scopes)
     if wanted == {METRICS_SCOPE}:
@@ -160,7 +162,8 @@ class Keys:
     """Keys of tenants.
 
     Args:
-        on_revoke: called with the hash of a revoked key after that is durable, to invalidate this process's cache.
+        on_revoke: called with the hash of a revoked key after that is durable, to invalidate this
+            process's cache.
     """
 
     def __init__(

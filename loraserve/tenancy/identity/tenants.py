@@ -119,14 +119,18 @@ async def remove_tenant_placeholder(session: AsyncSession, name: str) -> None:
     """Remove the placeholder for this name if it has no grants left; no-op if there is none."""
     await _lock_name(session, name)
     is_granted = select(Grant.adapter_id).where(Grant.tenant_id == Tenant.id).exists()
-    # a tenant that lived for less than the clock's resolution is no placeholder: its creation was audited
+    # a tenant that lived for less than the clock's resolution is no placeholder: its creation was
+    # audited
     has_lived = select(AuditRow.id).where(AuditRow.tenant_id == Tenant.id).exists()
     awaited = Tenant.name == name, _IS_PLACEHOLDER, ~is_granted, ~has_lived
     await session.execute(delete(Tenant).where(*awaited).execution_options(synchronize_session=False))
 
 
 async def _lock_name(session: AsyncSession, name: str) -> None:
-    """Lock the name, so that no other transaction creates such a tenant or grants to it; SQLite has one writer anyway."""
+    """Lock the name, so that no other transaction creates such a tenant or grants to it.
+
+    SQLite has one writer anyway.
+    """
     if session.get_bind().dialect.name == "postgresql":
         await session.execute(select(func.pg_advisory_xact_lock(func.hashtext(f"tenant:{name}"))))
 
@@ -150,7 +154,8 @@ class Tenants:
     """Tenants of this server; for admins.
 
     Args:
-        on_change: called with the id after a change or delete is durable, to invalidate this process's caches.
+        on_change: called with the id after a change or delete is durable, to invalidate this
+            process's caches.
     """
 
     def __init__(self, database: Database, on_change: Callable[[TenantId], None], *, clock: Clock = utc_now) -> None:
@@ -239,7 +244,8 @@ class Tenants:
         """Change the tenant: at once in this process, within `LIMITS.auth_cache_s` in others.
 
         Args:
-            check: called with the locked tenant before the change; its exception cancels the change.
+            check: called with the locked tenant before the change; its exception cancels the
+                change.
 
         Raises:
             TenantNotFound: there is none.

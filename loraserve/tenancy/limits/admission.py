@@ -27,8 +27,9 @@ _MIN_SWEEP = 1024
 class LeakyBucket:
     """Recent use of a rate: a bucket that is filled by use and drains by `per_minute` in a minute.
 
-    A minute's worth may be used at once, and no more than the rate in the long run. An empty bucket admits more than a minute's
-    worth, which has to drain before anything else passes. The rate is an argument of each call because it may change.
+    A minute's worth may be used at once, and no more than the rate in the long run. An empty bucket
+    admits more than a minute's worth, which has to drain before anything else passes. The rate is
+    an argument of each call because it may change.
 
     Args:
         at: time at which `used` was valid, in seconds of a monotonic clock.
@@ -87,7 +88,8 @@ class _TenantUsage:
 class Admissions:
     """Usage of tenants on this server against their limits, in memory only.
 
-    Each of several servers grants its part, the limit divided by the number of servers, and at least one concurrent request.
+    Each of several servers grants its part, the limit divided by the number of servers, and at
+    least one concurrent request.
 
     Args:
         num_servers: returns the present number of servers, this one included.
@@ -108,8 +110,8 @@ class Admissions:
         """Admit a request of the caller's tenant, counted until it is released.
 
         Raises:
-            RateLimited: the tenant has its maximum of concurrent requests or has used its rate; `retry_after_s` estimates when
-                the request would pass.
+            RateLimited: the tenant has its maximum of concurrent requests or has used its rate;
+                `retry_after_s` estimates when the request would pass.
             QuotaExceeded: the tenant may make no requests.
         """
         limits, now = caller.policy.limits, self._clock()
@@ -132,8 +134,8 @@ class Admissions:
     def headers(self, caller: Caller) -> dict[str, str]:
         """Return the tenant's rate limit headers as OpenAI's API defines them, for limited rates only.
 
-        ``limit`` is the tenant's limit on all servers together, ``remaining`` the amount that passes on this server now, and
-        ``reset`` the time until this server's part is unused again.
+        ``limit`` is the tenant's limit on all servers together, ``remaining`` the amount that
+        passes on this server now, and ``reset`` the time until this server's part is unused again.
         """
         now = self._clock()
         standing, limits = self._usages.get(caller.tenant) or (

@@ -28,9 +28,9 @@ _LEAVE_S = 2.0
 class Servers:
     """Heartbeat of this server, and count of the live servers on its database.
 
-    A server is live while its heartbeats are seen to grow, by the observer's clock. The row of a killed server doesn't count
-    after `LIMITS.server_silence_s`, and never for servers that start later. While the database is unreachable, the last count
-    stands.
+    A server is live while its heartbeats are seen to grow, by the observer's clock. The row of a
+    killed server doesn't count after `LIMITS.server_silence_s`, and never for servers that start
+    later. While the database is unreachable, the last count stands.
     """
 
     def __init__(

@@ -24,8 +24,8 @@ _IPV6_SITE_BITS = 64
 class Shares:
     """Capacity of one kind, of which a holder may have as much as is free.
 
-    A single holder gets half of it, a second one at least a third, and beside n greedy holders the next one still finds
-    1 / (n + 1). Nothing is reserved, and holders needn't be known beforehand.
+    A single holder gets half of it, a second one at least a third, and beside n greedy holders the
+    next one still finds 1 / (n + 1). Nothing is reserved, and holders needn't be known beforehand.
 
     Args:
         name: name in metrics.
@@ -128,7 +128,8 @@ class Claim:
     The creator must call `release` however the request ends; it is a no-op when called again.
 
     Args:
-        max_body_bytes: maximum of its body in memory at once; the rest of a larger body goes to disk.
+        max_body_bytes: maximum of its body in memory at once; the rest of a larger body goes to
+            disk.
     """
 
     def __init__(self, rooms: Rooms, address: Holder, *, max_body_bytes: int = LIMITS.max_body_bytes) -> None:
