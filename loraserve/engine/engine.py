@@ -67,7 +67,7 @@ class Engine:
     ) -> None:
         """
         Args:
-            kv: cache whose blocks the runner's steps write; None: one of the runner's blocks, all
+            kv: cache that the runner's steps write; None: one of the runner's blocks, all
                 of which are its own.
             progress: told of each step; None: nothing reads it.
         """
@@ -157,7 +157,7 @@ class Engine:
             self.listener.on_idle()
 
     def add(self, message: AddRequest) -> None:
-        """Queue a request, or the rest of one whose first tokens were sent before a crash."""
+        """Queue a request, or the rest of one that a crash interrupted."""
         adapter = message.adapter
         if adapter is not None:
             self._lookups[self.pager.tier(adapter.digest)] += 1

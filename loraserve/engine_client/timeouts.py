@@ -1,4 +1,4 @@
-"""End of a request whose own timeout is over, as server and engine both produce it."""
+"""End of a request at its own timeout, as server and engine both produce it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ TIMEOUT = "timeout"
 
 
 def timeout_error(timeout_s: float) -> DeadlineExceeded:
-    """Return the error of a request whose timeout was over before its first token."""
+    """Return the error of a request that timed out before its first token."""
     return DeadlineExceeded(
         f"No token could be made within the {timeout_s:g} s that the request gives itself.",
         hint="Try again later, or with a longer timeout.",

@@ -20,7 +20,7 @@ Resident = PackedAdapter | int
 
 
 class Feeds(NamedTuple):
-    """Rows whose token the step in flight samples, so that the host doesn't know it yet.
+    """Rows that wait for a token of the step in flight, which the host doesn't know yet.
 
     Attributes:
         rows: [num_feeds] int64, ascending: indices into ``token_ids``, which holds 0 there.
@@ -34,7 +34,7 @@ class Feeds(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step as the runner takes it. Rows of a sequence are contiguous, in order.
+    """Arrays of a step, as the runner takes them. Rows of a sequence are contiguous, in order.
 
     Sequences of an adapter are neighbours.
 

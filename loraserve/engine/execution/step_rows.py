@@ -39,7 +39,7 @@ class StepRows:
         return self._rows[2, :count]
 
     def logits_rows(self, count: int) -> Tensor:
-        """Return the rows whose logits are wanted, [count] int64."""
+        """Return the indices of the rows that need logits, [count] int64."""
         return self._rows[4, :count]
 
     def sampled(self, logits: Tensor, count: int) -> Tensor:

@@ -64,7 +64,7 @@ Ours are within 1e-4 of transformers'.
 """
 
 MAX_KNOWN_SEQUENCES = 2
-"""Sets of probe sequences whose base logits are cached, twice 30 tokens' each.
+"""Sets of probe sequences with cached base logits, twice 30 tokens' each.
 
 Adapters without trained tokens share one set.
 """
@@ -182,7 +182,7 @@ class Verifier(StepListener):
 
     @property
     def base(self) -> PlainBase:
-        """Resident base, whose weights the reference evaluation reads."""
+        """Resident base; the reference evaluation reads its weights."""
         return self._base
 
     @property

@@ -45,7 +45,7 @@ from loraserve_kernels.ops import warm_up
 logger = logging.getLogger(__name__)
 
 CPU_BUDGET_BYTES = 8 * GIB
-"""Default bytes for KV blocks and adapters on a CPU, whose memory other processes use too."""
+"""Default bytes for KV blocks and adapters on a CPU, shared with other processes."""
 
 
 @dataclass(frozen=True, slots=True)
