@@ -89,7 +89,7 @@ class Engine:
             clock=clock,
         )
         self._pipeline = StepPipeline(
-            runner, self._scheduler, block_size=kv.block_size, resident=pager.handle, overlap=overlap
+            runner, self._scheduler, block_size=kv.block_size, handle_of=pager.handle, overlap=overlap
         )
         self._timer = StepTimer(pager.stopwatch, kv.prefix_cache.prefill_cost, clock)
         self._sequence_numbers = itertools.count()

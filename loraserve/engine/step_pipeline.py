@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from loraserve.engine.execution.batch import Batch, Resident, build_batch
+from loraserve.engine.execution.batch import AdapterHandle, Batch, build_batch
 from loraserve.engine.execution.runner import StepHandle, StepRunner
 from loraserve.engine.scheduled import ScheduledRequest
 from loraserve.engine.scheduling.scheduler import Scheduler
@@ -40,15 +40,15 @@ class StepPipeline:
         scheduler: Scheduler,
         *,
         block_size: int,
-        resident: Callable[[Digest], Resident],
+        handle_of: Callable[[Digest], AdapterHandle],
         overlap: bool,
     ) -> None:
         """
         Args:
-            resident: returns the adapter that some scheduled request has pinned.
+            handle_of: returns the adapter that some scheduled request has pinned.
         """
         self._runner, self._scheduler = runner, scheduler
-        self._block_size, self._resident, self._overlap = block_size, resident, overlap
+        self._block_size, self._handle_of, self._overlap = block_size, handle_of, overlap
         # oldest first: none between steps, or one with `overlap`; within a step one more
         self._in_flight: deque[_Step] = deque()
 
@@ -103,7 +103,7 @@ class StepPipeline:
 
     def _start(self, scheduled: Sequence[ScheduledRequest]) -> _Step:
         previous = self._in_flight[-1].batch if self._in_flight else None
-        batch = build_batch(scheduled, self._block_size, self._resident, previous)
+        batch = build_batch(scheduled, self._block_size, self._handle_of, previous)
         return _Step(batch, self._runner.launch(batch))
 
     def _update(self) -> list[TokenOutput]:

@@ -15,16 +15,16 @@ from loraserve.errors import InvariantViolation
 from loraserve.types import Digest
 from loraserve_kernels.cpu.lora.layout import PackedAdapter
 
-Resident = PackedAdapter | int
+AdapterHandle = PackedAdapter | int
 """An adapter as the kernels take it: its weights on a CPU, its slot in the pool on a GPU."""
 
 
-class Feeds(NamedTuple):
+class DeferredTokens(NamedTuple):
     """Rows that wait for a token of the step in flight, which the host doesn't know yet.
 
     Attributes:
-        rows: [num_feeds] int64, ascending: indices into ``token_ids``, which holds 0 there.
-        previous_entries: [num_feeds] int64: entries of the previous step's batch whose sampled
+        rows: [num_deferred] int64, ascending: indices into ``token_ids``, which holds 0 there.
+        previous_entries: [num_deferred] int64: entries of the previous step's batch whose sampled
             tokens belong there.
     """
 
@@ -52,7 +52,7 @@ class Batch:
             reach its last token.
         adapters: (adapter, row_start, row_end), in row order; other rows are the base's. One for
             each adapter, and one more for each of its sequences that begins with rows of the base.
-        feeds: rows whose token the runner fills in; empty unless another step is in flight.
+        deferred_tokens: rows that the runner fills in; empty unless another step is in flight.
     """
 
     entries: list[ScheduledRequest]
@@ -64,20 +64,20 @@ class Batch:
     block_tables: npt.NDArray[np.int32]
     logits_rows: npt.NDArray[np.int64]
     logits_ranges: list[tuple[int, int]]
-    adapters: list[tuple[Resident, int, int]]
-    feeds: Feeds
+    adapters: list[tuple[AdapterHandle, int, int]]
+    deferred_tokens: DeferredTokens
 
 
 def build_batch(
     scheduled: Sequence[ScheduledRequest],
     block_size: int,
-    resident: Callable[[Digest], Resident],
+    handle_of: Callable[[Digest], AdapterHandle],
     previous: Batch | None = None,
 ) -> Batch:
     """Return the step's arrays.
 
     Args:
-        resident: returns an adapter that some scheduled request has pinned.
+        handle_of: returns an adapter that some scheduled request has pinned.
         previous: batch of the step in flight; None if every result is known.
 
     Raises:
@@ -108,8 +108,8 @@ def build_batch(
         block_tables=tables,
         logits_rows=logits_rows,
         logits_ranges=[(end - count, end) for end, count in zip(logits_ends.tolist(), num_logits, strict=True)],
-        adapters=_adapters(entries, query_starts, resident),
-        feeds=_feeds(entries, query_starts, previous),
+        adapters=_adapters(entries, query_starts, handle_of),
+        deferred_tokens=_deferred_tokens(entries, query_starts, previous),
     )
 
 
@@ -131,7 +131,9 @@ def _block_tables(entries: Sequence[ScheduledRequest]) -> npt.NDArray[np.int32]:
     return tables
 
 
-def _feeds(entries: Sequence[ScheduledRequest], query_starts: Sequence[int], previous: Batch | None) -> Feeds:
+def _deferred_tokens(
+    entries: Sequence[ScheduledRequest], query_starts: Sequence[int], previous: Batch | None
+) -> DeferredTokens:
     sampled = {}
     if previous is not None:
         sampled = {id(entry.request): i for i, entry in enumerate(previous.entries) if entry.is_sampled}
@@ -150,7 +152,7 @@ def _feeds(entries: Sequence[ScheduledRequest], query_starts: Sequence[int], pre
             )
         rows.append(query_starts[i + 1] - 1)
         previous_entries.append(index)
-    return Feeds(np.array(rows, dtype=np.int64), np.array(previous_entries, dtype=np.int64))
+    return DeferredTokens(np.array(rows, dtype=np.int64), np.array(previous_entries, dtype=np.int64))
 
 
 def _acting_adapter(entry: ScheduledRequest) -> str:
@@ -163,14 +165,14 @@ def _acting_adapter(entry: ScheduledRequest) -> str:
 
 
 def _adapters(
-    entries: Sequence[ScheduledRequest], query_starts: Sequence[int], resident: Callable[[Digest], Resident]
-) -> list[tuple[Resident, int, int]]:
+    entries: Sequence[ScheduledRequest], query_starts: Sequence[int], handle_of: Callable[[Digest], AdapterHandle]
+) -> list[tuple[AdapterHandle, int, int]]:
     segments = []
     for digest, group in groupby(range(len(entries)), key=lambda i: _acting_adapter(entries[i])):
         if not digest:
             continue
         members = list(group)
-        adapter, row_start = resident(Digest(digest)), query_starts[members[0]]
+        adapter, row_start = handle_of(Digest(digest)), query_starts[members[0]]
         for i in members:
             num_base_rows = entries[i].num_base_tokens
             if num_base_rows:

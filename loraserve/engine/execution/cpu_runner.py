@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from loraserve.engine.execution.batch import Batch, Resident
+from loraserve.engine.execution.batch import AdapterHandle, Batch
 from loraserve.engine.execution.runner import FinishedStep
 from loraserve.engine.execution.sampler import Sampler, has_penalties
 from loraserve.engine.request import Request
@@ -30,8 +30,8 @@ class CpuRunner:
 
     def launch(self, batch: Batch) -> FinishedStep:
         """Compute the step, and return it finished."""
-        if len(batch.feeds.rows):
-            batch.token_ids[batch.feeds.rows] = self._token_ids[batch.feeds.previous_entries]
+        if len(batch.deferred_tokens.rows):
+            batch.token_ids[batch.deferred_tokens.rows] = self._token_ids[batch.deferred_tokens.previous_entries]
         results = self._sampler.sample(self.forward(batch), batch)
         # a row that sampled nothing feeds no other, or one whose result is dropped
         self._token_ids = np.array([result.token_id or 0 for result in results], dtype=np.int64)
@@ -57,7 +57,7 @@ class CpuRunner:
             return self._decoder.forward(inputs, self._kv)
 
 
-def _packed(adapter: Resident, row_start: int, row_end: int) -> tuple[PackedAdapter, int, int]:
+def _packed(adapter: AdapterHandle, row_start: int, row_end: int) -> tuple[PackedAdapter, int, int]:
     if not isinstance(adapter, PackedAdapter):
         raise InvariantViolation(f"the adapter of rows {row_start}:{row_end} is not in this device's memory")
     return adapter, row_start, row_end

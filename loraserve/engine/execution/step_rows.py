@@ -56,7 +56,7 @@ class StepRows:
         host, count = self._hosts[self._turn], len(batch.token_ids)
         host[0, :count], host[1, :count], host[2, :count] = batch.token_ids, batch.positions, batch.slots
         host[3, :count] = -1
-        host[3, batch.feeds.rows] = places[batch.feeds.previous_entries]
+        host[3, batch.deferred_tokens.rows] = places[batch.deferred_tokens.previous_entries]
         host[4, : len(batch.logits_rows)] = batch.logits_rows
         host[5, : len(sampled_rows)] = sampled_rows
         self._send(count, num_rows)

@@ -137,7 +137,7 @@ class SimulatedDevice:
         step = self._queue.popleft()
         batch = step.batch
         tokens = batch.token_ids.tolist()
-        for row, entry in zip(*(part.tolist() for part in batch.feeds), strict=True):
+        for row, entry in zip(*(part.tolist() for part in batch.deferred_tokens), strict=True):
             tokens[row] = self._sampled[entry]
         for slot, token in zip(batch.slots.tolist(), tokens, strict=True):
             self.memory[slot] = token

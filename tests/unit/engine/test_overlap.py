@@ -86,9 +86,9 @@ def test_a_row_is_fed_the_token_that_the_step_before_samples_for_it(overlapped):
     simulation.add("b", prompt_that_goes_on(8))
     simulation.step()
     simulation.step()
-    feeds = simulation.device.batches[-1].feeds
+    feeds = simulation.device.batches[-1].deferred_tokens
     assert (feeds.rows.tolist(), feeds.previous_entries.tolist()) == ([0, 1], [0, 1])
-    assert simulation.device.batches[-2].feeds.previous_entries.tolist() == [0]
+    assert simulation.device.batches[-2].deferred_tokens.previous_entries.tolist() == [0]
     simulation.run()
     assert simulation.received["b"].token_ids == tokens_of(prompt_that_goes_on(8), 8)
 
