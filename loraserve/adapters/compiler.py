@@ -1,27 +1,17 @@
 """(config, tensors, base) → AdapterIR. The tensors decide, the config must agree, and every tensor is consumed exactly once.
 
-Whatever is wrong is collected and reported at once, so that an upload is mended in one go. This is LoRA; PEFT's other kinds are in `tuners`.
+Problems are collected and reported together, so that one corrected upload fixes all of them. Each of PEFT's kinds has a module in `tuners`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from loraserve.adapters.config.kinds import check_kind
-from loraserve.adapters.config.patterns import first_matches
-from loraserve.adapters.config.peft_config import LoraSettings, read_settings
-from loraserve.adapters.format.tensor_names import BaseNames, Contents, Linear, Pieces, sort_out
-from loraserve.adapters.ir import OUTSIDE_LAYERS, AdapterIR, ModuleIR, TensorView
-from loraserve.adapters.problems import Problems
-from loraserve.adapters.saved_modules import check_saved, norms_of, shape_words, vocabulary_problem
-from loraserve.adapters.target_modules import check_reach, ties_lora
-from loraserve.adapters.trained_tokens import TokenRows, trained_tokens
+from loraserve.adapters.format.peft_format import Buffer, read_adapter
+from loraserve.adapters.ir import AdapterIR, TensorView
 from loraserve.adapters.tuners import TUNERS
-from loraserve.errors import AdapterBaseMismatch, AdapterFormatError, AdapterUnsupported
 from loraserve.limits import LIMITS, Limits
 from loraserve.types import BaseSpec
 
@@ -29,11 +19,13 @@ from loraserve.types import BaseSpec
 def compile_adapter(
     config: Mapping[str, Any], tensors: Mapping[str, TensorView], base: BaseSpec, limits: Limits = LIMITS
 ) -> AdapterIR:
-    """The adapter in the base's terms; its arrays are those of `tensors`, or parts of them, and copied only where rows had to be put in order.
+    """Return the adapter in the base's terms.
+
+    Its arrays are those of `tensors`, or slices of them; rows are copied only where they had to be reordered.
 
     Args:
-        config: what ``adapter_config.json`` holds.
-        tensors: what ``adapter_model.safetensors`` holds, under the names that PEFT's save_pretrained writes.
+        config: contents of ``adapter_config.json``.
+        tensors: contents of ``adapter_model.safetensors``, under the names that PEFT's save_pretrained writes.
 
     Raises:
         AdapterFormatError: malformed config values, tensors missing or unknown, ranks that disagree with the config.
@@ -42,247 +34,14 @@ def compile_adapter(
             With several kinds of problems, the first of these; `problems` lists all.
     """
     check_kind(config)
-    kind = str(config["peft_type"])
-    if kind in TUNERS:
-        return TUNERS[kind](config, tensors, base, limits)
-    problems = Problems()
-    settings, config_problems = read_settings(config, limits)
-    for problem in config_problems:
-        problems.add(AdapterUnsupported if problem.is_unsupported else AdapterFormatError, problem.message)
-    names = BaseNames(base)
-    contents = sort_out(tensors, names, problems)
-    rows: dict[str, TokenRows] = {}
-    if settings is not None:
-        check_reach(settings, contents, names, problems)
-        check_saved(settings, contents, names, problems)
-        rows = trained_tokens(settings, contents, names, problems)
-    modules = [*_Modules(settings, contents, names, limits, problems).compiled()]
-    if settings is not None and ties_lora(settings, base):
-        _check_tied_lora(contents, problems)
-    problems.raise_if_any()
-    modules = _with_rows(modules, rows, base)
-    dtypes = {t.dtype for m in modules for t in (m.lora_a, m.lora_b, m.weight, m.token_rows) if t is not None}
-    return AdapterIR(
-        modules=tuple(modules),
-        # bfloat16 and float16 hold different numbers; float32 holds both
-        dtype=dtypes.pop() if len(dtypes) == 1 else "F32",
-        saved_base={
-            module: pieces.saved_base
-            for (_, module), pieces in contents.linears.items()
-            if pieces.saved_base is not None
-        },
-        norms=norms_of(contents),
-        invocation_token_ids=settings.invocation_token_ids if settings is not None else (),
-    )
+    return TUNERS[str(config["peft_type"])](config, tensors, base, limits)
 
 
-class _Modules:
-    """What the file holds of the base's linears, as the base has them."""
+def open_adapter(config: Buffer, weights: Buffer, base: BaseSpec) -> AdapterIR:
+    """Read an adapter's two files and compile them for the base; the arrays are views of `weights`.
 
-    def __init__(
-        self,
-        settings: LoraSettings | None,
-        contents: Contents,
-        names: BaseNames,
-        limits: Limits,
-        problems: Problems,
-    ) -> None:
-        self.settings = settings
-        self.contents = contents
-        self.names = names
-        self.limits = limits
-        self.problems = problems
-
-    def compiled(self) -> Iterator[ModuleIR]:
-        """In order of layer, then of the base's modules; those that a problem was found with may be left out."""
-        settings, linears = self.settings, self.contents.linears
-        whole_names = {place: self.names.of(place) for place in linears}
-        ranks = first_matches([p for p, _ in settings.rank_pattern], whole_names.values()) if settings else {}
-        alphas = first_matches([p for p, _ in settings.alpha_pattern], whole_names.values()) if settings else {}
-        if not any(pieces.has_lora for pieces in linears.values()) and not self.problems.by_message:
-            self.problems.add(AdapterFormatError, "The file holds no lora_A and lora_B.")
-        if settings is not None:
-            self._check_invocation(settings)
-        for place, pieces in linears.items():
-            linear, told = self.names.linears[place[1]], self.names.told(place)
-            rank, scaling = 0, 1.0
-            if pieces.has_lora:
-                if not self._has_both(linear, pieces, told):
-                    continue
-                if settings is not None:
-                    self._check_magnitude(linear, pieces.magnitude, settings, told)
-                    self._check_lora_bias(linear, pieces.lora_bias, settings, told)
-                assert pieces.lora_a is not None and pieces.lora_b is not None  # noqa: S101, PT018 (_has_both)
-                if not self._fits(linear, pieces.lora_a, pieces.lora_b, told) or settings is None:
-                    continue
-                name = whole_names[place]
-                rank = settings.rank_pattern[ranks[name]][1] if name in ranks else settings.r
-                if not self._has_rank(linear, pieces.lora_a.shape[0], rank, told):
-                    continue
-                alpha = settings.alpha_pattern[alphas[name]][1] if name in alphas else settings.lora_alpha
-                scaling = self._scaling(linear, settings, alpha, rank, told)
-            if pieces.has_lora or pieces.weight is not None or pieces.bias is not None:
-                yield from _split(place[0], linear, pieces, rank, scaling)
-
-    def _has_both(self, linear: Linear, pieces: Pieces, told: int | None) -> bool:
-        missing = "lora_A" if pieces.lora_a is None else "lora_B" if pieces.lora_b is None else None
-        if missing is not None:
-            self.problems.add(
-                AdapterFormatError, f"{linear.name} has {pieces.first} and no {missing} {{layers}}.", told
-            )
-        return missing is None
-
-    def _fits(self, linear: Linear, a: TensorView, b: TensorView, told: int | None) -> bool:
-        name, base = linear.name, self.names.base
-        flat = [side for side, tensor in (("lora_A", a), ("lora_B", b)) if len(tensor.shape) != 2]
-        for side in flat:
-            self.problems.add(AdapterFormatError, f"{name}.{side} isn't a matrix {{layers}}; expected 2 dims.", told)
-        if flat:
-            return False
-        if a.shape[1] != linear.in_features:
-            what = "hidden size" if linear.in_features == base.hidden_size else f"{name}'s input size"
-            message = (
-                f"The adapter was trained for {what} {a.shape[1]} ({name}.lora_A is {shape_words(a)} {{layers}}); "
-                f"this base has {linear.in_features}."
-            )
-            if name == "embed_tokens":
-                message = vocabulary_problem(
-                    "The table that embed_tokens' LoRA was trained on", a.shape[1], base.vocab_size
-                )
-            self.problems.add(AdapterBaseMismatch, message, told)
-        if b.shape[0] != linear.out_features:
-            message = (
-                f"The adapter was trained for {name}'s output size {b.shape[0]} ({name}.lora_B is {shape_words(b)} "
-                f"{{layers}}); this base has {linear.out_features}."
-            )
-            if name == "lm_head":
-                message = vocabulary_problem("The head that lm_head's LoRA was trained on", b.shape[0], base.vocab_size)
-            self.problems.add(AdapterBaseMismatch, message, told)
-        if a.shape[0] != b.shape[1]:
-            self.problems.add(
-                AdapterFormatError,
-                f"{name}.lora_A has rank {a.shape[0]} and {name}.lora_B has rank {b.shape[1]} {{layers}}; they must be equal.",
-                told,
-            )
-        return (a.shape[1], b.shape[0], a.shape[0]) == (linear.in_features, linear.out_features, b.shape[1])
-
-    def _has_rank(self, linear: Linear, found: int, meant: int, told: int | None) -> bool:
-        if found != meant:
-            self.problems.add(
-                AdapterFormatError,
-                f"{linear.name} has rank {found} {{layers}}; the config says {meant} (r, rank_pattern).",
-                told,
-            )
-        return found == meant
-
-    def _scaling(self, linear: Linear, settings: LoraSettings, alpha: float, rank: int, told: int | None) -> float:
-        scaling = settings.scaling(alpha, rank)
-        if abs(scaling) > self.limits.max_scaling:
-            self.problems.add(
-                AdapterFormatError,
-                f"{linear.name} has scaling {scaling:g} {{layers}} (alpha {alpha:g}, rank {rank}); at most {self.limits.max_scaling:g} is taken.",
-                told,
-            )
-        return scaling
-
-    def _check_magnitude(
-        self, linear: Linear, magnitude: TensorView | None, settings: LoraSettings, told: int | None
-    ) -> None:
-        self._check_vector(linear, "lora_magnitude_vector", magnitude, "use_dora", settings.use_dora, told)
-
-    def _check_lora_bias(
-        self, linear: Linear, bias: TensorView | None, settings: LoraSettings, told: int | None
-    ) -> None:
-        if linear.name == "embed_tokens":
-            if settings.lora_bias:
-                message = "lora_bias is true, and the file has LoRA on embed_tokens; PEFT has no such adapters."
-                self.problems.add(AdapterUnsupported, message)
-            return
-        self._check_vector(linear, "lora_B.bias", bias, "lora_bias", settings.lora_bias, told)
-
-    def _check_vector(
-        self, linear: Linear, part: str, tensor: TensorView | None, flag: str, is_meant: bool, told: int | None
-    ) -> None:
-        name = linear.name
-        if tensor is None:
-            if is_meant:
-                self.problems.add(AdapterFormatError, f"{flag} is true, and {name} has no {part} {{layers}}.", told)
-        elif not is_meant:
-            message = f"{name} has a {part} {{layers}}; the config's {flag} is false."
-            self.problems.add(AdapterFormatError, message, told)
-        elif tensor.shape != (linear.out_features,):
-            self.problems.add(
-                AdapterBaseMismatch,
-                f"{name}.{part} is {shape_words(tensor)} {{layers}}; this base takes {linear.out_features} numbers.",
-                told,
-            )
-
-    def _check_invocation(self, settings: LoraSettings) -> None:
-        """aLoRA's tokens must be the base's, and PEFT's aLoRA acts on linears."""
-        vocab = self.names.base.vocab_size
-        beyond = [token_id for token_id in settings.invocation_token_ids if token_id >= vocab]
-        if beyond:
-            self.problems.add(
-                AdapterBaseMismatch,
-                f"alora_invocation_tokens has token {beyond[0]:,}; this base has {vocab:,} tokens (0 to {vocab - 1:,}).",
-            )
-        embedding = self.contents.linears.get((0, "embed_tokens"), Pieces())
-        if settings.invocation_token_ids and embedding.has_lora:
-            self.problems.add(
-                AdapterUnsupported,
-                "alora_invocation_tokens is refused with LoRA on embed_tokens: PEFT's aLoRA acts on linears alone.",
-            )
-
-
-def _split(layer: int, linear: Linear, pieces: Pieces, rank: int, scaling: float) -> Iterator[ModuleIR]:
-    """The linear's parts, each with its rows of what the linear gives. lora_A is all of theirs."""
-    bias = pieces.bias if pieces.base_bias is None else pieces.base_bias
-    for module, part in linear.parts.items():
-        rows = None if len(linear.parts) == 1 else part
-        yield ModuleIR(
-            layer,
-            module,
-            rank,
-            scaling,
-            lora_a=pieces.lora_a,
-            lora_b=_rows(pieces.lora_b, rows),
-            magnitude=_rows(pieces.magnitude, rows),
-            lora_bias=_rows(pieces.lora_bias, rows),
-            bias=_rows(bias, rows),
-            weight=_rows(pieces.weight, rows),
-        )
-
-
-def _rows(tensor: TensorView | None, rows: slice | None) -> TensorView | None:
-    if tensor is None or rows is None:
-        return tensor
-    array = tensor.array[rows]
-    return TensorView(tensor.dtype, array.shape, array)
-
-
-def _with_rows(modules: list[ModuleIR], rows: Mapping[str, TokenRows], base: BaseSpec) -> list[ModuleIR]:
-    """The modules with their trained tokens, and those that have nothing else."""
-    if not rows:
-        return modules
-    by_place = {(m.layer, m.module): m for m in modules}
-    for module, trained in rows.items():
-        found = by_place.get((0, module), ModuleIR(0, module))
-        by_place[0, module] = replace(found, token_ids=trained.ids, token_rows=trained.rows)
-    order = {module: index for index, module in enumerate(base.modules)}
-    return sorted(by_place.values(), key=lambda m: (m.layer, order[m.module]))
-
-
-def _check_tied_lora(contents: Contents, problems: Problems) -> None:
-    """With ensure_weight_tying, PEFT gives a head that is tied to the embedding the embedding's LoRA, whatever a file says."""
-    head, embedding = (contents.linears.get((0, module), Pieces()) for module in OUTSIDE_LAYERS)
-    is_one = _is_transposed(head.lora_a, embedding.lora_b) and _is_transposed(head.lora_b, embedding.lora_a)
-    if head.has_lora and embedding.has_lora and not is_one:
-        problems.add(
-            AdapterUnsupported,
-            "ensure_weight_tying is true, and lm_head's lora_A and lora_B aren't the embedding's, transposed: PEFT would keep "
-            "one of the two. Save it from the tied model, or with ensure_weight_tying=False.",
-        )
-
-
-def _is_transposed(a: TensorView | None, b: TensorView | None) -> bool:
-    return a is not None and b is not None and a.dtype == b.dtype and np.array_equal(a.array, b.array.T)
+    Raises:
+        AdapterRejected: as `read_adapter` and `compile_adapter`.
+    """
+    adapter = read_adapter(config, weights)
+    return compile_adapter(adapter.config, adapter.tensors, base)

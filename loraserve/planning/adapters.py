@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from loraserve.adapters.compiler import compile_adapter
-from loraserve.adapters.format.peft_format import CONFIG_FILE, WEIGHTS_FILE, read_adapter
+from loraserve.adapters.compiler import open_adapter
+from loraserve.adapters.format.peft_format import CONFIG_FILE, WEIGHTS_FILE
 from loraserve.adapters.ir import AdapterIR, ModuleIR
 from loraserve.config import EngineConfig
 from loraserve.errors import AdapterRejected, ConfigError
@@ -101,8 +101,7 @@ def plan_directory(path: Path, base: BasePlan, config: EngineConfig, arena: Aren
         with (path / WEIGHTS_FILE).open("rb") as file:
             # what nobody looks at is never read
             mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        adapter = read_adapter(config_bytes, mapped)
-        shape = shape_of(compile_adapter(adapter.config, adapter.tensors, base.spec), base.spec)
+        shape = shape_of(open_adapter(config_bytes, mapped, base.spec), base.spec)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         return _refused(path.name, 1, 0, f"{path / WEIGHTS_FILE} can't be read: {reason}.")

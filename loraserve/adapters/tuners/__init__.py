@@ -1,4 +1,4 @@
-"""The kinds of adapters beside LoRA that PEFT trains and that lower to the same form. numpy only."""
+"""Compilers of PEFT's kinds of adapters, all to the same form; NumPy only."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from loraserve.adapters.tuners.canonical import canonical_adalora, canonical_lyc
 from loraserve.adapters.tuners.ia3 import compile_ia3
 from loraserve.adapters.tuners.loha import compile_loha
 from loraserve.adapters.tuners.lokr import compile_lokr
+from loraserve.adapters.tuners.lora import compile_lora
 from loraserve.adapters.tuners.vera import compile_vera
 from loraserve.limits import Limits
 from loraserve.types import BaseSpec
@@ -19,6 +20,7 @@ Compile = Callable[[Mapping[str, Any], Mapping[str, TensorView], BaseSpec, Limit
 Canonical = Callable[[Mapping[str, Any]], list[tuple[str, str]]]
 
 TUNERS: Mapping[str, Compile] = {
+    "LORA": compile_lora,
     "LOHA": compile_loha,
     "LOKR": compile_lokr,
     "IA3": compile_ia3,

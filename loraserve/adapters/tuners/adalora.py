@@ -16,6 +16,7 @@ from loraserve.adapters.ir import AdapterIR, TensorView
 from loraserve.adapters.strict_json import shown
 from loraserve.adapters.tuners.factors import as_float32, as_view
 from loraserve.adapters.tuners.fields import ignored, implemented, number, refusals, refused
+from loraserve.adapters.tuners.lora import compile_lora
 from loraserve.errors import AdapterFormatError, AdapterRejected, AdapterUnsupported
 from loraserve.limits import LIMITS, Limits
 from loraserve.types import BaseSpec
@@ -59,16 +60,13 @@ _KEY = re.compile(r"(?P<path>base_model\.model\..+)\.lora_(?P<side>[ABE])")
 def compile_adalora(
     config: Mapping[str, Any], tensors: Mapping[str, TensorView], base: BaseSpec, limits: Limits = LIMITS
 ) -> AdapterIR:
-    """The adapter in the base's terms: what `compile_adapter` makes of the LoRA with E ⊙ A, computed in float32, for A.
+    """The adapter in the base's terms: what `compile_lora` makes of the LoRA with E ⊙ A, computed in float32, for A.
 
     Modules of which training has left no rank aren't in it.
 
     Raises:
         AdapterRejected: as `compile_adapter`.
     """
-    # the compiler of LoRA asks this package first, so that it can't be imported sooner
-    from loraserve.adapters.compiler import compile_adapter
-
     malformed: list[str] = []
     unsupported = refusals(config, FIELDS)
     init_r, alpha = _numbers(config, limits, malformed)
@@ -89,7 +87,7 @@ def compile_adalora(
         "rank_pattern": {f"^{path}": max(rank, 1) for path, rank in ranks.items() if rank != init_r},
     }
     try:
-        ir = compile_adapter(lora_config, as_lora, base, limits)
+        ir = compile_lora(lora_config, as_lora, base, limits)
     except AdapterRejected as error:
         # what the config lacks says more than what its LoRA would lack
         _raise(malformed, unsupported, list(error.problems), type(error))

@@ -12,8 +12,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from adapters_store import BlobStore
-from loraserve.adapters.compiler import compile_adapter
-from loraserve.adapters.format.peft_format import read_adapter
+from loraserve.adapters.compiler import open_adapter
 from loraserve.adapters.ir import AdapterIR
 from loraserve.background import BACKGROUND_NICENESS, Pause, Throttle, lower_thread_priority
 from loraserve.engine.verification.comparison import probe_sequences
@@ -165,8 +164,7 @@ class ReferenceEvaluator:
             for adapter, weight in [(part.adapter, part.weight) for part in ref.parts] or [(ref, 1.0)]:
                 config, weights = read_blobs(self._store, adapter)
                 num_bytes += len(weights)
-                read = read_adapter(config, weights)
-                ir = compile_adapter(read.config, read.tensors, self._spec)
+                ir = open_adapter(config, weights, self._spec)
                 if ir.saved_base:
                     with background_compute(self._base.device):
                         ir = with_saved_base(ir, self._spec, self._base)

@@ -14,9 +14,8 @@ import torch
 
 from adapters_store import BlobStore
 from loraserve import faults
-from loraserve.adapters.compiler import compile_adapter
+from loraserve.adapters.compiler import open_adapter
 from loraserve.adapters.composition import merged
-from loraserve.adapters.format.peft_format import read_adapter
 from loraserve.errors import (
     AdapterCorrupt,
     AdapterRejected,
@@ -122,8 +121,7 @@ def _read(store: BlobStore, ref: AdapterRef, base: BaseSpec, base_weights: BaseW
     """Read, verify, compile and lower one adapter."""
     config, weights = read_blobs(store, ref)
     try:
-        adapter = read_adapter(config, weights)
-        ir = compile_adapter(adapter.config, adapter.tensors, base)
+        ir = open_adapter(config, weights, base)
     except AdapterRejected as error:
         raise AdapterUnservable(
             f"This adapter version can't be served on this base: {error.problems[0]}",

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from loraserve.adapters import compiler
-from loraserve.adapters.tuners import compilation
+from loraserve.adapters.tuners import compilation, lora
 from loraserve.memory.devices import cpu
 from loraserve.memory.kv.prefix_cache import Activation
 from loraserve.memory.loading import lowering
@@ -33,7 +32,7 @@ def lowers(change: Callable[[LoraModule], LoraModule]) -> Patch:
 
 
 def ignore_alpha_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (compiler, compilation):
+    for module in (lora, compilation):
         read = module.first_matches
         # alphas are numbers that agree with nothing in the file; ranks would be found wrong
         calls: list[int] = []
