@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from loraserve.engine_client.messages import GenerateRequest
+from loraserve.text.detokenizer import decode_stream
 from loraserve.text.tokenizer import Tokenizer
 from loraserve.types import FinishReason, Struct, TokenLogprobs, TokenOutput
 
@@ -76,7 +77,7 @@ class OutputProcessor:
 
     def __init__(self, request: GenerateRequest, tokenizer: Tokenizer) -> None:
         self._request = request
-        self._detokenizer = tokenizer.decode_stream(request.skip_special_tokens, request.prompt_token_ids)
+        self._detokenizer = decode_stream(tokenizer, request.skip_special_tokens, request.prompt_token_ids)
         self._stop = StopStrings(request.stop)
         self._num_tokens = 0
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from loraserve.text.tokenizer import Tokenizer
+from loraserve.text.tokenizer import Tokenizer
 
 REPLACEMENT = "�"
 
@@ -117,3 +116,11 @@ class WindowDetokenizer:
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, self._skip_special_tokens)
+
+
+def decode_stream(
+    tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()
+) -> Detokenizer:
+    """Return a detokenizer for tokens that follow `prompt_token_ids`; it gives the text that they add to the prompt's."""
+    kind = ByteLevelDetokenizer if tokenizer.is_byte_level else WindowDetokenizer
+    return kind(tokenizer, skip_special_tokens, prompt_token_ids)

@@ -11,7 +11,6 @@ from typing import Any
 import tokenizers
 
 from loraserve.errors import ConfigError
-from loraserve.text.detokenizer import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer
 from loraserve.text.token_bound import BYTE_OF_CHAR, TokenBound
 
 _MAX_CONFIG_BYTES = 16 << 20
@@ -48,7 +47,7 @@ class Tokenizer:
         self.config = read_json_object(self.model_dir / "tokenizer_config.json")
         self._bound = TokenBound(definition)
         decoder = definition.get("decoder") or {}
-        self._is_byte_level = decoder.get("type") == "ByteLevel"
+        self.is_byte_level = decoder.get("type") == "ByteLevel"
         self._has_byte_fallback = any(
             part.get("type") == "ByteFallback" for part in (decoder, *decoder.get("decoders", ()))
         )
@@ -129,19 +128,13 @@ class Tokenizer:
             return b""
         if token_id in self._fallback_bytes:
             return bytes((self._fallback_bytes[token_id],))
-        if self._is_byte_level:
+        if self.is_byte_level:
             try:
                 return bytes(BYTE_OF_CHAR[char] for char in token)
             except KeyError:
                 # An added token that isn't spelled in the byte alphabet stands for itself.
                 return token.encode()
         return token.encode() if token_id in self._added_tokens else token.replace("▁", " ").encode()
-
-    def decode_stream(self, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
-        """A detokenizer for tokens that follow `prompt_token_ids`: it gives the text that they add to the prompt's."""
-        if self._is_byte_level:
-            return ByteLevelDetokenizer(self, skip_special_tokens, prompt_token_ids)
-        return WindowDetokenizer(self, skip_special_tokens, prompt_token_ids)
 
     def is_fallback_byte(self, token_id: int) -> bool:
         """Whether this token is one byte of a character that the vocabulary doesn't have (``<0xE4>``)."""

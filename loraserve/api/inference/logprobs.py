@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from loraserve.text.detokenizer import decode_stream
 from loraserve.text.tokenizer import Tokenizer
 from loraserve.types import TokenLogprobs
 
@@ -20,7 +21,7 @@ class CompletionLogprobs:
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, prompt_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._detokenizer = tokenizer.decode_stream(skip_special_tokens, prompt_token_ids)
+        self._detokenizer = decode_stream(tokenizer, skip_special_tokens, prompt_token_ids)
         self._offset = 0
 
     def render(self, token_ids: Sequence[int], entries: Iterable[TokenLogprobs | None]) -> dict[str, list[Any]]:

@@ -39,7 +39,7 @@ from loraserve.model.decoder import Decoder
 from loraserve.progress import Progress
 from loraserve.types import KernelChoice
 from loraserve_kernels.common.arithmetic import Arithmetic
-from loraserve_kernels.cpu.linear.choices import chooser
+from loraserve_kernels.cpu.linear.chooser import chooser
 from loraserve_kernels.ops import warm_up
 
 logger = logging.getLogger(__name__)

@@ -18,6 +18,7 @@ from loraserve.engine_client.client import EngineClient
 from loraserve.engine_client.messages import GenerateRequest
 from loraserve.engine_client.process import EngineProcess
 from loraserve.errors import AdapterCorrupt, ConfigError, EngineCrashed, EngineUnavailable, ModelError, Overloaded
+from loraserve.text.detokenizer import decode_stream
 from loraserve.text.tokenizer import Tokenizer
 from loraserve.types import FinishReason, RequestId, SamplingParams, TenantId, Tier
 
@@ -95,7 +96,7 @@ async def test_requests_are_answered_together_and_leave_nothing(world, client):
     answers = await asyncio.gather(*(collect(client, request) for request in requests))
     for n, (text, tokens, last) in enumerate(answers):
         assert tokens == world.expected(NAMES[n % len(NAMES)], prompt(n), 16)
-        stream = tokenizer.decode_stream(prompt_token_ids=prompt(n))
+        stream = decode_stream(tokenizer, prompt_token_ids=prompt(n))
         assert text == stream.push(tokens) + stream.finish()
         assert last.finish_reason is FinishReason.LENGTH
     assert client.num_live_requests == 0
@@ -277,7 +278,7 @@ async def test_a_request_whose_text_cannot_begin_is_not_left_behind(world, clien
     def broken(*_arguments, **_options):
         raise ValueError("no such token")
 
-    monkeypatch.setattr(client._tokenizer, "decode_stream", broken)
+    monkeypatch.setattr("loraserve.engine_client.output.decode_stream", broken)
     with pytest.raises(ValueError, match="no such token"):
         await collect(client, make(world, prompt(3)))
     assert client.num_live_requests == 0

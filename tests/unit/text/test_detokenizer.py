@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loraserve.text.detokenizer import decode_stream
 from loraserve.text.tokenizer import Tokenizer
 
 KINDS = ["byte_level", "llama2", "gemma", "metaspace", "wordpiece"]
@@ -28,7 +29,7 @@ def stream(
     tokenizer: Tokenizer, token_ids: Sequence[int], sizes: Sequence[int], skip: bool, prompt: Sequence[int] = ()
 ) -> list[str]:
     """Push `token_ids` in pieces of `sizes` (repeated), and return every delta."""
-    detokenizer = tokenizer.decode_stream(skip, prompt)
+    detokenizer = decode_stream(tokenizer, skip, prompt)
     deltas, start, turn = [], 0, 0
     while start < len(token_ids):
         size = sizes[turn % len(sizes)]
@@ -86,7 +87,7 @@ def test_text_after_a_prompt_is_what_it_adds_to_the_prompt(prompt: str, text: st
 def test_invalid_utf8_streams_without_waiting_for_the_end(data: bytes) -> None:
     tokenizer = tokenizer_of("byte_level")
     byte_ids = {tokenizer.token_bytes(id_): id_ for id_ in range(tokenizer.vocab_size)}
-    detokenizer = tokenizer.decode_stream()
+    detokenizer = decode_stream(tokenizer)
     text = ""
     for count, byte in enumerate(data, start=1):
         text += detokenizer.push([byte_ids[bytes((byte,))]])
