@@ -112,20 +112,10 @@ class GpuLinear:
         weight = self._weight
         in_features = weight.shape[1] if isinstance(weight, Tensor) else weight.in_features
         for first, last in row_blocks(start, end, in_features, _BLOCK_WEIGHTS):
-            yield weight[first:last].float() if isinstance(weight, Tensor) else _rows(weight, first, last)
-
-
-def _rows(weight: QuantizedWeight, start: int, end: int) -> Tensor:
-    rows = QuantizedWeight(
-        weight.format,
-        weight.codes[start:end],
-        weight.scales[start:end],
-        None if weight.zeros is None else weight.zeros[start:end],
-        weight.group_size,
-        weight.in_features,
-        end - start,
-    )
-    return rows.dequantize(torch.float32)
+            if isinstance(weight, Tensor):
+                yield weight[first:last].float()
+            else:
+                yield weight.rows(first, last).dequantize(torch.float32)
 
 
 class GpuNorm:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from loraserve import faults
-from loraserve.errors import InvariantViolation
-from loraserve.model.backends.backend import Backend, DecoderLayer, Norm, make_backend
+from loraserve.errors import ConfigError, InvariantViolation
+from loraserve.model.backends.backend import Backend, DecoderLayer, Norm
+from loraserve.model.backends.cpu_backend import CpuBackend
 from loraserve.model.checkpoint.blueprint import (
     Blueprint,
     SiteKind,
@@ -39,7 +40,7 @@ from loraserve.model.layers.rotary import RotaryEmbedding
 from loraserve.progress import Progress
 from loraserve.types import Digest
 from loraserve_kernels.common.quantized import QuantizedWeight
-from loraserve_kernels.cpu.linear.choices import chooser, lines
+from loraserve_kernels.cpu.linear.chooser import chooser, lines
 from loraserve_kernels.cpu.vector_math import choose_functions
 
 logger = logging.getLogger(__name__)
@@ -100,6 +101,26 @@ def load_model(
         return loader.load(model_id, context)
     finally:
         chooser().around = before
+
+
+def make_backend(device: str, dtype: torch.dtype, quantize: str, *, rounds_activations: bool = True) -> Backend:
+    """Return the backend of a kind of device.
+
+    Args:
+        rounds_activations: whether a CPU rounds what int8 weights by output channel multiply; a GPU never does.
+
+    Raises:
+        ConfigError: there's no such device here, or it can't keep weights so.
+    """
+    if device == "cpu":
+        return CpuBackend(dtype, quantize, rounds_activations=rounds_activations)
+    if device == "cuda":
+        # Triton is loaded for GPUs alone
+        from loraserve.model.backends.gpu_backend import GpuBackend
+
+        # without a GPU only Triton's interpreter brings us here
+        return GpuBackend(torch.device("cuda" if torch.cuda.is_available() else "cpu"), dtype, quantize)
+    raise ConfigError(f"The device {device!r} isn't available; expected cpu or cuda.")
 
 
 class _Loader:
