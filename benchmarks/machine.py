@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
+from loraserve_kernels.common.quantized import quantize
 from loraserve_kernels.cpu.linear import gemm
+from loraserve_kernels.cpu.linear.chooser import chooser
 
 INSTRUCTION_SETS = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
 
@@ -46,6 +48,13 @@ def processor() -> dict[str, Any]:
     }
 
 
+def int8_weight(weight: torch.Tensor) -> gemm.Int8Weight:
+    """Return the weight in int8, for the kernel that this machine takes."""
+    rounded = quantize(weight, "int8")
+    kernel = chooser().choose("int8", *weight.shape).kernel
+    return gemm.pack_int8(rounded.codes, rounded.scales.flatten(), kernel)
+
+
 def measure() -> dict[str, Any]:
     """Bytes and operations a second, with all of torch's threads."""
     large = torch.ones(64 << 20)
@@ -55,7 +64,7 @@ def measure() -> dict[str, Any]:
     copy_s = best_s(lambda: target.copy_(large), 50)
     size, rows = 2048, 512
     x, weight = torch.randn(rows, size), torch.randn(4 * size, size)
-    packed, rounded = gemm.pack_float(weight), gemm.quantize_int8(weight)
+    packed, rounded = gemm.pack_float(weight), int8_weight(weight)
     float_s = best_s(lambda: gemm.float_linear(x, packed), 30)
     int8_s = best_s(lambda: gemm.int8_linear(x, rounded), 100)
     operations = 2 * rows * weight.numel()
@@ -74,7 +83,7 @@ def main() -> None:
         "cores": torch.get_num_threads(),
         "python": platform.python_version(),
         "versions": {name: version(name) for name in packages},
-        "int8_library": gemm.quantize_int8(torch.randn(16, 16)).kernel,
+        "int8_library": int8_weight(torch.randn(16, 16)).kernel,
         **measure(),
     }
     print(json.dumps(facts))

@@ -19,8 +19,10 @@ from torch import Tensor
 
 from loraserve_kernels import ops as launch
 from loraserve_kernels.common.plan import make_plan
+from loraserve_kernels.common.quantized import quantize
 from loraserve_kernels.cpu.attention import paged as attention
 from loraserve_kernels.cpu.linear import gemm
+from loraserve_kernels.cpu.linear.chooser import chooser
 from loraserve_kernels.cpu.lora import apply as cpu
 from loraserve_kernels.cpu.lora.layout import LAYER_SITES, SITES, LoraModule, PackedAdapter, pack_adapter
 
@@ -172,6 +174,12 @@ def attend(base: Base, read: float, times: int) -> None:
         )
 
 
+def int8_weight(weight: Tensor) -> gemm.Int8Weight:
+    rounded = quantize(weight, "int8")
+    kernel = chooser().choose("int8", *weight.shape).kernel
+    return gemm.pack_int8(rounded.codes, rounded.scales.flatten(), kernel)
+
+
 def linears(base: Base, read: float, times: int) -> None:
     print(f"\n### Linears of one layer of {base.name} (qkv, o, gate_up, down), µs\n")
     print("| rows | float32, PyTorch | float32, blocked | of reading once | int8 | of reading once |")
@@ -181,7 +189,7 @@ def linears(base: Base, read: float, times: int) -> None:
         for site in (SITES[name] for name in LAYER_SITES)
     ]
     weights = [torch.randn(n, k) for _ in range(base.layers) for n, k in shapes]
-    packed, rounded = [gemm.pack_float(w) for w in weights], [gemm.quantize_int8(w) for w in weights]
+    packed, rounded = [gemm.pack_float(w) for w in weights], [int8_weight(w) for w in weights]
     num_bytes = sum(w.nbytes for w in weights)
     for num_rows in (1, 8, 32, 64, 512):
         inputs = {k: torch.randn(num_rows, k) for _, k in shapes}

@@ -1,4 +1,4 @@
-"""Tries every kernel of a CPU's linears with the instruction sets that the environment allows, and prints what was found as JSON. Run by `test_choices` in a process of its own.
+"""Tries every kernel of a CPU's linears with the instruction sets that the environment allows, and prints what was found as JSON. Run by `test_chooser` in a process of its own.
 
 ONEDNN_MAX_CPU_ISA=AVX2 python -P tests/kernels/forced_kernels.py
 """
@@ -19,8 +19,10 @@ from torch import Tensor
 
 from loraserve_kernels.common.quantized import QuantizedWeight
 from loraserve_kernels.cpu import instructions
-from loraserve_kernels.cpu.linear import choices, gemm
-from loraserve_kernels.cpu.linear import packed_linear as cpu_packed
+from loraserve_kernels.cpu.linear import gemm
+from loraserve_kernels.cpu.linear.candidates import FORMATS, Candidate, _of_codes, compile_kernel, example
+from loraserve_kernels.cpu.linear.chooser import Chooser
+from loraserve_kernels.cpu.linear.widen import widen
 
 CHANNELS, WIDTH = 80, 768
 TIMED = (1024, 768)
@@ -42,7 +44,7 @@ def worst(num_rows: int, top: int, bottom: int) -> Tensor:
     return torch.stack(kinds).repeat(-(-num_rows // len(kinds)), 1)[:num_rows]
 
 
-def saturates(candidate: choices.Candidate, format: str) -> bool:
+def saturates(candidate: Candidate, format: str) -> bool:
     """Return whether a product of int8 by int8 is wrong anywhere, by sums in int64."""
     codes = worst(CHANNELS, 127, -128).to(torch.int8)
     scales = torch.ones(CHANNELS, 1)
@@ -57,9 +59,9 @@ def saturates(candidate: choices.Candidate, format: str) -> bool:
     return False
 
 
-def follows_weight(candidate: choices.Candidate, format: str) -> bool:
+def follows_weight(candidate: Candidate, format: str) -> bool:
     """Return whether products of the largest codes are those of the dequantized weight, within rounding."""
-    weight = choices._of_codes(format, worst(CHANNELS, 127, -128).to(torch.int8))
+    weight = _of_codes(format, worst(CHANNELS, 127, -128).to(torch.int8))
     wide = weight.double() if isinstance(weight, Tensor) else weight.dequantize(torch.float64)
     product = candidate.make(weight)
     tolerance = 1e-2 if candidate.name == "bf16" else 2e-5
@@ -71,9 +73,9 @@ def follows_weight(candidate: choices.Candidate, format: str) -> bool:
     return True
 
 
-def loud_row_spoils_others(candidate: choices.Candidate, format: str) -> bool:
+def loud_row_spoils_others(candidate: Candidate, format: str) -> bool:
     """Return whether a row fifty times as loud as the others changes their bits."""
-    product = candidate.make(choices.example(format, CHANNELS, WIDTH))
+    product = candidate.make(example(format, CHANNELS, WIDTH))
     for num_rows in (2, 8, 64):
         x = torch.randn(num_rows, WIDTH)
         quiet = product(x)
@@ -84,8 +86,8 @@ def loud_row_spoils_others(candidate: choices.Candidate, format: str) -> bool:
     return False
 
 
-def batch_changes_bits(candidate: choices.Candidate, format: str) -> bool:
-    product, x = candidate.make(choices.example(format, CHANNELS, WIDTH)), torch.randn(64, WIDTH)
+def batch_changes_bits(candidate: Candidate, format: str) -> bool:
+    product, x = candidate.make(example(format, CHANNELS, WIDTH)), torch.randn(64, WIDTH)
     together = product(x)
     return not all(torch.equal(product(x[:n].clone()), together[:n]) for n in (1, 2, 5, 8, 9, 33))
 
@@ -106,15 +108,15 @@ def ratio(product: Callable[[Tensor], Tensor], packed: gemm.FloatWeight, x: Tens
 
 def look_at(format: str) -> dict[str, Any]:
     began = time.perf_counter()
-    chooser = choices.Chooser()
-    for candidate in choices.FORMATS[format]:
+    chooser = Chooser()
+    for candidate in FORMATS[format]:
         if candidate.is_there():
-            choices.compile_kernel(candidate, format)
+            compile_kernel(candidate, format)
     compiled = time.perf_counter()
     choice = chooser.choose(format, *TIMED)
     chosen_s = time.perf_counter() - compiled
     found: dict[str, Any] = {}
-    for candidate in choices.FORMATS[format]:
+    for candidate in FORMATS[format]:
         if not candidate.is_there() or (format, candidate.kernel) in chooser._hopeless:
             continue
         rounds = candidate.name in gemm.LEVELS
@@ -125,9 +127,9 @@ def look_at(format: str) -> dict[str, Any]:
             "loud_row_spoils": loud_row_spoils_others(candidate, format),
             "batch_changes_bits": batch_changes_bits(candidate, format),
         }
-    taken = next(c for c in choices.FORMATS[format] if c.arithmetic == choice.arithmetic)
-    weight = choices.example(format, *TIMED)
-    wide = weight.float() if isinstance(weight, Tensor) else cpu_packed.widen(weight)
+    taken = next(c for c in FORMATS[format] if c.arithmetic == choice.arithmetic)
+    weight = example(format, *TIMED)
+    wide = weight.float() if isinstance(weight, Tensor) else widen(weight)
     product, packed = taken.make(weight), gemm.pack_float(wide)
     return {
         "kernel": choice.kernel,
@@ -153,7 +155,7 @@ def main() -> None:
         lower_fbgemm()
     torch.manual_seed(0)
     sets = {"onednn": instructions.onednn(), "fbgemm": instructions.fbgemm(), "numba": instructions.numba()}
-    formats = sys.argv[1:] or list(choices.FORMATS)
+    formats = sys.argv[1:] or list(FORMATS)
     seen = {"instructions": sets, "formats": {format: look_at(format) for format in formats}}
     sys.stdout.write(json.dumps(seen))
 

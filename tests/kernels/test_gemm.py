@@ -5,14 +5,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from loraserve_kernels import reference
-from loraserve_kernels.cpu.linear import choices, gemm
+from loraserve_kernels.common.quantized import quantize
+from loraserve_kernels.cpu.linear import gemm
+from loraserve_kernels.cpu.linear.candidates import FORMATS
+from loraserve_kernels.cpu.linear.chooser import chooser
 from loraserve_kernels.cpu.linear.gemm import (
+    Int8Weight,
     blocks_in_place,
     float_linear,
     int8_linear,
     pack_float,
     pack_int8,
-    quantize_int8,
     quantize_rows,
 )
 from loraserve_kernels.errors import ShapeMismatch
@@ -21,32 +24,35 @@ SHAPES = [(61, 40), (128, 64), (96, 333)]
 
 
 @pytest.fixture(params=["as this machine does", "onednn-s8", "onednn-u8", "numba-dot", "fbgemm"])
-def _library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param != "as this machine does":
-        candidate = next(c for c in choices.FORMATS["int8"] if c.kernel == request.param)
-        # what a kernel doesn't sum exactly here is never taken; `test_choices` shows that
-        if candidate.is_exact(candidate, "int8", 256):
-            monkeypatch.setattr(gemm, "_chosen_int8", lambda *_: request.param)
+def kernel(request: pytest.FixtureRequest) -> str:
+    """A kernel of int8, or this machine's where that kernel sums wrongly here: it is never taken then, as `test_chooser` shows."""
+    candidate = next((c for c in FORMATS["int8"] if c.kernel == request.param), None)
+    if candidate is not None and candidate.is_exact(candidate, "int8", 256):
+        return candidate.kernel
+    return chooser().choose("int8", *SHAPES[0]).kernel
 
 
-@pytest.mark.usefixtures("_library")
+def quantize_int8(weight: torch.Tensor, kernel: str) -> Int8Weight:
+    rounded = quantize(weight, "int8")
+    return pack_int8(rounded.codes, rounded.scales.flatten(), kernel)
+
+
 @pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
 @pytest.mark.parametrize("num_tokens", [1, 63, 200])
-def test_int8_is_within_rounding_of_float(num_tokens: int, out_features: int, in_features: int) -> None:
+def test_int8_is_within_rounding_of_float(kernel: str, num_tokens: int, out_features: int, in_features: int) -> None:
     x, weight = torch.randn(num_tokens, in_features), torch.randn(out_features, in_features)
     # rows of very different sizes: each keeps its own precision
     x *= 10.0 ** torch.randint(-6, 6, (num_tokens, 1))
     expected = x.double() @ weight.double().T
-    y = int8_linear(x, quantize_int8(weight))
+    y = int8_linear(x, quantize_int8(weight, kernel))
     assert ((y - expected).norm(dim=1) / expected.norm(dim=1)).max() < 0.04
     bias = torch.randn(out_features)
-    difference = int8_linear(x, quantize_int8(weight), bias) - (y + bias)
+    difference = int8_linear(x, quantize_int8(weight, kernel), bias) - (y + bias)
     assert (difference.abs() <= 1e-6 * (y.abs() + bias.abs())).all()
 
 
-@pytest.mark.usefixtures("_library")
 @pytest.mark.parametrize("num_tokens", [1, 9])
-def test_given_int8_codes_are_used_as_they_are(num_tokens: int) -> None:
+def test_given_int8_codes_are_used_as_they_are(kernel: str, num_tokens: int) -> None:
     """-128 among them, which rounding never makes; of rows that int8 and 7 bits hold exactly, the products are exact too."""
     codes = torch.randint(-128, 128, (61, 40)).to(torch.int8)
     codes[3], codes[:, 5] = -128, -128
@@ -54,7 +60,7 @@ def test_given_int8_codes_are_used_as_they_are(num_tokens: int) -> None:
     x = torch.tensor([-1.0, 1.0, 0.0])[torch.randint(0, 3, (num_tokens, 40))]
     x[:, 5] = 1.0
     expected = x.double() @ (codes.double() * scales.double()[:, None]).T
-    torch.testing.assert_close(int8_linear(x, pack_int8(codes, scales)).double(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(int8_linear(x, pack_int8(codes, scales, kernel)).double(), expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -68,13 +74,12 @@ def test_given_int8_codes_are_used_as_they_are(num_tokens: int) -> None:
 )
 def test_int8_codes_and_scales_that_dont_fit_are_refused(codes: torch.Tensor, scales: torch.Tensor) -> None:
     with pytest.raises(ShapeMismatch):
-        pack_int8(codes, scales)
+        pack_int8(codes, scales, "fbgemm")
 
 
-@pytest.mark.usefixtures("_library")
 @pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
-def test_an_int8_rows_bits_dont_depend_on_its_batch(out_features: int, in_features: int) -> None:
-    weight = quantize_int8(torch.randn(out_features, in_features))
+def test_an_int8_rows_bits_dont_depend_on_its_batch(kernel: str, out_features: int, in_features: int) -> None:
+    weight = quantize_int8(torch.randn(out_features, in_features), kernel)
     row = torch.randn(1, in_features)
     alone = int8_linear(row, weight)[0]
     for num_tokens in (2, 3, 8, 17, 64, 200):
@@ -87,20 +92,18 @@ def test_an_int8_rows_bits_dont_depend_on_its_batch(out_features: int, in_featur
         assert torch.equal(int8_linear(x, weight)[-1], alone)
 
 
-@pytest.mark.usefixtures("_library")
-def test_a_row_that_isnt_finite_is_nan_alone() -> None:
+def test_a_row_that_isnt_finite_is_nan_alone(kernel: str) -> None:
     x = torch.randn(5, 40)
     x[1, 7], x[3, 39] = float("nan"), float("-inf")
-    y = int8_linear(x, quantize_int8(torch.randn(61, 40)))
+    y = int8_linear(x, quantize_int8(torch.randn(61, 40), kernel))
     assert y[[1, 3]].isnan().all()
     assert y[[0, 2, 4]].isfinite().all()
 
 
-@pytest.mark.usefixtures("_library")
-def test_rows_and_channels_of_zeros_give_zeros() -> None:
+def test_rows_and_channels_of_zeros_give_zeros(kernel: str) -> None:
     weight, x = torch.randn(61, 40), torch.randn(3, 40)
     weight[5], x[1] = 0, 0
-    y = int8_linear(x, quantize_int8(weight))
+    y = int8_linear(x, quantize_int8(weight, kernel))
     assert not y[1].any()
     assert not y[:, 5].any()
 
@@ -186,18 +189,17 @@ class _Heights(TorchDispatchMode):
 _ONEDNN = ["float32", "onednn-u8", *(["bfloat16"] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else [])]
 
 
-@pytest.mark.parametrize("kernel", _ONEDNN)
-def test_onednn_compiles_products_of_few_heights(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", _ONEDNN)
+def test_onednn_compiles_products_of_few_heights(dtype: str) -> None:
     weight = torch.randn(32, 48)
-    if kernel == "float32":
+    if dtype == "float32":
         packed = pack_float(weight)
         multiply = lambda x: float_linear(x, packed)  # noqa: E731
-    elif kernel == "bfloat16":
+    elif dtype == "bfloat16":
         half = gemm.pack_half(weight, torch.bfloat16, "onednn")
         multiply = lambda x: gemm.half_linear(x, half)  # noqa: E731
     else:
-        monkeypatch.setattr(gemm, "_chosen_int8", lambda *_: kernel)
-        int8 = quantize_int8(weight)
+        int8 = quantize_int8(weight, dtype)
         multiply = lambda x: int8_linear(x, int8)  # noqa: E731
     x = torch.randn(300, 48)
     with _Heights() as heights:
@@ -208,7 +210,7 @@ def test_onednn_compiles_products_of_few_heights(kernel: str, monkeypatch: pytes
 
 
 def test_wrong_inputs_are_refused() -> None:
-    weight = quantize_int8(torch.randn(8, 16))
+    weight = quantize_int8(torch.randn(8, 16), "fbgemm")
     with pytest.raises(ShapeMismatch, match="takes \\(num_tokens, 16\\) float32"):
         int8_linear(torch.randn(2, 17), weight)
     with pytest.raises(ShapeMismatch, match="float32"):

@@ -17,7 +17,8 @@ from loraserve.model.config.formats import group_size
 from loraserve_kernels.common.arithmetic import FLOATS, WEIGHT_ONLY, Arithmetic
 from loraserve_kernels.common.quantized import FORMATS, QuantizedWeight, quantize
 from loraserve_kernels.cpu import instructions
-from loraserve_kernels.cpu.linear.choices import chooser, weight_format
+from loraserve_kernels.cpu.linear.candidates import weight_format
+from loraserve_kernels.cpu.linear.chooser import chooser
 from loraserve_kernels.cpu.linear.gemm import (
     LEVELS,
     HalfWeight,
@@ -244,7 +245,7 @@ class PackedLinear:
 
     __slots__ = ("_weight", "bias", "num_bytes", "out_features")
 
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, kernel: str | None = None) -> None:
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, kernel: str) -> None:
         self._weight: PackedWeight = pack_quantized(weight, kernel)
         self.bias, self.out_features = bias, weight.out_features
         self.num_bytes = self._weight.num_bytes + _num_bytes(bias)

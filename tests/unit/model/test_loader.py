@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from loraserve.errors import ConfigError, MissingTensor, ModelError, ShapeMismatch, UnexpectedTensor
 from loraserve.model.layers.linears import quantize_weight
 from loraserve.progress import Progress
-from loraserve_kernels.cpu.linear.choices import Chooser
+from loraserve_kernels.cpu.linear.chooser import Chooser
 
 from .conftest import PagedRun, build_model, edit_json, load, random_tokens, reference_logits, save_model
 from .stored_quantized import group, save_compressed
@@ -226,7 +226,7 @@ from pathlib import Path
 import torch
 from loraserve.model.checkpoint.loader import load_model
 from loraserve.model.checkpoint.site import return_free_memory
-from loraserve_kernels.cpu.linear.choices import chooser
+from loraserve_kernels.cpu.linear.chooser import chooser
 
 torch.set_num_threads(1)
 

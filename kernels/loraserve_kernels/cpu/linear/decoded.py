@@ -1,4 +1,4 @@
-"""Weights in the order that `cpu_linear`'s kernels read, and their products; needs numba."""
+"""Weights in the order that `decoded_kernel`'s kernels read, and their products; needs numba."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from loraserve_kernels.common.quantized import QuantizedWeight
 from loraserve_kernels.cpu import threads
+from loraserve_kernels.cpu.linear.widen import widen
 
 _MIN_PARALLEL_WEIGHTS = 1 << 15
 """Products of a smaller weight with one row aren't worth waking a second thread for."""
@@ -123,8 +124,6 @@ def unpack(weight: DecodedWeight, start: int, end: int) -> Tensor:
         weight.in_features,
         end - start,
     )
-    from loraserve_kernels.cpu.linear.packed_linear import widen
-
     return widen(rows)
 
 

@@ -2,12 +2,12 @@
 batch.
 
 int8: weights by output channel, activations by row. Integer products and sums are exact, so that a row's bits can't depend on the other rows; what must be
-avoided is a scale taken over the whole batch, where one tenant's outlier spoils the others' answers. `choices` tries these kernels on the processor and takes one:
+avoided is a scale taken over the whole batch, where one tenant's outlier spoils the others' answers. `chooser` tries these kernels on the processor and takes one:
 
 * ``onednn-s8``: oneDNN multiplies int8 by int8 where it has instructions for it (AMX, VNNI on some). Elsewhere it computes element by element, a thousand times
   slower than float32, or adds pairs of products in 16 bits that overflow, silently.
 * ``onednn-u8``: the same codes plus 128, with a zero point of 128: what VNNI multiplies. Without VNNI pairs of products overflow too.
-* ``numba-dot``: our own sums of pairs in 32 bits, on any machine (`cpu_linear`). The three give the same bits.
+* ``numba-dot``: our own sums of pairs in 32 bits, on any machine (`decoded_kernel`). The three give the same bits.
 * ``fbgemm``: any x86 machine, activations of 7 bits. Its linear for a fixed activation scale gets rows divided by their own largest magnitude, so that one scale
   fits every row. Elsewhere torch's reference of the same operator runs.
 
@@ -29,9 +29,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from loraserve_kernels.common.arithmetic import W8A7_ROW, W8A8_ROW
-from loraserve_kernels.common.quantized import quantize
 from loraserve_kernels.cpu import instructions, threads
-from loraserve_kernels.cpu.linear import decoded as cpu_decoded
+from loraserve_kernels.cpu.linear import decoded
 from loraserve_kernels.cpu.lora.apply import HAS_NUMBA
 from loraserve_kernels.errors import ShapeMismatch
 
@@ -47,7 +46,7 @@ class Int8Weight:
     """A linear's weight in int8, in the order that its library reads.
 
     Attributes:
-        packed: oneDNN's tensor, fbgemm's object, or a `cpu_decoded.DotWeight`.
+        packed: oneDNN's tensor, fbgemm's object, or a `decoded.DotWeight`.
         scales: [out_features] float32: a channel's weights are its codes times this.
         kernel: ``onednn-s8``, ``onednn-u8``, ``numba-dot`` or ``fbgemm``.
         in_features, out_features: of the linear.
@@ -85,19 +84,13 @@ class FloatWeight:
         return self.out_features * self.in_features * 4
 
 
-def quantize_int8(weight: Tensor) -> Int8Weight:
-    """Round a weight [out_features, in_features] to int8 by output channel; nothing of the float weight is kept."""
-    rounded = quantize(weight.detach(), "int8")
-    return pack_int8(rounded.codes, rounded.scales[:, 0].contiguous())
-
-
-def pack_int8(codes: Tensor, scales: Tensor, kernel: str | None = None) -> Int8Weight:
+def pack_int8(codes: Tensor, scales: Tensor, kernel: str) -> Int8Weight:
     """Bring a weight that is in int8 already into the order that its library reads; codes and scales are used as they are, and not kept.
 
     Args:
         codes: [out_features, in_features] int8, from -128 to 127.
         scales: [out_features] float32: a channel's weights are its codes times this.
-        kernel: see `Int8Weight`; None: what `choices` takes of those.
+        kernel: one of those that `Int8Weight` names.
 
     Raises:
         ShapeMismatch: codes and scales of other shapes or dtypes.
@@ -109,10 +102,9 @@ def pack_int8(codes: Tensor, scales: Tensor, kernel: str | None = None) -> Int8W
     out_features, in_features = codes.shape
     if scales.shape != (out_features,):
         raise ShapeMismatch(f"scales are {tuple(scales.shape)}; they must be ({out_features},)")
-    kernel = kernel or _chosen_int8(out_features, in_features)
     packed: Any
     if kernel == "numba-dot":
-        packed = cpu_decoded.pack_dot(codes, scales)
+        packed = decoded.pack_dot(codes, scales)
     elif kernel == "fbgemm":
         packed = _pack_fbgemm(codes, scales)
     else:
@@ -123,7 +115,7 @@ def pack_int8(codes: Tensor, scales: Tensor, kernel: str | None = None) -> Int8W
 def unpack_int8(weight: Int8Weight) -> Tensor:
     """Return the codes that `pack_int8` was given, [out_features, in_features] int8."""
     if weight.kernel == "numba-dot":
-        return cpu_decoded.unpack_dot(weight.packed)
+        return decoded.unpack_dot(weight.packed)
     codes: Tensor
     if weight.kernel == "fbgemm":
         codes = torch.ops.quantized.linear_unpack(weight.packed)[0].int_repr()
@@ -151,7 +143,7 @@ def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Te
     else:
         codes, scales = quantize_rows(x)
         if weight.kernel == "numba-dot":
-            y = cpu_decoded.dot(codes, weight.packed)
+            y = decoded.dot(codes, weight.packed)
         else:
             y = _onednn_linear(codes, weight.packed, weight.scales, is_unsigned=weight.kernel == "onednn-u8")
     return y.mul_(scales) if bias is None else torch.addcmul(bias, y, scales)
@@ -232,7 +224,7 @@ class HalfWeight:
     """A linear's weight in bfloat16 or float16.
 
     Attributes:
-        packed: oneDNN's tensor, fbgemm's object, a `cpu_decoded.DecodedWeight`, or the weight as it is.
+        packed: oneDNN's tensor, fbgemm's object, a `decoded.DecodedWeight`, or the weight as it is.
         kernel: ``onednn``, ``numba`` or ``torch`` for bfloat16, ``numba`` or ``fbgemm`` for float16.
         in_features, out_features: of the linear.
     """
@@ -267,7 +259,7 @@ def pack_half(weight: Tensor, dtype: torch.dtype, kernel: str) -> HalfWeight:
         if kernel == "onednn":
             packed = torch.ops.mkldnn._reorder_linear_weight(half, None)
         else:
-            packed = cpu_decoded.pack_half(half) if kernel == "numba" else half.clone()
+            packed = decoded.pack_half(half) if kernel == "numba" else half.clone()
     return HalfWeight(packed, kernel, in_features, out_features)
 
 
@@ -282,7 +274,7 @@ def half_linear(x: Tensor, weight: HalfWeight, bias: Tensor | None = None) -> Te
     """
     _check(x, weight.in_features)
     if weight.kernel == "numba":
-        return cpu_decoded.linear(x, weight.packed, bias)
+        return decoded.linear(x, weight.packed, bias)
     y: Tensor
     if weight.kernel == "fbgemm":
         y = torch.ops.quantized.linear_dynamic_fp16(x, weight.packed)
@@ -300,7 +292,7 @@ def half_rows(weight: HalfWeight, start: int, end: int) -> Tensor:
     """Return these rows of the weight, in whatever float dtype they're at hand."""
     rows: Tensor
     if weight.kernel == "numba":
-        return cpu_decoded.unpack(weight.packed, start, end)
+        return decoded.unpack(weight.packed, start, end)
     if weight.kernel == "fbgemm":
         rows = torch.ops.quantized.linear_unpack_fp16(weight.packed)[0]
     else:
@@ -334,14 +326,6 @@ def has_native_bfloat16() -> bool:
 def _check(x: Tensor, in_features: int) -> None:
     if x.dim() != 2 or x.shape[1] != in_features or x.dtype != torch.float32:
         raise ShapeMismatch(f"x is {tuple(x.shape)} {x.dtype}; this linear takes (num_tokens, {in_features}) float32")
-
-
-def _chosen_int8(out_features: int, in_features: int) -> str:
-    # it tries this module's kernels
-    from loraserve_kernels.cpu.linear.choices import chooser
-
-    kernel = chooser().choose("int8", out_features, in_features).kernel
-    return kernel if kernel != "widened" else "fbgemm"
 
 
 def _pack_fbgemm(codes: Tensor, scales: Tensor) -> Any:
@@ -407,9 +391,9 @@ def _unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _rows_kernel() -> tuple[Callable[[int], None], int, Any]:
-    from loraserve_kernels.cpu.linear import row_quantization as cpu_rows
+    from loraserve_kernels.cpu.linear import row_quantization
 
-    handle = cpu_rows.compiled()
+    handle = row_quantization.compiled()
     return handle.ctypes, handle.address, handle
 
 

@@ -12,8 +12,8 @@ import sys
 from typing import Any
 
 from loraserve_kernels.cpu import instructions
-from loraserve_kernels.cpu.linear import choices
-from loraserve_kernels.cpu.linear.choices import Choice
+from loraserve_kernels.cpu.linear.candidates import FORMATS, compile_kernel
+from loraserve_kernels.cpu.linear.chooser import Choice, Chooser, probe
 
 SHAPES = ((2048, 768), (2048, 4096))
 """Shapes of the weights that are timed: out_features, in_features. One that a core's own cache holds in 8 bits, and one
@@ -25,20 +25,20 @@ def table(formats: list[str], *, is_quick: bool) -> dict[str, Any]:
     """Return what each format takes.
 
     Args:
-        formats: of `choices.FORMATS`; empty: all.
+        formats: of `FORMATS`; empty: all.
         is_quick: what a load would find in a fraction of a second, instead of the best of many runs on whole shapes.
     """
     found: list[Choice] = []
-    chooser = choices.Chooser()
-    for format in formats or choices.FORMATS:
+    chooser = Chooser()
+    for format in formats or FORMATS:
         if is_quick:
             found.append(chooser.choose(format, *SHAPES[0]))
             continue
-        for candidate in choices.FORMATS[format]:
+        for candidate in FORMATS[format]:
             if candidate.is_there():
-                choices.compile_kernel(candidate, format)
+                compile_kernel(candidate, format)
         for shape in SHAPES:
-            found.append(choices.probe(format, *shape, runs=_RUNS, run_s=_RUN_S))
+            found.append(probe(format, *shape, runs=_RUNS, run_s=_RUN_S))
     sets = {
         "onednn": instructions.onednn(),
         "fbgemm": instructions.fbgemm(),
@@ -89,9 +89,9 @@ def _rounded(number: float) -> float | None:
 def main() -> None:
     arguments = sys.argv[1:]
     formats = [argument for argument in arguments if not argument.startswith("-")]
-    unknown = [format for format in formats if format not in choices.FORMATS]
+    unknown = [format for format in formats if format not in FORMATS]
     if unknown:
-        sys.exit(f"unknown formats: {', '.join(unknown)}; known are {', '.join(choices.FORMATS)}")
+        sys.exit(f"unknown formats: {', '.join(unknown)}; known are {', '.join(FORMATS)}")
     sys.stdout.write(json.dumps(table(formats, is_quick="--quick" in arguments)) + "\n")
 
 

@@ -1,22 +1,22 @@
 """Linears on the CPU whose weights stay in 4 bits, in fp8 or in int8, and whose activations stay float32.
 
-With numba the codes are decoded in registers while they're multiplied (`cpu_linear`): reading fewer bytes than float32, as fast or faster. Without it weights are
+With numba the codes are decoded in registers while they're multiplied (`decoded`): reading fewer bytes than float32, as fast or faster. Without it weights are
 widened to float32 a few output channels at a time, which costs a core a few nanoseconds for each weight in each step, however few the rows.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from loraserve_kernels.common.quantized import NF4_CODE, QuantizedWeight
-from loraserve_kernels.cpu.linear import decoded as cpu_decoded
+from loraserve_kernels.common.quantized import QuantizedWeight
+from loraserve_kernels.cpu.linear import decoded
 from loraserve_kernels.cpu.linear.decoded import DecodedWeight
 from loraserve_kernels.cpu.linear.gemm import float_linear, pack_float
+from loraserve_kernels.cpu.linear.widen import widen
 from loraserve_kernels.errors import ShapeMismatch
 
 _BLOCK_WEIGHTS = 1 << 20
@@ -62,7 +62,7 @@ class PackedWeight:
         if self.decoded is not None:
             step = max(1, _ROWS_WEIGHTS // self.in_features)
             for first in range(start, end, step):
-                yield cpu_decoded.unpack(self.decoded, first, min(first + step, end))
+                yield decoded.unpack(self.decoded, first, min(first + step, end))
             return
         first = 0
         for block in self.blocks:
@@ -72,40 +72,21 @@ class PackedWeight:
             first = last
 
 
-def pack_quantized(weight: QuantizedWeight, kernel: str | None = None) -> PackedWeight:
+def pack_quantized(weight: QuantizedWeight, kernel: str) -> PackedWeight:
     """Bring a weight into the order that its kernel reads. ``widened`` takes blocks of its codes, which aren't copied.
 
     Args:
-        kernel: ``numba`` or ``widened``; None: what `choices` takes. What numba's kernel can't decode, NaN in fp8, is widened.
+        kernel: ``numba`` or ``widened``. What numba's kernel can't decode, NaN in fp8, is widened.
     """
-    if kernel is None:
-        # it tries this module's kernels
-        from loraserve_kernels.cpu.linear.choices import chooser, weight_format
-
-        format = weight_format(weight, rounds_activations=False)
-        kernel = chooser().choose(format, weight.out_features, weight.in_features).kernel
-    if kernel == "numba" and cpu_decoded.can_decode(weight):
-        decoded = cpu_decoded.pack(weight)
-        return PackedWeight((), decoded, weight.format, weight.in_features, weight.out_features)
+    if kernel == "numba" and decoded.can_decode(weight):
+        return PackedWeight((), decoded.pack(weight), weight.format, weight.in_features, weight.out_features)
     num_channels = _BLOCK_WEIGHTS // weight.in_features // _CHANNEL_MULTIPLE * _CHANNEL_MULTIPLE
     num_channels = max(num_channels, _CHANNEL_MULTIPLE)
-    scales = weight.scales.contiguous()
     zeros = None if weight.zeros is None else weight.zeros.contiguous()
-    blocks = []
-    for first in range(0, weight.out_features, num_channels):
-        end = min(first + num_channels, weight.out_features)
-        blocks.append(
-            QuantizedWeight(
-                weight.format,
-                weight.codes[first:end],
-                scales[first:end],
-                None if zeros is None else zeros[first:end],
-                weight.group_size,
-                weight.in_features,
-                end - first,
-            )
-        )
-    return PackedWeight(tuple(blocks), None, weight.format, weight.in_features, weight.out_features)
+    weight = replace(weight, scales=weight.scales.contiguous(), zeros=zeros)
+    channels = range(0, weight.out_features, num_channels)
+    blocks = tuple(weight.rows(first, min(first + num_channels, weight.out_features)) for first in channels)
+    return PackedWeight(blocks, None, weight.format, weight.in_features, weight.out_features)
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
@@ -123,7 +104,7 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
             f"x is {tuple(x.shape)} {x.dtype}; this linear takes (num_tokens, {weight.in_features}) float32"
         )
     if weight.decoded is not None:
-        return cpu_decoded.linear(x, weight.decoded, bias)
+        return decoded.linear(x, weight.decoded, bias)
     y = torch.empty(x.shape[0], weight.out_features)
     first = 0
     for block in weight.blocks:
@@ -132,25 +113,3 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
         y[:, first:end] = float_linear(x, pack_float(widen(block)), None if bias is None else bias[first:end])
         first = end
     return y
-
-
-def widen(weight: QuantizedWeight) -> Tensor:
-    """Return what ``weight.dequantize(torch.float32)`` returns, bit for bit, several times sooner: a byte's codes are looked up together."""
-    codes = weight.codes.view(torch.uint8).view(-1).int()
-    values = _table(weight.format, weight.zeros is not None).index_select(0, codes).view(torch.float32)
-    groups = values.view(weight.out_features, -1, weight.group_size)
-    if weight.zeros is not None:
-        groups.sub_(weight.zeros[:, :, None])
-    return groups.mul_(weight.scales[:, :, None]).view(weight.out_features, weight.in_features)
-
-
-@functools.cache
-def _table(format: str, has_zeros: bool) -> Tensor:
-    """What each byte of codes means, 256 of them: a float32 for fp8 and int8, and for two codes of 4 bits two, held as one float64."""
-    codes = torch.arange(256, dtype=torch.uint8)
-    if format == "fp8":
-        return codes.view(torch.float8_e4m3fn).float()
-    if format == "int8":
-        return codes.view(torch.int8).float() + (128 if has_zeros else 0)
-    meanings = torch.tensor(NF4_CODE) if format == "nf4" else torch.arange(16.0) - (0 if has_zeros else 8)
-    return torch.stack((meanings[(codes & 15).int()], meanings[(codes >> 4).int()]), dim=1).view(torch.float64).view(-1)

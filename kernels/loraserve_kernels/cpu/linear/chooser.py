@@ -1,17 +1,15 @@
-"""Choice of the kernel that computes a CPU's linears: each candidate of a format is tried on this processor, for
-exactness and for speed, and the fastest that is exact is taken.
+"""Choice of the kernel that computes a CPU's linears: every candidate of a format is tried on this processor, for exactness
+and for speed, and the fastest exact one is taken.
 
-A library may have no instructions for a format and compute it a thousand times slower than float32, or sum it in too few bits, silently; neither can be read off the
-processor's name. So each candidate multiplies the largest codes there are, all of one sign and of both, and its sums are compared with exact ones; then it is
-timed beside float32, at a few numbers of rows, once for each class of shapes.
+A load tries them on one thread and counts the processor time of that thread, so that neither other processes nor threads that
+wait for each other make a kernel look slow.
 
-A load tries them on one thread, and counts the processor's time that the thread took, so that neither other processes nor threads that wait for each other make a kernel look slow.
+The clock chooses among candidates of one *rank*, which give the same bits. A lower rank is taken only where every candidate above
+it is inexact, missing, or `MUCH_SLOWER`, which noise never makes of equals; otherwise two starts on one machine could answer
+differently. A rank isn't even timed while one before it is within `MUCH_SLOWER` of float32.
 
-Candidates of one *rank* give the same bits, so that the clock may choose among them. A lower rank rounds more coarsely, or in another order: it is taken only
-where every candidate above it is inexact, missing, or `MUCH_SLOWER`, which no noise makes of equal ones. Otherwise two starts on one machine could answer differently. A rank isn't even timed while one
-before it is within `MUCH_SLOWER` of float32.
-
-float32 of the dequantized weight is the yardstick and never taken: it would need four to eight times the bytes that the memory's plan counts.
+float32 of the dequantized weight is the yardstick and never taken: it would need four to eight times the bytes that the memory's
+plan counts.
 """
 
 from __future__ import annotations
@@ -27,13 +25,11 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from loraserve_kernels.common.arithmetic import BF16_WEIGHTS, FLOATS, W8A7_ROW, W8A8_ROW, WEIGHT_ONLY, Arithmetic
-from loraserve_kernels.common.quantized import QuantizedWeight, quantize
-from loraserve_kernels.cpu import instructions, threads
-from loraserve_kernels.cpu.linear import decoded as cpu_decoded
+from loraserve_kernels.common.arithmetic import Arithmetic
+from loraserve_kernels.cpu import threads
 from loraserve_kernels.cpu.linear import gemm
-from loraserve_kernels.cpu.linear import packed_linear as cpu_packed
-from loraserve_kernels.cpu.lora.apply import HAS_NUMBA
+from loraserve_kernels.cpu.linear.candidates import FORMATS, Candidate, compile_kernel, example
+from loraserve_kernels.cpu.linear.widen import widen
 
 ROWS = (1, 8, 64, 256)
 """The numbers of rows that are timed: what decode steps have, and pieces of prompts."""
@@ -59,8 +55,6 @@ _MAX_CHANNELS, _MAX_INPUTS = 1024, 1024
 _RUNS, _RUN_S = 5, 2e-3
 _COARSEST_S, _FINE_S = 2e-3, 20e-6
 _TRIES = 3
-_EXACT_ROWS = (1, 3, 33)
-_EXACT_CHANNELS = 72
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,30 +112,6 @@ class Choice:
     def mean_ratio(self) -> float:
         """The geometric mean over the numbers of rows."""
         return _mean(self.ratio(num_rows) for num_rows in self.float_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One way to compute a format's linears.
-
-    Attributes:
-        rank: lower is preferred; candidates of one rank give the same bits.
-        make: packs a weight and returns its product with x.
-        is_exact: whether it sums the largest codes rightly at so many inputs.
-        is_there: whether this machine has what it needs.
-    """
-
-    name: str
-    kernel: str
-    rank: int
-    instructions: Callable[[], str]
-    make: Callable[[QuantizedWeight | Tensor], Callable[[Tensor], Tensor]]
-    is_exact: Callable[[Candidate, str, int], bool]
-    is_there: Callable[[], bool]
-
-    @property
-    def arithmetic(self) -> Arithmetic:
-        return Arithmetic(self.name, self.kernel, self.instructions())
 
 
 @dataclass(slots=True)
@@ -224,14 +194,6 @@ def work_clock() -> Callable[[], float]:
     return time.perf_counter
 
 
-def weight_format(weight: QuantizedWeight, *, rounds_activations: bool) -> str:
-    """Return which of `FORMATS` a quantized weight is."""
-    if weight.format == "int8" and not weight.has_groups:
-        return "int8" if rounds_activations else "int8-weights"
-    grouped = f"{weight.format}-groups" if weight.format == "int8" else weight.format
-    return grouped if weight.zeros is None else f"{grouped}-zeros"
-
-
 def probe(
     format: str,
     out_features: int,
@@ -253,7 +215,7 @@ def probe(
     """
     hopeless = set() if hopeless is None else hopeless
     weight = example(format, out_features, in_features)
-    wide = weight if isinstance(weight, Tensor) else cpu_packed.widen(weight)
+    wide = weight if isinstance(weight, Tensor) else widen(weight)
     packed = gemm.pack_float(wide.float())
     inputs = {n: _activations(n, in_features) for n in rows}
 
@@ -305,13 +267,6 @@ def _times(
     return seconds
 
 
-def compile_kernel(candidate: Candidate, format: str) -> None:
-    """Compile what the candidate needs, or read it from numba's cache: so that it isn't taken for slowness."""
-    if candidate.kernel.startswith("numba"):
-        cpu_decoded.warm_up(_KINDS.get(format, "dot"))
-    gemm.warm_up()
-
-
 def _verdict(
     candidate: Candidate, format: str, in_features: int, clock: Callable[[], float], hopeless: set[tuple[str, str]]
 ) -> str:
@@ -321,7 +276,7 @@ def _verdict(
         if not candidate.is_there():
             return "missing"
         small = example(format, _SCREEN_CHANNELS, in_features)
-        wide = small if isinstance(small, Tensor) else cpu_packed.widen(small)
+        wide = small if isinstance(small, Tensor) else widen(small)
         x, packed, product = _activations(1, in_features), gemm.pack_float(wide.float()), candidate.make(small)
         float_s = _best(lambda: gemm.float_linear(x, packed), 3, _SCREEN_S, clock)
         if _best(lambda: product(x), 3, _SCREEN_S, clock) > HOPELESS * float_s + _SCREEN_S:
@@ -376,194 +331,8 @@ def _power(number: int) -> int:
     return 1 << max(6, (number - 1).bit_length())
 
 
-def example(format: str, out_features: int, in_features: int) -> QuantizedWeight | Tensor:
-    """Return a weight of this shape whose codes are mixed; no generator's state is touched."""
-    columns = torch.arange(in_features, dtype=torch.int32)
-    channels = torch.arange(out_features, dtype=torch.int32)[:, None]
-    codes = (channels * 37 + columns * 11) % 251 - 125
-    return _of_codes(format, codes.to(torch.int8))
-
-
-def _of_codes(format: str, codes: Tensor) -> QuantizedWeight | Tensor:
-    """Return a weight of these values, as nearly as the format holds them; int8's exactly and with scales of 1."""
-    if format in DTYPES:
-        return codes.to(DTYPES[format])
-    kind, _, rest = format.partition("-")
-    out_features, in_features = codes.shape
-    if kind == "int8":
-        group = 64 if rest.startswith("groups") and in_features % 64 == 0 else in_features
-        scales = torch.ones(out_features, in_features // group)
-        zeros = None
-        if rest == "groups-zeros" and group < in_features:
-            zeros = torch.full(scales.shape, 128, dtype=torch.uint8)
-        return QuantizedWeight("int8", codes.contiguous(), scales, zeros, group, in_features, out_features)
-    return quantize(codes.float(), kind, 64 if kind == "int4" else None, has_zeros=rest == "zeros")
-
-
 def _activations(num_rows: int, in_features: int) -> Tensor:
     return torch.linspace(-1.0, 1.0, num_rows * in_features).view(num_rows, in_features)
-
-
-def _largest(num_rows: int, in_features: int, top: int, bottom: int) -> Tensor:
-    """Return rows of the largest codes: all positive, all negative, both in turn, both by pairs, and a mixture."""
-    signs = torch.ones(in_features, dtype=torch.int32)
-    turn, pairs = signs.clone(), signs.clone()
-    turn[1::2] = -1
-    pairs[1::4] = pairs[2::4] = -1
-    mixture = (torch.arange(in_features, dtype=torch.int32) * 97) % (top - bottom + 1) + bottom
-    mixture[0] = top
-    rows = torch.stack((top * signs, bottom * signs, top * turn, top * pairs, mixture))
-    return rows.repeat(-(-num_rows // len(rows)), 1)[:num_rows]
-
-
-def _rounds_exactly(candidate: Candidate, format: str, in_features: int) -> bool:
-    """Return whether int8 by int8 is summed without an error, for few rows and many."""
-    levels = gemm.LEVELS[candidate.name]
-    weight = _of_codes(format, _largest(_EXACT_CHANNELS, in_features, 127, -128).to(torch.int8))
-    if isinstance(weight, Tensor):
-        return False
-    product, codes = candidate.make(weight), weight.codes.double()
-    for num_rows in _EXACT_ROWS:
-        x = _largest(num_rows, in_features, levels, -levels)
-        # each row's largest magnitude is `levels`, so that its codes are itself
-        y, exact = product(x.float()).double(), x.double() @ codes.T
-        if ((y - exact).abs() > 4e-7 * exact.abs()).any():
-            return False
-        # one more or less shows where the sum is small enough for float32 to hold it
-        is_small = exact.abs() < 1 << 22
-        if ((y - exact).abs() > 0.5)[is_small].any():
-            return False
-    return True
-
-
-def _multiplies_exactly(candidate: Candidate, format: str, in_features: int) -> bool:
-    """Return whether products of the largest codes with activations of one sign, and of both, are those of the
-    dequantized weight."""
-    weight = _of_codes(format, _largest(_EXACT_CHANNELS, in_features, 127, -128).to(torch.int8))
-    wide = weight.double() if isinstance(weight, Tensor) else weight.dequantize(torch.float64)
-    product, tolerance = candidate.make(weight), _TOLERANCES.get(candidate.name, 2e-5)
-    for num_rows in _EXACT_ROWS:
-        x = _largest(num_rows, in_features, 127, -127).float()
-        bound = tolerance * (x.double().abs() @ wide.abs().T)
-        if ((product(x).double() - x.double() @ wide.T).abs() > bound).any():
-            return False
-    return True
-
-
-_TOLERANCES = {FLOATS["bfloat16"]: 1e-2, FLOATS["float16"]: 2e-3}
-"""Tolerances of products whose activations or results are rounded to 16 bits, relative to the sum of magnitudes."""
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-
-_KINDS = {
-    "int8-weights": "int8",
-    "int8-groups": "int8",
-    "int8-groups-zeros": "int8z",
-    "int4": "int4",
-    "int4-zeros": "int4z",
-    "nf4": "nf4",
-    "fp8": "fp8",
-    "bfloat16": "bf16",
-    "float16": "f16",
-}
-"""Kind of weight that numba's kernel decodes, by format."""
-
-
-def _make_int8(kernel: str) -> Callable[[QuantizedWeight | Tensor], Callable[[Tensor], Tensor]]:
-    def make(weight: QuantizedWeight | Tensor) -> Callable[[Tensor], Tensor]:
-        if isinstance(weight, Tensor):
-            raise TypeError("a float weight")
-        packed = gemm.pack_int8(weight.codes, weight.scales.flatten().clone(), kernel)
-        return lambda x: gemm.int8_linear(x, packed)
-
-    return make
-
-
-def _make_packed(kernel: str) -> Callable[[QuantizedWeight | Tensor], Callable[[Tensor], Tensor]]:
-    def make(weight: QuantizedWeight | Tensor) -> Callable[[Tensor], Tensor]:
-        if isinstance(weight, Tensor):
-            raise TypeError("a float weight")
-        packed = cpu_packed.pack_quantized(weight, kernel)
-        return lambda x: cpu_packed.packed_linear(x, packed)
-
-    return make
-
-
-def _make_half(kernel: str) -> Callable[[QuantizedWeight | Tensor], Callable[[Tensor], Tensor]]:
-    def make(weight: QuantizedWeight | Tensor) -> Callable[[Tensor], Tensor]:
-        if not isinstance(weight, Tensor):
-            raise TypeError("a quantized weight")
-        packed = gemm.pack_half(weight, weight.dtype, kernel)
-        return lambda x: gemm.half_linear(x, packed)
-
-    return make
-
-
-def _has_numba() -> bool:
-    return HAS_NUMBA
-
-
-def _weight_only(format: str) -> tuple[Candidate, ...]:
-    name = WEIGHT_ONLY[format.partition("-")[0]]
-    return (
-        Candidate(name, "numba", 0, instructions.numba, _make_packed("numba"), _multiplies_exactly, _has_numba),
-        Candidate(name, "widened", 1, instructions.onednn, _make_packed("widened"), _multiplies_exactly, lambda: True),
-    )
-
-
-def _int8(name: str, kernel: str, rank: int, isa: Callable[[], str], is_there: Callable[[], bool]) -> Candidate:
-    return Candidate(name, kernel, rank, isa, _make_int8(kernel), _rounds_exactly, is_there)
-
-
-FORMATS: dict[str, tuple[Candidate, ...]] = {
-    "int8": (
-        _int8(W8A8_ROW, "onednn-s8", 0, instructions.onednn, gemm.has_onednn),
-        _int8(W8A8_ROW, "onednn-u8", 0, instructions.onednn, gemm.has_onednn),
-        _int8(W8A8_ROW, "numba-dot", 0, instructions.numba, _has_numba),
-        _int8(W8A7_ROW, "fbgemm", 1, instructions.fbgemm, gemm.has_fbgemm),
-        Candidate(
-            WEIGHT_ONLY["int8"],
-            "widened",
-            2,
-            instructions.onednn,
-            _make_packed("widened"),
-            _multiplies_exactly,
-            lambda: True,
-        ),
-    ),
-    **{format: _weight_only(format) for format in _KINDS if format not in DTYPES},
-    "bfloat16": (
-        Candidate(
-            FLOATS["bfloat16"],
-            "onednn",
-            0,
-            instructions.onednn,
-            _make_half("onednn"),
-            _multiplies_exactly,
-            gemm.has_native_bfloat16,
-        ),
-        Candidate(BF16_WEIGHTS, "numba", 1, instructions.numba, _make_half("numba"), _multiplies_exactly, _has_numba),
-        Candidate(
-            FLOATS["bfloat16"], "torch", 2, instructions.aten, _make_half("torch"), _multiplies_exactly, lambda: True
-        ),
-    ),
-    "float16": (
-        Candidate(
-            FLOATS["float16"], "numba", 0, instructions.numba, _make_half("numba"), _multiplies_exactly, _has_numba
-        ),
-        # with AVX2 alone its last rows are summed in another order
-        Candidate(
-            FLOATS["float16"],
-            "fbgemm",
-            1,
-            instructions.fbgemm,
-            _make_half("fbgemm"),
-            _multiplies_exactly,
-            gemm.has_fbgemm,
-        ),
-    ),
-}
-"""Format → its candidates, by rank. ``int8``: activations are rounded by row too; ``int8-weights``: they aren't."""
 
 
 def lines(choices: Iterable[Choice]) -> Iterator[tuple[bool, str]]:

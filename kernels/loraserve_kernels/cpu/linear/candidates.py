@@ -1,0 +1,249 @@
+"""Candidates: the kernels that can compute a CPU's linears, by format of the weight.
+
+A library may have no instructions for a format and compute it a thousand times slower than float32, or sum it in too few bits,
+silently; neither can be told from the processor's name. So each candidate multiplies the largest codes there are, all of one sign
+and of both, and its sums are compared with exact ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from loraserve_kernels.common.arithmetic import BF16_WEIGHTS, FLOATS, W8A7_ROW, W8A8_ROW, WEIGHT_ONLY, Arithmetic
+from loraserve_kernels.common.quantized import QuantizedWeight, quantize
+from loraserve_kernels.cpu import instructions
+from loraserve_kernels.cpu.linear import decoded, gemm
+from loraserve_kernels.cpu.linear.packed_linear import pack_quantized, packed_linear
+from loraserve_kernels.cpu.lora.apply import HAS_NUMBA
+
+_EXACT_ROWS = (1, 3, 33)
+_EXACT_CHANNELS = 72
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to compute a format's linears.
+
+    Attributes:
+        rank: lower is preferred; candidates of one rank give the same bits.
+        make: packs a weight and returns its product with x.
+        is_exact: whether it sums the largest codes rightly at so many inputs.
+        is_there: whether this machine has what it needs.
+    """
+
+    name: str
+    kernel: str
+    rank: int
+    instructions: Callable[[], str]
+    make: Callable[[QuantizedWeight | Tensor], Callable[[Tensor], Tensor]]
+    is_exact: Callable[[Candidate, str, int], bool]
+    is_there: Callable[[], bool]
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        return Arithmetic(self.name, self.kernel, self.instructions())
+
+
+def weight_format(weight: QuantizedWeight, *, rounds_activations: bool) -> str:
+    """Return which of `FORMATS` a quantized weight is."""
+    if weight.format == "int8" and not weight.has_groups:
+        return "int8" if rounds_activations else "int8-weights"
+    grouped = f"{weight.format}-groups" if weight.format == "int8" else weight.format
+    return grouped if weight.zeros is None else f"{grouped}-zeros"
+
+
+def compile_kernel(candidate: Candidate, format: str) -> None:
+    """Compile what the candidate needs, or read it from numba's cache: so that it isn't taken for slowness."""
+    if candidate.kernel.startswith("numba"):
+        decoded.warm_up(_KINDS.get(format, "dot"))
+    gemm.warm_up()
+
+
+def example(format: str, out_features: int, in_features: int) -> QuantizedWeight | Tensor:
+    """Return a weight of this shape whose codes are mixed; no generator's state is touched."""
+    columns = torch.arange(in_features, dtype=torch.int32)
+    channels = torch.arange(out_features, dtype=torch.int32)[:, None]
+    codes = (channels * 37 + columns * 11) % 251 - 125
+    return _of_codes(format, codes.to(torch.int8))
+
+
+def _of_codes(format: str, codes: Tensor) -> QuantizedWeight | Tensor:
+    """Return a weight of these values, as nearly as the format holds them; int8's exactly and with scales of 1."""
+    if format in DTYPES:
+        return codes.to(DTYPES[format])
+    kind, _, rest = format.partition("-")
+    out_features, in_features = codes.shape
+    if kind == "int8":
+        group = 64 if rest.startswith("groups") and in_features % 64 == 0 else in_features
+        scales = torch.ones(out_features, in_features // group)
+        zeros = None
+        if rest == "groups-zeros" and group < in_features:
+            zeros = torch.full(scales.shape, 128, dtype=torch.uint8)
+        return QuantizedWeight("int8", codes.contiguous(), scales, zeros, group, in_features, out_features)
+    return quantize(codes.float(), kind, 64 if kind == "int4" else None, has_zeros=rest == "zeros")
+
+
+def _largest(num_rows: int, in_features: int, top: int, bottom: int) -> Tensor:
+    """Return rows of the largest codes: all positive, all negative, both in turn, both by pairs, and a mixture."""
+    signs = torch.ones(in_features, dtype=torch.int32)
+    turn, pairs = signs.clone(), signs.clone()
+    turn[1::2] = -1
+    pairs[1::4] = pairs[2::4] = -1
+    mixture = (torch.arange(in_features, dtype=torch.int32) * 97) % (top - bottom + 1) + bottom
+    mixture[0] = top
+    rows = torch.stack((top * signs, bottom * signs, top * turn, top * pairs, mixture))
+    return rows.repeat(-(-num_rows // len(rows)), 1)[:num_rows]
+
+
+def _rounds_exactly(candidate: Candidate, format: str, in_features: int) -> bool:
+    """Return whether int8 by int8 is summed without an error, for few rows and many."""
+    levels = gemm.LEVELS[candidate.name]
+    weight = _of_codes(format, _largest(_EXACT_CHANNELS, in_features, 127, -128).to(torch.int8))
+    if isinstance(weight, Tensor):
+        return False
+    product, codes = candidate.make(weight), weight.codes.double()
+    for num_rows in _EXACT_ROWS:
+        x = _largest(num_rows, in_features, levels, -levels)
+        # each row's largest magnitude is `levels`, so that its codes are itself
+        y, exact = product(x.float()).double(), x.double() @ codes.T
+        if ((y - exact).abs() > 4e-7 * exact.abs()).any():
+            return False
+        # one more or less shows where the sum is small enough for float32 to hold it
+        is_small = exact.abs() < 1 << 22
+        if ((y - exact).abs() > 0.5)[is_small].any():
+            return False
+    return True
+
+
+def _multiplies_exactly(candidate: Candidate, format: str, in_features: int) -> bool:
+    """Return whether products of the largest codes with activations of one sign, and of both, are those of the
+    dequantized weight."""
+    weight = _of_codes(format, _largest(_EXACT_CHANNELS, in_features, 127, -128).to(torch.int8))
+    wide = weight.double() if isinstance(weight, Tensor) else weight.dequantize(torch.float64)
+    product, tolerance = candidate.make(weight), _TOLERANCES.get(candidate.name, 2e-5)
+    for num_rows in _EXACT_ROWS:
+        x = _largest(num_rows, in_features, 127, -127).float()
+        bound = tolerance * (x.double().abs() @ wide.abs().T)
+        if ((product(x).double() - x.double() @ wide.T).abs() > bound).any():
+            return False
+    return True
+
+
+_TOLERANCES = {FLOATS["bfloat16"]: 1e-2, FLOATS["float16"]: 2e-3}
+"""Tolerances of products whose activations or results are rounded to 16 bits, relative to the sum of magnitudes."""
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_KINDS = {
+    "int8-weights": "int8",
+    "int8-groups": "int8",
+    "int8-groups-zeros": "int8z",
+    "int4": "int4",
+    "int4-zeros": "int4z",
+    "nf4": "nf4",
+    "fp8": "fp8",
+    "bfloat16": "bf16",
+    "float16": "f16",
+}
+"""Kind of weight that numba's kernel decodes, by format."""
+
+
+def _make_int8(kernel: str) -> Callable[[QuantizedWeight | Tensor], Callable[[Tensor], Tensor]]:
+    def make(weight: QuantizedWeight | Tensor) -> Callable[[Tensor], Tensor]:
+        if isinstance(weight, Tensor):
+            raise TypeError("a float weight")
+        packed = gemm.pack_int8(weight.codes, weight.scales.flatten().clone(), kernel)
+        return lambda x: gemm.int8_linear(x, packed)
+
+    return make
+
+
+def _make_packed(kernel: str) -> Callable[[QuantizedWeight | Tensor], Callable[[Tensor], Tensor]]:
+    def make(weight: QuantizedWeight | Tensor) -> Callable[[Tensor], Tensor]:
+        if isinstance(weight, Tensor):
+            raise TypeError("a float weight")
+        packed = pack_quantized(weight, kernel)
+        return lambda x: packed_linear(x, packed)
+
+    return make
+
+
+def _make_half(kernel: str) -> Callable[[QuantizedWeight | Tensor], Callable[[Tensor], Tensor]]:
+    def make(weight: QuantizedWeight | Tensor) -> Callable[[Tensor], Tensor]:
+        if not isinstance(weight, Tensor):
+            raise TypeError("a quantized weight")
+        packed = gemm.pack_half(weight, weight.dtype, kernel)
+        return lambda x: gemm.half_linear(x, packed)
+
+    return make
+
+
+def _has_numba() -> bool:
+    return HAS_NUMBA
+
+
+def _weight_only(format: str) -> tuple[Candidate, ...]:
+    name = WEIGHT_ONLY[format.partition("-")[0]]
+    return (
+        Candidate(name, "numba", 0, instructions.numba, _make_packed("numba"), _multiplies_exactly, _has_numba),
+        Candidate(name, "widened", 1, instructions.onednn, _make_packed("widened"), _multiplies_exactly, lambda: True),
+    )
+
+
+def _int8(name: str, kernel: str, rank: int, isa: Callable[[], str], is_there: Callable[[], bool]) -> Candidate:
+    return Candidate(name, kernel, rank, isa, _make_int8(kernel), _rounds_exactly, is_there)
+
+
+FORMATS: dict[str, tuple[Candidate, ...]] = {
+    "int8": (
+        _int8(W8A8_ROW, "onednn-s8", 0, instructions.onednn, gemm.has_onednn),
+        _int8(W8A8_ROW, "onednn-u8", 0, instructions.onednn, gemm.has_onednn),
+        _int8(W8A8_ROW, "numba-dot", 0, instructions.numba, _has_numba),
+        _int8(W8A7_ROW, "fbgemm", 1, instructions.fbgemm, gemm.has_fbgemm),
+        Candidate(
+            WEIGHT_ONLY["int8"],
+            "widened",
+            2,
+            instructions.onednn,
+            _make_packed("widened"),
+            _multiplies_exactly,
+            lambda: True,
+        ),
+    ),
+    **{format: _weight_only(format) for format in _KINDS if format not in DTYPES},
+    "bfloat16": (
+        Candidate(
+            FLOATS["bfloat16"],
+            "onednn",
+            0,
+            instructions.onednn,
+            _make_half("onednn"),
+            _multiplies_exactly,
+            gemm.has_native_bfloat16,
+        ),
+        Candidate(BF16_WEIGHTS, "numba", 1, instructions.numba, _make_half("numba"), _multiplies_exactly, _has_numba),
+        Candidate(
+            FLOATS["bfloat16"], "torch", 2, instructions.aten, _make_half("torch"), _multiplies_exactly, lambda: True
+        ),
+    ),
+    "float16": (
+        Candidate(
+            FLOATS["float16"], "numba", 0, instructions.numba, _make_half("numba"), _multiplies_exactly, _has_numba
+        ),
+        # with AVX2 alone its last rows are summed in another order
+        Candidate(
+            FLOATS["float16"],
+            "fbgemm",
+            1,
+            instructions.fbgemm,
+            _make_half("fbgemm"),
+            _multiplies_exactly,
+            gemm.has_fbgemm,
+        ),
+    ),
+}
+"""Format → its candidates, by rank. ``int8``: activations are rounded by row too; ``int8-weights``: they aren't."""

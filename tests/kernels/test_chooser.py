@@ -1,0 +1,267 @@
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from loraserve_kernels.common.quantized import QuantizedWeight
+from loraserve_kernels.cpu import instructions
+from loraserve_kernels.cpu.linear import candidates, gemm
+from loraserve_kernels.cpu.linear import chooser as chooser_module
+from loraserve_kernels.cpu.linear.candidates import Candidate
+from loraserve_kernels.cpu.linear.chooser import Chooser
+
+SCRIPT = Path(__file__).with_name("forced_kernels.py")
+LADDER = ("AVX2", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16", "AVX512_CORE_AMX")
+AVX2_FEATURES = "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+cx16,+64bit"
+MACHINES: dict[str, dict[str, str]] = {"as it is": {}}
+"""Processors that this one can pass for: name → environment."""
+if instructions.onednn() in map(str.lower, LADDER):
+    for name in LADDER[: LADDER.index(instructions.onednn().upper()) + 1]:
+        MACHINES[f"oneDNN with {name}"] = {"ONEDNN_MAX_CPU_ISA": name}
+    MACHINES["everything with AVX2"] = {
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "NUMBA_CPU_NAME": "haswell",
+        "NUMBA_CPU_FEATURES": AVX2_FEATURES,
+    }
+# rounded to 16 bits by libraries that sum in an order of their own
+NEARLY_EXACT = {"bf16"}
+FASTER_THAN = 3.0
+
+
+@functools.cache
+def found(machine: str) -> dict[str, Any]:
+    """Return what all kernels do on a machine, in a process of its own."""
+    result = subprocess.run(
+        [sys.executable, "-P", str(SCRIPT)],
+        env={**os.environ, **MACHINES[machine]},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    formats: dict[str, Any] = json.loads(result.stdout)["formats"]
+    assert formats.keys() == candidates.FORMATS.keys()
+    return formats
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_every_kernel_that_sums_wrongly_is_known_for_it_and_none_is_taken(machine: str) -> None:
+    for format, one in found(machine).items():
+        for kernel, seen in one["candidates"].items():
+            assert seen["is_taken_for_right"] == seen["is_right"], (format, kernel)
+        assert one["candidates"][one["kernel"]]["is_right"], format
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_loud_row_and_other_rows_leave_a_rows_bits_alone(machine: str) -> None:
+    for format, one in found(machine).items():
+        for kernel, seen in one["candidates"].items():
+            # fbgemm's float16 with AVX2, too, sums some rows in another order: numba's comes before it
+            if seen["name"] not in NEARLY_EXACT and (format, kernel) != ("float16", "fbgemm"):
+                assert not seen["loud_row_spoils"], (format, kernel)
+                assert not seen["batch_changes_bits"], (format, kernel)
+        assert one["kernel"] != "fbgemm", format
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_no_format_is_far_slower_than_float32(machine: str) -> None:
+    slow = {
+        (format, one["kernel"], rows): ratio
+        for format, one in found(machine).items()
+        for rows, ratio in one["ratios"].items()
+        if ratio > FASTER_THAN
+    }
+    assert not slow
+
+
+def test_int8_gives_the_same_bits_on_every_machine() -> None:
+    """All kernels that round activations to 8 bits are of one rank, so that the clock may choose among them."""
+    digests = {found(machine)["int8"]["digest"] for machine in MACHINES}
+    assert {found(machine)["int8"]["name"] for machine in MACHINES} == {"w8a8-row"}
+    assert len(digests) == 1
+
+
+@pytest.mark.skipif("oneDNN with AVX2" not in MACHINES, reason="about x86 instructions")
+def test_pairs_of_products_in_16_bits_overflow_with_avx2_and_this_is_seen() -> None:
+    """Otherwise the tests above would see nothing either."""
+    seen = found("oneDNN with AVX2")["int8"]["candidates"]["onednn-u8"]
+    assert not seen["is_right"]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Time that passes in products alone: float32 takes 10 µs for each row."""
+    clock = Clock()
+
+    def float_linear(x: Tensor, weight: object, bias: Tensor | None = None) -> Tensor:
+        clock.now += 1e-5 * x.shape[0]
+        return x
+
+    monkeypatch.setattr(gemm, "float_linear", float_linear)
+    return clock
+
+
+def fake(
+    clock: Clock,
+    kernel: str,
+    rank: int,
+    row_s: float,
+    *,
+    is_exact: bool = True,
+    is_there: bool = True,
+    calls: list[int] | None = None,
+) -> Candidate:
+    """Return a kernel that takes so long for each row of 1024 × 1024, and for fewer weights less."""
+
+    def make(weight: QuantizedWeight | Tensor) -> Callable[[Tensor], Tensor]:
+        channels = weight.shape[0] if isinstance(weight, Tensor) else weight.out_features
+
+        def product(x: Tensor) -> Tensor:
+            if calls is not None:
+                calls.append(channels * x.shape[0])
+            clock.now += row_s * x.shape[0] * channels / 1024
+            return x
+
+        return product
+
+    return Candidate("w8a8-row", kernel, rank, lambda: "", make, lambda *_: is_exact, lambda: is_there)
+
+
+def take(clock: Clock, monkeypatch: pytest.MonkeyPatch, *given: Candidate) -> chooser_module.Choice:
+    monkeypatch.setitem(candidates.FORMATS, "int8", given)
+    return Chooser(clock, clock).choose("int8", 1000, 1024)
+
+
+def test_the_fastest_exact_kernel_of_a_rank_is_taken(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = take(
+        clock,
+        monkeypatch,
+        fake(clock, "slow", 0, 2e-5),
+        fake(clock, "wrong", 0, 1e-6, is_exact=False),
+        fake(clock, "missing", 0, 1e-6, is_there=False),
+        fake(clock, "fast", 0, 5e-6),
+    )
+    assert choice.kernel == "fast"
+    assert [measured.verdict for measured in choice.measured] == ["", "inexact", "missing", ""]
+    assert choice.ratio(8) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("row_s", "kernel"), [(3e-5, "first"), (9e-5, "second")])
+def test_a_lower_rank_is_taken_only_where_the_first_is_much_slower(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, row_s: float, kernel: str
+) -> None:
+    """Their bits differ: noise must not choose between them."""
+    choice = take(clock, monkeypatch, fake(clock, "first", 0, row_s), fake(clock, "second", 1, 5e-6))
+    assert choice.kernel == kernel
+
+
+@pytest.mark.parametrize("row_s", [5e-3, 1.0])
+def test_a_kernel_without_instructions_is_given_up_early_and_once(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, row_s: float
+) -> None:
+    calls: list[int] = []
+    monkeypatch.setitem(
+        candidates.FORMATS, "int8", (fake(clock, "reference", 0, row_s, calls=calls), fake(clock, "fast", 0, 5e-6))
+    )
+    chooser = Chooser(clock, clock)
+    assert chooser.choose("int8", 1024, 1024).measured[0].verdict == "hopeless"
+    assert max(calls) <= 1024
+    count = len(calls)
+    assert chooser.choose("int8", 1024, 64).measured[0].verdict == "hopeless"
+    assert len(calls) == count
+
+
+def test_other_processes_and_threads_make_no_kernel_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While others have the processor, a kernel of few instructions takes long: which kernel is taken, and so a stream's bits, doesn't depend on it."""
+    threads_seen: list[int] = []
+
+    def make(weight: QuantizedWeight | Tensor) -> Callable[[Tensor], Tensor]:
+        def product(x: Tensor) -> Tensor:
+            threads_seen.append(torch.get_num_threads())
+            time.sleep(0.004)
+            return x
+
+        return product
+
+    crowded = Candidate("w8a8-row", "crowded", 0, lambda: "", make, lambda *_: True, lambda: True)
+    lower = Candidate("w8a7-row", "lower", 1, lambda: "", lambda _: lambda x: x, lambda *_: True, lambda: True)
+    monkeypatch.setitem(candidates.FORMATS, "int8", (crowded, lower))
+    num_threads = torch.get_num_threads()
+    assert Chooser().choose("int8", 1024, 1024).kernel == "crowded"
+    assert set(threads_seen) == {1}, "threads that wait for each other wait for other processes too"
+    assert torch.get_num_threads() == num_threads
+
+
+@pytest.mark.parametrize(("is_coarse", "clock_name"), [(False, "thread_time"), (True, "perf_counter")])
+def test_work_is_counted_where_the_system_counts_it_finely(
+    monkeypatch: pytest.MonkeyPatch, is_coarse: bool, clock_name: str
+) -> None:
+    if is_coarse:
+        monkeypatch.setattr(time, "thread_time", lambda: time.perf_counter() // 0.01 * 0.01)
+    assert chooser_module.work_clock.__wrapped__() is getattr(time, clock_name)
+
+
+def test_what_was_taken_can_be_adopted_without_a_clock(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(candidates.FORMATS, "int8", (fake(clock, "a", 0, 5e-6), fake(clock, "b", 0, 1e-5)))
+    first, next_one = Chooser(clock, clock), Chooser(clock, clock)
+    first.choose("int8", 3000, 1000)
+    monkeypatch.setitem(candidates.FORMATS, "int8", (fake(clock, "a", 0, 1e-5), fake(clock, "b", 0, 5e-6)))
+    for one in first.taken():
+        next_one.adopt(*one)
+    now = clock.now
+    assert next_one.choose("int8", 3000, 1000).kernel == "a"
+    assert clock.now == now
+    ((is_slower, line),) = chooser_module.lines(next_one.choices())
+    assert not is_slower
+    assert line == "int8 1024×1024: w8a8-row (a, ); taken over"
+
+
+def test_probing_ends_when_its_time_is_spent(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(candidates.FORMATS, "int8", (fake(clock, "fast", 0, 1e-5),))
+    chooser = Chooser(clock, clock)
+    first = chooser.choose("int8", 1024, 1024)
+    assert chooser.choose("int8", 4096, 11008) is first, "larger weights are of one class"
+    chooser.spent_s = chooser_module.BUDGET_S
+    spent = chooser.spent_s
+    assert chooser.choose("int8", 128, 128) is first
+    assert chooser.spent_s == spent
+    assert chooser.choices() == [first]
+
+
+@pytest.mark.parametrize(("row_s", "is_slower"), [(9e-6, False), (2e-5, True)])
+def test_a_format_that_is_slower_than_float32_is_said_to_be(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, row_s: float, is_slower: bool
+) -> None:
+    choice = take(clock, monkeypatch, fake(clock, "only", 0, row_s))
+    ((told, line),) = chooser_module.lines([choice])
+    assert told == choice.is_slower == is_slower
+    assert "int8 1024×1024: w8a8-row (only, )" in line
+
+
+@pytest.mark.parametrize("format", candidates.FORMATS)
+def test_examples_hold_every_size_of_code_and_touch_no_generator(format: str) -> None:
+    before = torch.get_rng_state()
+    weight = candidates.example(format, 96, 128)
+    assert torch.equal(torch.get_rng_state(), before)
+    wide = weight.float() if isinstance(weight, Tensor) else weight.dequantize(torch.float32)
+    assert wide.min() < 0 < wide.max()
