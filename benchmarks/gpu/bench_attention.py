@@ -11,7 +11,8 @@ from benchmarks.gpu.check_attention import LLAMA, Attending, Heads, make_attendi
 from benchmarks.gpu.limits import attention_work, share
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.parts import Case, Row
-from loraserve_kernels.gpu.attention.paged import paged_attention, varlen_attention, varlen_obstacle
+from benchmarks.gpu.varlen import plan_varlen, varlen_attention, varlen_obstacle
+from loraserve_kernels.gpu.attention.paged import paged_attention
 
 
 def cases(machine: Machine) -> Iterator[Case]:
@@ -43,7 +44,7 @@ def _measure(machine: Machine, name: str, query_lens: list[int], context_lens: l
         caches.append((step.k_cache.clone(), step.v_cache.clone()))
     out = torch.empty_like(step.q)
     work = attention_work(query_lens, context_lens, heads.num_heads, heads.num_kv_heads, heads.head_dim)
-    timing = machine.time(_calls(paged_attention, step, caches, out))
+    timing = machine.time(_calls(paged_attention, step, step.plan, caches, out))
     limit_s, us = machine.rates.seconds(work), timing.us if timing else None
     row: Row = {
         "step": name,
@@ -55,12 +56,13 @@ def _measure(machine: Machine, name: str, query_lens: list[int], context_lens: l
         "share": share(limit_s, us / 1e6 if us else None),
         "host_us": timing.host_us if timing else None,
     }
-    obstacle = varlen_obstacle(step.plan)
+    obstacle = varlen_obstacle(block_size, machine.device)
     if obstacle is not None:
         row["varlen_note"] = obstacle
         return row
     try:
-        other = machine.time(_calls(varlen_attention, step, caches, out))
+        plan = plan_varlen(query_lens, context_lens, step.tables, block_size, machine.device)
+        other = machine.time(_calls(varlen_attention, step, plan, caches, out))
     except RuntimeError as error:
         return {**row, "varlen_note": str(error)[:200]}
     row["varlen"] = other.us / us if other and us else None
@@ -68,6 +70,6 @@ def _measure(machine: Machine, name: str, query_lens: list[int], context_lens: l
 
 
 def _calls(
-    attend: Any, step: Attending, caches: list[tuple[torch.Tensor, torch.Tensor]], out: torch.Tensor
+    attend: Any, step: Attending, plan: Any, caches: list[tuple[torch.Tensor, torch.Tensor]], out: torch.Tensor
 ) -> list[Any]:
-    return [lambda k=k, v=v: attend(step.q, k, v, step.plan, out, scale=step.heads.scale) for k, v in caches]
+    return [lambda k=k, v=v: attend(step.q, k, v, plan, out, scale=step.heads.scale) for k, v in caches]

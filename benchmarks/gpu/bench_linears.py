@@ -11,12 +11,13 @@ from torch.nn import functional as F
 from benchmarks.gpu.adapters import SiteAdapters
 from benchmarks.gpu.check_gemm import make_weight
 from benchmarks.gpu.close import dtype_name
+from benchmarks.gpu.fused_gemm import weight_only_linear_lora
 from benchmarks.gpu.limits import SiteShape, linear_work, share
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.parts import Case, Row
 from benchmarks.gpu.shapes import module_shapes, site_shapes
 from loraserve_kernels.common.quantized import QuantizedWeight
-from loraserve_kernels.gpu.gemm.gemm import MAX_DECODE_ROWS, weight_only_linear, weight_only_linear_lora
+from loraserve_kernels.gpu.gemm.gemm import MAX_DECODE_ROWS, weight_only_linear
 from loraserve_kernels.ops import apply_lora
 
 ROWS = (64, 1, 32, 512, 2048)
@@ -79,7 +80,7 @@ def _with_lora(
         return y
 
     def at_once(layer: int) -> Tensor:
-        return weight_only_linear_lora(x, weights[layer], None, plan, site, layer)
+        return weight_only_linear_lora(x, weights[layer], plan, site, layer)
 
     def calls(work: Callable[[int], Tensor]) -> list[Callable[[], Tensor]]:
         return [lambda i=i: work(i) for i in range(len(weights))]

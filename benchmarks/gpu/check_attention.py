@@ -12,7 +12,8 @@ from torch import Tensor
 from benchmarks.gpu.close import against_float64, dtype_name, holds, same_bits
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.parts import Case, Row
-from loraserve_kernels.gpu.attention.paged import paged_attention, varlen_attention, varlen_obstacle
+from benchmarks.gpu.varlen import plan_varlen, varlen_attention, varlen_obstacle
+from loraserve_kernels.gpu.attention.paged import paged_attention
 from loraserve_kernels.gpu.attention.plan import GpuAttentionPlan
 
 
@@ -202,12 +203,13 @@ def _check_replay(machine: Machine, dtype: torch.dtype) -> Row:
 
 def _check_varlen(machine: Machine, dtype: torch.dtype) -> Row:
     step = make_attending(machine, LLAMA, [1, 300, 1], [900, 300, 5000], dtype, block_size=256)
-    obstacle = varlen_obstacle(step.plan)
+    obstacle = varlen_obstacle(256, machine.device)
     if obstacle is not None:
         return holds("attention by torch's varlen", True, f"not here: {obstacle}")
     # it reads whole blocks
     step.k_cache.nan_to_num_()
     step.v_cache.nan_to_num_()
     out = torch.full_like(step.q, float("nan"))
-    varlen_attention(step.q, step.k_cache, step.v_cache, step.plan, out, scale=LLAMA.scale)
+    plan = plan_varlen(step.query_lens, step.context_lens, step.tables, 256, machine.device)
+    varlen_attention(step.q, step.k_cache, step.v_cache, plan, out, scale=LLAMA.scale)
     return against_float64("attention by torch's varlen", out, step.expected(), factor=2, note=dtype_name(dtype))

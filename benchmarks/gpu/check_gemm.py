@@ -12,12 +12,13 @@ from torch import Tensor
 
 from benchmarks.gpu.adapters import Fleet, make_fleet
 from benchmarks.gpu.close import against_float64, dtype_name, same_bits
+from benchmarks.gpu.fused_gemm import weight_only_linear_lora
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.parts import Case, Row
 from benchmarks.gpu.shapes import module_shapes
 from loraserve_kernels.common.quantized import QuantizedWeight, quantize
 from loraserve_kernels.cpu.lora.layout import SITES
-from loraserve_kernels.gpu.gemm.gemm import MAX_DECODE_ROWS, weight_only_linear, weight_only_linear_lora
+from loraserve_kernels.gpu.gemm.gemm import MAX_DECODE_ROWS, weight_only_linear
 from loraserve_kernels.gpu.lora.plan import GpuLoraPlan
 
 Weight = Tensor | QuantizedWeight
@@ -104,7 +105,7 @@ def _check_epilogue(machine: Machine, format: str, dtype: torch.dtype, fleet: Fl
             plan = GpuLoraPlan(fleet.pool, max_num_tokens=64, max_work_items=1000, block_m=16)
             plan.fill(np.array(slots, dtype=np.int32))
             x = machine.randn(num_rows, in_features, dtype=dtype)
-            result = weight_only_linear_lora(x, weight, None, plan, site, 0)
+            result = weight_only_linear_lora(x, weight, plan, site, 0)
             expected = fleet.add_to(x, x.double() @ wide.T, slots, site, 0, None)
             name, note = f"linear {format} and LoRA {site} in one", f"{dtype_name(dtype)}, {num_rows} rows"
             found.append(against_float64(name, result, expected, note=note))

@@ -115,19 +115,6 @@ def test_tables_are_as_wide_as_the_longest_context() -> None:
     assert plan.device_block_tables.data_ptr() == plan.buffer[header[TABLES_AT] :].data_ptr()
 
 
-def test_lengths_stand_where_they_always_do() -> None:
-    plan = make_plan()
-    fill(plan, [1] * 200, [5] * 200)
-    where = plan.device_query_starts.data_ptr(), plan.device_key_starts.data_ptr(), plan.device_context_lens.data_ptr()
-    fill(plan, [2, 1, 0], [9, 0, 4])
-    assert plan.device_query_starts.tolist() == [0, 2, 3, 3]
-    assert plan.device_key_starts.tolist() == [0, 9, 9, 13]
-    assert plan.device_context_lens.tolist() == [9, 0, 4]
-    assert where == tuple(
-        t.data_ptr() for t in (plan.device_query_starts, plan.device_key_starts, plan.device_context_lens)
-    )
-
-
 def test_the_host_knows_what_the_launches_need() -> None:
     plan = make_plan()
     fill(plan, [1, 1, 0], [3, 0, 7])

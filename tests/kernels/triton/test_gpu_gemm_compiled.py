@@ -14,13 +14,11 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import triton
-from paged_pools import EVEN, empty_pool
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from loraserve_kernels.common.quantized import QuantizedWeight, quantize
 from loraserve_kernels.gpu.gemm import gemm as gpu_gemm
-from loraserve_kernels.gpu.lora.plan import GpuLoraPlan
 
 KINDS = ["plain", "int8", "fp8", "nf4", "int4", "int4-32", "int4-zeros", "int8-128"]
 TYPES = {
@@ -199,25 +197,3 @@ def test_many_rows_keep_tensor_cores_fed_from_shared_memory(
     assert all(
         re.fullmatch(r"x\S+ R\d+, gdesc\[UR\d+\](\.\w+)*, R(\d+|Z, !UPT).*", operands.strip()) for operands in products
     ), products
-
-
-@pytest.mark.parametrize(
-    ("kind", "num_rows", "dtype", "capability"),
-    [
-        ("int4", 16, torch.bfloat16, 90),
-        ("int8", 16, torch.float16, 80),
-        ("int8-128", 16, torch.bfloat16, 90),
-        ("plain", 32, torch.bfloat16, 80),
-        ("nf4", 64, torch.bfloat16, 90),
-    ],
-)
-def test_one_launch_with_lora_is_as_lean(
-    kind: str, num_rows: int, dtype: torch.dtype, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = GpuLoraPlan(empty_pool(EVEN, dtype), max_num_tokens=64, max_work_items=64)
-    recorder = Recorder(gpu_gemm.decode_lora_gemm_kernel)
-    monkeypatch.setattr(gpu_gemm, "decode_lora_gemm_kernel", recorder)
-    monkeypatch.setattr(gpu_gemm, "shrink", lambda *args: None)
-    x, weight = torch.zeros(num_rows, 1024, dtype=dtype), make_weight(kind, torch.zeros(256, 1024, dtype=dtype))
-    gpu_gemm.weight_only_linear_lora(x, weight, torch.zeros(256, dtype=dtype), plan, "down", 0)
-    assert_decode(compile_launch(recorder, capability), kind, num_rows, tmp_path)

@@ -12,14 +12,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from paged_pools import EVEN, Fleet
 
 from loraserve_kernels.common.quantized import quantize
-from loraserve_kernels.gpu.gemm import decode_gemm, decode_lora_gemm, prefill_gemm
+from loraserve_kernels.gpu.gemm import decode_gemm, prefill_gemm
 from loraserve_kernels.gpu.gemm import gemm as gpu_gemm
 from loraserve_kernels.gpu.gemm.gemm import weight_only_linear
-
-from .gemm_steps import make_lora_step
 
 pytestmark = [pytest.mark.interpreted, pytest.mark.campaign]
 
@@ -157,34 +154,3 @@ def test_a_mutant_for_many_rows_is_caught(old: str, new: str, monkeypatch: pytes
     config = gpu_gemm.PREFILL_CONFIG
     monkeypatch.setattr(gpu_gemm, "PREFILL_CONFIG", type(config)(64, 64, 64, 8, 4, 2))
     assert is_linear_caught(monkeypatch, "int4", 70, 256)
-
-
-@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        pytest.param("num_row_tiles, LORA_PARTS)", "num_row_tiles, LORA_PARTS + 1)", id="row tiles are lost"),
-        pytest.param("tl.where(num_items > 0, tl.where(has_ending != 0, 2, 1), 0)", "tl.where(num_rows > 0, tl.where(has_ending != 0, 2, 1), 0)", id="what an adapter lacks is added"),
-        pytest.param("y + delta * y", "y + delta", id="δ is added"),
-        pytest.param("tl.where(has_ending, y + delta * y, y)", "y", id="δ is forgotten"),
-        pytest.param("tl.where(has_ending, y + shift, y)", "y", id="the shift is forgotten"),
-        pytest.param("tl.where(has_ending, y + shift, y)", "tl.where(has_ending, y + shift * (1 + delta), y)", id="the shift is scaled"),
-        pytest.param("SHIFT_UNIT).to(tl.int64) * (UNIT_BITS // 32) + first_column", "SHIFT_UNIT).to(tl.int64) * (UNIT_BITS // 32)", id="every block of columns has the first one's shift"),
-        pytest.param("tl.load(record_ptr + HAS_SHIFT) != 0", "tl.load(record_ptr + HAS_DELTA) != 0", id="a shift wherever there is a δ"),
-        pytest.param("tile * BLOCK_N - in1 * N0 - in2 * N1", "tile * BLOCK_N", id="columns aren't the slice's"),
-        pytest.param("with_lora[None, :], states", "with_lora[None, :] + 1, states", id="rows are their neighbours"),
-        pytest.param("if kind == 0:", "if kind >= 0:", id="int8 is taken for 16 bits"),
-        pytest.param("- row0[None, :] < num_rows[None, :]", "- row0[None, :] < 64", id="a tile's rows go on into the next's"),
-        pytest.param("rows[:, None] * BLOCK_N + offs_n[None, :]\n", "(row0 + offs_m)[:, None] * BLOCK_N + offs_n[None, :]\n", id="the permutation is ignored"),
-    ],
-)  # fmt: skip
-def test_a_mutant_with_lora_is_caught(old: str, new: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    mutate(decode_lora_gemm, "decode_lora_gemm_kernel", old, new, tmp_path, monkeypatch)
-    monkeypatch.setattr(gpu_gemm, "_LORA_PROGRAMS", 12)
-    torch.manual_seed(0)
-    fleet = Fleet(
-        [8, 40, {"q_proj": 5, "v_proj": 20}], EVEN, torch.float16,
-        stored=(torch.int8,), has_delta={"q_proj", "k_proj"}, has_shift={"q_proj", "v_proj"},
-    )  # fmt: skip
-    a, b, c = fleet.slots
-    assert not make_lora_step(fleet, [0, b, a, c, 0, b, a], "qkv", "int4", has_bias=True).is_right()

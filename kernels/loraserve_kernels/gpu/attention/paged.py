@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 import triton
 from torch import Tensor
-from torch.nn.attention import current_flash_attention_impl, varlen
 
 from loraserve_kernels.errors import ShapeMismatch
 from loraserve_kernels.gpu.attention.kernel import attend_kernel, combine_kernel
@@ -145,75 +144,6 @@ def paged_attention(
             BLOCK_S=COMBINE_SPLITS,
             num_warps=COMBINE_WARPS,
         )
-
-
-def varlen_obstacle(plan: GpuAttentionPlan) -> str | None:
-    """Why `varlen_attention` can't answer for this plan here, or None where it can.
-
-    torch has block tables since 2.12. Its own FlashAttention 2 takes blocks of multiples of 256 tokens, and only since 2.13 can it be kept from splitting
-    keys, which depends on the batch and leaves rows unwritten (pytorch issue 194167). FlashAttention 3, where it is installed and activated, takes blocks of any size.
-    """
-    if not hasattr(varlen, "varlen_attn_out"):
-        return f"torch {torch.__version__} has no block tables; 2.12 does"
-    if plan.device.type != "cuda":
-        return f"FlashAttention needs a CUDA device; the plan is on {plan.device}"
-    implementation = current_flash_attention_impl() or "FA2"
-    if implementation == "FA2" and _torch_version() < (2, 13):
-        return f"the FlashAttention of torch {torch.__version__} can't be kept from splitting keys; 2.13's can, or activate FA3"
-    if implementation == "FA2" and plan.block_size % 256:
-        return (
-            f"torch's own FlashAttention takes blocks of multiples of 256 tokens, not {plan.block_size}; activate FA3"
-        )
-    if implementation == "FA4" and torch.cuda.get_device_capability(plan.device)[0] != 10:
-        return "FA4 takes block tables on compute capability 10 alone; activate FA3"
-    return None
-
-
-def varlen_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    plan: GpuAttentionPlan,
-    out: Tensor,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-) -> None:
-    """The same as `paged_attention`, by ``torch.nn.attention.varlen``: another order of sums, so other bits, which don't depend on the batch either.
-
-    Not for CUDA graphs: where the step's block tables stand changes with each fill.
-
-    Raises:
-        RuntimeError: torch has nothing for this plan; see `varlen_obstacle`.
-        ShapeMismatch: as in `paged_attention`.
-    """
-    if (obstacle := varlen_obstacle(plan)) is not None:
-        raise RuntimeError(obstacle)
-    _check(q, k_cache, v_cache, plan, out, sliding_window)
-    varlen.varlen_attn_out(
-        out[: plan.num_tokens],
-        q[: plan.num_tokens],
-        # pages as [num_blocks, block_size, num_kv_heads, head_dim]
-        k_cache.transpose(1, 2),
-        v_cache.transpose(1, 2),
-        plan.device_query_starts,
-        # FA2 asks for these though the contexts' lengths say as much; FA3 refuses them beside a block table
-        plan.device_key_starts if (current_flash_attention_impl() or "FA2") == "FA2" else None,
-        plan.max_query_len,
-        plan.max_context_len,
-        scale=scale,
-        # what a row sees to its left and to its right
-        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        enable_gqa=plan.num_heads != plan.num_kv_heads,
-        seqused_k=plan.device_context_lens,
-        block_table=plan.device_block_tables,
-        num_splits=1,
-    )
-
-
-def _torch_version() -> tuple[int, int]:
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
 
 
 def _check(

@@ -3,9 +3,6 @@
 The buffer is int32. Its first `HEADER` numbers say where its parts start (in elements of the buffer) and how long they are; kernels read them there, so one
 captured CUDA graph serves every mix of context lengths. The parts:
 
-    query_starts   max_num_seqs + 1
-    key_starts     max_num_seqs + 1: the sum of the contexts before a sequence's
-    context_lens   max_num_seqs, zeros behind the step's sequences
     items          eight numbers each: row0, num_rows, position of row0, sequence, split, num_splits, 0, 0
                    decode items come first: one split of the keys of a sequence that has a single row; then tiles: up to `tile_rows` rows of a chunk
     rows           four numbers for each sequence with a single row: row0, its first item, num_splits, 0
@@ -55,7 +52,7 @@ class GpuAttentionPlan:
         num_seqs: its sequences, those without rows included.
         num_decode_rows: sequences with a single row, whatever their context; the others' rows are in tiles.
         is_decode_only: every sequence has at most one row.
-        max_query_len, max_context_len: the step's longest.
+        max_query_len: the most rows of a sequence in this step.
         buffer: int32, on the device; see the module's docstring.
         partials: [items, num_heads, head_dim] float32, on the device: what each split alone would answer.
         lse: [items, num_heads] float32, on the device: the binary logarithm of its sum of exponentials; −inf where it has no keys.
@@ -91,19 +88,15 @@ class GpuAttentionPlan:
         self.max_num_tokens, self.max_num_seqs, self.max_model_len = max_num_tokens, max_num_seqs, max_model_len
         self.max_splits = max_splits(num_kv_heads)
         self.num_tokens = self.num_seqs = self.num_decode_rows = self.num_tiles = self._tables_at = 0
-        self.max_query_len = self.max_context_len = self.table_width = 0
+        self.max_query_len = self.table_width = 0
         self.is_decode_only = True
         self.device = torch.device(device)
         self._tile_rows = tile_rows(num_heads, num_kv_heads)
 
-        self._query_starts_at = HEADER
-        self._key_starts_at = _aligned(self._query_starts_at + max_num_seqs + 1)
-        self._context_lens_at = _aligned(self._key_starts_at + max_num_seqs + 1)
-        self._items_at = _aligned(self._context_lens_at + max_num_seqs)
         most_splits = max_num_seqs * min(self.max_splits, -(-max_model_len // MIN_SPLIT))
         # a chunk has a tile for each whole tile of rows, and one for what is left of a sequence's
         most_items = most_splits + max_num_tokens // self._tile_rows + max_num_seqs
-        num_elements = self._items_at + most_items * ITEM + _aligned(max_num_seqs * ROW)
+        num_elements = HEADER + most_items * ITEM + _aligned(max_num_seqs * ROW)
         num_elements += max_num_seqs * _aligned(-(-max_model_len // block_size)) + 16
         pinned = self.device.type == "cuda"
         self.buffer = torch.zeros(num_elements, dtype=torch.int32, device=self.device)
@@ -165,7 +158,7 @@ class GpuAttentionPlan:
             )
         num_elements = self._describe(starts, contexts, lens, block_tables[:, :width], self._hosts[self._turn])
         self.num_tokens, self.num_seqs, self.table_width = num_tokens, num_seqs, width
-        self.max_query_len, self.max_context_len = int(lens.max()), longest
+        self.max_query_len = int(lens.max())
         self.is_decode_only = self.max_query_len <= 1
         self.buffer[:num_elements].copy_(self._staged[self._turn][:num_elements], non_blocking=True)
         self._turn = 1 - self._turn
@@ -179,7 +172,6 @@ class GpuAttentionPlan:
         host: npt.NDArray[np.int32],
     ) -> int:
         """Write the step's description to the host's buffer; its length."""
-        num_seqs = len(contexts)
         decode = np.flatnonzero(lens == 1)
         splits = self.num_splits(contexts[decode])
         first_item = np.cumsum(splits) - splits
@@ -195,7 +187,7 @@ class GpuAttentionPlan:
         chunk, done, positions = chunk[order], done[order], positions[order]
 
         num_items = num_decode_items + len(chunk)
-        items = host[self._items_at : self._items_at + num_items * ITEM].reshape(num_items, ITEM)
+        items = host[HEADER : HEADER + num_items * ITEM].reshape(num_items, ITEM)
         of_decode, of_tiles = items[:num_decode_items], items[num_decode_items:]
         split_rows = np.zeros((len(decode), ITEM), dtype=np.int32)
         split_rows[:, 0], split_rows[:, 1], split_rows[:, 2] = starts[decode], 1, contexts[decode] - 1
@@ -210,36 +202,16 @@ class GpuAttentionPlan:
         of_tiles[:, 4] = 0
         of_tiles[:, 5] = 1
 
-        rows_at = self._items_at + items.size
+        rows_at = HEADER + items.size
         rows = host[rows_at : rows_at + len(decode) * ROW].reshape(len(decode), ROW)
         rows[:, 0], rows[:, 1], rows[:, 2] = starts[decode], first_item, splits
         tables_at = rows_at + _aligned(rows.size)
         host[tables_at : tables_at + tables.size].reshape(tables.shape)[:] = tables
 
-        host[self._query_starts_at : self._query_starts_at + num_seqs + 1] = starts
-        key_starts = host[self._key_starts_at : self._key_starts_at + num_seqs + 1]
-        key_starts[0], key_starts[1:] = 0, np.cumsum(contexts)
-        lengths = host[self._context_lens_at : self._context_lens_at + self.max_num_seqs]
-        lengths[:num_seqs], lengths[num_seqs:] = contexts, 0
-        header = (num_decode_items, num_items, self._items_at, len(decode), rows_at, tables_at, tables.shape[1])
+        header = (num_decode_items, num_items, HEADER, len(decode), rows_at, tables_at, tables.shape[1])
         host[: len(header)] = header
         self.num_decode_rows, self.num_tiles, self._tables_at = len(decode), len(chunk), tables_at
         return tables_at + tables.size
-
-    @property
-    def device_query_starts(self) -> torch.Tensor:
-        """[num_seqs + 1] int32, on the device."""
-        return self.buffer[self._query_starts_at : self._query_starts_at + self.num_seqs + 1]
-
-    @property
-    def device_key_starts(self) -> torch.Tensor:
-        """[num_seqs + 1] int32, on the device: the contexts' running sum."""
-        return self.buffer[self._key_starts_at : self._key_starts_at + self.num_seqs + 1]
-
-    @property
-    def device_context_lens(self) -> torch.Tensor:
-        """[num_seqs] int32, on the device."""
-        return self.buffer[self._context_lens_at : self._context_lens_at + self.num_seqs]
 
     @property
     def device_block_tables(self) -> torch.Tensor:

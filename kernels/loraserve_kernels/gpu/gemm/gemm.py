@@ -20,11 +20,7 @@ from loraserve_kernels.common.quantized import QuantizedWeight, zero_words
 from loraserve_kernels.errors import ShapeMismatch
 from loraserve_kernels.gpu.device import INTERPRETED
 from loraserve_kernels.gpu.gemm.decode_gemm import decode_gemm_kernel
-from loraserve_kernels.gpu.gemm.decode_lora_gemm import decode_lora_gemm_kernel
 from loraserve_kernels.gpu.gemm.prefill_gemm import prefill_gemm_kernel
-from loraserve_kernels.gpu.lora.apply import apply_lora, shrink, site_widths
-from loraserve_kernels.gpu.lora.plan import HEADER, SITE_INDEX, GpuLoraPlan
-from loraserve_kernels.gpu.paged.layout import REPLACED_SITES
 
 MAX_DECODE_ROWS = 64
 
@@ -35,8 +31,6 @@ _COLUMNS = 64
 _ENOUGH_PROGRAMS = 256
 _SHORTEST_PART = 256
 _MAX_PARTS = 16
-# that multiply by adapters' B, over all column tiles: enough to fill a GPU beside the others; a row's bits don't depend on it
-_LORA_PROGRAMS = 512
 _MAX_TILES = 1 << 16
 
 
@@ -114,71 +108,6 @@ def weight_only_linear(
         return F.linear(x, weight, bias)
     else:
         _float32_linear(x, weight, bias, out)
-    return out
-
-
-def weight_only_linear_lora(
-    x: Tensor,
-    weight: QuantizedWeight | Tensor,
-    bias: Tensor | None,
-    plan: GpuLoraPlan,
-    site: str,
-    layer: int,
-    *,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Return what `weight_only_linear` and then `apply_lora` give, up to rounding: with few rows, by shrink and one launch for everything else.
-
-    Rows without an adapter have the bits of `weight_only_linear`; those of a row with one depend on that row alone. More than `MAX_DECODE_ROWS` rows, slices that column
-    tiles don't fill, and the head, of which adapters may replace rows, take the two steps themselves.
-
-    Args:
-        x, weight, bias, out_dtype: as `weight_only_linear` takes them; x's dtype is the pool's.
-        plan, site, layer: as `apply_lora` takes them. The plan's last `fill` was True.
-
-    Raises:
-        ShapeMismatch: as both.
-    """
-    out_features, in_features = _check(x, weight, bias, out_dtype)
-    config = decode_config(min(x.shape[0], MAX_DECODE_ROWS))
-    plan.check_layer(site, layer)
-    if site == "embed":
-        raise ShapeMismatch("the embedding is no linear: gather its rows, then call apply_embedding_lora")
-    widths = site_widths(plan, site)
-    is_few = x.shape[0] in range(1, MAX_DECODE_ROWS + 1)
-    if not is_few or site in REPLACED_SITES or any(width % config.block_n for width in widths):
-        y = weight_only_linear(x, weight, bias, out_dtype=out_dtype)
-        apply_lora(x, y, plan, site, layer, bias)
-        return y
-    if out_features != sum(widths):
-        raise ShapeMismatch(f"the weight has {out_features} outputs; site {site} of this plan has {sum(widths)}")
-    shrink(x, plan, site, layer)
-    pool, num_rows = plan.pool, x.shape[0]
-    out = torch.empty((num_rows, out_features), dtype=out_dtype or x.dtype, device=x.device)
-    tiles, parts = out_features // config.block_n, split_k(out_features, in_features)
-    lora_parts = max(1, min(_MAX_PARTS, _LORA_PROGRAMS // tiles))
-    tensors, numbers, constants = _decode_launch(x, weight, bias, out, in_features, config)
-    decode_lora_gemm_kernel[(tiles * (parts + lora_parts),)](
-        *tensors,
-        _planes(x, tiles, parts + 3, config),
-        _counters(x.device),
-        plan.scratch,
-        pool.weights,
-        pool.codes,
-        pool.deltas,
-        pool.records[0, layer],
-        plan.buffer,
-        *numbers,
-        pool.records.stride(0),
-        *widths[:2],
-        HEADER_AT=4 * SITE_INDEX[site],
-        PERM_AT=HEADER,
-        LORA_PARTS=lora_parts,
-        LORA_SPLIT_K=plan.split_k(site),
-        LORA_BLOCK_M=plan.block_m,
-        LORA_STAGES=2,
-        **constants,
-    )
     return out
 
 

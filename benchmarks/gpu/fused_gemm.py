@@ -1,17 +1,24 @@
-"""A linear for up to 64 rows and LoRA's expand in one launch, after shrink. A Triton kernel.
+"""A linear for up to 64 rows and LoRA's expand in one launch, after shrink: a candidate for the engine's two steps, measured beside them.
 
-A column tile has `SPLIT_K` programs that sum the linear's products, as in `decode_gemm`, and `LORA_PARTS` programs that multiply the shrunk sums of some of
-the step's row tiles by their adapters' B meanwhile. The last to arrive puts them together: ``(1 + δ) (sums + Δ) + bias + shift``, rounded once. Rows without an adapter
-get the bits that `decode_gemm` gives them, and a row's Δ is one program's work: its bits depend neither on the other rows nor on how many parts there are.
+A column tile has `SPLIT_K` programs that sum the linear's products, as in `decode_gemm`, and `LORA_PARTS` programs that multiply the
+shrunk sums of some of the step's row tiles by their adapters' B meanwhile. The last to arrive puts them together:
+``(1 + δ) (sums + Δ) + bias + shift``, rounded once. Rows without an adapter get the bits that `decode_gemm` gives them, and a row's Δ
+is one program's work: its bits depend neither on the other rows nor on how many parts there are.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from loraserve_kernels.common.quantized import QuantizedWeight
+from loraserve_kernels.gpu.gemm import gemm
 from loraserve_kernels.gpu.gemm.decode_gemm import arrive, part_of_sums, scaled, store_part, sum_of_parts
+from loraserve_kernels.gpu.lora.apply import shrink, site_widths
 from loraserve_kernels.gpu.lora.expand import add_products
+from loraserve_kernels.gpu.lora.plan import HEADER, SITE_INDEX, GpuLoraPlan
 from loraserve_kernels.gpu.paged import layout as paged_layout
 
 DELTA_UNIT = tl.constexpr(paged_layout.DELTA_UNIT)
@@ -19,6 +26,56 @@ HAS_DELTA = tl.constexpr(paged_layout.HAS_DELTA)
 SHIFT_UNIT = tl.constexpr(paged_layout.SHIFT_UNIT)
 HAS_SHIFT = tl.constexpr(paged_layout.HAS_SHIFT)
 UNIT_BITS = tl.constexpr(8 * paged_layout.UNIT_BYTES)
+
+
+# programs that multiply by adapters' B, over all column tiles: enough to fill a GPU beside the others
+_LORA_PROGRAMS = 512
+
+
+def weight_only_linear_lora(
+    x: Tensor, weight: QuantizedWeight | Tensor, plan: GpuLoraPlan, site: str, layer: int
+) -> Tensor:
+    """Return what `weight_only_linear` and then `apply_lora` give, up to rounding, by shrink and one launch for everything else.
+
+    Rows without an adapter have the bits of `weight_only_linear`; those of a row with one depend on that row alone.
+
+    Args:
+        x: [1 to 64, in_features], the pool's dtype.
+        weight: of a site whose slices are filled by column tiles; not the head, of which adapters may replace rows.
+        plan: the last `fill` was True.
+    """
+    out_features, in_features = gemm._check(x, weight, None, None)
+    config, widths = gemm.decode_config(x.shape[0]), site_widths(plan, site)
+    assert out_features == sum(widths), "the weight isn't the site's"
+    assert not any(width % config.block_n for width in widths), "column tiles don't fill the slices"
+    shrink(x, plan, site, layer)
+    pool = plan.pool
+    out = torch.empty((x.shape[0], out_features), dtype=x.dtype, device=x.device)
+    tiles, parts = out_features // config.block_n, gemm.split_k(out_features, in_features)
+    lora_parts = max(1, min(gemm._MAX_PARTS, _LORA_PROGRAMS // tiles))
+    tensors, numbers, constants = gemm._decode_launch(x, weight, None, out, in_features, config)
+    decode_lora_gemm_kernel[(tiles * (parts + lora_parts),)](
+        *tensors,
+        gemm._planes(x, tiles, parts + 3, config),
+        gemm._counters(x.device),
+        plan.scratch,
+        pool.weights,
+        pool.codes,
+        pool.deltas,
+        pool.records[0, layer],
+        plan.buffer,
+        *numbers,
+        pool.records.stride(0),
+        *widths[:2],
+        HEADER_AT=4 * SITE_INDEX[site],
+        PERM_AT=HEADER,
+        LORA_PARTS=lora_parts,
+        LORA_SPLIT_K=plan.split_k(site),
+        LORA_BLOCK_M=plan.block_m,
+        LORA_STAGES=2,
+        **constants,
+    )
+    return out
 
 
 # one compiled kernel for any number of rows, whatever it can be divided by
