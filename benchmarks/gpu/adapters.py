@@ -111,13 +111,13 @@ class Fleet:
                     continue
                 part, added = out[rows, columns], 0 if bias is None else bias[columns].double()
                 part -= added
-                if module.rows is not None:
-                    _replace(part, x[rows], module.rows, site)
+                if module.row_overrides is not None:
+                    _replace(part, x[rows], module.row_overrides, site)
                 shrunk = module.lora_a.T[x[rows].long()] if site == "embed" else x[rows].double() @ module.lora_a.T
                 part += module.scaling * shrunk @ module.lora_b.T
-                if module.delta is not None:
-                    part *= 1 + module.delta
-                out[rows, columns] = part + added + (0 if module.shift is None else module.shift)
+                if module.dora_delta is not None:
+                    part *= 1 + module.dora_delta
+                out[rows, columns] = part + added + (0 if module.bias_delta is None else module.bias_delta)
         return out
 
 
@@ -189,9 +189,11 @@ def _on_device(modules: Sequence[LoraModule], device: torch.device) -> dict[tupl
             lora_b=wide(m.lora_b),
             # a multiplier is a float32
             scaling=float(np.float32(m.scaling)),
-            delta=None if m.delta is None else wide(m.delta),
-            shift=None if m.shift is None else wide(m.shift),
-            rows=None if m.rows is None else ReplacedRows(m.rows.ids.to(device, torch.int64), wide(m.rows.weight)),
+            dora_delta=None if m.dora_delta is None else wide(m.dora_delta),
+            bias_delta=None if m.bias_delta is None else wide(m.bias_delta),
+            row_overrides=None
+            if m.row_overrides is None
+            else ReplacedRows(m.row_overrides.ids.to(device, torch.int64), wide(m.row_overrides.weight)),
         )
         for m in modules
     }

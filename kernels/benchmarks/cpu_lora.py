@@ -17,13 +17,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loraserve_kernels import ops as launch
+from loraserve_kernels import ops
 from loraserve_kernels.common.plan import make_plan
 from loraserve_kernels.common.quantized import quantize
-from loraserve_kernels.cpu.attention import paged as attention
+from loraserve_kernels.cpu.attention import paged as cpu_attention
 from loraserve_kernels.cpu.linear import gemm
 from loraserve_kernels.cpu.linear.chooser import chooser
-from loraserve_kernels.cpu.lora import apply as cpu
+from loraserve_kernels.cpu.lora import apply as cpu_lora
 from loraserve_kernels.cpu.lora.layout import LAYER_SITES, SITES, LoraModule, PackedAdapter, pack_adapter
 
 RANKS = (8, 16, 32, 64)
@@ -115,7 +115,7 @@ def lora(base: Base, dtype: torch.dtype, read: float, times: int) -> None:
                     apply(x, y, plan, site, layer)
 
         by_segment, at_once = (
-            best_s(lambda apply=apply: step(apply), times) for apply in (cpu.apply_lora_torch, launch.apply_lora)
+            best_s(lambda apply=apply: step(apply), times) for apply in (cpu_lora.apply_lora_torch, ops.apply_lora)
         )
         num_bytes = sum(adapter.num_bytes for adapter in used)
         rate = sum(2 * adapter.data.numel() * num_rows for adapter in used) / at_once / 1e9
@@ -157,7 +157,7 @@ def attend(base: Base, read: float, times: int) -> None:
         starts = [i * num_rows for i in range(num_seqs + 1)]
         q = torch.randn(starts[-1], base.heads, head_dim)
         out = torch.empty_like(q)
-        plan = attention.make_attention_plan(starts, contexts, tables, block_size)
+        plan = cpu_attention.make_attention_plan(starts, contexts, tables, block_size)
 
         def step(apply: Callable[..., None]) -> None:
             for k, v in caches:  # noqa: B023
@@ -165,7 +165,7 @@ def attend(base: Base, read: float, times: int) -> None:
 
         gathered, in_place = (
             best_s(lambda apply=apply: step(apply), times) / len(caches)
-            for apply in (attention.attend_torch, attention.paged_attention)
+            for apply in (cpu_attention.attend_torch, cpu_attention.paged_attention)
         )
         share = sum(contexts) * kv_heads * head_dim * 8 / read / in_place
         label = str(contexts[0]) if len(set(contexts)) == 1 else f"{contexts[0]}…{contexts[-1]}"
@@ -222,11 +222,11 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=8, help="runs of each point")
     options = parser.parse_args()
     start = time.perf_counter()
-    launch.warm_up(getattr(torch, options.dtype))
+    ops.warm_up(getattr(torch, options.dtype))
     policy = " ".join(f"{name}={os.environ.get(name, '')}" for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"))
     print(f"kernels ready in {time.perf_counter() - start:.2f} s; {torch.get_num_threads()} threads; {policy}")
     read = read_bytes_per_s()
-    print(f"this machine reads {read / 1e9:.1f} GB/s; torch {torch.__version__}; numba: {cpu.HAS_NUMBA}")
+    print(f"this machine reads {read / 1e9:.1f} GB/s; torch {torch.__version__}; numba: {cpu_lora.HAS_NUMBA}")
     for name in options.base.split(","):
         lora(BASES[name], getattr(torch, options.dtype), read, options.times)
         attend(BASES[name], read, options.times)

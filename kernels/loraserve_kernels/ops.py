@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from loraserve_kernels.common.plan import LoraPlan
-from loraserve_kernels.cpu.attention import paged as attention
+from loraserve_kernels.cpu.attention import paged as cpu_attention
 from loraserve_kernels.cpu.linear import gemm
-from loraserve_kernels.cpu.lora import apply as cpu
+from loraserve_kernels.cpu.lora import apply as cpu_lora
 from loraserve_kernels.cpu.lora.layout import MODULE_INDEX, SITES
 from loraserve_kernels.errors import ShapeMismatch
 from loraserve_kernels.gpu.lora.plan import GpuLoraPlan
@@ -63,7 +63,7 @@ def apply_lora(
         raise ShapeMismatch(f"layer {layer}; the adapters of this plan have layers 0 to {adapter.num_layers - 1}")
     if bias is not None and (bias.shape != (out_features,) or bias.dtype != torch.float32 or bias.stride(0) != 1):
         raise ShapeMismatch(f"bias is {bias.dtype} {tuple(bias.shape)}; site {site} takes float32 ({out_features},)")
-    cpu.apply_lora(x, y, plan, site, layer, bias)
+    cpu_lora.apply_lora(x, y, plan, site, layer, bias)
 
 
 def apply_embedding_lora(token_ids: Tensor, y: Tensor, plan: LoraPlan | GpuLoraPlan) -> None:
@@ -98,7 +98,7 @@ def apply_embedding_lora(token_ids: Tensor, y: Tensor, plan: LoraPlan | GpuLoraP
         raise ShapeMismatch(
             f"token_ids is {token_ids.dtype} and y is {y.dtype}; they must be int64 and float32, y contiguous in the last dim"
         )
-    cpu.apply_embedding_lora(token_ids, y, plan)
+    cpu_lora.apply_embedding_lora(token_ids, y, plan)
 
 
 def _may_meet(rows: Tensor, plan: LoraPlan | GpuLoraPlan) -> bool:
@@ -114,6 +114,6 @@ def warm_up(adapter_dtype: torch.dtype) -> None:
     Args:
         adapter_dtype: what adapters may be stored in; call once for each.
     """
-    cpu.warm_up(adapter_dtype)
-    attention.warm_up()
+    cpu_lora.warm_up(adapter_dtype)
+    cpu_attention.warm_up()
     gemm.warm_up()

@@ -31,11 +31,11 @@ def apply_lora(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: int, bias
             columns = slice(column, column := column + adapter.out_features[MODULE_INDEX[module]])
             part, added = y[rows, columns], 0 if bias is None else bias[columns].to(y.dtype)
             part -= added
-            replaced = adapter.rows(layer, module)
+            replaced = adapter.row_overrides(layer, module)
             if replaced is not None:
                 part[:, replaced.ids.long()] = inputs @ replaced.pick(slice(None), y.dtype).T
             _expand(inputs @ adapter.lora_a(layer, module).to(y.dtype).T, part, adapter, module, layer)
-            shift = adapter.shift(layer, module)
+            shift = adapter.bias_delta(layer, module)
             part += added if shift is None else added + shift.to(y.dtype)
 
 
@@ -48,7 +48,7 @@ def apply_embedding_lora(token_ids: Tensor, y: Tensor, plan: LoraPlan) -> None:
     """
     for segment in plan.segments:
         rows, adapter = slice(segment.row_start, segment.row_end), segment.adapter
-        replaced = adapter.rows(0, "embed_tokens")
+        replaced = adapter.row_overrides(0, "embed_tokens")
         if replaced is not None:
             table = replaced.pick(slice(None), y.dtype)
             for row in range(segment.row_start, segment.row_end):
@@ -61,7 +61,7 @@ def apply_embedding_lora(token_ids: Tensor, y: Tensor, plan: LoraPlan) -> None:
 
 def _expand(shrunk: Tensor, y: Tensor, adapter: PackedAdapter, module: str, layer: int) -> None:
     y += shrunk * adapter.scaling(layer, module).to(y.dtype) @ adapter.lora_b(layer, module).to(y.dtype)
-    delta = adapter.delta(layer, module)
+    delta = adapter.dora_delta(layer, module)
     if delta is not None:
         y += delta.to(y.dtype) * y
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from loraserve.adapters.config.peft_config import LoraSettings
-from loraserve.adapters.format.tensor_names import SAVED_AS, BaseNames, Contents, Linear, Pieces, Place
+from loraserve.adapters.format.tensor_names import SAVED_AS, BaseNames, Contents, Linear, LinearTensors, Place
 from loraserve.adapters.ir import OUTSIDE_LAYERS, NormIR, TensorView
 from loraserve.adapters.problems import Problems
 from loraserve.adapters.target_modules import is_saved, ties_saved
@@ -17,9 +17,9 @@ def check_saved(settings: LoraSettings, contents: Contents, names: BaseNames, pr
     is_tied = ties_saved(settings, names.base)
     for place in names.places():
         linear = names.linears[place[1]]
-        pieces = contents.linears.get(place, Pieces())
+        stored = contents.linears.get(place, LinearTensors())
         is_meant = is_saved(settings, names.of(place)) or (is_tied and linear.is_outside)
-        check = _Check(settings, linear, pieces, names.told(place), problems)
+        check = _Check(settings, linear, stored, names.reported_layer(place), problems)
         check.weight(is_meant)
         check.bias(is_meant)
         check.copies()
@@ -50,25 +50,32 @@ def vocabulary_problem(what: str, num_rows: int, vocab_size: int) -> str:
 class _Check:
     """One linear's weight and bias."""
 
-    def __init__(self, settings: LoraSettings, linear: Linear, pieces: Pieces, told: int | None, problems: Problems):
+    def __init__(
+        self,
+        settings: LoraSettings,
+        linear: Linear,
+        stored: LinearTensors,
+        reported_layer: int | None,
+        problems: Problems,
+    ):
         self.settings = settings
         self.linear = linear
-        self.pieces = pieces
-        self.told = told
+        self.stored = stored
+        self.reported_layer = reported_layer
         self.problems = problems
 
     def weight(self, is_meant: bool) -> None:
-        name, weight = self.linear.name, self.pieces.weight
+        name, weight = self.linear.name, self.stored.weight
         if weight is None:
             if is_meant:
                 self._malformed(f"modules_to_save names {name} {{layers}}, and the file holds no weight of it.")
             return
-        if self.pieces.has_lora:
+        if self.stored.has_lora:
             self._malformed(
                 f"The file holds LoRA for {name} {{layers}} and a weight in its base's place; PEFT trains one of the two."
             )
         elif self.linear.is_outside:
-            # PEFT saves and loads these without being told
+            # PEFT saves and loads these without a word
             self._check_table(f"The file's {name}.weight", weight)
         elif is_meant:
             self._check_shape("weight", weight, (self.linear.out_features, self.linear.in_features))
@@ -79,26 +86,26 @@ class _Check:
 
     def bias(self, is_meant: bool) -> None:
         """`is_meant`: the module is in modules_to_save, its bias with it."""
-        name, pieces = self.linear.name, self.pieces
+        name, stored = self.linear.name, self.stored
         for part in ("base_bias", "bias", "bias_copy", "original_bias"):
-            tensor = getattr(pieces, part)
+            tensor = getattr(stored, part)
             if tensor is not None:
                 saved_as = SAVED_AS.get(part, part)
                 if not self.linear.has_bias:
                     self.problems.add(
                         AdapterBaseMismatch,
                         f"The file holds {name}.{saved_as} {{layers}}; in this base, {name} has no bias.",
-                        self.told,
+                        self.reported_layer,
                     )
                     return
                 self._check_shape(saved_as, tensor, (self.linear.out_features,))
-        has_lora = pieces.has_lora and not is_meant
+        has_lora = stored.has_lora and not is_meant
         expected = "base_bias" if has_lora else "bias"
         setting = self.settings.bias
         is_due = self.linear.has_bias and (is_meant or setting == "all" or (has_lora and setting == "lora_only"))
-        found = getattr(pieces, expected)
+        found = getattr(stored, expected)
         other = "bias" if has_lora else "base_bias"
-        if getattr(pieces, other) is not None:
+        if getattr(stored, other) is not None:
             right, wrong = SAVED_AS.get(expected, expected), SAVED_AS.get(other, other)
             self._malformed(
                 f"The file holds {name}.{wrong} {{layers}}; of a module {'with' if has_lora else 'without'} LoRA, PEFT reads {name}.{right} and "
@@ -116,35 +123,37 @@ class _Check:
     def copies(self) -> None:
         """What PEFT wrote twice must be the same twice."""
         for part in ("weight", "bias"):
-            copy = getattr(self.pieces, f"{part}_copy")
-            if copy is not None and not is_same(copy, getattr(self.pieces, part)):
+            copy = getattr(self.stored, f"{part}_copy")
+            if copy is not None and not is_same(copy, getattr(self.stored, part)):
                 name = self.linear.name
                 self._malformed(
                     f"The file's {name}.modules_to_save.{part} isn't its {name}.{part} {{layers}}; PEFT writes them alike."
                 )
 
     def saved_base(self) -> None:
-        if self.pieces.saved_base is not None:
-            self._check_table(f"The file's base weight of {self.linear.name}", self.pieces.saved_base)
+        if self.stored.saved_base is not None:
+            self._check_table(f"The file's base weight of {self.linear.name}", self.stored.saved_base)
 
     def _check_table(self, what: str, table: TensorView) -> None:
         """A table has a row per token, of the head and of the embedding alike."""
         vocab, hidden = _table_sizes(self.linear)
         if len(table.shape) != 2 or table.shape[1] != hidden:
             self.problems.add(
-                AdapterBaseMismatch, f"{what} is {shape_words(table)}; this base takes {vocab}×{hidden}.", self.told
+                AdapterBaseMismatch,
+                f"{what} is {shape_words(table)}; this base takes {vocab}×{hidden}.",
+                self.reported_layer,
             )
         elif table.shape[0] != vocab:
-            self.problems.add(AdapterBaseMismatch, vocabulary_problem(what, table.shape[0], vocab), self.told)
+            self.problems.add(AdapterBaseMismatch, vocabulary_problem(what, table.shape[0], vocab), self.reported_layer)
 
     def _check_shape(self, part: str, tensor: TensorView, shape: tuple[int, ...]) -> None:
         if tensor.shape != shape:
             wanted = "×".join(map(str, shape))
             message = f"{self.linear.name}.{part} is {shape_words(tensor)} {{layers}}; this base takes {wanted}."
-            self.problems.add(AdapterBaseMismatch, message, self.told)
+            self.problems.add(AdapterBaseMismatch, message, self.reported_layer)
 
     def _malformed(self, message: str) -> None:
-        self.problems.add(AdapterFormatError, message, self.told)
+        self.problems.add(AdapterFormatError, message, self.reported_layer)
 
 
 def _table_sizes(linear: Linear) -> tuple[int, int]:
@@ -206,21 +215,25 @@ def _check_tied_copies(contents: Contents, names: BaseNames, problems: Problems)
 
 def _check_norm(settings: LoraSettings, place: Place, contents: Contents, names: BaseNames, problems: Problems) -> None:
     path = names.base.norm_paths[place[1]]
-    is_meant, weight, told = is_saved(settings, names.of(place)), contents.norms.get(place), names.told(place)
+    is_meant, weight, reported_layer = (
+        is_saved(settings, names.of(place)),
+        contents.norms.get(place),
+        names.reported_layer(place),
+    )
     if weight is None:
         if is_meant:
             problems.add(
                 AdapterFormatError,
                 f"modules_to_save names {path} {{layers}}, and the file holds no weight of it.",
-                told,
+                reported_layer,
             )
         return
     if not is_meant:
         message = f"The file holds a weight of {path} {{layers}}, which the config's modules_to_save doesn't name."
-        problems.add(AdapterFormatError, message, told)
+        problems.add(AdapterFormatError, message, reported_layer)
     if weight.shape != (names.base.hidden_size,):
         problems.add(
             AdapterBaseMismatch,
             f"{path}.weight is {shape_words(weight)} {{layers}}; this base takes {names.base.hidden_size} numbers.",
-            told,
+            reported_layer,
         )

@@ -67,13 +67,13 @@ def ties_lora(settings: LoraSettings, base: BaseSpec) -> bool:
     return targets is not None and _names_an_end(targets)
 
 
-def check_reach(settings: LoraSettings, contents: Contents, names: BaseNames, problems: Problems) -> None:
+def check_targets(settings: LoraSettings, contents: Contents, names: BaseNames, problems: Problems) -> None:
     """The modules that the config would give LoRA must be those that have tensors."""
     base = names.base
     is_tied = ties_lora(settings, base)
     for place in names.places():
         layer, module = place
-        told = names.told(place)
+        reported_layer = names.reported_layer(place)
         is_outside = module in OUTSIDE_LAYERS
         is_meant = (is_tied and is_outside) or is_name_targeted(
             settings, base, names.of(place), None if is_outside else layer
@@ -83,7 +83,7 @@ def check_reach(settings: LoraSettings, contents: Contents, names: BaseNames, pr
             problems.add(
                 AdapterFormatError,
                 f"The config targets {module} {{layers}}, and the file holds no tensors for it.",
-                told,
+                reported_layer,
             )
         elif is_there and not is_meant:
             why = ""
@@ -92,7 +92,7 @@ def check_reach(settings: LoraSettings, contents: Contents, names: BaseNames, pr
             problems.add(
                 AdapterFormatError,
                 f"The file holds tensors for {module} {{layers}}, which the config doesn't target.{why}",
-                told,
+                reported_layer,
             )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from loraserve.adapters.config.peft_config import LoraSettings
-from loraserve.adapters.format.tensor_names import BaseNames, Contents, Pieces
+from loraserve.adapters.format.tensor_names import BaseNames, Contents, LinearTensors
 from loraserve.adapters.ir import OUTSIDE_LAYERS, TensorView
 from loraserve.adapters.problems import Problems
 from loraserve.adapters.saved_modules import is_same, shape_words
@@ -33,16 +33,16 @@ def trained_tokens(
     is_tied = _is_tied(settings, meant, names, problems)
     result: dict[str, TokenRows] = {}
     for module in OUTSIDE_LAYERS:
-        pieces = contents.linears.get((0, module), Pieces())
+        stored = contents.linears.get((0, module), LinearTensors())
         is_follower = is_tied and module == "lm_head"
         if module in meant and not is_follower:
-            rows = _rows(module, meant[module], pieces, names, problems)
+            rows = _rows(module, meant[module], stored, names, problems)
             if rows is not None:
                 result[module] = rows
-        elif pieces.token_rows is not None and not is_follower:
+        elif stored.token_rows is not None and not is_follower:
             problems.add(AdapterFormatError, f"The file holds trained tokens of {module}, which {_FIELD} doesn't name.")
-    for (_, name), pieces in contents.linears.items():
-        if pieces.token_rows is not None and name not in OUTSIDE_LAYERS:
+    for (_, name), stored in contents.linears.items():
+        if stored.token_rows is not None and name not in OUTSIDE_LAYERS:
             problems.add(
                 AdapterUnsupported,
                 f"The file holds trained rows of {name}; of the embedding and the head alone are they tokens.",
@@ -101,18 +101,20 @@ def _is_tied(settings: LoraSettings, meant: dict[str, tuple[int, ...]], names: B
     return False
 
 
-def _rows(module: str, ids: tuple[int, ...], pieces: Pieces, names: BaseNames, problems: Problems) -> TokenRows | None:
-    rows = pieces.token_rows
+def _rows(
+    module: str, ids: tuple[int, ...], stored: LinearTensors, names: BaseNames, problems: Problems
+) -> TokenRows | None:
+    rows = stored.token_rows
     if rows is None:
         problems.add(
             AdapterFormatError,
             f"{_FIELD} names tokens of {module}, and the file holds no trainable_tokens_delta of it.",
         )
         return None
-    if pieces.has_lora:
+    if stored.has_lora:
         problems.add(AdapterUnsupported, f"The file holds LoRA and trained tokens of {module}; PEFT refuses this, too.")
         return None
-    if pieces.weight is not None:
+    if stored.weight is not None:
         problems.add(
             AdapterUnsupported, f"The file holds a weight and trained tokens of {module}; PEFT can't compute with both."
         )
@@ -134,8 +136,8 @@ def _follow(
     contents: Contents, names: BaseNames, rows: dict[str, TokenRows], settings: LoraSettings, problems: Problems
 ) -> None:
     """The head's rows are the embedding's, LoRA on it or not."""
-    head = contents.linears.get((0, "lm_head"), Pieces())
-    embedding = contents.linears.get((0, "embed_tokens"), Pieces())
+    head = contents.linears.get((0, "lm_head"), LinearTensors())
+    embedding = contents.linears.get((0, "embed_tokens"), LinearTensors())
     if head.weight is not None:
         problems.add(
             AdapterUnsupported,

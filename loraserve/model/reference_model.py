@@ -28,7 +28,7 @@ from loraserve.model.layers.rotary import rope_frequencies
 _BLOCK_WEIGHTS = 1 << 22
 
 
-class PlainBase(Protocol):
+class ReferenceBase(Protocol):
     """The resident base; `model.decoder.Decoder` is one."""
 
     config: ModelConfig
@@ -86,7 +86,7 @@ class Subject:
 
 
 def evaluate(
-    base: PlainBase, subjects: Sequence[Subject], *, is_wanted: Callable[[], bool] = lambda: True
+    base: ReferenceBase, subjects: Sequence[Subject], *, is_wanted: Callable[[], bool] = lambda: True
 ) -> list[Evaluation]:
     """Return the logits of every token of each subject's sequences, in one pass over the base's weights.
 
@@ -127,7 +127,7 @@ class _Term:
 class _Pass:
     """One pass through the layers. Its rows are the sequences' by the base, each once and those alone that aren't known, then every subject's sequences' with its adapter."""
 
-    def __init__(self, base: PlainBase, subjects: Sequence[Subject], is_wanted: Callable[[], bool]) -> None:
+    def __init__(self, base: ReferenceBase, subjects: Sequence[Subject], is_wanted: Callable[[], bool]) -> None:
         self._base, self._config, self._is_wanted = base, base.config, is_wanted
         self._device = base.device
         self._subjects = subjects

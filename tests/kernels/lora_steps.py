@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from loraserve_kernels import ops as launch
-from loraserve_kernels import reference
+from loraserve_kernels import ops, reference
 from loraserve_kernels.common.plan import LoraPlan, make_plan
-from loraserve_kernels.cpu.lora import apply as cpu
+from loraserve_kernels.cpu.lora import apply as cpu_lora
 from loraserve_kernels.cpu.lora.layout import LAYER_SITES, SITES, PackedAdapter
 
 from .conftest import SHAPES
@@ -31,11 +30,11 @@ def entry(linear: Callable[..., None], embedding: Callable[[Tensor, Tensor, Lora
     return apply
 
 
-launched = entry(launch.apply_lora, launch.apply_embedding_lora)
+launched = entry(ops.apply_lora, ops.apply_embedding_lora)
 expected_by = entry(reference.apply_lora, reference.apply_embedding_lora)
 PATHS = [
-    pytest.param(entry(cpu.apply_lora_torch, cpu.apply_embedding_lora_torch), id="torch"),
-    pytest.param(launched, id="numba", marks=pytest.mark.skipif(not cpu.HAS_NUMBA, reason="needs numba")),
+    pytest.param(entry(cpu_lora.apply_lora_torch, cpu_lora.apply_embedding_lora_torch), id="torch"),
+    pytest.param(launched, id="numba", marks=pytest.mark.skipif(not cpu_lora.HAS_NUMBA, reason="needs numba")),
 ]
 # float32 sums of up to 2100 products, next to outputs of about 1
 TOLERANCE = 2e-6

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from loraserve_kernels import reference
-from loraserve_kernels.cpu.attention import paged as attention
+from loraserve_kernels.cpu.attention import paged as cpu_attention
 from loraserve_kernels.cpu.attention.paged import make_attention_plan, paged_attention, store_kv
 from loraserve_kernels.cpu.lora.apply import HAS_NUMBA
 from loraserve_kernels.errors import InvalidPlan, ShapeMismatch
@@ -14,7 +14,7 @@ from loraserve_kernels.errors import InvalidPlan, ShapeMismatch
 from .conftest import Paged, make_paged
 
 PATHS = [
-    pytest.param(attention.attend_torch, id="torch"),
+    pytest.param(cpu_attention.attend_torch, id="torch"),
     pytest.param(paged_attention, id="numba", marks=pytest.mark.skipif(not HAS_NUMBA, reason="needs numba")),
 ]
 # float32 against float64, outputs below about 3
@@ -122,7 +122,7 @@ def test_a_rows_bits_dont_depend_on_its_batch_or_chunk(window: int | None, soft_
 
 
 STORES = [
-    pytest.param(attention.store_torch, id="torch"),
+    pytest.param(cpu_attention.store_torch, id="torch"),
     pytest.param(store_kv, id="numba", marks=pytest.mark.skipif(not HAS_NUMBA, reason="needs numba")),
 ]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from paged_pools import EVEN, MIXED_RANKS, ODD, Fleet, random_modules
 
-from loraserve_kernels import ops as launch
+from loraserve_kernels import ops
 from loraserve_kernels.common.modules import SITES
 from loraserve_kernels.errors import InvalidPlan, ShapeMismatch
 from loraserve_kernels.gpu.lora import plan as gpu_plan
@@ -228,6 +228,6 @@ def test_the_wrong_plan_for_a_device_is_refused_without_loading_triton(fleet: Fl
     plan = GpuLoraPlan(fleet.pool, max_num_tokens=8, max_work_items=8)
     x, y = torch.zeros(1, 72, dtype=torch.float16), torch.zeros(1, 200, dtype=torch.float16)
     with pytest.raises(ShapeMismatch, match="GPUs take a GpuLoraPlan"):
-        launch.apply_lora(x, y, plan, "o", 0)
+        ops.apply_lora(x, y, plan, "o", 0)
     script = "import sys, loraserve_kernels.ops; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0

@@ -118,9 +118,9 @@ def test_a_delta_comes_back_as_it_was_packed_and_counts() -> None:
     modules = make_modules(MIXED, has_delta=("v_proj", "down_proj"))
     packed = pack_adapter(modules, num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.bfloat16)
     for m in modules:
-        delta = packed.delta(m.layer, m.module)
-        assert (delta is None) == (m.delta is None)
-        assert delta is None or m.delta is None or torch.equal(delta, m.delta)
+        delta = packed.dora_delta(m.layer, m.module)
+        assert (delta is None) == (m.dora_delta is None)
+        assert delta is None or m.dora_delta is None or torch.equal(delta, m.dora_delta)
     known = packed_num_bytes(modules, num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.bfloat16)
     assert known == packed.num_bytes > make_adapter(MIXED, dtype=torch.bfloat16).num_bytes
 
@@ -143,10 +143,12 @@ def test_rows_shifts_and_numbers_of_ranks_come_back_as_they_were_packed(dtype: t
     packed = pack_adapter(modules, num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=dtype)
     for m in modules:
         assert torch.equal(packed.scaling(m.layer, m.module), m.scaling)
-        shift, rows = packed.shift(m.layer, m.module), packed.rows(m.layer, m.module)
-        assert (shift is None, rows is None) == (m.shift is None, m.rows is None)
-        assert shift is None or torch.equal(shift, m.shift)
-        assert rows is None or (torch.equal(rows.ids, m.rows.ids) and torch.equal(rows.weight, m.rows.weight.to(dtype)))
+        shift, rows = packed.bias_delta(m.layer, m.module), packed.row_overrides(m.layer, m.module)
+        assert (shift is None, rows is None) == (m.bias_delta is None, m.row_overrides is None)
+        assert shift is None or torch.equal(shift, m.bias_delta)
+        assert rows is None or (
+            torch.equal(rows.ids, m.row_overrides.ids) and torch.equal(rows.weight, m.row_overrides.weight.to(dtype))
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -184,7 +186,7 @@ def test_int8_rounds_each_rank_and_each_row_by_half_a_step() -> None:
     for m in modules:
         # magnitudes that one scale for all would lose
         m.lora_a.mul_(torch.logspace(-6, 3, len(m.lora_a))[:, None])
-        m.rows.weight.mul_(torch.logspace(-6, 3, len(m.rows.ids))[:, None])
+        m.row_overrides.weight.mul_(torch.logspace(-6, 3, len(m.row_overrides.ids))[:, None])
     packed = pack_adapter(modules, num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.int8)
     assert packed.data.dtype == torch.int8
     for m in modules:
@@ -198,9 +200,9 @@ def test_int8_rounds_each_rank_and_each_row_by_half_a_step() -> None:
             assert (
                 scaling[rank] * torch.outer(b[rank], a[rank]) - expected
             ).abs().max() <= expected.abs().max() * 0.0080
-        rows = packed.rows(0, m.module).pick(slice(None), torch.float64)
-        most = m.rows.weight.abs().amax(1, keepdim=True)
-        assert ((rows - m.rows.weight).abs() <= most * 0.00394).all()
+        rows = packed.row_overrides(0, m.module).pick(slice(None), torch.float64)
+        most = m.row_overrides.weight.abs().amax(1, keepdim=True)
+        assert ((rows - m.row_overrides.weight).abs() <= most * 0.00394).all()
 
 
 def test_norms_are_float32_copies() -> None:
@@ -253,19 +255,19 @@ def test_rows_that_dont_fit_the_base_are_refused(
 ) -> None:
     out_features, in_features = SHAPES[module]
     rows = ReplacedRows(torch.tensor(ids, dtype=torch.int32), torch.zeros(shape))
-    m = LoraModule(0, module, torch.zeros(0, in_features), torch.zeros(out_features, 0), 1.0, rows=rows)
+    m = LoraModule(0, module, torch.zeros(0, in_features), torch.zeros(out_features, 0), 1.0, row_overrides=rows)
     with pytest.raises(ShapeMismatch, match=message):
         pack_adapter([m], num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.float32)
 
 
-def test_shifts_and_numbers_of_ranks_that_dont_fit_are_refused() -> None:
+def test_bias_deltas_and_numbers_of_ranks_that_dont_fit_are_refused() -> None:
     for module, scaling, shift, message in (
-        ("q_proj", 1.0, torch.zeros(40), r"shift \(40,\); this base takes \(72,\)"),
+        ("q_proj", 1.0, torch.zeros(40), r"bias_delta \(40,\); this base takes \(72,\)"),
         ("q_proj", torch.ones(3), None, r"scaling \(3,\); rank 2 takes \(2,\)"),
         ("embed_tokens", 1.0, torch.zeros(40), "an embedding has no bias"),
     ):
         out_features, in_features = SHAPES[module]
-        m = LoraModule(0, module, torch.zeros(2, in_features), torch.zeros(out_features, 2), scaling, shift=shift)
+        m = LoraModule(0, module, torch.zeros(2, in_features), torch.zeros(out_features, 2), scaling, bias_delta=shift)
         with pytest.raises(ShapeMismatch, match=message):
             pack_adapter([m], num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.float32)
 

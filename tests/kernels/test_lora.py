@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from loraserve_kernels import ops as launch
+from loraserve_kernels import ops
 from loraserve_kernels.common.plan import make_plan
-from loraserve_kernels.cpu.lora import apply as cpu
+from loraserve_kernels.cpu.lora import apply as cpu_lora
 from loraserve_kernels.cpu.lora.layout import DTYPES, LAYER_SITES, MODULES, SITES
 from loraserve_kernels.errors import ShapeMismatch
 
@@ -132,7 +132,7 @@ def test_rows_of_wider_tensors_are_read_and_written_in_place(apply: Apply) -> No
     assert wide_y[:, 50:].isnan().all()
 
 
-@pytest.mark.skipif(not cpu.HAS_NUMBA, reason="needs numba")
+@pytest.mark.skipif(not cpu_lora.HAS_NUMBA, reason="needs numba")
 @pytest.mark.parametrize("site", SITES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_rows_bits_dont_depend_on_its_batch(site: str, dtype: torch.dtype) -> None:
@@ -156,7 +156,7 @@ def test_a_rows_bits_dont_depend_on_its_batch(site: str, dtype: torch.dtype) -> 
         assert torch.equal(alone[0], together[row])
 
 
-@pytest.mark.skipif(not cpu.HAS_NUMBA, reason="needs numba")
+@pytest.mark.skipif(not cpu_lora.HAS_NUMBA, reason="needs numba")
 def test_a_rows_bits_dont_depend_on_the_number_of_threads() -> None:
     plan = make_step([make_adapter(64), make_adapter(12)], [40, 30])
     x, y = make_io(70, "gate_up")
@@ -166,7 +166,7 @@ def test_a_rows_bits_dont_depend_on_the_number_of_threads() -> None:
             torch.set_num_threads(num_threads)
             out = y.clone()
             # threads are counted when a plan is first launched
-            launch.apply_lora(
+            ops.apply_lora(
                 x, out, make_plan([(s.adapter, s.row_start, s.row_end) for s in plan.segments], 70), "gate_up", 0
             )
             results.append(out)
@@ -176,7 +176,7 @@ def test_a_rows_bits_dont_depend_on_the_number_of_threads() -> None:
     assert torch.equal(results[0], results[2])
 
 
-@pytest.mark.skipif(not cpu.HAS_NUMBA, reason="needs numba")
+@pytest.mark.skipif(not cpu_lora.HAS_NUMBA, reason="needs numba")
 def test_expand_waits_for_the_other_threads_shrink() -> None:
     # one long shrink task: a second thread that didn't wait would expand what the other layer left behind
     adapter = make_adapter({"down_proj": 16})
@@ -186,12 +186,12 @@ def test_expand_waits_for_the_other_threads_shrink() -> None:
         torch.set_num_threads(1)
         for layer in range(2):
             expected.append(y.clone())
-            launch.apply_lora(x, expected[layer], make_step([adapter], [32]), "down", layer)
+            ops.apply_lora(x, expected[layer], make_step([adapter], [32]), "down", layer)
         torch.set_num_threads(2)
         plan = make_step([adapter], [32])
         for i in range(200):
             out = y.clone()
-            launch.apply_lora(x, out, plan, "down", i % 2)
+            ops.apply_lora(x, out, plan, "down", i % 2)
             assert torch.equal(out, expected[i % 2])
     finally:
         torch.set_num_threads(before)
@@ -201,19 +201,19 @@ def test_tensors_that_dont_fit_the_plan_are_refused() -> None:
     plan = make_step([make_adapter(8)], [4])
     x, y = make_io(4, "qkv")
     with pytest.raises(ShapeMismatch, match="site qkv of this plan takes"):
-        launch.apply_lora(x[:3], y[:3], plan, "qkv", 0)
+        ops.apply_lora(x[:3], y[:3], plan, "qkv", 0)
     with pytest.raises(ShapeMismatch, match="site o of this plan takes"):
-        launch.apply_lora(x, y, plan, "o", 0)
+        ops.apply_lora(x, y, plan, "o", 0)
     with pytest.raises(ShapeMismatch, match="must be float32"):
-        launch.apply_lora(x.double(), y, plan, "qkv", 0)
+        ops.apply_lora(x.double(), y, plan, "qkv", 0)
     with pytest.raises(ShapeMismatch, match="layers 0 to 1"):
-        launch.apply_lora(x, y, plan, "qkv", 2)
+        ops.apply_lora(x, y, plan, "qkv", 2)
     with pytest.raises(ShapeMismatch, match=r"bias is torch\.float32 \(7,\)"):
-        launch.apply_lora(x, y, plan, "qkv", 1, torch.zeros(7))
+        ops.apply_lora(x, y, plan, "qkv", 1, torch.zeros(7))
     with pytest.raises(ShapeMismatch, match="call apply_embedding_lora"):
-        launch.apply_lora(x, y, plan, "embed", 0)
+        ops.apply_lora(x, y, plan, "embed", 0)
     ids, embedded = make_io(4, "embed")
     with pytest.raises(ShapeMismatch, match=r"takes \(4,\) and \(4, 40\)"):
-        launch.apply_embedding_lora(ids[:3], embedded, plan)
+        ops.apply_embedding_lora(ids[:3], embedded, plan)
     with pytest.raises(ShapeMismatch, match="int64 and float32"):
-        launch.apply_embedding_lora(ids.int(), embedded, plan)
+        ops.apply_embedding_lora(ids.int(), embedded, plan)

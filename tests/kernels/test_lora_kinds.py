@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from loraserve_kernels import ops as launch
-from loraserve_kernels.cpu.lora import apply as cpu
+from loraserve_kernels import ops
+from loraserve_kernels.cpu.lora import apply as cpu_lora
 from loraserve_kernels.cpu.lora.layout import (
     DTYPES,
     LAYER_SITES,
@@ -20,7 +20,7 @@ from loraserve_kernels.cpu.lora.layout import (
 from .conftest import NUM_LAYERS, SHAPES, make_adapter, make_modules
 from .lora_steps import PATHS, Apply, assert_equals_reference, expected_by, launched, make_io, make_step
 
-needs_numba = pytest.mark.skipif(not cpu.HAS_NUMBA, reason="needs numba")
+needs_numba = pytest.mark.skipif(not cpu_lora.HAS_NUMBA, reason="needs numba")
 ALL_ROWS = dict.fromkeys(MODULES, 10_000)
 SOME_ROWS = dict.fromkeys(MODULES, 70) | {"q_proj": 67, "k_proj": 1, "v_proj": 24, "o_proj": 5}
 
@@ -73,7 +73,7 @@ def test_the_reference_is_the_formula(site: str) -> None:
     by_name = {m.module: m for m in modules if m.layer == layer}
     x, _ = make_io(4, site)
     if site == "embed":
-        x[1:3] = packed.rows(0, "embed_tokens").ids[:2]
+        x[1:3] = packed.row_overrides(0, "embed_tokens").ids[:2]
     inputs = torch.nn.functional.one_hot(x, 2105).double() if site == "embed" else x.double()
     outputs, expected = [], []
     bias = random_bias(site)
@@ -81,13 +81,13 @@ def test_the_reference_is_the_formula(site: str) -> None:
         m, weight = by_name[name], torch.randn(SHAPES[name], dtype=torch.float64)
         outputs.append(inputs @ weight.T)
         changed = weight.T.clone() if site == "embed" else weight.clone()
-        changed[m.rows.ids.long()] = m.rows.weight.double()
+        changed[m.row_overrides.ids.long()] = m.row_overrides.weight.double()
         changed = changed.T if site == "embed" else changed
         update = m.lora_b.double() @ torch.diag(m.scaling.double()) @ m.lora_a.double()
-        expected.append((1 + m.delta.double()) * (inputs @ (changed + update).T))
+        expected.append((1 + m.dora_delta.double()) * (inputs @ (changed + update).T))
     y, result = torch.cat(outputs, 1), torch.cat(expected, 1)
     if bias is not None:
-        y, result = y + bias, result + bias + torch.cat([by_name[name].shift for name in SITES[site]])
+        y, result = y + bias, result + bias + torch.cat([by_name[name].bias_delta for name in SITES[site]])
     expected_by(x if site == "embed" else x.double(), y, make_step([packed], [4]), site, layer, bias)
     assert torch.allclose(y, result, rtol=1e-9, atol=1e-9)
 
@@ -101,7 +101,7 @@ def test_all_rows_replaced_leave_nothing_of_the_base(apply: Apply, site: str, dt
     y[1:36] = float("nan")
     before = y.clone()
     apply(x, y, make_step([None, adapter, None], [1, 35, 1]), site, 0, bias)
-    weights = [adapter.rows(0, module).pick(slice(None), torch.float32) for module in SITES[site]]
+    weights = [adapter.row_overrides(0, module).pick(slice(None), torch.float32) for module in SITES[site]]
     expected = weights[0][x] if site == "embed" else x @ torch.cat(weights).T + bias
     assert torch.allclose(y[1:36], expected[1:36], atol=1e-5, rtol=0 if site == "embed" else 1e-5)
     assert torch.equal(y[[0, 36]], before[[0, 36]])
@@ -117,7 +117,7 @@ def test_tokens_with_rows_of_their_own_are_found_and_no_others(apply: Apply, ids
         torch.zeros(0, 2105),
         torch.zeros(40, 0),
         1.0,
-        rows=ReplacedRows(torch.tensor(ids).int(), table),
+        row_overrides=ReplacedRows(torch.tensor(ids).int(), table),
     )
     packed = pack_adapter([module], num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.float32)
     x = torch.tensor(sorted({0, 1, 2104, *ids, *(i + 1 for i in ids if i < 2104), *(i - 1 for i in ids if i)}))
@@ -154,11 +154,15 @@ def poison_gaps(adapter: PackedAdapter) -> None:
     for buffer, poisoned in ((adapter.data, data), (adapter.floats, floats)):
         for layer in range(NUM_LAYERS):
             for module in MODULES:
-                rows = adapter.rows(layer, module)
+                rows = adapter.row_overrides(layer, module)
                 views = (
                     [adapter.lora_a(layer, module), adapter.lora_b(layer, module)]
                     if buffer is adapter.data
-                    else [adapter.scaling(layer, module), adapter.delta(layer, module), adapter.shift(layer, module)]
+                    else [
+                        adapter.scaling(layer, module),
+                        adapter.dora_delta(layer, module),
+                        adapter.bias_delta(layer, module),
+                    ]
                 )
                 views += [rows.weight] if rows is not None and buffer is adapter.data else []
                 for view in views:
@@ -190,13 +194,13 @@ def test_bits_dont_depend_on_the_number_of_threads_whatever_is_changed(site: str
 def test_adapters_without_rows_have_no_tiles() -> None:
     plan = make_step([make_adapter(4)], [3])
     x, y = make_io(3, "o")
-    launch.apply_lora(x, y, plan, "o", 0)
+    ops.apply_lora(x, y, plan, "o", 0)
     assert plan.launches["o"].tiles.size == 0
 
 
 @needs_numba
 def test_each_thread_of_a_launch_has_a_tile_of_its_own() -> None:
-    from loraserve_kernels.cpu.lora import kernel as cpu_lora
+    from loraserve_kernels.cpu.lora import kernel as lora_kernel
 
     x, y = make_io(3, "o")
     plan, before = make_step([make_adapter(0, rows=SOME_ROWS)], [3]), torch.get_num_threads()
@@ -209,9 +213,9 @@ def test_each_thread_of_a_launch_has_a_tile_of_its_own() -> None:
     prepared = plan.launches["o"]
     launch = prepared.launches[0]
     # little work is one thread's; each launch counts anew
-    assert (launch.num_threads, launch.args[cpu_lora.ENTERED]) == (1, 1)
+    assert (launch.num_threads, launch.args[lora_kernel.ENTERED]) == (1, 1)
     prepared.tiles.fill(float("nan"))
-    launch.args[[cpu_lora.CLAIMED, cpu_lora.FINISHED]] = 0
+    launch.args[[lora_kernel.CLAIMED, lora_kernel.FINISHED]] = 0
     launch.kernel.call(launch.address)
     # that was the second to enter
     assert np.isnan(prepared.tiles[0]).all()

@@ -119,8 +119,8 @@ def test_the_tables_lead_to_every_rank_and_delta_and_padding_is_zero(
             expected = m.scaling * m.lora_b.double() @ m.lora_a.double()
             update, delta = read_back(pool, slot, m)
             assert (update - expected).abs().max() <= 1e-5 * expected.abs().max()
-            assert (delta is None) == (m.delta is None)
-            assert delta is None or m.delta is None or torch.equal(delta, m.delta)
+            assert (delta is None) == (m.dora_delta is None)
+            assert delta is None or m.dora_delta is None or torch.equal(delta, m.dora_delta)
 
 
 def test_int8_and_16_bit_adapters_share_a_pool() -> None:
@@ -171,12 +171,12 @@ def test_what_an_adapter_has_beside_ranks_lies_in_the_pages_too(stored: torch.dt
         assert (update - expected).abs().max() <= 1e-5 * max(1e-9, expected.abs().max())
         shift, rows = read_ending(pool, slot, m, HAS_SHIFT, SHIFT_UNIT), read_replaced(pool, slot, m)
         assert delta is None
-        assert (shift is None) == (m.shift is None)
-        assert shift is None or m.shift is None or torch.equal(shift, m.shift)
-        assert (rows is None) == (m.rows is None)
-        if rows is not None and m.rows is not None:
-            assert torch.equal(rows.ids, m.rows.ids)
-            assert (rows.weight - m.rows.weight).abs().max() <= 1e-5 * m.rows.weight.abs().max()
+        assert (shift is None) == (m.bias_delta is None)
+        assert shift is None or m.bias_delta is None or torch.equal(shift, m.bias_delta)
+        assert (rows is None) == (m.row_overrides is None)
+        if rows is not None and m.row_overrides is not None:
+            assert torch.equal(rows.ids, m.row_overrides.ids)
+            assert (rows.weight - m.row_overrides.weight).abs().max() <= 1e-5 * m.row_overrides.weight.abs().max()
 
 
 def test_rows_are_quantized_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +316,7 @@ def test_what_doesnt_fit_the_base_or_the_pool_is_refused() -> None:
         num_pages_of(sizes, num_layers=2, module_shapes=ODD, page_num_bytes=PAGE_NUM_BYTES, dtype=torch.int8)
     head = random_modules({"lm_head": 1}, ODD, torch.float16, num_rows={"lm_head": 2})[0]
     with pytest.raises(ShapeMismatch, match="they must ascend"):
-        make([replace(head, rows=ReplacedRows(torch.tensor([7, 3], dtype=torch.int32), torch.zeros(2, 200)))])
+        make([replace(head, row_overrides=ReplacedRows(torch.tensor([7, 3], dtype=torch.int32), torch.zeros(2, 200)))])
     with pytest.raises(ShapeMismatch, match="rank 513"):
         make(random_modules({"k_proj": 513}, ODD, torch.float16))
     with pytest.raises(ShapeMismatch, match=r"this base takes \(r, 200\)"):

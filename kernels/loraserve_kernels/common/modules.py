@@ -55,7 +55,7 @@ class ReplacedNorm:
 
 @dataclass(frozen=True, slots=True)
 class LoraModule:
-    """What an adapter changes of one linear: ``(1 + delta) · (W' x + B diag(scaling) A x) + bias + shift``, W' being W but for the rows in `rows`.
+    """What an adapter changes of one linear: ``(1 + dora_delta) · (W' x + B diag(scaling) A x) + bias + bias_delta``.
 
     Attributes:
         layer: which decoder layer; 0 for ``lm_head`` and ``embed_tokens``.
@@ -63,10 +63,10 @@ class LoraModule:
         lora_a: [r, in_features]; in_features of ``embed_tokens`` is the size of the vocabulary. r may be 0.
         lora_b: [out_features, r].
         scaling: alpha / r, or alpha / sqrt(r); or [r] float32, a number of each rank.
-        delta: [out_features], DoRA's ``m / ‖W + scaling · B A‖ − 1`` (norms of the rows, W as the base computes with it), or None. Where it's given, the
-            linear's output without its bias is multiplied by ``1 + delta``, update included.
-        shift: [out_features], added to all of that, or None. Not for ``embed_tokens``.
-        rows: the rows of W' that aren't W's, or None.
+        dora_delta: [out_features], DoRA's ``m / ‖W + scaling · B A‖ − 1`` (norms of the rows, W as the base computes with it), or None. Where it's given, the
+            linear's output without its bias is multiplied by ``1 + dora_delta``, update included.
+        bias_delta: [out_features], added to all of that, or None. Not for ``embed_tokens``.
+        row_overrides: the rows of W' that aren't W's, or None.
     """
 
     layer: int
@@ -74,9 +74,9 @@ class LoraModule:
     lora_a: Tensor
     lora_b: Tensor
     scaling: float | Tensor
-    delta: Tensor | None = None
-    shift: Tensor | None = None
-    rows: ReplacedRows | None = None
+    dora_delta: Tensor | None = None
+    bias_delta: Tensor | None = None
+    row_overrides: ReplacedRows | None = None
 
 
 def check_shapes(m: LoraModule, shape: tuple[int, int]) -> None:
@@ -92,15 +92,15 @@ def check_shapes(m: LoraModule, shape: tuple[int, int]) -> None:
         raise ShapeMismatch(
             f"layer {m.layer} {m.module}: scaling {tuple(m.scaling.shape)}; rank {rank} takes ({rank},)"
         )
-    for name, row in (("delta", m.delta), ("shift", m.shift)):
+    for name, row in (("dora_delta", m.dora_delta), ("bias_delta", m.bias_delta)):
         if row is not None and tuple(row.shape) != (out_features,):
             raise ShapeMismatch(
                 f"layer {m.layer} {m.module}: {name} {tuple(row.shape)}; this base takes ({out_features},)"
             )
-    if m.module == "embed_tokens" and m.shift is not None:
+    if m.module == "embed_tokens" and m.bias_delta is not None:
         raise ShapeMismatch("the embedding has a shift; an embedding has no bias: give rows")
-    if m.rows is not None:
-        _check_row_shapes(m, m.rows, shape)
+    if m.row_overrides is not None:
+        _check_row_shapes(m, m.row_overrides, shape)
 
 
 def _check_row_shapes(m: LoraModule, rows: ReplacedRows, shape: tuple[int, int]) -> None:
@@ -115,9 +115,9 @@ def _check_row_shapes(m: LoraModule, rows: ReplacedRows, shape: tuple[int, int])
 
 def check_row_ids(m: LoraModule, shape: tuple[int, int]) -> None:
     """Raises: ShapeMismatch: the ids of the module's replaced rows, whose shapes are right, aren't ascending, or one isn't a row of the base's weight."""
-    if m.rows is None:
+    if m.row_overrides is None:
         return
-    ids, num_rows = m.rows.ids, shape[1] if m.module == "embed_tokens" else shape[0]
+    ids, num_rows = m.row_overrides.ids, shape[1] if m.module == "embed_tokens" else shape[0]
     if int(ids[0]) < 0 or int(ids[-1]) >= num_rows or not bool((ids[1:] > ids[:-1]).all()):
         raise ShapeMismatch(
             f"layer {m.layer} {m.module}: ids of rows from {int(ids[0])} to {int(ids[-1])}; they must ascend, and this base "
@@ -127,8 +127,10 @@ def check_row_ids(m: LoraModule, shape: tuple[int, int]) -> None:
 
 def size_of(m: LoraModule) -> ModuleSize:
     """Reads no number of it."""
-    num_rows = 0 if m.rows is None else int(m.rows.ids.shape[0])
-    return ModuleSize(m.layer, m.module, int(m.lora_a.shape[0]), m.delta is not None, m.shift is not None, num_rows)
+    num_rows = 0 if m.row_overrides is None else int(m.row_overrides.ids.shape[0])
+    return ModuleSize(
+        m.layer, m.module, int(m.lora_a.shape[0]), m.dora_delta is not None, m.bias_delta is not None, num_rows
+    )
 
 
 def check_norms(norms: Iterable[ReplacedNorm], num_layers: int, module_shapes: Mapping[str, tuple[int, int]]) -> None:

@@ -105,15 +105,15 @@ class PackedAdapter:
         record = self.records[layer, MODULE_INDEX[module]]
         return self.floats[record[SCALINGS] : record[SCALINGS] + record[RANK]]
 
-    def delta(self, layer: int, module: str) -> Tensor | None:
+    def dora_delta(self, layer: int, module: str) -> Tensor | None:
         """A view of the module's δ, [out_features] float32; None where it has none."""
         return self._row(DELTA, layer, module)
 
-    def shift(self, layer: int, module: str) -> Tensor | None:
+    def bias_delta(self, layer: int, module: str) -> Tensor | None:
         """A view of the module's shift, [out_features] float32; None where it has none."""
         return self._row(SHIFT, layer, module)
 
-    def rows(self, layer: int, module: str) -> PackedRows | None:
+    def row_overrides(self, layer: int, module: str) -> PackedRows | None:
         """The module's replaced rows; None where it has none."""
         index = MODULE_INDEX[module]
         record = self.records[layer, index]

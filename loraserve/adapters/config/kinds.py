@@ -72,5 +72,5 @@ def check_kind(config: Mapping[str, Any]) -> None:
     if isinstance(kind, str) and kind in SERVED:
         return
     name = NOT_SERVED.get(kind, "") if isinstance(kind, str) else ""
-    told = f" ({name})" if name and name != kind else ""
-    raise AdapterUnsupported(f"peft_type is {shown(kind)}{told}, a kind of adapter that isn't served. {served}")
+    label = f" ({name})" if name and name != kind else ""
+    raise AdapterUnsupported(f"peft_type is {shown(kind)}{label}, a kind of adapter that isn't served. {served}")

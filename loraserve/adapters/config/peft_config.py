@@ -165,10 +165,10 @@ class _Reader:
                 f"alora_invocation_tokens is refused with task_type = {shown(self.config.get('task_type'))}: PEFT looks for the tokens only with "
                 "CAUSAL_LM, and would never activate this adapter."
             )
-        beside = [name for name in ("modules_to_save", "trainable_token_indices") if self.config.get(name)]
+        auxiliary = [name for name in ("modules_to_save", "trainable_token_indices") if self.config.get(name)]
         if self.config.get("bias", "none") not in (None, "none"):
-            beside.append("bias")
-        for name in beside:
+            auxiliary.append("bias")
+        for name in auxiliary:
             self._unsupported(
                 f"alora_invocation_tokens is refused together with {name}: in PEFT that acts on every token, those before the invocation "
                 "too, whose keys and values would no longer be the base's."

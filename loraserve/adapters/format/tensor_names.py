@@ -17,7 +17,7 @@ PREFIX = "base_model.model."
 Place = tuple[int, str]
 """(layer, name of a linear or of a norm); the layer is 0 for what is in none."""
 
-# What PEFT writes behind a module's name, by the field of `Pieces` that it becomes.
+# What PEFT writes behind a module's name, by the field of `LinearTensors` that it becomes.
 _SUFFIXES = {
     "lora_a": r"lora_A\.weight",
     "lora_b": r"lora_B\.weight",
@@ -50,11 +50,11 @@ SAVED_AS = {
     "weight_copy": "modules_to_save.weight",
     "bias_copy": "modules_to_save.bias",
 }
-"""PEFT's word for a field of `Pieces` where it is another one."""
+"""PEFT's word for a field of `LinearTensors` where it is another one."""
 
 
 @dataclass(slots=True)
-class Pieces:
+class LinearTensors:
     """What the file holds of one linear, as it holds it."""
 
     lora_a: TensorView | None = None
@@ -77,7 +77,7 @@ class Pieces:
     @property
     def first(self) -> str:
         """PEFT's word for one of them."""
-        part = next(part for part in Pieces.__slots__ if getattr(self, part) is not None)
+        part = next(part for part in LinearTensors.__slots__ if getattr(self, part) is not None)
         return SAVED_AS.get(part, part)
 
 
@@ -169,7 +169,7 @@ class BaseNames:
         """The paths of the linears, for people."""
         return ", ".join(linear.path for linear in self.linears.values() if linear.is_outside == is_outside)
 
-    def told(self, place: Place) -> int | None:
+    def reported_layer(self, place: Place) -> int | None:
         """The layer as problems tell it: None for what is in none."""
         return None if place[1] in OUTSIDE_LAYERS or place[1] == "norm" else place[0]
 
@@ -178,7 +178,7 @@ class BaseNames:
 class Contents:
     """An adapter's file, every tensor in its place; in order of layer, then of the base's linears."""
 
-    linears: dict[Place, Pieces] = field(default_factory=dict)
+    linears: dict[Place, LinearTensors] = field(default_factory=dict)
     norms: dict[Place, TensorView] = field(default_factory=dict)
 
 
@@ -193,7 +193,7 @@ def module_name(base: BaseSpec, layer: int, module: str) -> str:
     return path if module in OUTSIDE_LAYERS else f"{base.layers_path}.{layer}.{path}"
 
 
-def sort_out(tensors: Mapping[str, TensorView], names: BaseNames, problems: Problems) -> Contents:
+def group_tensors(tensors: Mapping[str, TensorView], names: BaseNames, problems: Problems) -> Contents:
     """Every tensor in its place, or a problem."""
     contents = Contents()
     for name, tensor in tensors.items():
@@ -229,15 +229,15 @@ def _put(name: str, tensor: TensorView, names: BaseNames, contents: Contents, pr
     field_name = _field(name, part, linear, problems)
     if field_name is None:
         return
-    pieces = contents.linears.setdefault(place, Pieces())
-    if getattr(pieces, field_name) is not None:
+    stored = contents.linears.setdefault(place, LinearTensors())
+    if getattr(stored, field_name) is not None:
         what = "magnitudes" if field_name == "magnitude" else f"tensors for its {SAVED_AS.get(field_name, field_name)}"
-        problems.add(AdapterFormatError, f"{linear.name} has two {what} {{layers}}.", names.told(place))
-    setattr(pieces, field_name, tensor)
+        problems.add(AdapterFormatError, f"{linear.name} has two {what} {{layers}}.", names.reported_layer(place))
+    setattr(stored, field_name, tensor)
 
 
 def _field(name: str, part: str, linear: Linear, problems: Problems) -> str | None:
-    """The field of `Pieces` that the part is for this linear, or None and a problem."""
+    """The field of `LinearTensors` that the part is for this linear, or None and a problem."""
     text = shown(name, 200)
     is_embedding = linear.name == "embed_tokens"
     if part in ("embedding_a", "embedding_b"):

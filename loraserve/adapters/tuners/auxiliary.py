@@ -9,21 +9,22 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from loraserve.adapters.config.peft_config import LoraSettings
-from loraserve.adapters.format.tensor_names import BaseNames, Pieces, Place, sort_out
+from loraserve.adapters.format.tensor_names import BaseNames, LinearTensors, Place, group_tensors
 from loraserve.adapters.ir import ModuleIR, NormIR, TensorView
 from loraserve.adapters.problems import Problems
 from loraserve.adapters.saved_modules import check_saved, norms_of
+from loraserve.adapters.tuners.factors import slice_rows
 
 _ANY = TensorView("F32", (0,), np.zeros(0, np.float32))
 _NAME = re.compile(r".+\.(?:(?:base_layer|original_module|modules_to_save)\.)?(?:weight|bias)")
 
 
-def is_beside(name: str) -> bool:
+def is_auxiliary(name: str) -> bool:
     """Whether a tensor of that name is no kind's own. (LoRA's end like these.)"""
     return _NAME.fullmatch(name) is not None and ".lora_" not in name
 
 
-class Beside:
+class AuxiliaryTensors:
     """The tensors of a file that are no kind's own, in their places.
 
     Attributes:
@@ -35,18 +36,18 @@ class Beside:
         self, tensors: Mapping[str, TensorView], places: Collection[Place], names: BaseNames, problems: Problems
     ) -> None:
         """`places` are the linears that the kind acts on: PEFT's names of what is beside depend on that."""
-        beside = {name: tensor for name, tensor in tensors.items() if is_beside(name)}
+        auxiliary = {name: tensor for name, tensor in tensors.items() if is_auxiliary(name)}
         self._names = names
         self._problems = problems
-        self._contents = sort_out(beside, names, problems)
+        self._contents = group_tensors(auxiliary, names, problems)
         for place in places:
             # `has_lora` is all that is asked of it
-            self._contents.linears.setdefault(place, Pieces()).lora_a = _ANY
+            self._contents.linears.setdefault(place, LinearTensors()).lora_a = _ANY
         self.norms: tuple[NormIR, ...] = norms_of(self._contents)
         self.saved_base: dict[str, TensorView] = {
-            name: pieces.saved_base
-            for (_, name), pieces in self._contents.linears.items()
-            if pieces.saved_base is not None
+            name: stored.saved_base
+            for (_, name), stored in self._contents.linears.items()
+            if stored.saved_base is not None
         }
 
     def check(self, settings: LoraSettings) -> None:
@@ -56,23 +57,16 @@ class Beside:
     def join(self, modules: Sequence[ModuleIR]) -> list[ModuleIR]:
         """The modules with what was trained beside, in order of layer, then of the base's modules."""
         by_place = {(m.layer, m.module): m for m in modules}
-        for (layer, name), pieces in self._contents.linears.items():
-            bias = pieces.bias if pieces.base_bias is None else pieces.base_bias
-            if pieces.weight is None and bias is None:
+        for (layer, name), stored in self._contents.linears.items():
+            bias = stored.bias if stored.base_bias is None else stored.base_bias
+            if stored.weight is None and bias is None:
                 continue
             parts = self._names.linears[name].parts
             for module, part in parts.items():
                 rows = None if len(parts) == 1 else part
                 found = by_place.get((layer, module), ModuleIR(layer, module))
                 by_place[layer, module] = dataclasses.replace(
-                    found, weight=_part(pieces.weight, rows), bias=_part(bias, rows)
+                    found, weight=slice_rows(stored.weight, rows), bias=slice_rows(bias, rows)
                 )
         order = {module: index for index, module in enumerate(self._names.base.modules)}
         return sorted(by_place.values(), key=lambda m: (m.layer, order[m.module]))
-
-
-def _part(tensor: TensorView | None, rows: slice | None) -> TensorView | None:
-    if tensor is None or rows is None:
-        return tensor
-    array = tensor.array[rows]
-    return TensorView(tensor.dtype, array.shape, array)

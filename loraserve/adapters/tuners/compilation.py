@@ -14,7 +14,7 @@ from loraserve.adapters.ir import AdapterIR, ModuleIR, TensorView
 from loraserve.adapters.problems import Problems
 from loraserve.adapters.strict_json import shown
 from loraserve.adapters.target_modules import is_name_targeted
-from loraserve.adapters.tuners.auxiliary import Beside, is_beside
+from loraserve.adapters.tuners.auxiliary import AuxiliaryTensors, is_auxiliary
 from loraserve.adapters.tuners.factors import Factors, as_view, num_bytes
 from loraserve.adapters.tuners.fields import number, refusals
 from loraserve.errors import AdapterBaseMismatch, AdapterFormatError, AdapterRejected, AdapterUnsupported
@@ -42,7 +42,7 @@ class Compilation:
         places: linear of the base's checkpoint → the kind's name for a tensor (``hada_w1_a``) → the tensor; in order of layer, then of the
             base's linears.
         shared: tensors of the whole adapter, by their names.
-        beside: what was trained beside.
+        auxiliary: tensors that were trained beside the kind's own.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class Compilation:
             self.unsupported(message)
         self.settings = self._read_settings(table, rank, alpha)
         self.shared = {name: tensors[name] for name in shared if name in tensors}
-        own = {name: tensor for name, tensor in tensors.items() if name not in self.shared and not is_beside(name)}
-        self.places = self._sort_out(parts, own)
-        self.beside = Beside(tensors, self.places, self.names, self._problems)
+        own = {name: tensor for name, tensor in tensors.items() if name not in self.shared and not is_auxiliary(name)}
+        self.places = self._group_tensors(parts, own)
+        self.auxiliary = AuxiliaryTensors(tensors, self.places, self.names, self._problems)
         if self.settings is not None:
-            self._check_reach(self.settings)
-            self.beside.check(self.settings)
+            self._check_targets(self.settings)
+            self.auxiliary.check(self.settings)
         self._ranks, self._alphas = self._match_patterns()
 
     def linear(self, place: Place) -> Linear:
@@ -94,7 +94,7 @@ class Compilation:
         self._add(AdapterBaseMismatch, message, place)
 
     def _add(self, kind: type[AdapterRejected], message: str, place: Place | None) -> None:
-        self._problems.add(kind, message, None if place is None else self.names.told(place))
+        self._problems.add(kind, message, None if place is None else self.names.reported_layer(place))
 
     def rank(self, place: Place) -> int:
         """By r and rank_pattern, as PEFT reads them; 1 where the config is malformed."""
@@ -184,13 +184,13 @@ class Compilation:
         if not self.places and not self._problems.by_message:
             self.malformed(f"The file holds no tensors of {self.kind}.")
         self._problems.raise_if_any()
-        modules = self.beside.join(modules)
+        modules = self.auxiliary.join(modules)
         dtypes = {t.dtype for m in modules for t in (m.lora_a, m.lora_b, m.weight) if t is not None}
         return AdapterIR(
             modules=tuple(modules),
             dtype=dtypes.pop() if len(dtypes) == 1 else "F32",
-            saved_base=self.beside.saved_base,
-            norms=self.beside.norms,
+            saved_base=self.auxiliary.saved_base,
+            norms=self.auxiliary.norms,
             kind=self.kind,
         )
 
@@ -222,7 +222,9 @@ class Compilation:
             first_matches([p for p, _ in self.settings.alpha_pattern], names),
         )
 
-    def _sort_out(self, parts: Sequence[str], tensors: Mapping[str, TensorView]) -> dict[Place, dict[str, TensorView]]:
+    def _group_tensors(
+        self, parts: Sequence[str], tensors: Mapping[str, TensorView]
+    ) -> dict[Place, dict[str, TensorView]]:
         places: dict[Place, dict[str, TensorView]] = {}
         for name, tensor in tensors.items():
             path, _, part = name.rpartition(".")
@@ -272,7 +274,7 @@ class Compilation:
                 f"{text} isn't one of the tensors of {self.kind}, which are {', '.join(parts)}; only these are served."
             )
 
-    def _check_reach(self, settings: LoraSettings) -> None:
+    def _check_targets(self, settings: LoraSettings) -> None:
         """The linears that the config would give an update must be those that have tensors."""
         for place in self.names.places():
             linear = self.linear(place)

@@ -61,3 +61,11 @@ def kronecker(w1: Factors, w2: Factors) -> Factors:
 def num_bytes(rank: int, shape: tuple[int, int]) -> int:
     """What a pair of that rank takes, for a linear of (out_features, in_features)."""
     return 4 * rank * (shape[0] + shape[1])
+
+
+def slice_rows(tensor: TensorView | None, rows: slice | None) -> TensorView | None:
+    """Return these rows of a tensor, as a view; the tensor itself where `rows` is None."""
+    if tensor is None or rows is None:
+        return tensor
+    array = tensor.array[rows]
+    return TensorView(tensor.dtype, array.shape, array)

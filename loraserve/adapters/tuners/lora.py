@@ -10,12 +10,13 @@ import numpy as np
 
 from loraserve.adapters.config.patterns import first_matches
 from loraserve.adapters.config.peft_config import LoraSettings, read_settings
-from loraserve.adapters.format.tensor_names import BaseNames, Contents, Linear, Pieces, sort_out
+from loraserve.adapters.format.tensor_names import BaseNames, Contents, Linear, LinearTensors, group_tensors
 from loraserve.adapters.ir import OUTSIDE_LAYERS, AdapterIR, ModuleIR, TensorView
 from loraserve.adapters.problems import Problems
 from loraserve.adapters.saved_modules import check_saved, norms_of, shape_words, vocabulary_problem
-from loraserve.adapters.target_modules import check_reach, ties_lora
+from loraserve.adapters.target_modules import check_targets, ties_lora
 from loraserve.adapters.trained_tokens import TokenRows, trained_tokens
+from loraserve.adapters.tuners.factors import slice_rows
 from loraserve.errors import AdapterBaseMismatch, AdapterFormatError, AdapterUnsupported
 from loraserve.limits import LIMITS, Limits
 from loraserve.types import BaseSpec
@@ -34,10 +35,10 @@ def compile_lora(
     for problem in config_problems:
         problems.add(AdapterUnsupported if problem.is_unsupported else AdapterFormatError, problem.message)
     names = BaseNames(base)
-    contents = sort_out(tensors, names, problems)
+    contents = group_tensors(tensors, names, problems)
     rows: dict[str, TokenRows] = {}
     if settings is not None:
-        check_reach(settings, contents, names, problems)
+        check_targets(settings, contents, names, problems)
         check_saved(settings, contents, names, problems)
         rows = trained_tokens(settings, contents, names, problems)
     modules = [*_Modules(settings, contents, names, limits, problems).compiled()]
@@ -51,9 +52,9 @@ def compile_lora(
         # bfloat16 and float16 hold different numbers; float32 holds both
         dtype=dtypes.pop() if len(dtypes) == 1 else "F32",
         saved_base={
-            module: pieces.saved_base
-            for (_, module), pieces in contents.linears.items()
-            if pieces.saved_base is not None
+            module: stored.saved_base
+            for (_, module), stored in contents.linears.items()
+            if stored.saved_base is not None
         },
         norms=norms_of(contents),
         invocation_token_ids=settings.invocation_token_ids if settings is not None else (),
@@ -83,44 +84,46 @@ class _Modules:
         whole_names = {place: self.names.of(place) for place in linears}
         ranks = first_matches([p for p, _ in settings.rank_pattern], whole_names.values()) if settings else {}
         alphas = first_matches([p for p, _ in settings.alpha_pattern], whole_names.values()) if settings else {}
-        if not any(pieces.has_lora for pieces in linears.values()) and not self.problems.by_message:
+        if not any(stored.has_lora for stored in linears.values()) and not self.problems.by_message:
             self.problems.add(AdapterFormatError, "The file holds no lora_A and lora_B.")
         if settings is not None:
             self._check_invocation(settings)
-        for place, pieces in linears.items():
-            linear, told = self.names.linears[place[1]], self.names.told(place)
+        for place, stored in linears.items():
+            linear, reported_layer = self.names.linears[place[1]], self.names.reported_layer(place)
             rank, scaling = 0, 1.0
-            if pieces.has_lora:
-                if not self._has_both(linear, pieces, told):
+            if stored.has_lora:
+                if not self._has_both(linear, stored, reported_layer):
                     continue
                 if settings is not None:
-                    self._check_magnitude(linear, pieces.magnitude, settings, told)
-                    self._check_lora_bias(linear, pieces.lora_bias, settings, told)
-                assert pieces.lora_a is not None and pieces.lora_b is not None  # noqa: S101, PT018 (_has_both)
-                if not self._fits(linear, pieces.lora_a, pieces.lora_b, told) or settings is None:
+                    self._check_magnitude(linear, stored.magnitude, settings, reported_layer)
+                    self._check_lora_bias(linear, stored.lora_bias, settings, reported_layer)
+                assert stored.lora_a is not None and stored.lora_b is not None  # noqa: S101, PT018 (_has_both)
+                if not self._fits(linear, stored.lora_a, stored.lora_b, reported_layer) or settings is None:
                     continue
                 name = whole_names[place]
                 rank = settings.rank_pattern[ranks[name]][1] if name in ranks else settings.r
-                if not self._has_rank(linear, pieces.lora_a.shape[0], rank, told):
+                if not self._has_rank(linear, stored.lora_a.shape[0], rank, reported_layer):
                     continue
                 alpha = settings.alpha_pattern[alphas[name]][1] if name in alphas else settings.lora_alpha
-                scaling = self._scaling(linear, settings, alpha, rank, told)
-            if pieces.has_lora or pieces.weight is not None or pieces.bias is not None:
-                yield from _split(place[0], linear, pieces, rank, scaling)
+                scaling = self._scaling(linear, settings, alpha, rank, reported_layer)
+            if stored.has_lora or stored.weight is not None or stored.bias is not None:
+                yield from _split(place[0], linear, stored, rank, scaling)
 
-    def _has_both(self, linear: Linear, pieces: Pieces, told: int | None) -> bool:
-        missing = "lora_A" if pieces.lora_a is None else "lora_B" if pieces.lora_b is None else None
+    def _has_both(self, linear: Linear, stored: LinearTensors, reported_layer: int | None) -> bool:
+        missing = "lora_A" if stored.lora_a is None else "lora_B" if stored.lora_b is None else None
         if missing is not None:
             self.problems.add(
-                AdapterFormatError, f"{linear.name} has {pieces.first} and no {missing} {{layers}}.", told
+                AdapterFormatError, f"{linear.name} has {stored.first} and no {missing} {{layers}}.", reported_layer
             )
         return missing is None
 
-    def _fits(self, linear: Linear, a: TensorView, b: TensorView, told: int | None) -> bool:
+    def _fits(self, linear: Linear, a: TensorView, b: TensorView, reported_layer: int | None) -> bool:
         name, base = linear.name, self.names.base
         flat = [side for side, tensor in (("lora_A", a), ("lora_B", b)) if len(tensor.shape) != 2]
         for side in flat:
-            self.problems.add(AdapterFormatError, f"{name}.{side} isn't a matrix {{layers}}; expected 2 dims.", told)
+            self.problems.add(
+                AdapterFormatError, f"{name}.{side} isn't a matrix {{layers}}; expected 2 dims.", reported_layer
+            )
         if flat:
             return False
         if a.shape[1] != linear.in_features:
@@ -133,7 +136,7 @@ class _Modules:
                 message = vocabulary_problem(
                     "The table that embed_tokens' LoRA was trained on", a.shape[1], base.vocab_size
                 )
-            self.problems.add(AdapterBaseMismatch, message, told)
+            self.problems.add(AdapterBaseMismatch, message, reported_layer)
         if b.shape[0] != linear.out_features:
             message = (
                 f"The adapter was trained for {name}'s output size {b.shape[0]} ({name}.lora_B is {shape_words(b)} "
@@ -141,64 +144,74 @@ class _Modules:
             )
             if name == "lm_head":
                 message = vocabulary_problem("The head that lm_head's LoRA was trained on", b.shape[0], base.vocab_size)
-            self.problems.add(AdapterBaseMismatch, message, told)
+            self.problems.add(AdapterBaseMismatch, message, reported_layer)
         if a.shape[0] != b.shape[1]:
             self.problems.add(
                 AdapterFormatError,
                 f"{name}.lora_A has rank {a.shape[0]} and {name}.lora_B has rank {b.shape[1]} {{layers}}; they must be equal.",
-                told,
+                reported_layer,
             )
         return (a.shape[1], b.shape[0], a.shape[0]) == (linear.in_features, linear.out_features, b.shape[1])
 
-    def _has_rank(self, linear: Linear, found: int, meant: int, told: int | None) -> bool:
+    def _has_rank(self, linear: Linear, found: int, meant: int, reported_layer: int | None) -> bool:
         if found != meant:
             self.problems.add(
                 AdapterFormatError,
                 f"{linear.name} has rank {found} {{layers}}; the config says {meant} (r, rank_pattern).",
-                told,
+                reported_layer,
             )
         return found == meant
 
-    def _scaling(self, linear: Linear, settings: LoraSettings, alpha: float, rank: int, told: int | None) -> float:
+    def _scaling(
+        self, linear: Linear, settings: LoraSettings, alpha: float, rank: int, reported_layer: int | None
+    ) -> float:
         scaling = settings.scaling(alpha, rank)
         if abs(scaling) > self.limits.max_scaling:
             self.problems.add(
                 AdapterFormatError,
                 f"{linear.name} has scaling {scaling:g} {{layers}} (alpha {alpha:g}, rank {rank}); at most {self.limits.max_scaling:g} is taken.",
-                told,
+                reported_layer,
             )
         return scaling
 
     def _check_magnitude(
-        self, linear: Linear, magnitude: TensorView | None, settings: LoraSettings, told: int | None
+        self, linear: Linear, magnitude: TensorView | None, settings: LoraSettings, reported_layer: int | None
     ) -> None:
-        self._check_vector(linear, "lora_magnitude_vector", magnitude, "use_dora", settings.use_dora, told)
+        self._check_vector(linear, "lora_magnitude_vector", magnitude, "use_dora", settings.use_dora, reported_layer)
 
     def _check_lora_bias(
-        self, linear: Linear, bias: TensorView | None, settings: LoraSettings, told: int | None
+        self, linear: Linear, bias: TensorView | None, settings: LoraSettings, reported_layer: int | None
     ) -> None:
         if linear.name == "embed_tokens":
             if settings.lora_bias:
                 message = "lora_bias is true, and the file has LoRA on embed_tokens; PEFT has no such adapters."
                 self.problems.add(AdapterUnsupported, message)
             return
-        self._check_vector(linear, "lora_B.bias", bias, "lora_bias", settings.lora_bias, told)
+        self._check_vector(linear, "lora_B.bias", bias, "lora_bias", settings.lora_bias, reported_layer)
 
     def _check_vector(
-        self, linear: Linear, part: str, tensor: TensorView | None, flag: str, is_meant: bool, told: int | None
+        self,
+        linear: Linear,
+        part: str,
+        tensor: TensorView | None,
+        flag: str,
+        is_meant: bool,
+        reported_layer: int | None,
     ) -> None:
         name = linear.name
         if tensor is None:
             if is_meant:
-                self.problems.add(AdapterFormatError, f"{flag} is true, and {name} has no {part} {{layers}}.", told)
+                self.problems.add(
+                    AdapterFormatError, f"{flag} is true, and {name} has no {part} {{layers}}.", reported_layer
+                )
         elif not is_meant:
             message = f"{name} has a {part} {{layers}}; the config's {flag} is false."
-            self.problems.add(AdapterFormatError, message, told)
+            self.problems.add(AdapterFormatError, message, reported_layer)
         elif tensor.shape != (linear.out_features,):
             self.problems.add(
                 AdapterBaseMismatch,
                 f"{name}.{part} is {shape_words(tensor)} {{layers}}; this base takes {linear.out_features} numbers.",
-                told,
+                reported_layer,
             )
 
     def _check_invocation(self, settings: LoraSettings) -> None:
@@ -210,7 +223,7 @@ class _Modules:
                 AdapterBaseMismatch,
                 f"alora_invocation_tokens has token {beyond[0]:,}; this base has {vocab:,} tokens (0 to {vocab - 1:,}).",
             )
-        embedding = self.contents.linears.get((0, "embed_tokens"), Pieces())
+        embedding = self.contents.linears.get((0, "embed_tokens"), LinearTensors())
         if settings.invocation_token_ids and embedding.has_lora:
             self.problems.add(
                 AdapterUnsupported,
@@ -218,9 +231,9 @@ class _Modules:
             )
 
 
-def _split(layer: int, linear: Linear, pieces: Pieces, rank: int, scaling: float) -> Iterator[ModuleIR]:
+def _split(layer: int, linear: Linear, stored: LinearTensors, rank: int, scaling: float) -> Iterator[ModuleIR]:
     """The linear's parts, each with its rows of what the linear gives. lora_A is all of theirs."""
-    bias = pieces.bias if pieces.base_bias is None else pieces.base_bias
+    bias = stored.bias if stored.base_bias is None else stored.base_bias
     for module, part in linear.parts.items():
         rows = None if len(linear.parts) == 1 else part
         yield ModuleIR(
@@ -228,20 +241,13 @@ def _split(layer: int, linear: Linear, pieces: Pieces, rank: int, scaling: float
             module,
             rank,
             scaling,
-            lora_a=pieces.lora_a,
-            lora_b=_rows(pieces.lora_b, rows),
-            magnitude=_rows(pieces.magnitude, rows),
-            lora_bias=_rows(pieces.lora_bias, rows),
-            bias=_rows(bias, rows),
-            weight=_rows(pieces.weight, rows),
+            lora_a=stored.lora_a,
+            lora_b=slice_rows(stored.lora_b, rows),
+            magnitude=slice_rows(stored.magnitude, rows),
+            lora_bias=slice_rows(stored.lora_bias, rows),
+            bias=slice_rows(bias, rows),
+            weight=slice_rows(stored.weight, rows),
         )
-
-
-def _rows(tensor: TensorView | None, rows: slice | None) -> TensorView | None:
-    if tensor is None or rows is None:
-        return tensor
-    array = tensor.array[rows]
-    return TensorView(tensor.dtype, array.shape, array)
 
 
 def _with_rows(modules: list[ModuleIR], rows: Mapping[str, TokenRows], base: BaseSpec) -> list[ModuleIR]:
@@ -258,7 +264,7 @@ def _with_rows(modules: list[ModuleIR], rows: Mapping[str, TokenRows], base: Bas
 
 def _check_tied_lora(contents: Contents, problems: Problems) -> None:
     """With ensure_weight_tying, PEFT gives a head that is tied to the embedding the embedding's LoRA, whatever a file says."""
-    head, embedding = (contents.linears.get((0, module), Pieces()) for module in OUTSIDE_LAYERS)
+    head, embedding = (contents.linears.get((0, module), LinearTensors()) for module in OUTSIDE_LAYERS)
     is_one = _is_transposed(head.lora_a, embedding.lora_b) and _is_transposed(head.lora_b, embedding.lora_a)
     if head.has_lora and embedding.has_lora and not is_one:
         problems.add(

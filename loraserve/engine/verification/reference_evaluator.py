@@ -20,7 +20,7 @@ from loraserve.limits import MIB
 from loraserve.memory.loading.base_weights import background_compute
 from loraserve.memory.loading.load import read_blobs
 from loraserve.memory.loading.lowering import with_saved_base
-from loraserve.model.reference_model import Evaluation, PlainBase, Stopped, Subject, evaluate
+from loraserve.model.reference_model import Evaluation, ReferenceBase, Stopped, Subject, evaluate
 from loraserve.types import AdapterRef, BaseSpec
 
 ResultT = TypeVar("ResultT")
@@ -85,7 +85,7 @@ class ReferenceEvaluator:
     """
 
     def __init__(
-        self, base: PlainBase, spec: BaseSpec, store: BlobStore, when_read: Callable[[], None], throttle: Throttle
+        self, base: ReferenceBase, spec: BaseSpec, store: BlobStore, when_read: Callable[[], None], throttle: Throttle
     ) -> None:
         """
         Args:

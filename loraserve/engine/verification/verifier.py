@@ -49,7 +49,7 @@ from loraserve.errors import (
 )
 from loraserve.limits import LIMITS
 from loraserve.memory.loading.base_weights import background_compute
-from loraserve.model.reference_model import Evaluation, PlainBase
+from loraserve.model.reference_model import Evaluation, ReferenceBase
 from loraserve.types import AdapterRef, Certificate, FinishReason, RequestId, TokenOutput
 
 logger = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ class Verifier(StepListener):
     def __init__(
         self,
         engine: Engine,
-        base: PlainBase,
+        base: ReferenceBase,
         store: BlobStore,
         *,
         throttle: Throttle | None = None,
@@ -181,7 +181,7 @@ class Verifier(StepListener):
         )
 
     @property
-    def base(self) -> PlainBase:
+    def base(self) -> ReferenceBase:
         """Resident base; the reference evaluation reads its weights."""
         return self._base
 

@@ -29,7 +29,7 @@ from loraserve.limits import GIB, MIB
 from loraserve.model.checkpoint.blueprint import context_len
 from loraserve.model.checkpoint.original import OriginalBase
 from loraserve.model.config.model_config import read_config
-from loraserve.model.reference_model import PlainBase, Subject, evaluate
+from loraserve.model.reference_model import ReferenceBase, Subject, evaluate
 from loraserve.text.passage import PASSAGE
 from loraserve.text.tokenizer import Tokenizer
 from loraserve.types import FinishReason, RequestId, Rounding, RoundingCost
@@ -151,7 +151,7 @@ def _windows(token_ids: Sequence[int], max_model_len: int) -> list[list[int]]:
     return windows
 
 
-def _reference_logits(base: PlainBase, inputs: Sequence[Sequence[int]]) -> Tensor:
+def _reference_logits(base: ReferenceBase, inputs: Sequence[Sequence[int]]) -> Tensor:
     """Return every position's logits, [num_positions, vocab_size], in the host's memory."""
     # a subject without terms is the base, whose logits needn't be computed a second time
     (found,) = evaluate(base, [Subject(inputs, (), known_base=())])

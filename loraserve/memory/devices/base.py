@@ -192,7 +192,7 @@ def refuse_out_of_range(modules: Iterable[LoraModule], stored: torch.dtype, dtyp
     if not dtype.is_floating_point or torch.finfo(dtype).max >= torch.finfo(stored).max:
         return
     for m in modules:
-        rows = m.lora_a[:0] if m.rows is None else m.rows.weight
+        rows = m.lora_a[:0] if m.row_overrides is None else m.row_overrides.weight
         for name, matrix in (("lora_A", m.lora_a), ("lora_B", m.lora_b), ("weight", rows)):
             # a module may have no ranks
             # no copy of a whole head

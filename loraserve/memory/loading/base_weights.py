@@ -91,12 +91,14 @@ def _adapted_pieces(weights: BaseWeights, m: LoraModule) -> Iterator[Tensor]:
     start = 0
     for block in _pieces(weights, m.layer, m.module):
         end = start + block.shape[0]
-        if m.rows is not None:
-            first, last = torch.searchsorted(m.rows.ids, torch.tensor([start, end], dtype=torch.int32)).tolist()
+        if m.row_overrides is not None:
+            first, last = torch.searchsorted(
+                m.row_overrides.ids, torch.tensor([start, end], dtype=torch.int32)
+            ).tolist()
             if first < last:
                 block = block.clone()
-                places = m.rows.ids[first:last].to(block.device, torch.int64) - start
-                block[places] = m.rows.weight[first:last].to(block.device, torch.float32)
+                places = m.row_overrides.ids[first:last].to(block.device, torch.int64) - start
+                block[places] = m.row_overrides.weight[first:last].to(block.device, torch.float32)
         yield block
         start = end
 

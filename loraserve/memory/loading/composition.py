@@ -90,9 +90,9 @@ def _what_does_not_add_up(lowered: LoweredAdapter) -> str | None:
     for m in lowered.modules:
         if (m.layer, m.module) in lowered.magnitudes:
             return f"magnitudes (DoRA) on {module_label(m)}"
-        if m.delta is not None:
+        if m.dora_delta is not None:
             return f"a factor of its own (IA3) on {module_label(m)}"
-        if m.rows is not None:
+        if m.row_overrides is not None:
             return f"a trained weight of {module_label(m)} itself"
     return None
 
@@ -105,7 +105,7 @@ def _sum(terms: Sequence[tuple[LoraModule, float]], stored: torch.dtype) -> Lora
         torch.cat([m.lora_a.to(stored) for m, _ in terms]),
         torch.cat([m.lora_b.to(stored) for m, _ in terms], 1),
         torch.cat([weight * _scalings(m) for m, weight in terms]),
-        shift=_sum_shifts((m.shift, weight) for m, weight in terms),
+        bias_delta=_sum_shifts((m.bias_delta, weight) for m, weight in terms),
     )
 
 

@@ -162,5 +162,5 @@ def _as_served(
             served.append(m)
             continue
         with background_compute(require_base_weights(weights).device):
-            served.append(replace(m, delta=dora_delta(held, magnitude, require_base_weights(weights))))
+            served.append(replace(m, dora_delta=dora_delta(held, magnitude, require_base_weights(weights))))
     return served, lost

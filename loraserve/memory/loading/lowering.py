@@ -72,12 +72,16 @@ def lower(ir: AdapterIR, base: BaseSpec, weights: BaseWeights | None) -> Lowered
         stored = FILE_DTYPES[ir.dtype]
         modules = [_lower(m, base, stored, weights) for m in ir.modules]
         magnitudes = {
-            (m.layer, m.module): lowered.delta
+            (m.layer, m.module): lowered.dora_delta
             for m, lowered in zip(ir.modules, modules, strict=True)
-            if m.magnitude is not None and lowered.delta is not None
+            if m.magnitude is not None and lowered.dora_delta is not None
         }
         # a weight that was saved as the base has it changes nothing
-        changing = tuple(m for m in modules if m.lora_a.shape[0] or (m.delta, m.shift, m.rows) != (None, None, None))
+        changing = tuple(
+            m
+            for m in modules
+            if m.lora_a.shape[0] or (m.dora_delta, m.bias_delta, m.row_overrides) != (None, None, None)
+        )
         norms = tuple(ReplacedNorm(n.layer, n.norm, as_tensor(n.weight).float() + base.norm_offset) for n in ir.norms)
     return LoweredAdapter(changing, norms, stored, magnitudes, ir.invocation_token_ids)
 

@@ -1,4 +1,4 @@
-"""A checkpoint's own weights as a `PlainBase`: float32 as the files mean them, rounded to nothing, and read a block of rows at a time while they are multiplied."""
+"""A checkpoint's own weights as a `ReferenceBase`: float32 as the files mean them, rounded to nothing, and read a block of rows at a time while they are multiplied."""
 
 from __future__ import annotations
 

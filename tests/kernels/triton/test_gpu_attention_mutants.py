@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from loraserve_kernels.gpu.attention import kernel as attend
+from loraserve_kernels.gpu.attention import kernel as attention_kernel
 from loraserve_kernels.gpu.attention import paged as gpu_attention
 from loraserve_kernels.gpu.attention.plan import (
     ITEM,
@@ -51,8 +51,8 @@ def is_caught(step: Attending, window: int | None = None, soft_cap: float | None
 
 def mutated(name: str, old: str, new: str, folder: Path) -> Any:
     """The kernel with one piece of its module's source replaced."""
-    source = inspect.getsource(attend)
-    assert source.count(old) == 1, f"attend.py has {source.count(old)} times: {old}"
+    source = inspect.getsource(attention_kernel)
+    assert source.count(old) == 1, f"attention_kernel.py has {source.count(old)} times: {old}"
     path = folder / "attend_mutant.py"
     path.write_text(source.replace(old, new))
     spec = importlib.util.spec_from_file_location(path.stem, path)

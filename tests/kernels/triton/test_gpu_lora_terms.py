@@ -91,10 +91,10 @@ def test_an_adapters_tokens_take_the_bases_place(
     step = make_step(
         fleet, [d, 0, a, whole, *[b] * 40, *[d] * 20, 0, c, whole], "embed", y_dtype=y_dtype, block_m=block_m
     )
-    ids = fleet.packed[b].rows(0, "embed_tokens").ids.long()
+    ids = fleet.packed[b].row_overrides(0, "embed_tokens").ids.long()
     # the first, the last and others that are replaced, their neighbours, the ends of the vocabulary
     step.x[4:24] = torch.cat((ids[:8], ids[-8:], ids[:2] + 1, torch.tensor([0, vocab_size - 1])))
-    step.x[44:50] = fleet.packed[d].rows(0, "embed_tokens").ids.long()[::12]
+    step.x[44:50] = fleet.packed[d].row_overrides(0, "embed_tokens").ids.long()[::12]
     assert step.is_right()
 
 
@@ -129,7 +129,7 @@ def test_nan_in_a_replaced_row_stays_in_its_column() -> None:
     rows = ReplacedRows(torch.tensor([3, 9], dtype=torch.int32), torch.randn(2, 256))
     rows.weight[1, 5] = float("nan")
     slot = fleet.add(
-        [LoraModule(0, "lm_head", torch.zeros(0, 256), torch.zeros(384, 0), 1.0, rows=rows)], torch.float16
+        [LoraModule(0, "lm_head", torch.zeros(0, 256), torch.zeros(384, 0), 1.0, row_overrides=rows)], torch.float16
     )
     y = make_step(fleet, [slot, fleet.slots[0], 0], "lm_head").run()
     assert y[0].isnan().nonzero().flatten().tolist() == [9]

@@ -42,12 +42,14 @@ def replacing(site: str) -> Step:
     fleet = Fleet([2, 3], EVEN, torch.float16, stored=[torch.float16, torch.int8], num_rows={module: 150})
     a, b = fleet.slots
     few = random_modules({module: 0}, EVEN, torch.float16, num_rows={module: 3})[0]
-    assert few.rows is not None
+    assert few.row_overrides is not None
     # each at its own place
-    c = fleet.add([replace(few, rows=ReplacedRows(torch.arange(3).int(), few.rows.weight))], torch.float16)
+    c = fleet.add(
+        [replace(few, row_overrides=ReplacedRows(torch.arange(3).int(), few.row_overrides.weight))], torch.float16
+    )
     step = make_step(fleet, [0, c, a, b, 0, *[b] * 18, c], site, y_dtype=torch.float32, has_bias=site == "lm_head")
     if site == "embed":
-        replaced = fleet.packed[b].rows(0, module)
+        replaced = fleet.packed[b].row_overrides(0, module)
         assert replaced is not None
         ids, is_replaced = replaced.ids.long(), torch.zeros(EVEN[module][1], dtype=torch.bool)
         is_replaced[ids] = True

@@ -21,7 +21,7 @@ from loraserve.engine.verification import reference_evaluator as module
 from loraserve.engine.verification.reference_evaluator import Reference, ReferenceEvaluator
 from loraserve.engine.worker.startup import build_engine
 from loraserve.errors import AdapterCorrupt
-from loraserve.model.reference_model import Evaluation, PlainBase, Stopped, Subject
+from loraserve.model.reference_model import Evaluation, ReferenceBase, Stopped, Subject
 from loraserve.types import Digest
 
 from .conftest import World
@@ -71,7 +71,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     seen: list[tuple[int, int]] = []
     evaluate = module.evaluate
 
-    def counted(base: PlainBase, subjects: Sequence[Subject], **options: Any) -> list[Evaluation]:
+    def counted(base: ReferenceBase, subjects: Sequence[Subject], **options: Any) -> list[Evaluation]:
         seen.append((len(subjects), threading.get_native_id()))
         return evaluate(base, subjects, **options)
 
@@ -112,7 +112,7 @@ def test_one_that_cannot_be_evaluated_is_the_only_one_without(
 ) -> None:
     evaluate = module.evaluate
 
-    def failing(base: PlainBase, subjects: Sequence[Subject], **options: Any) -> list[Evaluation]:
+    def failing(base: ReferenceBase, subjects: Sequence[Subject], **options: Any) -> list[Evaluation]:
         if any(subject.terms[0][0].modules[0].rank == 8 for subject in subjects):
             raise RuntimeError("of r8")
         return evaluate(base, subjects, **options)

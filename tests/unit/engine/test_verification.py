@@ -31,7 +31,7 @@ from loraserve.engine_client.messages import VerifyReply
 from loraserve.limits import LIMITS
 from loraserve.memory.devices.cpu import CpuDevice
 from loraserve.memory.kv.prefix_cache import Activation
-from loraserve.model.reference_model import Evaluation, PlainBase, Subject
+from loraserve.model.reference_model import Evaluation, ReferenceBase, Subject
 from loraserve.types import AdapterRef, Certificate, Digest, TokenOutput
 from loraserve_kernels.common.plan import make_plan
 from loraserve_kernels.cpu.lora.layout import LoraModule
@@ -95,7 +95,7 @@ def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[Subject]]:
     passes: list[Sequence[Subject]] = []
     evaluate = references.evaluate
 
-    def noted(base: PlainBase, subjects: Sequence[Subject], **options: Any) -> list[Evaluation]:
+    def noted(base: ReferenceBase, subjects: Sequence[Subject], **options: Any) -> list[Evaluation]:
         passes.append(subjects)
         return evaluate(base, subjects, **options)
 
@@ -294,10 +294,10 @@ def test_base_that_rounds_hides_no_grave_mistake(
 
 
 IGNORED: dict[str, Callable[[Modules], Modules]] = {
-    "dora": lambda modules: [replace(m, delta=None) for m in modules],
-    "biases": lambda modules: [replace(m, shift=None) for m in modules],
+    "dora": lambda modules: [replace(m, dora_delta=None) for m in modules],
+    "biases": lambda modules: [replace(m, bias_delta=None) for m in modules],
     "whole modules": lambda modules: [m for m in modules if m.module != "o_proj"],
-    "tokens": lambda modules: [m for m in modules if m.rows is None],
+    "tokens": lambda modules: [m for m in modules if m.row_overrides is None],
     "ia3": lambda modules: [m for m in modules if m.module != "k_proj"],
 }
 

@@ -264,7 +264,7 @@ def test_weights_come_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert max(block.shape[0] for block in serving.decoder.weight_rows(0, "lm_head")) == 7
     cut = serving.load(tmp_path / "adapter-0")
     for module in ("embed_tokens", "lm_head", "k_proj"):
-        torch.testing.assert_close(cut.delta(0, module), whole.delta(0, module), atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(cut.dora_delta(0, module), whole.dora_delta(0, module), atol=1e-6, rtol=1e-5)
 
 
 COPIES: dict[str, Callable[[Tensor], Tensor]] = {

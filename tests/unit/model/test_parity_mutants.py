@@ -75,9 +75,9 @@ MUTANTS: dict[str, Patch] = {
     "pattern ignored": ignore_alpha_patterns,
     "layer dropped": drop_a_layer,
     "slot swapped": swap_slots,
-    "magnitude ignored": lowers(lambda m: replace(m, delta=None)),
-    "bias ignored": lowers(lambda m: replace(m, shift=None)),
-    "saved rows ignored": lowers(lambda m: replace(m, rows=None)),
+    "magnitude ignored": lowers(lambda m: replace(m, dora_delta=None)),
+    "bias ignored": lowers(lambda m: replace(m, bias_delta=None)),
+    "saved rows ignored": lowers(lambda m: replace(m, row_overrides=None)),
     "saved norms ignored": forget_norms,
     "invocation ignored": act_everywhere,
     "rank dropped": lowers(

@@ -213,17 +213,17 @@ def warm_up() -> None:
 
 @functools.cache
 def _kernel() -> tuple[Callable[[int], None], int, Any]:
-    from loraserve_kernels.cpu.attention import kernel as cpu_attention
+    from loraserve_kernels.cpu.attention import kernel as attention_kernel
 
-    handle = cpu_attention.compiled()
+    handle = attention_kernel.compiled()
     return handle.ctypes, handle.address, handle
 
 
 @functools.cache
 def _store_kernel() -> tuple[Callable[[int], None], int, Any]:
-    from loraserve_kernels.cpu.attention import kernel as cpu_attention
+    from loraserve_kernels.cpu.attention import kernel as attention_kernel
 
-    handle = cpu_attention.compiled_store()
+    handle = attention_kernel.compiled_store()
     return handle.ctypes, handle.address, handle
 
 
@@ -258,7 +258,7 @@ def _attend_numba(
     sliding_window: int | None,
     soft_cap: float | None,
 ) -> None:
-    from loraserve_kernels.cpu.attention import kernel as words
+    from loraserve_kernels.cpu.attention import kernel as attention_kernel
 
     num_kv_heads, group = k_cache.shape[1], q.shape[1] // k_cache.shape[1]
     call, address, _ = _kernel()
@@ -266,9 +266,9 @@ def _attend_numba(
     num_threads = threads.num_threads() if num_bytes >= _MIN_PARALLEL_BYTES else 1
     # one slot behind a row's weights for their sum
     scratch_row = plan.num_scores + 1
-    scratch = torch.empty(num_threads * words.ROW_TILE * group * scratch_row)
-    args = np.zeros(words.NUM_WORDS, dtype=np.int64)
-    args[words.Q : words.NUM_WORDS] = (
+    scratch = torch.empty(num_threads * attention_kernel.ROW_TILE * group * scratch_row)
+    args = np.zeros(attention_kernel.NUM_WORDS, dtype=np.int64)
+    args[attention_kernel.Q : attention_kernel.NUM_WORDS] = (
         q.data_ptr(),
         q.stride(0),
         q.stride(1),
@@ -295,18 +295,18 @@ def _attend_numba(
         0,
         0,
     )
-    args.view(np.float32)[2 * words.SCALE] = scale
-    args.view(np.float32)[2 * words.SOFT_CAP] = 0.0 if soft_cap is None else soft_cap
+    args.view(np.float32)[2 * attention_kernel.SCALE] = scale
+    args.view(np.float32)[2 * attention_kernel.SOFT_CAP] = 0.0 if soft_cap is None else soft_cap
     threads.run(call, address, args.ctypes.data, num_threads)
 
 
 def _store_numba(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    from loraserve_kernels.cpu.attention import kernel as words
+    from loraserve_kernels.cpu.attention import kernel as attention_kernel
 
     call, address, _ = _store_kernel()
     num_tokens, num_heads, head_dim = k.shape
-    args = np.zeros(words.S_NUM_WORDS, dtype=np.int64)
-    args[words.S_K : words.S_NUM_WORDS] = (
+    args = np.zeros(attention_kernel.S_NUM_WORDS, dtype=np.int64)
+    args[attention_kernel.S_K : attention_kernel.S_NUM_WORDS] = (
         k.data_ptr(),
         k.stride(0),
         k.stride(1),
@@ -328,7 +328,7 @@ def _store_numba(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_ma
     )
     num_bytes = 8 * num_tokens * num_heads * head_dim
     threads.run(call, address, args.ctypes.data, threads.num_threads() if num_bytes >= _MIN_PARALLEL_BYTES else 1)
-    if args[words.S_OUTSIDE]:
+    if args[attention_kernel.S_OUTSIDE]:
         raise InvalidPlan(
-            f"{args[words.S_OUTSIDE]} slots aren't within the cache's {k_cache.shape[0]} blocks of {k_cache.shape[2]}"
+            f"{args[attention_kernel.S_OUTSIDE]} slots aren't within the cache's {k_cache.shape[0]} blocks of {k_cache.shape[2]}"
         )

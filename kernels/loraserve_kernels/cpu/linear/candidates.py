@@ -1,8 +1,9 @@
 """Candidates: the kernels that can compute a CPU's linears, by format of the weight.
 
-A library may have no instructions for a format and compute it a thousand times slower than float32, or sum it in too few bits,
-silently; neither can be told from the processor's name. So each candidate multiplies the largest codes there are, all of one sign
-and of both, and its sums are compared with exact ones.
+A library may have no instructions for a format and compute it a thousand times slower than float32,
+or sum it in too few bits, silently; neither can be told from the processor's name. So each
+candidate multiplies the largest codes there are, all of one sign and of both, and its sums are
+compared with exact ones.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ def weight_format(weight: QuantizedWeight, *, rounds_activations: bool) -> str:
 
 
 def compile_kernel(candidate: Candidate, format: str) -> None:
-    """Compile what the candidate needs, or read it from numba's cache: so that it isn't taken for slowness."""
+    """Compile what the candidate needs, or read it from numba's cache: so that it isn't taken for
+    slowness.
+    """
     if candidate.kernel.startswith("numba"):
         decoded.warm_up(_KINDS.get(format, "dot"))
     gemm.warm_up()
@@ -72,7 +75,9 @@ def example(format: str, out_features: int, in_features: int) -> QuantizedWeight
 
 
 def _of_codes(format: str, codes: Tensor) -> QuantizedWeight | Tensor:
-    """Return a weight of these values, as nearly as the format holds them; int8's exactly and with scales of 1."""
+    """Return a weight of these values, as nearly as the format holds them; int8's exactly and with
+    scales of 1.
+    """
     if format in DTYPES:
         return codes.to(DTYPES[format])
     kind, _, rest = format.partition("-")
@@ -88,7 +93,9 @@ def _of_codes(format: str, codes: Tensor) -> QuantizedWeight | Tensor:
 
 
 def _largest(num_rows: int, in_features: int, top: int, bottom: int) -> Tensor:
-    """Return rows of the largest codes: all positive, all negative, both in turn, both by pairs, and a mixture."""
+    """Return rows of the largest codes: all positive, all negative, both in turn, both by pairs,
+    and a mixture.
+    """
     signs = torch.ones(in_features, dtype=torch.int32)
     turn, pairs = signs.clone(), signs.clone()
     turn[1::2] = -1
@@ -120,8 +127,9 @@ def _rounds_exactly(candidate: Candidate, format: str, in_features: int) -> bool
 
 
 def _multiplies_exactly(candidate: Candidate, format: str, in_features: int) -> bool:
-    """Return whether products of the largest codes with activations of one sign, and of both, are those of the
-    dequantized weight."""
+    """Return whether products of the largest codes with activations of one sign, and of both, are
+    those of the dequantized weight.
+    """
     weight = _of_codes(format, _largest(_EXACT_CHANNELS, in_features, 127, -128).to(torch.int8))
     wide = weight.double() if isinstance(weight, Tensor) else weight.dequantize(torch.float64)
     product, tolerance = candidate.make(weight), _TOLERANCES.get(candidate.name, 2e-5)
@@ -134,7 +142,9 @@ def _multiplies_exactly(candidate: Candidate, format: str, in_features: int) -> 
 
 
 _TOLERANCES = {FLOATS["bfloat16"]: 1e-2, FLOATS["float16"]: 2e-3}
-"""Tolerances of products whose activations or results are rounded to 16 bits, relative to the sum of magnitudes."""
+"""Tolerances of products whose activations or results are rounded to 16 bits, relative to the sum
+of magnitudes.
+"""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -246,4 +256,7 @@ FORMATS: dict[str, tuple[Candidate, ...]] = {
         ),
     ),
 }
-"""Format → its candidates, by rank. ``int8``: activations are rounded by row too; ``int8-weights``: they aren't."""
+"""Format → its candidates, by rank.
+
+``int8``: activations are rounded by row too; ``int8-weights``: they aren't.
+"""

@@ -1,15 +1,16 @@
-"""Choice of the kernel that computes a CPU's linears: every candidate of a format is tried on this processor, for exactness
-and for speed, and the fastest exact one is taken.
+"""Choice of the kernel that computes a CPU's linears: every candidate of a format is tried on this
+processor, for exactness and for speed, and the fastest exact one is taken.
 
-A load tries them on one thread and counts the processor time of that thread, so that neither other processes nor threads that
-wait for each other make a kernel look slow.
+A load tries them on one thread and counts the processor time of that thread, so that neither other
+processes nor threads that wait for each other make a kernel look slow.
 
-The clock chooses among candidates of one *rank*, which give the same bits. A lower rank is taken only where every candidate above
-it is inexact, missing, or `MUCH_SLOWER`, which noise never makes of equals; otherwise two starts on one machine could answer
-differently. A rank isn't even timed while one before it is within `MUCH_SLOWER` of float32.
+The clock chooses among candidates of one *rank*, which give the same bits. A lower rank is taken
+only where every candidate above it is inexact, missing, or `MUCH_SLOWER`, which noise never makes
+of equals; otherwise two starts on one machine could answer differently. A rank isn't even timed
+while one before it is within `MUCH_SLOWER` of float32.
 
-float32 of the dequantized weight is the yardstick and never taken: it would need four to eight times the bytes that the memory's
-plan counts.
+float32 of the dequantized weight is the yardstick and never taken: it would need four to eight
+times the bytes that the memory's plan counts.
 """
 
 from __future__ import annotations
@@ -35,14 +36,21 @@ ROWS = (1, 8, 64, 256)
 """The numbers of rows that are timed: what decode steps have, and pieces of prompts."""
 
 BUDGET_S = 0.3
-"""Time of probing after which further classes of shapes take what the nearest class of the format took. A class takes
-20 to 60 ms."""
+"""Time of probing after which further classes of shapes take what the nearest class of the format
+took.
+
+A class takes 20 to 60 ms.
+"""
 
 SLOWER = 1.2
-"""A format that takes so many times as long as float32 is slower; less may be another process's doing."""
+"""A format that takes so many times as long as float32 is slower; less may be another process's
+doing.
+"""
 
 HOPELESS = 20.0
-"""A candidate that takes, or would take for more rows, so many times as long as float32 isn't tried on, nor on other classes."""
+"""A candidate that takes, or would take for more rows, so many times as long as float32 isn't tried
+on, nor on other classes.
+"""
 
 MUCH_SLOWER = 4.0
 """A rank whose best candidate takes so many times as long as the best of all ranks gives way."""
@@ -63,7 +71,8 @@ class Measured:
 
     Attributes:
         seconds: of one product, by number of rows; empty where it wasn't timed.
-        verdict: ``""`` where it may be taken, else why not: ``missing``, ``inexact`` or ``hopeless``.
+        verdict: ``""`` where it may be taken, else why not: ``missing``, ``inexact`` or
+            ``hopeless``.
     """
 
     arithmetic: Arithmetic
@@ -79,7 +88,8 @@ class Choice:
         format: one of `FORMATS`.
         out_features, in_features: of the weight that was timed.
         arithmetic: of the kernel that was taken.
-        measured: the candidates that were looked at, in order of rank; none where the choice was adopted.
+        measured: the candidates that were looked at, in order of rank; none where the choice was
+            adopted.
         float_s: float32's seconds of one product, by number of rows; empty likewise.
     """
 
@@ -95,7 +105,9 @@ class Choice:
         return self.arithmetic.kernel
 
     def seconds(self, num_rows: int) -> float:
-        """Return the taken kernel's time of one product; NaN where nothing could be taken but what wasn't timed."""
+        """Return the taken kernel's time of one product; NaN where nothing could be taken but what
+        wasn't timed.
+        """
         of = next((m.seconds for m in self.measured if m.arithmetic == self.arithmetic and m.seconds), {})
         return of.get(num_rows, math.nan)
 
@@ -120,9 +132,11 @@ class Chooser:
 
     Attributes:
         clock: seconds, of which probing may take `BUDGET_S`.
-        work_clock: seconds that this thread has worked, by which kernels are compared; None: `work_clock()`.
+        work_clock: seconds that this thread has worked, by which kernels are compared; None:
+            `work_clock()`.
         spent_s: what probing has taken so far, but for compiling, which happens once on a machine.
-        around: entered around each probe, with the format's name: for a load that tells what it is at.
+        around: entered around each probe, with the format's name: for a load that tells what it is
+            at.
     """
 
     clock: Callable[[], float] = time.perf_counter
@@ -144,12 +158,16 @@ class Chooser:
         return self._choices[key]
 
     def adopt(self, format: str, out_features: int, in_features: int, arithmetic: Arithmetic) -> None:
-        """Take for a class of shapes, as `taken` gives it, what another process of this machine took: no clock is asked again."""
+        """Take for a class of shapes, as `taken` gives it, what another process of this machine
+        took: no clock is asked again.
+        """
         choice = Choice(format, out_features, in_features, arithmetic, (), {})
         self._choices[format, out_features, in_features] = choice
 
     def taken(self) -> list[tuple[str, int, int, Arithmetic]]:
-        """Return format, out_features and in_features of each class so far, and what was taken for it."""
+        """Return format, out_features and in_features of each class so far, and what was taken for
+        it.
+        """
         return [(*key, choice.arithmetic) for key, choice in self._choices.items()]
 
     def choices(self) -> list[Choice]:
@@ -157,7 +175,9 @@ class Chooser:
         return list({id(choice): choice for choice in self._choices.values()}.values())
 
     def _nearest(self, key: tuple[str, int, int]) -> Choice | None:
-        """Return the format's choice that is nearest in size once probing has taken its time; None without one."""
+        """Return the format's choice that is nearest in size once probing has taken its time; None
+        without one.
+        """
         if self.spent_s < BUDGET_S:
             return None
         others = [other for other in self._choices if other[0] == key[0]]
@@ -186,7 +206,9 @@ def chooser() -> Chooser:
 
 @functools.cache
 def work_clock() -> Callable[[], float]:
-    """Return a clock of the processor's time that the calling thread has taken; of all time, where the system counts the former too coarsely."""
+    """Return a clock of the processor's time that the calling thread has taken; of all time, where
+    the system counts the former too coarsely.
+    """
     began_s, began_work_s = time.perf_counter(), time.thread_time()
     while time.perf_counter() - began_s < _COARSEST_S:
         if 0 < time.thread_time() - began_work_s < _FINE_S:
@@ -209,8 +231,10 @@ def probe(
     """Time every candidate of a format on weights of this shape.
 
     Args:
-        runs, run_s: each number of rows is timed so often at most, and no longer than about so many seconds.
-        hopeless: (format, kernel) of candidates that aren't tried; those that turn out to be so are added.
+        runs, run_s: each number of rows is timed so often at most, and no longer than about so many
+            seconds.
+        hopeless: (format, kernel) of candidates that aren't tried; those that turn out to be so are
+            added.
         times_all: also candidates of a rank that isn't looked at, since one before it is fast.
     """
     hopeless = set() if hopeless is None else hopeless
@@ -255,7 +279,9 @@ def _times(
     run_s: float,
     clock: Callable[[], float],
 ) -> dict[int, float]:
-    """Return seconds by number of rows, fewest first; the rest is missing where it would take hopelessly long."""
+    """Return seconds by number of rows, fewest first; the rest is missing where it would take
+    hopelessly long.
+    """
     seconds: dict[int, float] = {}
     last: tuple[int, float] | None = None
     for n, x in inputs.items():
@@ -289,8 +315,9 @@ def _verdict(
 
 
 def _taken(candidates: tuple[Candidate, ...], measured: list[Measured], float_s: dict[int, float]) -> Arithmetic:
-    """Return the fastest of the first rank that isn't much slower than the best of all; the last candidate, which needs
-    nothing, where none can be used."""
+    """Return the fastest of the first rank that isn't much slower than the best of all; the last
+    candidate, which needs nothing, where none can be used.
+    """
     scores = {index: _score(m.seconds, float_s) for index, m in enumerate(measured) if not m.verdict}
     if not scores:
         return candidates[-1].arithmetic
@@ -310,7 +337,9 @@ def _mean(numbers: Iterable[float]) -> float:
 
 
 def _best(work: Callable[[], object], runs: int, run_s: float, clock: Callable[[], float]) -> float:
-    """Return seconds of the fastest run, after one that isn't counted: it may make what later runs use again."""
+    """Return seconds of the fastest run, after one that isn't counted: it may make what later runs
+    use again.
+    """
     began = clock()
     work()
     best = clock() - began

@@ -27,8 +27,10 @@ class DecodedWeight:
     """A linear's weight whose codes are decoded while they're multiplied.
 
     Attributes:
-        kind: ``int8``, ``int8z``, ``int4``, ``int4z`` (z: with zeros), ``nf4``, ``fp8``, ``bf16`` or ``f16``.
-        codes: [tiles, inputs or bytes of two inputs, channels of a tile], the channels filled up with zeros to whole tiles.
+        kind: ``int8``, ``int8z``, ``int4``, ``int4z`` (z: with zeros), ``nf4``, ``fp8``, ``bf16``
+            or ``f16``.
+        codes: [tiles, inputs or bytes of two inputs, channels of a tile], the channels filled up
+            with zeros to whole tiles.
         scales: [groups, channels] float32; zeros: the same in uint8, or None.
         group_size: inputs that share a scale.
         in_features, out_features: of the linear.
@@ -68,7 +70,8 @@ class DotWeight:
 
 
 def can_decode(weight: QuantizedWeight) -> bool:
-    """Return whether the kernels decode each of the weight's codes as `QuantizedWeight.dequantize` does.
+    """Return whether the kernels decode each of the weight's codes as `QuantizedWeight.dequantize`
+    does.
 
     They don't for fp8's NaN.
     """
@@ -104,7 +107,8 @@ def pack_half(weight: Tensor) -> DecodedWeight:
 def unpack(weight: DecodedWeight, start: int, end: int) -> Tensor:
     """Return these rows of the weight as it is multiplied, [end - start, in_features] float32.
 
-    The kernels scale the sum of a group, so a product differs from this by the rounding of the sums alone.
+    The kernels scale the sum of a group, so a product differs from this by the rounding of the sums
+    alone.
     """
     from loraserve_kernels.cpu.linear.decoded_kernel import FP8_SCALE, TILE
 
@@ -128,20 +132,21 @@ def unpack(weight: DecodedWeight, start: int, end: int) -> Tensor:
 
 
 def linear(x: Tensor, weight: DecodedWeight, bias: Tensor | None = None) -> Tensor:
-    """Return ``x W^T + bias``, [num_tokens, out_features] float32; a row's bits don't depend on the other rows.
+    """Return ``x W^T + bias``, [num_tokens, out_features] float32; a row's bits don't depend on the
+    other rows.
 
     Args:
         x: [num_tokens, in_features] float32; taken as checked.
     """
-    from loraserve_kernels.cpu.linear import decoded_kernel as kernel
+    from loraserve_kernels.cpu.linear import decoded_kernel
 
     x = x if x.stride(1) == 1 else x.contiguous()
     num_channels = weight.scales.shape[1]
     y = torch.empty(x.shape[0], num_channels)
     has_groups = weight.scales.shape[0] > 1
     full_bias = _no_bias(num_channels) if bias is None else _filled(bias[None])
-    args = np.zeros(kernel.NUM_WORDS, dtype=np.int64)
-    args[kernel.X :] = (
+    args = np.zeros(decoded_kernel.NUM_WORDS, dtype=np.int64)
+    args[decoded_kernel.X :] = (
         x.data_ptr(),
         x.stride(0),
         x.shape[0],
@@ -183,12 +188,13 @@ def unpack_dot(weight: DotWeight) -> Tensor:
 
 
 def dot(codes: Tensor, weight: DotWeight) -> Tensor:
-    """Return ``scale · sum(code · x)``, [num_tokens, out_features] float32: the sums exact, each converted and scaled once.
+    """Return ``scale · sum(code · x)``, [num_tokens, out_features] float32: the sums exact, each
+    converted and scaled once.
 
     Args:
         codes: [num_tokens, in_features] int8.
     """
-    from loraserve_kernels.cpu.linear import decoded_kernel as kernel
+    from loraserve_kernels.cpu.linear import decoded_kernel
 
     width = weight.in_features + weight.in_features % 2
     x = torch.empty(codes.shape[0], width, dtype=torch.int16)
@@ -197,8 +203,8 @@ def dot(codes: Tensor, weight: DotWeight) -> Tensor:
         x[:, weight.in_features :] = 0
     num_channels = weight.scales.shape[0]
     y = torch.empty(x.shape[0], num_channels)
-    args = np.zeros(kernel.NUM_WORDS, dtype=np.int64)
-    args[kernel.X : kernel.SCALES + 1] = (
+    args = np.zeros(decoded_kernel.NUM_WORDS, dtype=np.int64)
+    args[decoded_kernel.X : decoded_kernel.SCALES + 1] = (
         x.data_ptr(),
         width,
         x.shape[0],
@@ -208,7 +214,7 @@ def dot(codes: Tensor, weight: DotWeight) -> Tensor:
         weight.codes.stride(0),
         weight.scales.data_ptr(),
     )
-    args[kernel.WIDTH], args[kernel.NUM_TILES] = width, weight.codes.shape[0]
+    args[decoded_kernel.WIDTH], args[decoded_kernel.NUM_TILES] = width, weight.codes.shape[0]
     _run(_compiled("dot"), args, weight.codes.numel() * x.shape[0])
     return _cut(y, weight.out_features)
 
@@ -220,22 +226,22 @@ def warm_up(kind: str) -> None:
 
 @functools.cache
 def _compiled(kind: str) -> tuple[Callable[[int], None], int, Any]:
-    from loraserve_kernels.cpu.linear import decoded_kernel as kernel
+    from loraserve_kernels.cpu.linear import decoded_kernel
 
     if kind == "dot":
-        handle = kernel.compiled_dot()
+        handle = decoded_kernel.compiled_dot()
     else:
         kinds = {
-            "int8": kernel.INT8,
-            "int8z": kernel.INT8_ZEROS,
-            "int4": kernel.INT4,
-            "int4z": kernel.INT4_ZEROS,
-            "nf4": kernel.NF4,
-            "fp8": kernel.FP8,
-            "bf16": kernel.BF16,
-            "f16": kernel.F16,
+            "int8": decoded_kernel.INT8,
+            "int8z": decoded_kernel.INT8_ZEROS,
+            "int4": decoded_kernel.INT4,
+            "int4z": decoded_kernel.INT4_ZEROS,
+            "nf4": decoded_kernel.NF4,
+            "fp8": decoded_kernel.FP8,
+            "bf16": decoded_kernel.BF16,
+            "f16": decoded_kernel.F16,
         }
-        handle = kernel.compiled(kinds[kind])
+        handle = decoded_kernel.compiled(kinds[kind])
     return handle.ctypes, handle.address, handle
 
 

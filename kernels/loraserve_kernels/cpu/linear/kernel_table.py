@@ -1,4 +1,7 @@
-"""Prints which kernel each format takes on this machine, and how fast every candidate is, as one JSON object. `loraserve doctor` runs it in a process of its own.
+"""Prints which kernel each format takes on this machine, and how fast every candidate is, as one
+JSON object.
+
+`loraserve doctor` runs it in a process of its own.
 
 python -m loraserve_kernels.cpu.linear.kernel_table             # every format, two shapes
 python -m loraserve_kernels.cpu.linear.kernel_table int8 --quick
@@ -16,8 +19,10 @@ from loraserve_kernels.cpu.linear.candidates import FORMATS, compile_kernel
 from loraserve_kernels.cpu.linear.chooser import Choice, Chooser, probe
 
 SHAPES = ((2048, 768), (2048, 4096))
-"""Shapes of the weights that are timed: out_features, in_features. One that a core's own cache holds in 8 bits, and one
-that none does."""
+"""Shapes of the weights that are timed: out_features, in_features.
+
+One that a core's own cache holds in 8 bits, and one that none does.
+"""
 _RUNS, _RUN_S = 40, 0.05
 
 
@@ -26,7 +31,8 @@ def table(formats: list[str], *, is_quick: bool) -> dict[str, Any]:
 
     Args:
         formats: of `FORMATS`; empty: all.
-        is_quick: what a load would find in a fraction of a second, instead of the best of many runs on whole shapes.
+        is_quick: what a load would find in a fraction of a second, instead of the best of many runs
+            on whole shapes.
     """
     found: list[Choice] = []
     chooser = Chooser()

@@ -37,7 +37,9 @@ F32_BYTES = 4
 
 @numba.njit
 def _quantize(args):  # type: ignore[no-untyped-def]
-    """One thread's part: codes ``round(127 x / max |x|)`` and scales ``max |x| / 127`` of the rows that it claims."""
+    """One thread's part: codes ``round(127 x / max |x|)`` and scales ``max |x| / 127`` of the rows
+    that it claims.
+    """
     x, x_stride, codes = load_int(args, X), load_int(args, X_STRIDE), load_int(args, CODES)
     scales, num_rows, width = load_int(args, SCALES), load_int(args, NUM_ROWS), load_int(args, WIDTH)
     whole = width // LANES * LANES
@@ -77,7 +79,9 @@ def _quantize(args):  # type: ignore[no-untyped-def]
 
 @functools.cache
 def compiled() -> Any:
-    """The kernel, compiled or read from numba's cache: a C function of the argument block's address."""
+    """The kernel, compiled or read from numba's cache: a C function of the argument block's
+    address.
+    """
     stamp = STAMP
 
     def quantize_rows(args):  # type: ignore[no-untyped-def]

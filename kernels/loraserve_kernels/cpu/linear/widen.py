@@ -11,7 +11,9 @@ from loraserve_kernels.common.quantized import NF4_CODE, QuantizedWeight
 
 
 def widen(weight: QuantizedWeight) -> Tensor:
-    """Return the bits of ``weight.dequantize(torch.float32)``, several times sooner: a byte's codes are looked up together."""
+    """Return the bits of ``weight.dequantize(torch.float32)``, several times sooner: a byte's codes
+    are looked up together.
+    """
     codes = weight.codes.view(torch.uint8).view(-1).int()
     values = _table(weight.format, weight.zeros is not None).index_select(0, codes).view(torch.float32)
     groups = values.view(weight.out_features, -1, weight.group_size)
@@ -22,7 +24,9 @@ def widen(weight: QuantizedWeight) -> Tensor:
 
 @functools.cache
 def _table(format: str, has_zeros: bool) -> Tensor:
-    """Return the meaning of each of a byte's 256 values: a float32 for fp8 and int8; for two codes of 4 bits two, held as one float64."""
+    """Return the meaning of each of a byte's 256 values: a float32 for fp8 and int8; for two codes
+    of 4 bits two, held as one float64.
+    """
     codes = torch.arange(256, dtype=torch.uint8)
     if format == "fp8":
         return codes.view(torch.float8_e4m3fn).float()

@@ -54,7 +54,7 @@ def apply_lora_torch(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: int
         for index, module in enumerate(SITES[site], MODULE_INDEX[SITES[site][0]]):
             rank, width = int(adapter.ranks[layer, index]), adapter.out_features[index]
             part, added = y[rows, column : column + width], None if bias is None else bias[column : column + width]
-            replaced = adapter.rows(layer, module)
+            replaced = adapter.row_overrides(layer, module)
             if replaced is not None:
                 _replace(x[rows], part, replaced, added)
             _expand(shrunk[:, rank_start : rank_start + rank], part, adapter, module, layer, added)
@@ -66,7 +66,7 @@ def apply_embedding_lora_torch(token_ids: Tensor, y: Tensor, plan: LoraPlan) -> 
     for segment in plan.segments:
         adapter, part = segment.adapter, y[segment.row_start : segment.row_end]
         tokens = token_ids[segment.row_start : segment.row_end]
-        replaced = adapter.rows(0, "embed_tokens")
+        replaced = adapter.row_overrides(0, "embed_tokens")
         if replaced is not None:
             found = torch.searchsorted(replaced.ids, tokens.int()).clamp_(max=len(replaced.ids) - 1)
             has_row = (replaced.ids[found] == tokens).nonzero()[:, 0]
@@ -85,7 +85,7 @@ def _replace(x: Tensor, y: Tensor, rows: PackedRows, bias: Tensor | None) -> Non
 
 
 def _expand(shrunk: Tensor, y: Tensor, adapter: PackedAdapter, module: str, layer: int, bias: Tensor | None) -> None:
-    delta, shift = adapter.delta(layer, module), adapter.shift(layer, module)
+    delta, shift = adapter.dora_delta(layer, module), adapter.bias_delta(layer, module)
     if shrunk.shape[1]:
         y.addmm_(shrunk * adapter.scaling(layer, module), adapter.lora_b(layer, module).to(y.dtype))
     if delta is not None:
@@ -130,27 +130,27 @@ class _SiteLaunches:
 
 @functools.cache
 def _kernel(dtype: torch.dtype) -> _Kernel:
-    from loraserve_kernels.cpu.lora import kernel as cpu_lora
+    from loraserve_kernels.cpu.lora import kernel as lora_kernel
 
     compiled = {
-        torch.float32: cpu_lora.compiled_float32,
-        torch.bfloat16: cpu_lora.compiled_bfloat16,
-        torch.float16: cpu_lora.compiled_float16,
-        torch.int8: cpu_lora.compiled_int8,
+        torch.float32: lora_kernel.compiled_float32,
+        torch.bfloat16: lora_kernel.compiled_bfloat16,
+        torch.float16: lora_kernel.compiled_float16,
+        torch.int8: lora_kernel.compiled_int8,
     }
     handle = compiled[dtype]()
     return _Kernel(handle.ctypes, handle.address, handle)
 
 
 def _make_launches(plan: LoraPlan, site: str) -> _SiteLaunches:
-    from loraserve_kernels.cpu.lora import kernel as words
+    from loraserve_kernels.cpu.lora import kernel as lora_kernel
 
     modules = SITES[site]
     first, adapter = MODULE_INDEX[modules[0]], plan.segments[0].adapter
     works = [(s, s.adapter.work[site]) for s in plan.segments]
     scratch = np.empty((plan.num_tokens, max(1, *(work.num_ranks for _, work in works))), dtype=np.float32)
     has_rows = any(work.has_rows for _, work in works)
-    tiles = np.empty((threads.num_threads() if has_rows else 0, words.TILE_FLOATS), dtype=np.float32)
+    tiles = np.empty((threads.num_threads() if has_rows else 0, lora_kernel.TILE_FLOATS), dtype=np.float32)
     launches = []
     for dtype, table in plan.tables.items():
         num_bytes = sum(
@@ -162,13 +162,15 @@ def _make_launches(plan: LoraPlan, site: str) -> _SiteLaunches:
         if not num_bytes:
             # the head and the embedding rarely have any
             continue
-        args = np.zeros(words.NUM_WORDS, dtype=np.int64)
-        args[words.SEGMENTS], args[words.NUM_SEGMENTS] = table.ctypes.data, len(table)
-        args[words.IN_FEATURES], args[words.NUM_SLICES] = adapter.in_features[first], len(modules)
-        args[words.WIDTHS : words.WIDTHS + len(modules)] = adapter.out_features[first : first + len(modules)]
-        args[words.SCRATCH], args[words.SCRATCH_STRIDE] = scratch.ctypes.data, scratch.shape[1]
-        args[words.TAKES_TOKENS] = site == "embed"
-        args[words.TILES] = tiles.ctypes.data if has_rows else 0
+        args = np.zeros(lora_kernel.NUM_WORDS, dtype=np.int64)
+        args[lora_kernel.SEGMENTS], args[lora_kernel.NUM_SEGMENTS] = table.ctypes.data, len(table)
+        args[lora_kernel.IN_FEATURES], args[lora_kernel.NUM_SLICES] = adapter.in_features[first], len(modules)
+        args[lora_kernel.WIDTHS : lora_kernel.WIDTHS + len(modules)] = adapter.out_features[
+            first : first + len(modules)
+        ]
+        args[lora_kernel.SCRATCH], args[lora_kernel.SCRATCH_STRIDE] = scratch.ctypes.data, scratch.shape[1]
+        args[lora_kernel.TAKES_TOKENS] = site == "embed"
+        args[lora_kernel.TILES] = tiles.ctypes.data if has_rows else 0
         num_threads = threads.num_threads() if num_bytes >= _MIN_PARALLEL_BYTES else 1
         launches.append(_Launch(_kernel(dtype), args, args.ctypes.data, num_threads))
     return _SiteLaunches(tuple(launches), scratch, tiles, first)

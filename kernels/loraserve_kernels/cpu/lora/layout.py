@@ -152,15 +152,15 @@ def _fill(packed: PackedAdapter, m: LoraModule) -> None:
         if scales is not None:
             scaling *= scales
     for row, values in (
-        (packed.delta(m.layer, m.module), m.delta),
-        (packed.shift(m.layer, m.module), m.shift),
+        (packed.dora_delta(m.layer, m.module), m.dora_delta),
+        (packed.bias_delta(m.layer, m.module), m.bias_delta),
     ):
         if row is not None and values is not None:
             row.copy_(values)
-    rows = packed.rows(m.layer, m.module)
-    if rows is not None and m.rows is not None:
-        rows.ids.copy_(m.rows.ids)
-        scales = _store(rows.weight, m.rows.weight)
+    rows = packed.row_overrides(m.layer, m.module)
+    if rows is not None and m.row_overrides is not None:
+        rows.ids.copy_(m.row_overrides.ids)
+        scales = _store(rows.weight, m.row_overrides.weight)
         if scales is not None and rows.scales is not None:
             rows.scales.copy_(scales)
 

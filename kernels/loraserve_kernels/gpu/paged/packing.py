@@ -99,11 +99,11 @@ def make_pages(
         index = MODULE_INDEX[m.module]
         tiles = slice(first_tiles[index], first_tiles[index] + num_tiles[index])
         _write_module(m, runs, pages, records[tiles, m.layer], starts[tiles, m.layer], dtype)
-        if m.rows is not None:
+        if m.row_overrides is not None:
             site = sites[_SITE_OF[m.module]]
-            site[NUM_REPLACED], site[REPLACED_TILE] = m.rows.ids.shape[0], first_row_tiles[index]
+            site[NUM_REPLACED], site[REPLACED_TILE] = m.row_overrides.ids.shape[0], first_row_tiles[index]
             tiles = slice(first_row_tiles[index], first_row_tiles[index] + num_row_tiles[index])
-            _write_replaced(m.rows, runs.rows, pages, records[tiles], starts[tiles], ids[tiles], dtype)
+            _write_replaced(m.row_overrides, runs.rows, pages, records[tiles], starts[tiles], ids[tiles], dtype)
     unit_pages = np.where(starts < 0, placing.num_pages, starts // page_num_bytes).astype(np.int32)
     units_in_page = np.where(starts < 0, ids, starts % page_num_bytes // UNIT_BYTES).astype(np.int32)
     return AdapterPages(pages, dtype, records, unit_pages, units_in_page, sites, shapes_of(module_shapes))
@@ -128,8 +128,8 @@ def _write_module(
     _spread(starts[:, A_UNITS:B_UNITS], starts_of(runs.a, a.shape[1], dtype))
     _spread(starts[:, B_UNITS:DELTA_UNIT], starts_of(runs.b, b.shape[1], dtype))
     for row, where, unit, has in (
-        (m.delta, runs.delta, DELTA_UNIT, HAS_DELTA),
-        (m.shift, runs.shift, SHIFT_UNIT, HAS_SHIFT),
+        (m.dora_delta, runs.delta, DELTA_UNIT, HAS_DELTA),
+        (m.bias_delta, runs.shift, SHIFT_UNIT, HAS_SHIFT),
     ):
         if row is not None:
             write_rows(pages, where, row[None], torch.float32)

@@ -26,7 +26,7 @@ def test_what_is_over_one_limit_does_not_fit(over: Footprint) -> None:
 def test_the_footprint_before_packing_is_that_of_what_is_packed(make: Any) -> None:
     modules = make.modules(5, names=("q_proj", "down_proj"))
     # its matrices fill their pages to the last byte
-    with_delta = LoraModule(1, "q_proj", torch.ones(4, 32), torch.ones(32, 4), 1.0, delta=torch.ones(32))
+    with_delta = LoraModule(1, "q_proj", torch.ones(4, 32), torch.ones(32, 4), 1.0, dora_delta=torch.ones(32))
     for device in (CpuDevice(make.base, 1 << 20), GpuDevice(make.base, make.pool(), DirectCopies())):
         for some in (modules, [with_delta]):
             assert device.footprint(some, torch.float32) == device.footprint_of(device.pack(some, torch.float32))

@@ -186,9 +186,9 @@ def test_what_an_adapter_has_beside_ranks_is_counted_placed_and_freed(make: Any,
     device = GpuDevice(base, pool, DirectCopies(), dtype)
     rows = ReplacedRows(torch.arange(3, 53, dtype=torch.int32), torch.randn(50, 32))
     modules = [
-        *(replace(m, shift=torch.randn(32)) for m in make.modules(3)),
-        LoraModule(1, "v_proj", torch.zeros(0, 32), torch.zeros(16, 0), torch.zeros(0), delta=torch.randn(16)),
-        LoraModule(0, "lm_head", torch.zeros(0, 32), torch.zeros(64, 0), 1.0, rows=rows),
+        *(replace(m, bias_delta=torch.randn(32)) for m in make.modules(3)),
+        LoraModule(1, "v_proj", torch.zeros(0, 32), torch.zeros(16, 0), torch.zeros(0), dora_delta=torch.randn(16)),
+        LoraModule(0, "lm_head", torch.zeros(0, 32), torch.zeros(64, 0), 1.0, row_overrides=rows),
     ]
     placed = [device.place(device.pack(modules, torch.bfloat16))]
     assert placed[0].footprint == device.footprint(modules, torch.bfloat16)
@@ -211,7 +211,7 @@ def test_a_replaced_row_that_int8_cant_hold_is_refused_by_name(make: Any) -> Non
     device = device_of(base, torch.int8)
     rows = ReplacedRows(torch.arange(40, dtype=torch.int32), torch.ones(40, 32))
     rows.weight[37, 3] = float("inf")
-    head = LoraModule(0, "lm_head", torch.zeros(0, 32), torch.zeros(64, 0), 1.0, rows=rows)
+    head = LoraModule(0, "lm_head", torch.zeros(0, 32), torch.zeros(64, 0), 1.0, row_overrides=rows)
     with pytest.raises(AdapterUnavailable, match="Layer 0 lm_head has weights so large"):
         device.pack([*make.modules(1), head], torch.float32)
 
@@ -227,7 +227,7 @@ def test_a_replaced_row_beyond_the_pools_range_is_refused_by_name(make: Any) -> 
     base = msgspec.structs.replace(make.base, dtype="float16", modules={"lm_head": (64, 32)})
     device = device_of(base, torch.float16)
     rows = ReplacedRows(torch.tensor([3, 9], dtype=torch.int32), torch.ones(2, 32))
-    head = LoraModule(0, "lm_head", torch.zeros(0, 32), torch.zeros(64, 0), 1.0, rows=rows)
+    head = LoraModule(0, "lm_head", torch.zeros(0, 32), torch.zeros(64, 0), 1.0, row_overrides=rows)
     assert device.pack([head], torch.float32)
     rows.weight[1, 3] = 7e4
     with pytest.raises(AdapterUnavailable, match=r"Layer 0 lm_head\.weight has a weight of size 7e\+04"):

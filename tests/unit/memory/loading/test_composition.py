@@ -95,18 +95,18 @@ def module(rank: int = 2, **fields: Any) -> LoraModule:
 def test_shifts_add_up_by_weight(make: Any) -> None:
     composer = Composer()
     for weight, shift in ((0.5, torch.arange(32.0)), (3.0, None), (-2.0, torch.ones(32))):
-        composer.add(part(make, weight), lowered(module(shift=shift)))
+        composer.add(part(make, weight), lowered(module(bias_delta=shift)))
     (m,) = composer.compose().modules
-    assert m.shift is not None
-    torch.testing.assert_close(m.shift, 0.5 * torch.arange(32.0) - 2)
+    assert m.bias_delta is not None
+    torch.testing.assert_close(m.bias_delta, 0.5 * torch.arange(32.0) - 2)
     assert torch.as_tensor(m.scaling).tolist() == [1.0, 1.0, 6.0, 6.0, -4.0, -4.0]
 
 
 ROWS = ReplacedRows(torch.arange(2, dtype=torch.int32), torch.ones(2, 32))
 WRONG: dict[str, LoweredAdapter] = {
-    "DoRA": lowered(module(delta=torch.ones(32)), magnitudes={(1, "q_proj"): torch.ones(32)}),
-    "IA3": lowered(module(delta=torch.ones(32))),
-    "trained weight": lowered(module(rows=ROWS)),
+    "DoRA": lowered(module(dora_delta=torch.ones(32)), magnitudes={(1, "q_proj"): torch.ones(32)}),
+    "IA3": lowered(module(dora_delta=torch.ones(32))),
+    "trained weight": lowered(module(row_overrides=ROWS)),
     "norm of its own": lowered(module(), norms=(ReplacedNorm(0, "mlp_norm", torch.ones(32)),)),
     "aLoRA": lowered(module(), invocation_token_ids=(5,)),
 }

@@ -89,7 +89,7 @@ def test_doras_rows_get_their_magnitude_for_the_norm_that_the_update_gave_them(m
     for layer in range(2):
         update = 2 * packed.lora_b(layer, "q_proj").T @ packed.lora_a(layer, "q_proj")
         expected = torch.arange(1.0, 33.0) / (torch.ones(32, 32) + update).norm(dim=1) - 1
-        torch.testing.assert_close(packed.delta(layer, "q_proj"), expected)
+        torch.testing.assert_close(packed.dora_delta(layer, "q_proj"), expected)
 
 
 def test_a_rounded_rows_length_is_its_magnitude(make: Any, store: LocalStore) -> None:
@@ -99,7 +99,7 @@ def test_a_rounded_rows_length_is_its_magnitude(make: Any, store: LocalStore) ->
         update = (
             packed.lora_b(layer, "q_proj").T * packed.scaling(layer, "q_proj") @ packed.lora_a(layer, "q_proj").float()
         )
-        lengths = (torch.ones(32, 32) + update).norm(dim=1) * (1 + packed.delta(layer, "q_proj"))
+        lengths = (torch.ones(32, 32) + update).norm(dim=1) * (1 + packed.dora_delta(layer, "q_proj"))
         torch.testing.assert_close(lengths, torch.arange(1.0, 33.0))
 
 

@@ -78,11 +78,11 @@ def by_kernels(m: LoraModule | None, module: str, x: Tensor, weights: Weights, m
     if m is None:
         return x @ weights.matrix.T + base_bias
     weight = weights.matrix.clone()
-    if m.rows is not None:
-        weight[m.rows.ids.long()] = m.rows.weight.float()
-    delta = m.delta if magnitude is None else dora_delta(m, magnitude, weights)
+    if m.row_overrides is not None:
+        weight[m.row_overrides.ids.long()] = m.row_overrides.weight.float()
+    delta = m.dora_delta if magnitude is None else dora_delta(m, magnitude, weights)
     y = (x @ weight.T + x @ m.lora_a.T * m.scaling @ m.lora_b.T) * (1 if delta is None else 1 + delta)
-    return y + base_bias + (0 if m.shift is None else m.shift)
+    return y + base_bias + (0 if m.bias_delta is None else m.bias_delta)
 
 
 LORA = {"rank": 3, "scaling": 0.7, "lora_a": view(randn(3, IN)), "lora_b": view(randn(OUT, 3))}
@@ -116,7 +116,7 @@ def test_a_scale_without_any_bias_shifts_nothing(make: Any) -> None:
     base = make.base_of({"v_proj": (OUT, IN)})
     ir = AdapterIR((ModuleIR(0, "v_proj", output_scale=VECTOR["output_scale"]),), "F32")
     (m,) = lower(ir, base, Weights()).modules
-    assert m.shift is None
+    assert m.bias_delta is None
     assert m.lora_a.shape == (0, IN)
     assert m.lora_b.shape == (OUT, 0)
 
@@ -130,10 +130,10 @@ def test_of_a_trained_weight_only_the_rows_are_kept_that_are_not_the_bases(make:
     trained[5, 7] += 1
     base = make.base_of({"q_proj": (OUT, IN)})
     (m,) = lower(AdapterIR((ModuleIR(1, "q_proj", weight=view(trained)),), "F32"), base, weights).modules
-    assert m.rows is not None
-    assert m.rows.ids.dtype == torch.int32
-    assert m.rows.ids.tolist() == [4, 5, 31]
-    assert torch.equal(m.rows.weight, trained[[4, 5, 31]])
+    assert m.row_overrides is not None
+    assert m.row_overrides.ids.dtype == torch.int32
+    assert m.row_overrides.ids.tolist() == [4, 5, 31]
+    assert torch.equal(m.row_overrides.weight, trained[[4, 5, 31]])
 
 
 def test_a_trained_weight_that_is_the_bases_costs_nothing(make: Any) -> None:
@@ -148,8 +148,8 @@ def test_a_trained_weight_of_another_rounding_than_the_bases_is_kept(make: Any) 
     base = make.base_of({"q_proj": (OUT, IN)})
     ir = AdapterIR((ModuleIR(0, "q_proj", weight=view(weights.matrix.half())),), "F16")
     (m,) = lower(ir, base, weights).modules
-    assert m.rows is not None
-    assert m.rows.ids.shape[0] == OUT
+    assert m.row_overrides is not None
+    assert m.row_overrides.ids.shape[0] == OUT
 
 
 def test_rows_of_tokens_stand_as_they_are(make: Any) -> None:
@@ -157,9 +157,9 @@ def test_rows_of_tokens_stand_as_they_are(make: Any) -> None:
     rows = randn(2, IN)
     ir = AdapterIR((ModuleIR(0, "embed_tokens", token_ids=(7, 63), token_rows=view(rows)),), "F32")
     (m,) = lower(ir, base, Untouched()).modules
-    assert m.rows is not None
-    assert m.rows.ids.tolist() == [7, 63]
-    assert torch.equal(m.rows.weight, rows)
+    assert m.row_overrides is not None
+    assert m.row_overrides.ids.tolist() == [7, 63]
+    assert torch.equal(m.row_overrides.weight, rows)
     assert m.lora_a.shape == (0, 64)
 
 

@@ -94,7 +94,7 @@ def test_a_dtype_with_room_for_the_uploaded_one_loses_nothing() -> None:
 def test_replaced_rows_are_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loraserve.memory.loading.precision._CHUNK_ELEMENTS", 100)
     rows = ReplacedRows(torch.arange(7, dtype=torch.int32), torch.randn(7, 33))
-    m = LoraModule(0, "lm_head", torch.empty(0, 33), torch.empty(40, 0), 1.0, rows=rows)
+    m = LoraModule(0, "lm_head", torch.empty(0, 33), torch.empty(40, 0), 1.0, row_overrides=rows)
     expected = float((rows.weight.bfloat16().float() - rows.weight).norm() / rows.weight.norm())
     assert loss(m, round_to_held(m, torch.bfloat16), torch.bfloat16) == pytest.approx(expected)
     assert loss(m, round_to_held(m, torch.int8), torch.int8) > 2e-3
@@ -105,7 +105,7 @@ def test_what_loses_more_is_what_a_module_loses() -> None:
     b[0] = 1.001
     rows = ReplacedRows(torch.arange(7, dtype=torch.int32), torch.full((7, 33), 1.002))
     update = LoraModule(0, "lm_head", a, b, 1.0)
-    both = LoraModule(0, "lm_head", a, b, 1.0, rows=rows)
+    both = LoraModule(0, "lm_head", a, b, 1.0, row_overrides=rows)
     of_update, of_both = (loss(m, round_to_held(m, torch.bfloat16), torch.bfloat16) for m in (update, both))
     assert 1e-4 < of_update < 2e-4
     assert of_both == pytest.approx(2e-3, rel=1e-2)

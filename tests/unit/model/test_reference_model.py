@@ -16,7 +16,15 @@ from loraserve.adapters.compiler import compile_adapter
 from loraserve.adapters.format.peft_format import read_adapter
 from loraserve.adapters.ir import AdapterIR
 from loraserve.errors import InvariantViolation
-from loraserve.model.reference_model import Evaluation, PlainBase, Stopped, Subject, _Pass, evaluate, invocation_start
+from loraserve.model.reference_model import (
+    Evaluation,
+    ReferenceBase,
+    Stopped,
+    Subject,
+    _Pass,
+    evaluate,
+    invocation_start,
+)
 from loraserve.types import BaseSpec
 
 from .conftest import build_model, load, random_tokens, reference_logits, save_model
@@ -31,7 +39,7 @@ TOLERANCE = 1e-4
 
 
 def evaluate_alone(
-    base: PlainBase, prompts: Sequence[Sequence[int]], terms: Sequence[tuple[AdapterIR, float]]
+    base: ReferenceBase, prompts: Sequence[Sequence[int]], terms: Sequence[tuple[AdapterIR, float]]
 ) -> Evaluation:
     (found,) = evaluate(base, [Subject(prompts, terms)])
     return found

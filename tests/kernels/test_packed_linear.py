@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from loraserve_kernels.common.quantized import QuantizedWeight, quantize
-from loraserve_kernels.cpu.linear import decoded as cpu_decoded
+from loraserve_kernels.cpu.linear import decoded
 from loraserve_kernels.cpu.linear import packed_linear as cpu_packed
 from loraserve_kernels.cpu.linear.packed_linear import pack_quantized, packed_linear
 from loraserve_kernels.cpu.linear.widen import widen
@@ -88,16 +88,16 @@ def test_16_bit_weights_are_decoded_as_they_are(
     dtype: torch.dtype, num_tokens: int, in_features: int, has_bias: bool
 ) -> None:
     weight = torch.randn(101, in_features).to(dtype)
-    packed, x = cpu_decoded.pack_half(weight), torch.randn(num_tokens, in_features)
+    packed, x = decoded.pack_half(weight), torch.randn(num_tokens, in_features)
     bias = torch.randn(101) if has_bias else None
     exact, magnitude = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
     if bias is not None:
         exact, magnitude = exact + bias, magnitude + bias.abs()
-    y = cpu_decoded.linear(x, packed, bias)
+    y = decoded.linear(x, packed, bias)
     assert ((y - exact).abs() <= 1e-6 * magnitude).all()
     assert y.is_contiguous()
-    assert torch.equal(cpu_decoded.linear(x[-1:].clone(), packed, bias)[0], y[-1])
-    assert torch.equal(cpu_decoded.unpack(packed, 30, 99), weight[30:99].float())
+    assert torch.equal(decoded.linear(x[-1:].clone(), packed, bias)[0], y[-1])
+    assert torch.equal(decoded.unpack(packed, 30, 99), weight[30:99].float())
     assert packed.num_bytes == weight.nbytes
 
 
