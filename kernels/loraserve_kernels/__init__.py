@@ -1,12 +1,10 @@
-"""Kernels of loraserve: LoRA for rows of mixed adapters, paged attention, row-scaled int8 linears. Tensors only.
+"""Kernels of loraserve: LoRA for rows of mixed adapters, paged attention, quantized linears. They see tensors alone.
 
-    layout     how one adapter lies in memory                 plan       which rows of a step belong to which adapter
-    launch     the entries that model code calls              reference  plain PyTorch; defines correctness
-    attention  paged attention                                gemm       int8 linears
-    cpu        the CPU's fast paths (numba when installed, PyTorch otherwise)
+    ops        LoRA's entries, which model code calls for either device
+    reference  plain PyTorch; defines correctness
+    common     formats, layouts and plans that both devices share
+    cpu        lora, attention, linear: numba where it's installed, PyTorch otherwise
+    gpu        paged (adapters in a GPU's memory), lora, attention, gemm, rows, sampling: Triton
 
-    paged_layout  adapters in a GPU's memory               gpu_plan          a step's rows, as a GPU reads them
-    gpu_lora      LoRA on a GPU, by the kernels of:        shrink, expand    Triton
-
-Needs torch and numpy; uses numba when it's installed, and Triton on a GPU alone. Imports nothing of loraserve.
+The package needs torch and numpy; it uses numba where it's installed, and Triton on a GPU alone. It imports nothing of loraserve.
 """

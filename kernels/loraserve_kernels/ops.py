@@ -22,8 +22,8 @@ def apply_lora(
     """Turn `y` from ``W x + bias`` into what the row's adapter makes of it (see `modules.LoraModule`) in place, for every row that has an adapter and every slice of
     the site; leave other rows as they are.
 
-    In this order: columns whose rows of W the adapter has replaced are computed anew, ``B diag(scaling) A x`` is added, what is there beside the bias is multiplied
-    by 1 + δ, and the shift is added.
+    The order is: columns whose rows of W the adapter has replaced are computed anew, ``B diag(scaling) A x`` is added, what is there beside the bias is multiplied
+    by 1 + δ, and the bias delta is added.
 
     Args:
         x: [num_tokens, in_features] float32, or bfloat16 or float16 on a GPU, contiguous in the last dim.
@@ -102,14 +102,14 @@ def apply_embedding_lora(token_ids: Tensor, y: Tensor, plan: LoraPlan | GpuLoraP
 
 
 def _may_meet(rows: Tensor, plan: LoraPlan | GpuLoraPlan) -> bool:
-    """Whether the plan is of the rows' kind of device. In Triton's interpreter a GPU's plan is on the CPU."""
+    """Return whether the plan is of the rows' kind of device. In Triton's interpreter a GPU's plan is on the CPU."""
     if isinstance(plan, GpuLoraPlan):
         return rows.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
     return not rows.is_cuda
 
 
 def warm_up(adapter_dtype: torch.dtype) -> None:
-    """After the call, no step waits for a compiler. Some seconds on a machine's first run, well under one later: the engine calls it at its start.
+    """Compile all kernels, so that no step waits for a compiler. Some seconds on a machine's first run, well under one later: the engine calls it at its start.
 
     Args:
         adapter_dtype: what adapters may be stored in; call once for each.

@@ -40,7 +40,7 @@ def apply_lora(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: int, bias
 
 
 def apply_embedding_lora(token_ids: Tensor, y: Tensor, plan: LoraPlan) -> None:
-    """The same for the embedding, whose input is one-hot: ``x A^T`` is row token_id of A^T, ``W' x`` is row token_id of the table.
+    """Apply the embedding's LoRA; its input is one-hot: ``x A^T`` is row token_id of A^T, ``W' x`` is row token_id of the table.
 
     Args:
         token_ids: [num_tokens], integers.

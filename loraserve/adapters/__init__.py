@@ -1,1 +1,1 @@
-"""What an adapter is: its files read, its config checked, compiled to one intermediate form. NumPy, no torch."""
+"""Adapters: files read, configs checked, both compiled to one intermediate form. NumPy, no torch."""

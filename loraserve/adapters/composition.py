@@ -1,4 +1,4 @@
-"""Weighted sums of adapters: which ones are the same, whoever writes them down and in whatever order. No torch."""
+"""Weighted sums of adapters, and their identity whatever the order of the parts. No torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TAG = b"loraserve composition v1"
 def merged(parts: Iterable[AdapterPart]) -> tuple[AdapterPart, ...]:
     """Return the same sum with each adapter in it once, by digest; those whose weights add up to nothing are left out.
 
-    Neither the order of `parts` nor who else has an adapter of the same digest changes a bit of the weights.
+    Neither the order of `parts` nor another tenant's adapter of the same digest changes a bit of the weights.
     """
     by_digest: dict[Digest, list[AdapterPart]] = {}
     for part in parts:

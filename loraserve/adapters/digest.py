@@ -1,4 +1,4 @@
-"""Who an adapter version is: SHA-256 over its canonical config and its tensors, framed so that no two contents read alike."""
+"""Identity of an adapter version: SHA-256 over its canonical config and its tensors, framed so that no two contents read alike."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _TOKENS = ("trainable_token_indices", "alora_invocation_tokens")
 def adapter_digest(
     config: Mapping[str, Any], tensors: Mapping[str, TensorView], *, pause: Callable[[], object] = lambda: None
 ) -> Digest:
-    """The identity of an adapter that `compile_adapter` has accepted.
+    """Return the identity of an adapter that `compile_adapter` has accepted.
 
     Two uploads have the same digest exactly if they hold the same tensors (names, dtypes, shapes, bytes) and the same config fields that
-    decide the arithmetic; who trained it, with which dropout, or in which order the file lists its tensors doesn't matter. The order of a
+    decide the arithmetic; the trainer, the dropout and the order of tensors in the file don't matter. The order of a
     pattern's keys does, since the first match wins. Fields such as target_modules, bias or modules_to_save don't: the tensors must agree with them.
 
     Args:

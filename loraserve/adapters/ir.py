@@ -1,4 +1,4 @@
-"""What an adapter is once it has been understood: what it changes of each module, in the base's own names. numpy only."""
+"""Intermediate form of an adapter: its changes of each module, in the base's own names. NumPy only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUMPY_DTYPES: dict[str, str] = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorView:
-    """One stored tensor, not copied: `array` shares memory with the file's bytes.
+    """Stored tensor, not copied: `array` shares memory with the file's bytes.
 
     Attributes:
         dtype: "F32", "F16" or "BF16".
@@ -37,7 +37,7 @@ class TensorView:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModuleIR:
-    """What an adapter changes of one linear. For an input x and the base's weight W and bias b, the output is::
+    """Changes that an adapter makes to a linear. For an input x and the base's weight W and bias b, the output is::
 
         output_scale · ((magnitude / ‖W' + scaling · B A‖) · (W' x + scaling · B A x) + b' + scaling · lora_bias)
 
@@ -77,7 +77,7 @@ class ModuleIR:
 
     @property
     def tensors(self) -> dict[str, TensorView]:
-        """Those that it has, by their names above."""
+        """Arrays that it has, by their names above."""
         names = ("lora_a", "lora_b", "magnitude", "lora_bias", "bias", "output_scale", "weight", "token_rows")
         return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
 

@@ -1,4 +1,4 @@
-"""What is wrong with an upload: collected while it is compiled, and raised at once, so that it is mended in one go."""
+"""Problems of an upload: collected while it is compiled and raised together, so that one corrected upload fixes all of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ORDER: tuple[type[AdapterRejected], ...] = (AdapterFormatError, AdapterUnsuppor
 
 @dataclass(slots=True)
 class Problems:
-    """Groups of one message with the layers it concerns; a mistake in 28 layers is told once."""
+    """Groups of one message with the layers it concerns; a mistake in 28 layers is reported once."""
 
     by_message: dict[tuple[type[AdapterRejected], str], list[int]] = field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""What PEFT trains beside LoRA and saves whole: weights of modules_to_save, and biases. Each must be where the config says, and of the base's shape."""
+"""Modules that PEFT trains beside LoRA and saves whole: weights of modules_to_save, and biases. Each must be where the config says, and of the base's shape."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def norms_of(contents: Contents) -> tuple[NormIR, ...]:
 
 
 def vocabulary_problem(what: str, num_rows: int, vocab_size: int) -> str:
-    """Why a table with another number of rows than the base's can't be served, in words."""
+    """Return why a table with another number of rows than the base's can't be served, in words."""
     message = f"{what} has {num_rows:,} rows; this base has {vocab_size:,} tokens. "
     if num_rows > vocab_size:
         return message + (
@@ -48,7 +48,7 @@ def vocabulary_problem(what: str, num_rows: int, vocab_size: int) -> str:
 
 
 class _Check:
-    """One linear's weight and bias."""
+    """Check of a linear's weight and bias."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class _Check:
             self._malformed(f"The file holds a bias of {name} {{layers}}, and the config's bias is {setting}.")
 
     def copies(self) -> None:
-        """What PEFT wrote twice must be the same twice."""
+        """Add a problem where two copies that PEFT wrote of a tensor differ."""
         for part in ("weight", "bias"):
             copy = getattr(self.stored, f"{part}_copy")
             if copy is not None and not is_same(copy, getattr(self.stored, part)):
@@ -172,7 +172,7 @@ def is_same(a: TensorView | None, b: TensorView | None) -> bool:
 
 
 def _check_tied_weights(settings: LoraSettings, contents: Contents, names: BaseNames, problems: Problems) -> None:
-    """Where the base's head is the embedding, PEFT loads a weight into both, unless modules_to_save has made a copy of one of them."""
+    """Check a tied head: PEFT loads a weight into it and the embedding, unless modules_to_save has copied one of them."""
     if not names.base.is_head_tied:
         return
     weights = {m: contents.linears[0, m].weight for m in OUTSIDE_LAYERS if (0, m) in contents.linears}

@@ -1,4 +1,4 @@
-"""Which modules a config means: PEFT's rules for target_modules and its like, against the base's own names."""
+"""PEFT's rules for the modules that a config targets, applied to the base's own names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from loraserve.types import BaseSpec
 
 
 def is_name_targeted(settings: LoraSettings, base: BaseSpec, name: str, layer: int | None) -> bool:
-    """The same of a module's whole name; `layer` is None for one in no layer."""
+    """Return whether the config targets the module of this whole name; `layer` is None for one outside the layers."""
     if _is_listed(name, settings.exclude_modules) or is_inside_saved(settings, name):
         return False
     targets = settings.target_modules
@@ -33,13 +33,13 @@ def is_name_targeted(settings: LoraSettings, base: BaseSpec, name: str, layer: i
 
 
 def is_inside_saved(settings: LoraSettings, name: str) -> bool:
-    """Whether a component of the name, or several in a row, are in modules_to_save: then no LoRA comes there."""
+    """Return whether a component of the name, or several in a row, are in modules_to_save: then no LoRA comes there."""
     dotted = f".{name}."
     return any(f".{saved}." in dotted for saved in settings.modules_to_save)
 
 
 def is_saved(settings: LoraSettings, name: str) -> bool:
-    """Whether PEFT trains the module fully: its name, or that of a module which it is a part of, ends with an entry of modules_to_save, be it
+    """Return whether PEFT trains the module fully: its name, or that of a module which it is a part of, ends with an entry of modules_to_save, be it
     amid a component."""
     ends = settings.modules_to_save
     if not ends:
@@ -52,12 +52,12 @@ def is_saved(settings: LoraSettings, name: str) -> bool:
 
 
 def ties_saved(settings: LoraSettings, base: BaseSpec) -> bool:
-    """Whether PEFT trains the embedding fully, and the head as the same parameter."""
+    """Return whether PEFT trains the embedding fully, and the head as the same parameter."""
     return settings.ensure_weight_tying and base.is_head_tied and _names_an_end(settings.modules_to_save)
 
 
 def ties_lora(settings: LoraSettings, base: BaseSpec) -> bool:
-    """Whether PEFT gives the embedding LoRA, and the head the same, transposed."""
+    """Return whether PEFT gives the embedding LoRA, and the head the same, transposed."""
     if not settings.ensure_weight_tying or not base.is_head_tied or ties_saved(settings, base):
         return False
     targets = settings.target_modules
@@ -68,7 +68,7 @@ def ties_lora(settings: LoraSettings, base: BaseSpec) -> bool:
 
 
 def check_targets(settings: LoraSettings, contents: Contents, names: BaseNames, problems: Problems) -> None:
-    """The modules that the config would give LoRA must be those that have tensors."""
+    """Add a problem for each module that the config targets and has no tensors, and for each that has tensors and isn't targeted."""
     base = names.base
     is_tied = ties_lora(settings, base)
     for place in names.places():
@@ -97,7 +97,7 @@ def check_targets(settings: LoraSettings, contents: Contents, names: BaseNames, 
 
 
 def _layer_by_pattern(settings: LoraSettings, base: BaseSpec, name: str, layer: int) -> int | None:
-    """The layer that PEFT takes the module to be in; None where layers_pattern finds none."""
+    """Return the layer that PEFT takes the module to be in; None where layers_pattern finds none."""
     if not settings.layers_pattern:
         return layer
     for pattern in settings.layers_pattern:
@@ -111,7 +111,7 @@ def _layer_by_pattern(settings: LoraSettings, base: BaseSpec, name: str, layer: 
 
 
 def _names_an_end(listed: Iterable[str]) -> bool:
-    """Whether the embedding or the head is listed, in PEFT's rough way: by the last component."""
+    """Return whether the embedding or the head is listed, in PEFT's rough way: by the last component."""
     return any(entry.rpartition(".")[2] in OUTSIDE_LAYERS for entry in listed)
 
 

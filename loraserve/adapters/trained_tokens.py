@@ -1,4 +1,4 @@
-"""Whose rows trainable_token_indices are, as PEFT resolves it: of the embedding, of the head, or of both where the base ties them."""
+"""PEFT's rule for trainable_token_indices: rows of the embedding, of the head, or of both where the base ties them."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _resolve(settings: LoraSettings, names: BaseNames, problems: Problems) -> di
 
 
 def _is_tied(settings: LoraSettings, meant: dict[str, tuple[int, ...]], names: BaseNames, problems: Problems) -> bool:
-    """Whether PEFT lets the head follow the embedding."""
+    """Return whether PEFT lets the head follow the embedding."""
     if not names.base.is_head_tied or "embed_tokens" not in meant:
         return False
     if "lm_head" not in meant or meant["lm_head"] == meant["embed_tokens"]:

@@ -29,11 +29,11 @@ _SAVED_AS = {
     "output_scale": "ia3_l",
     "token_rows": "token_adapter.trainable_tokens_delta",
 }
-"""Where PEFT's files have another name for a tensor of `ModuleIR`."""
+"""Names in PEFT's files of tensors that `ModuleIR` calls otherwise."""
 
 _EMBEDDINGS = {"lora_a": "lora_embedding_A", "lora_b": "lora_embedding_B"}
 _WHOLE = ("bias", "output_scale", "weight", "token_rows")
-"""What stands in the place of something of the base's, or multiplies it: each number of it must be one that half precision holds."""
+"""Tensors that replace or multiply something of the base's: half precision must hold each of their numbers."""
 
 
 def check_finite(adapter: AdapterIR, limits: Limits = LIMITS, *, pause: Callable[[], object] = lambda: None) -> None:

@@ -66,7 +66,7 @@ class Decoder:
 
     @property
     def device(self) -> torch.device:
-        """Where `weight_rows` are."""
+        """Device of `weight_rows`."""
         return self.backend.device
 
     def weight_rows(self, layer: int, *modules: str) -> Iterator[Tensor]:

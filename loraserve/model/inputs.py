@@ -1,4 +1,4 @@
-"""What a forward pass is given: tensors, and who they belong to. Passed, never global."""
+"""Inputs of a forward pass: tensors, and the adapters of their rows. Passed, never global."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class KVTensors:
 
 @dataclass(frozen=True, slots=True)
 class ModelInputs:
-    """One step's rows on a CPU. Rows of one sequence are contiguous and in position order; sequences of one adapter are neighbours.
+    """Rows of a step on a CPU. Rows of one sequence are contiguous and in position order; sequences of one adapter are neighbours.
 
     Attributes:
         token_ids: [num_tokens] int64.
@@ -64,7 +64,7 @@ class ModelInputs:
 
 @dataclass(frozen=True, slots=True)
 class GpuInputs:
-    """One step's rows on a GPU. Every tensor has one address for life, so that a captured graph reads each later step's.
+    """Rows of a step on a GPU. Every tensor has one address for life, so that a captured graph reads each later step's.
 
     Attributes:
         token_ids: [num_tokens] int64.

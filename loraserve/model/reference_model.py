@@ -54,7 +54,7 @@ class ReferenceBase(Protocol):
 
 
 class Stopped(Exception):
-    """Nobody wants the evaluation any more."""
+    """The evaluation isn't wanted any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is to be evaluated.
+    """Input of an evaluation.
 
     Attributes:
         sequences: token ids.
@@ -110,7 +110,7 @@ def invocation_start(token_ids: Sequence[int], invocation: Sequence[int]) -> int
 
 
 class _Term:
-    """One adapter, and the rows that it acts on."""
+    """Adapter with the rows that it acts on."""
 
     def __init__(self, ir: AdapterIR, weight: float, rows: Tensor | slice) -> None:
         self.weight, self.rows = weight, rows
@@ -125,7 +125,7 @@ class _Term:
 
 
 class _Pass:
-    """One pass through the layers. Its rows are the sequences' by the base, each once and those alone that aren't known, then every subject's sequences' with its adapter."""
+    """Pass through the layers. Its rows are the sequences' by the base, each once and those alone that aren't known, then every subject's sequences' with its adapter."""
 
     def __init__(self, base: ReferenceBase, subjects: Sequence[Subject], is_wanted: Callable[[], bool]) -> None:
         self._base, self._config, self._is_wanted = base, base.config, is_wanted
@@ -140,7 +140,7 @@ class _Pass:
         self._terms = [*self._placed_terms(sum(map(len, self._by_base)))]
 
     def _placed_terms(self, start: int) -> Iterator[_Term]:
-        """Every subject's, on its rows; the first subject's begin at `start`."""
+        """Yield the subjects' terms, each on its rows; the first subject's begin at `start`."""
         for one in self._subjects:
             for ir, weight in one.terms:
                 yield _Term(ir, weight, self._rows_of(start, one.sequences, ir))
@@ -209,11 +209,11 @@ class _Pass:
         return torch.cat([self._attend_alone(*part, window) for part in parts]).flatten(1)
 
     def _split(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """Every sequence's rows."""
+        """Return the attention of all sequences' rows."""
         return torch.split(rows, self._lengths)
 
     def _attend_alone(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        """One sequence's; all are [num_tokens, num_heads, head_dim]."""
+        """Return a sequence's attention; all tensors are [num_tokens, num_heads, head_dim]."""
         scores = torch.einsum("ihd,jhd->hij", q, k) * self._config.attention_scale
         if self._config.attention_cap is not None:
             scores = self._config.attention_cap * torch.tanh(scores / self._config.attention_cap)
@@ -261,7 +261,7 @@ class _Pass:
     # norms
 
     def _norm(self, x: Tensor, layer: int, norm: str, name: str | None) -> Tensor:
-        """By a layer's norm; x itself where the architecture has none there.
+        """Return x normed by a layer's norm; x itself where the architecture has none there.
 
         Args:
             norm: what adapters call it.
@@ -293,7 +293,7 @@ class _Pass:
         return self._adapt(x, self._multiply(x, layer, module), layer, module)
 
     def _linears(self, x: Tensor, layer: int, sizes: Mapping[str, int]) -> list[Tensor]:
-        """Of modules that read the same input, and have so many outputs; their weights are read one after the other."""
+        """Return the outputs of modules that read the same input; their weights are read one after the other."""
         parts = torch.split(self._multiply(x, layer, *sizes), list(sizes.values()), 1)
         return [self._adapt(x, y, layer, module) for module, y in zip(sizes, parts, strict=True)]
 

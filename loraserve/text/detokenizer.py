@@ -1,4 +1,4 @@
-"""Tokens to text, a few at a time, so that the pieces add up to what decoding everything at once gives.
+"""Incremental detokenization: the pieces add up to what decoding all tokens at once gives.
 
 `tokenizers.DecodeStream` isn't used: it holds back everything while the text ends in U+FFFD (so a model that emits invalid UTF-8 streams nothing and
 costs quadratic time), and it fails for good once a byte-fallback run turns out to be invalid ("Invalid prefix encountered").
@@ -15,23 +15,23 @@ from loraserve.text.tokenizer import Tokenizer
 REPLACEMENT = "�"
 
 _CONTEXT_TOKENS = 8
-"""How many settled tokens are decoded again before new ones: decoders look at the beginning of the text, not further back."""
+"""Number of settled tokens that are decoded again before new ones: decoders look at the beginning of the text alone."""
 
 
 class Detokenizer(Protocol):
-    """The text so far is what every `push` and then `finish` returned, concatenated; it equals decoding all tokens at once."""
+    """Incremental decoder: the results of every `push` and of `finish`, concatenated, equal decoding all tokens at once."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that is now certain: nothing returned is ever taken back. An unfinished character is held back."""
+        """Return the text that is now certain; it is never taken back. An unfinished character is held back."""
         ...
 
     def finish(self) -> str:
-        """What was held back, with U+FFFD for bytes that never became a character. Call it once, at the end."""
+        """Return the text held back, with U+FFFD for bytes that never became a character. Call it once, at the end."""
         ...
 
 
 class ByteLevelDetokenizer:
-    """For byte-level vocabularies (GPT-2's, Llama 3's, Qwen's): tokens are bytes, so a UTF-8 decoder is all that it takes."""
+    """Detokenizer of byte-level vocabularies (GPT-2's, Llama 3's, Qwen's): tokens are bytes, so a UTF-8 decoder suffices."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, prompt_token_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
@@ -49,7 +49,7 @@ class ByteLevelDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any other vocabulary: decodes a short window of tokens with and without the new ones, and returns the difference.
+    """Detokenizer of any other vocabulary: it decodes a short window of tokens with and without the new ones, and returns the difference.
 
     A run of byte-fallback tokens (``<0xE4><0xB8><0xAD>``) is held back until another token ends it, because one invalid byte
     at its end turns the whole run into U+FFFD.
@@ -91,7 +91,7 @@ class WindowDetokenizer:
         return delta
 
     def _shorten(self, window: list[int], text: str) -> tuple[list[int], str]:
-        """The shortest tail of the window that still hides the beginning of the text from the decoder (its text isn't empty)."""
+        """Return the shortest tail of the window that still hides the beginning of the text from the decoder (its text isn't empty)."""
         num_kept = _CONTEXT_TOKENS
         while num_kept < len(window):
             start = len(window) - num_kept
@@ -103,7 +103,7 @@ class WindowDetokenizer:
         return window, text
 
     def _split_prompt(self, prompt: list[int]) -> tuple[list[int], list[int]]:
-        """The prompt's tokens as context; those of an unfinished last character are pending, as if they were generated."""
+        """Return the prompt's tokens as context; those of an unfinished last character are pending, as if they were generated."""
         start = len(prompt)
         while start and self._tokenizer.is_fallback_byte(prompt[start - 1]):
             start -= 1

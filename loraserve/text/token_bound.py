@@ -1,4 +1,4 @@
-"""Least number of tokens of a text, proven from its bytes, so that one that can't fit a context is never tokenized."""
+"""Lower bound on a text's number of tokens, proven from its bytes: a text that can't fit a context is never tokenized."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from loraserve.text.token_bound import BYTE_OF_CHAR, TokenBound
 
 _MAX_CONFIG_BYTES = 16 << 20
 _SHORT_CHARS = 256
-"""Up to this a call that keeps the interpreter's lock is faster than one that lets go of it."""
+"""Length up to which a call that keeps the interpreter's lock is faster than one that releases it."""
 
 # One text is one thread's work: that of the caller, with its priority. The library's own threads would have none.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -96,7 +96,7 @@ class Tokenizer:
         return self._bound.least_tokens(text)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of `token_ids`; ids that the vocabulary doesn't have are left out, bytes that aren't UTF-8 become U+FFFD."""
+        """Return the text of `token_ids`; ids that the vocabulary doesn't have are left out, bytes that aren't UTF-8 become U+FFFD."""
         ids = list(token_ids)
         if len(ids) <= _SHORT_CHARS:
             text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -109,12 +109,12 @@ class Tokenizer:
         return id_
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The vocabulary's own spelling (``Ġthe``, ``▁the``, ``<0xE4>``); None for an id that the vocabulary doesn't have."""
+        """Return the vocabulary's own spelling (``Ġthe``, ``▁the``, ``<0xE4>``); None for an id that the vocabulary doesn't have."""
         token: str | None = self._tokenizer.id_to_token(token_id)
         return token
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that this token adds to a text, special tokens included; empty for an id that the vocabulary doesn't have."""
+        """Return the bytes that this token adds to a text, special tokens included; empty for an id that the vocabulary doesn't have."""
         data = self._bytes_of.get(token_id)
         if data is None:
             data = self._read_bytes(token_id)
@@ -137,11 +137,11 @@ class Tokenizer:
         return token.encode() if token_id in self._added_tokens else token.replace("▁", " ").encode()
 
     def is_fallback_byte(self, token_id: int) -> bool:
-        """Whether this token is one byte of a character that the vocabulary doesn't have (``<0xE4>``)."""
+        """Return whether this token is one byte of a character that the vocabulary doesn't have (``<0xE4>``)."""
         return token_id in self._fallback_bytes
 
     def _find_fallback_bytes(self) -> dict[int, int]:
-        """Token id → byte, for a decoder that reads ``<0x00>`` … ``<0xFF>`` as bytes."""
+        """Return token id → byte, for a decoder that reads ``<0x00>`` … ``<0xFF>`` as bytes."""
         if not self._has_byte_fallback:
             return {}
         ids = ((self._tokenizer.token_to_id(f"<0x{byte:02X}>"), byte) for byte in range(256))
@@ -149,14 +149,14 @@ class Tokenizer:
 
 
 def _token_content(token: object) -> str | None:
-    """A special token is written as a string, or as an object with its ``content``."""
+    """Return a special token's text; it is written as a string, or as an object with its ``content``."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in the file; empty when there is no such file.
+    """Return the object in the file; empty when there is no such file.
 
     Raises:
         ConfigError: it isn't JSON, isn't an object, or is larger than 16 MiB.

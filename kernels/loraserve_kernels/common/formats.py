@@ -4,5 +4,5 @@ from __future__ import annotations
 
 FORMATS = ("int8", "int4", "nf4", "fp8")
 GROUP_SIZES = (32, 64, 128)
-"""Of int4, and of int8 where it has groups."""
+"""Group sizes of int4, and of int8 where it has groups."""
 NF4_GROUP_SIZE = 64

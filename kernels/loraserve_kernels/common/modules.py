@@ -1,4 +1,4 @@
-"""What an adapter may change of a base: the linears, their sites, the norms. The same for every device."""
+"""Parts of a base that an adapter may change: the linears, their sites, the norms. They are the same for every device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from loraserve_kernels.common.sizes import ModuleSize
 from loraserve_kernels.errors import ShapeMismatch
 
 DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
-"""What a CPU may hold adapters in."""
+"""Dtypes that a CPU may hold adapters in."""
 
 NORMS: tuple[str, ...] = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm", "norm")
 """Norms that an attention's, an MLP's and the head's inputs pass, and those that an attention's and an MLP's outputs
@@ -55,7 +55,7 @@ class ReplacedNorm:
 
 @dataclass(frozen=True, slots=True)
 class LoraModule:
-    """What an adapter changes of one linear: ``(1 + dora_delta) · (W' x + B diag(scaling) A x) + bias + bias_delta``.
+    """Changes that an adapter makes to a linear: ``(1 + dora_delta) · (W' x + B diag(scaling) A x) + bias + bias_delta``.
 
     Attributes:
         layer: which decoder layer; 0 for ``lm_head`` and ``embed_tokens``.

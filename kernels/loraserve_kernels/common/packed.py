@@ -23,14 +23,14 @@ class PackedRows:
     scales: Tensor | None
 
     def pick(self, which: slice | Tensor, dtype: torch.dtype) -> Tensor:
-        """Some of the rows as numbers of `dtype`, [len(which), width]."""
+        """Return some of the rows as numbers of `dtype`, [len(which), width]."""
         weight = self.weight[which].to(dtype)
         return weight if self.scales is None else weight * self.scales[which, None].to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class SiteWork:
-    """What an adapter has at a site, of the layer that has most.
+    """Size of an adapter at a site, in the layer that has most.
 
     Attributes:
         num_ranks: the sum of the slices' ranks.
@@ -45,7 +45,7 @@ class SiteWork:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedAdapter:
-    """One adapter as the kernels read it. Immutable after packing; compared by identity.
+    """Adapter as the kernels read it. Immutable after packing; compared by identity.
 
     Attributes:
         data: 1-D, contiguous, one of `DTYPES`: the weights.
@@ -93,28 +93,28 @@ class PackedAdapter:
         return int(self.records.shape[0])
 
     def lora_a(self, layer: int, module: str) -> Tensor:
-        """A view of the module's A, [r, in_features]; r is 0 where the adapter has none. In int8 these are codes."""
+        """Return a view of the module's A, [r, in_features]; r is 0 where the adapter has none. In int8 these are codes."""
         return self._matrix(A, self.in_features, layer, module)
 
     def lora_b(self, layer: int, module: str) -> Tensor:
-        """A view of the module's B by rank, [r, out_features] (the checkpoint's B, transposed). In int8 these are codes."""
+        """Return a view of the module's B by rank, [r, out_features] (the checkpoint's B, transposed). In int8 these are codes."""
         return self._matrix(B, self.out_features, layer, module)
 
     def scaling(self, layer: int, module: str) -> Tensor:
-        """A view of what each rank is multiplied with, [r] float32: its scaling, in int8 times the scales of its rows of A and of B."""
+        """Return a view of each rank's factor, [r] float32: its scaling, in int8 times the scales of its rows of A and of B."""
         record = self.records[layer, MODULE_INDEX[module]]
         return self.floats[record[SCALINGS] : record[SCALINGS] + record[RANK]]
 
     def dora_delta(self, layer: int, module: str) -> Tensor | None:
-        """A view of the module's δ, [out_features] float32; None where it has none."""
+        """Return a view of the module's δ, [out_features] float32; None where it has none."""
         return self._row(DELTA, layer, module)
 
     def bias_delta(self, layer: int, module: str) -> Tensor | None:
-        """A view of the module's shift, [out_features] float32; None where it has none."""
+        """Return a view of the module's bias delta, [out_features] float32; None where it has none."""
         return self._row(SHIFT, layer, module)
 
     def row_overrides(self, layer: int, module: str) -> PackedRows | None:
-        """The module's replaced rows; None where it has none."""
+        """Return the module's replaced rows; None where it has none."""
         index = MODULE_INDEX[module]
         record = self.records[layer, index]
         count, first, ids, scales = (int(record[word]) for word in (NUM_ROWS, ROWS, ROW_IDS, ROW_SCALES))
@@ -127,7 +127,7 @@ class PackedAdapter:
         )
 
     def site_a(self, layer: int, site: str) -> Tensor:
-        """A view of the A matrices of all the site's slices, [sum of ranks, in_features]."""
+        """Return a view of the A matrices of all the site's slices, [sum of ranks, in_features]."""
         first = MODULE_INDEX[SITES[site][0]]
         num_rows = int(self.ranks[layer, first : first + len(SITES[site])].sum())
         width, start = self.in_features[first], int(self.records[layer, first, A])

@@ -1,4 +1,4 @@
-"""Which rows of a step belong to which adapter. Built once a step, used by every layer and site."""
+"""Mapping from a step's rows to adapters. Built once a step, used by every layer and site."""
 
 from __future__ import annotations
 

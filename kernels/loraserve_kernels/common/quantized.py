@@ -113,7 +113,7 @@ class QuantizedWeight:
         return sum(part.numel() * part.element_size() for part in parts)
 
     def to(self, device: torch.device | str) -> QuantizedWeight:
-        """The same weight on a device, with scales and zeros in the order that kernels read fastest: neighbours in memory are output channels."""
+        """Return the same weight on a device, with scales and zeros in the order that kernels read fastest: neighbours in memory are output channels."""
         zeros = None if self.zeros is None else _by_channel(self.zeros.to(device))
         return QuantizedWeight(
             self.format,
@@ -138,7 +138,7 @@ class QuantizedWeight:
         )
 
     def values(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """What the codes mean before they are scaled, [out_features, in_features]. Whole numbers save for nf4 and fp8; exact in float32."""
+        """Return what the codes mean before they are scaled, [out_features, in_features]. Whole numbers save for nf4 and fp8; exact in float32."""
         if not self.is_packed:
             values = self.codes.to(dtype)
             return values if self.zeros is None else values + (128 - self._spread_zeros(dtype))
@@ -150,13 +150,13 @@ class QuantizedWeight:
         return codes.to(dtype) - self._spread_zeros(dtype)
 
     def _spread_zeros(self, dtype: torch.dtype) -> Tensor:
-        """Each weight's zero."""
+        """Return each weight's zero."""
         if self.zeros is None:
             raise InvalidWeight("this weight has no zeros")
         return self.zeros.to(dtype).repeat_interleave(self.group_size, dim=1)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The weight [out_features, in_features]: ``value · scale``, computed in float32 (or float64 if that is asked for) and rounded once to `dtype`."""
+        """Return the weight [out_features, in_features]: ``value · scale``, computed in float32 (or float64 if that is asked for) and rounded once to `dtype`."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         values = self.values(wide).view(self.out_features, -1, self.group_size)
         return (values * self.scales.to(wide)[:, :, None]).view(self.out_features, self.in_features).to(dtype)
@@ -221,7 +221,7 @@ def quantize(weight: Tensor, format: str, group_size: int | None = None, *, has_
 
 
 def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """One weight whose output channels are those of the parts, in order: for linears that share their input.
+    """Return a weight whose output channels are those of the parts, in order: for linears that share their input.
 
     Parts with zeros and without may be mixed; nothing is rounded again.
 
@@ -249,7 +249,7 @@ def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def _by_channel(grid: Tensor) -> Tensor:
-    """The same [channels, groups] with neighbouring channels side by side in memory, as tiles of channels read them.
+    """Return the same [channels, groups] with neighbouring channels side by side in memory, as tiles of channels read them.
 
     Bytes go on to a multiple of four channels for each group, so that they can be read in words.
     """
@@ -261,7 +261,7 @@ def _by_channel(grid: Tensor) -> Tensor:
 
 
 def zero_words(zeros: Tensor) -> Tensor:
-    """Zeros as kernels read them: [groups, channels / 4] int32. The same memory when `QuantizedWeight.to` or `quantize` made them."""
+    """Return zeros as kernels read them: [groups, channels / 4] int32. The same memory when `QuantizedWeight.to` or `quantize` made them."""
     channels, groups = zeros.shape
     width = -(-channels // 4) * 4
     if zeros.stride() != (1, width) or zeros.storage_offset() % 4:

@@ -1,4 +1,4 @@
-"""Which linears of a base an adapter may change, and which of them share an input. Imports no torch: plans are made without it."""
+"""Linears of a base that an adapter may change, by shared input. Imports no torch: plans are made without it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ LAYER_SITES: tuple[str, ...] = ("qkv", "o", "gate_up", "down")
 """The sites that every decoder layer has."""
 
 MODULES: tuple[str, ...] = tuple(module for site in SITES.values() for module in site)
-"""Every module that can carry LoRA; a module's place here is its column in the tables."""
+"""Modules that can carry LoRA; a module's place here is its column in the tables."""
 
 MODULE_INDEX: dict[str, int] = {module: index for index, module in enumerate(MODULES)}
 
 LAYER_MODULES: tuple[str, ...] = tuple(module for site in LAYER_SITES for module in SITES[site])
-"""Those of the decoder layers: the first of `MODULES`."""
+"""Modules of the decoder layers: the first of `MODULES`."""
 
 ModuleShapes = Mapping[str, tuple[int, int]]
 """Module → (out_features, in_features) of the base."""

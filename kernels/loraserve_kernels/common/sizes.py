@@ -1,4 +1,4 @@
-"""What adapters take of either device, counted from their ranks and from which modules have what. Imports no torch and sees no tensor: packing and plans share it."""
+"""Sizes of adapters on either device, counted from their ranks and modules. Imports no torch and sees no tensor: packing and plans share it."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from loraserve_kernels.common.sites import MODULE_INDEX, MODULES, SITES, ModuleS
 from loraserve_kernels.errors import ShapeMismatch
 
 UNIT_BYTES = 32
-"""Every row in a GPU's page starts at a multiple of this."""
+"""Alignment in bytes of rows in a GPU's page."""
 
 RANK_TILE = 16
 MAX_RANK = 512
 
 RECORD = 64
-"""Of a tile at one layer, in int32: see `paged_layout`."""
+"""Record of a tile at a layer, in int32: see `gpu.paged.layout`."""
 
 REPLACED_SITES: dict[str, str] = {"lm_head": "lm_head", "embed": "embed_tokens"}
 """Sites whose rows a GPU's kernels can replace → their module."""
 
 ALIGN_ELEMENTS = 16
-"""In a CPU's memory regions start at multiples of this, so that a kernel may load a vector at a time whatever the dtype."""
+"""Alignment of regions in a CPU's memory, so that a kernel may load a vector at a time whatever the dtype."""
 
 RANK, A, B, SCALINGS, DELTA, SHIFT, NUM_ROWS, ROWS, ROW_IDS, ROW_SCALES, RECORD_WORDS = range(11)
 """A module's record in a CPU's memory, in int64 words: its rank; where A, B and the replaced rows start in the weights; where the ranks' numbers, δ, the shift and the rows' scales start
 in the float32 buffer, −1 where the module has no δ, shift or scales; how many rows are replaced, and where their ids start in theirs."""
 
 Runs = list[tuple[int, int]]
-"""Where rows lie, one after the other: (first byte, number of rows)."""
+"""Runs of rows that lie one after the other: (first byte, number of rows)."""
 
 
 class ItemSized(Protocol):
@@ -43,7 +43,7 @@ class ItemSized(Protocol):
 
 
 class ModuleSize(NamedTuple):
-    """What an adapter has of one module, without a number of it."""
+    """Shape of an adapter's module, without its numbers."""
 
     layer: int
     module: str
@@ -58,7 +58,7 @@ class ModuleSize(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """Where everything of an adapter lies in a CPU's memory.
+    """Layout of an adapter in a CPU's memory.
 
     Attributes:
         records: [num_layers, 9, RECORD_WORDS] int64, columns as in `MODULES`.
@@ -177,7 +177,7 @@ class Placing:
 
 
 class ModuleRuns(NamedTuple):
-    """Where each part of a module was placed."""
+    """Placement of each part of a module."""
 
     a: Runs
     b: Runs
@@ -212,7 +212,7 @@ def num_tiles_of(sizes: Iterable[ModuleSize], *, num_layers: int) -> int:
 
 
 def tiles_of_rows(num_rows: int, num_layers: int) -> int:
-    """Tiles whose records, those of all layers, have room for so many replaced rows."""
+    """Return the number of tiles whose records, over all layers, have room for so many replaced rows."""
     return -(-num_rows // (RANK_TILE * num_layers))
 
 
@@ -234,7 +234,7 @@ def place_module(placing: Placing, size: ModuleSize, shape: tuple[int, int], dty
 def tiles_by_module(
     sizes: Iterable[ModuleSize], num_layers: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """As many tiles as the module needs at the layer where its rank is highest, at least one; and those of its replaced rows."""
+    """Return the number of tiles that the module needs at the layer of its highest rank, at least one, and those of its replaced rows."""
     of_ranks, of_rows = np.zeros(len(MODULES), dtype=np.int64), np.zeros(len(MODULES), dtype=np.int64)
     for size in sizes:
         index = MODULE_INDEX[size.module]

@@ -1,4 +1,4 @@
-"""What Triton's kernels need to know of the machine that they run on."""
+"""Facts about the machine that Triton's kernels run on."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from loraserve.errors import AdapterUnsupported
 from loraserve.limits import LIMITS, Limits
 
 MAX_DEPTH = 64
-"""Most groups and lookarounds inside each other."""
+"""Limit on how deep groups and lookarounds nest."""
 
 # What Python's re takes for the same letter beside the other case: İ and ı, the Kelvin sign, ſ.
 _OTHER_CASES = {"i": "\u0130\u0131", "k": "\u212a", "s": "\u017f"}
@@ -46,7 +46,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Chars:
-    """One character, of those that it accepts. `known` is what `accepts` has said: names are made of few characters."""
+    """Node that matches a character it accepts. `known` is what `accepts` has said: names are made of few characters."""
 
     accepts: Callable[[str], bool]
     known: dict[str, bool] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class _Chars:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _At:
-    """No character, at the positions of a name that `holds`."""
+    """Node that matches no character, at the positions of a name where `holds` is true."""
 
     holds: Callable[[str, int], bool]
 
@@ -80,7 +80,7 @@ class _Repeat:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Look:
-    """No character, where the part matches, or doesn't. `width`: how far before the position it begins; None: it begins there."""
+    """Lookaround: it matches no character, where its part matches, or doesn't. `width`: how far before the position it begins; None: it begins there."""
 
     part: _Node
     is_wanted: bool
@@ -186,7 +186,7 @@ class _Reader:
 
 
 class _Evaluation:
-    """One name. Sets of positions, from 0 to its length, are the bits of integers."""
+    """Matcher of a single name; sets of positions, from 0 to its length, are the bits of integers."""
 
     def __init__(self, name: str, budget: Budget) -> None:
         self._name = name

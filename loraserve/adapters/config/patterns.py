@@ -58,7 +58,7 @@ def parse_pattern(key: str, limits: Limits = LIMITS, budget: Budget | None = Non
 
 
 def first_matches(patterns: Sequence[Pattern | Regex], names: Iterable[str]) -> dict[str, int]:
-    """For each name that some pattern matches by PEFT's rule, the index of the first such pattern."""
+    """Return the index of the first pattern that matches each name by PEFT's rule; names that none matches are left out."""
     if not patterns:
         return {}
     # suffix (from the start of a component to the end) → names that have it; many names share their short suffixes

@@ -30,7 +30,7 @@ LAYERS_FRAME = r"(?:^|.*?\.){}\.(?P<idx>\d+)\."
 
 @dataclass(frozen=True, slots=True)
 class LoraSettings:
-    """The fields that decide an adapter's arithmetic and reach, checked.
+    """Checked fields that decide an adapter's arithmetic and its targets.
 
     Attributes:
         target_modules: names and suffixes, or a regex for whole names; None: all linears.
@@ -143,7 +143,7 @@ class _Reader:
             )
 
     def _check_combinations(self) -> None:
-        """What PEFT itself doesn't do together, or does in a way that isn't what a reader of the config would think."""
+        """Add a problem for each combination that PEFT doesn't do, or does otherwise than the config reads."""
         if self.config.get("lora_bias") is True:
             if self.config.get("use_dora") is True:
                 self._unsupported("lora_bias is refused together with use_dora: PEFT has no such adapters.")
@@ -327,5 +327,5 @@ class _Reader:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a regex of that text matches that text alone, but for the dots, which part names here."""
+    """Return whether a regex of that text matches that text alone, but for the dots, which part names here."""
     return name.isascii() and name.replace("_", "a").replace(".", "a").replace("-", "a").isalnum()

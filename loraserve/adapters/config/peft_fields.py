@@ -1,4 +1,4 @@
-"""What becomes of each field of PEFT's LoraConfig. An allow-list: what isn't in the table is refused, unless it says nothing."""
+"""Handling of each field of PEFT's LoraConfig. It is an allow-list: a field outside the table is refused, unless its value is neutral."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ FIELDS: dict[str, FieldRule] = {
     ),
     "runtime_config": _ignored("it says where a trainer computes, and PEFT itself doesn't read it from a file"),
 }
-"""Every field of peft.LoraConfig (0.21), and every key of the objects that are ignored; a test compares them with the classes."""
+"""Fields of peft.LoraConfig (0.21) and keys of the objects that are ignored; a test compares them with the classes."""
 
 
 def refusal(name: str, value: object, table: Mapping[str, FieldRule]) -> str | None:

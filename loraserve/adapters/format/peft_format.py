@@ -54,7 +54,7 @@ _OTHER_FORMATS: tuple[tuple[bytes, str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One entry of the header, checked: its bytes are ``begin:end`` of the body and as many as dtype and shape say."""
+    """Checked entry of the header: its bytes are ``begin:end`` of the body and as many as dtype and shape say."""
 
     name: str
     dtype: str

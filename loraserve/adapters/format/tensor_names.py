@@ -1,4 +1,4 @@
-"""Which tensor of an adapter's file is what of which module: PEFT's names, and the base's as its checkpoint has them."""
+"""Mapping from the tensor names of an adapter's file to modules: PEFT's names, and the base's as its checkpoint has them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ SAVED_AS = {
 
 @dataclass(slots=True)
 class LinearTensors:
-    """What the file holds of one linear, as it holds it."""
+    """Tensors that the file holds of a linear, as it holds them."""
 
     lora_a: TensorView | None = None
     lora_b: TensorView | None = None
@@ -139,13 +139,13 @@ class BaseNames:
         return path if is_outside else f"{self.base.layers_path}.{layer}.{path}"
 
     def places(self) -> list[Place]:
-        """Every linear of the base."""
+        """Yield the base's linears."""
         linears = self.linears.values()
         places = [(layer, x.name) for layer in range(self.base.num_layers) for x in linears if not x.is_outside]
         return places + [(0, x.name) for x in linears if x.is_outside]
 
     def norms(self) -> list[Place]:
-        """Every norm of the base that an adapter may replace."""
+        """Yield the base's norms that an adapter may replace."""
         layers = range(self.base.num_layers)
         return [(layer, norm) for norm in self.base.norm_paths for layer in (layers if norm != "norm" else (0,))]
 
@@ -194,7 +194,7 @@ def module_name(base: BaseSpec, layer: int, module: str) -> str:
 
 
 def group_tensors(tensors: Mapping[str, TensorView], names: BaseNames, problems: Problems) -> Contents:
-    """Every tensor in its place, or a problem."""
+    """Return the tensors by linear and norm; add a problem for each that has no place."""
     contents = Contents()
     for name, tensor in tensors.items():
         _put(name, tensor, names, contents, problems)
@@ -264,7 +264,7 @@ def _field(name: str, part: str, linear: Linear, problems: Problems) -> str | No
 
 
 def _explain_name(name: str) -> tuple[type[AdapterRejected], str]:
-    """Why a tensor's name isn't one that PEFT gives LoRA's tensors, or what it trains beside them."""
+    """Add a problem that says why PEFT gives no tensor of LoRA's this name."""
     text = shown(name, 200)
     if re.search(r"\.lora_[AB]\.[^.]+\.weight$", name):
         return AdapterFormatError, (
@@ -277,7 +277,7 @@ def _explain_name(name: str) -> tuple[type[AdapterRejected], str]:
 
 
 def _explain_path(name: str, path: str, part: str, names: BaseNames) -> tuple[type[AdapterRejected], str]:
-    """Why there's no such module to adapt."""
+    """Add a problem that says why there's no such module to adapt."""
     text = shown(name, 200)
     layer, inner = names.find(path)
     if re.search(r"\.experts?(\.|$)", path):

@@ -52,7 +52,7 @@ FIELDS: dict[str, FieldRule] = {
     "alora_invocation_tokens": refused("PEFT has no activated AdaLoRA"),
     "ensure_weight_tying": refused("it isn't served with AdaLoRA"),
 }
-"""Every field of peft.AdaLoraConfig (0.21), most of which are LoraConfig's; a test compares the two."""
+"""Fields of peft.AdaLoraConfig (0.21), most of which are LoraConfig's; a test compares the two."""
 
 _KEY = re.compile(r"(?P<path>base_model\.model\..+)\.lora_(?P<side>[ABE])")
 
@@ -60,7 +60,7 @@ _KEY = re.compile(r"(?P<path>base_model\.model\..+)\.lora_(?P<side>[ABE])")
 def compile_adalora(
     config: Mapping[str, Any], tensors: Mapping[str, TensorView], base: BaseSpec, limits: Limits = LIMITS
 ) -> AdapterIR:
-    """The adapter in the base's terms: what `compile_lora` makes of the LoRA with E ⊙ A, computed in float32, for A.
+    """Return the adapter in the base's terms: what `compile_lora` makes of the LoRA with E ⊙ A, computed in float32, for A.
 
     Modules of which training has left no rank aren't in it.
 

@@ -1,4 +1,4 @@
-"""What PEFT trains beside the tensors of any kind, or saves of the base: whole modules, biases, the base's head. LoRA's compiler reads it here too."""
+"""Tensors that PEFT trains beside those of any kind, or saves of the base: whole modules, biases, the base's head."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _NAME = re.compile(r".+\.(?:(?:base_layer|original_module|modules_to_save)\.)?(?
 
 
 def is_auxiliary(name: str) -> bool:
-    """Whether a tensor of that name is no kind's own. (LoRA's end like these.)"""
+    """Return whether a tensor of that name is no kind's own. (LoRA's end like these.)"""
     return _NAME.fullmatch(name) is not None and ".lora_" not in name
 
 
 class AuxiliaryTensors:
-    """The tensors of a file that are no kind's own, in their places.
+    """Tensors of a file that are no kind's own, by linear and norm.
 
     Attributes:
         norms: those that were trained.
@@ -35,7 +35,7 @@ class AuxiliaryTensors:
     def __init__(
         self, tensors: Mapping[str, TensorView], places: Collection[Place], names: BaseNames, problems: Problems
     ) -> None:
-        """`places` are the linears that the kind acts on: PEFT's names of what is beside depend on that."""
+        """Take the tensors; PEFT's names of them depend on the linears that the kind acts on, `places`."""
         auxiliary = {name: tensor for name, tensor in tensors.items() if is_auxiliary(name)}
         self._names = names
         self._problems = problems
@@ -55,7 +55,7 @@ class AuxiliaryTensors:
         check_saved(settings, self._contents, self._names, self._problems)
 
     def join(self, modules: Sequence[ModuleIR]) -> list[ModuleIR]:
-        """The modules with what was trained beside, in order of layer, then of the base's modules."""
+        """Return the modules with the weights and biases trained beside, in order of layer, then of the base's modules."""
         by_place = {(m.layer, m.module): m for m in modules}
         for (layer, name), stored in self._contents.linears.items():
             bias = stored.bias if stored.base_bias is None else stored.base_bias

@@ -12,12 +12,12 @@ Fields = list[tuple[str, str]]
 
 
 def canonical_plain(config: Mapping[str, Any]) -> Fields:
-    """Of a kind whose tensors say everything (IA3, VeRA): nothing."""
+    """Return no fields: the tensors of these kinds (IA3, VeRA) say everything."""
     return []
 
 
 def canonical_lycoris(config: Mapping[str, Any]) -> Fields:
-    """Of LoHa and LoKr: ranks and alphas; in the order of their keys, since the first match wins."""
+    """Return ranks and alphas of LoHa and LoKr, in the order of their keys, since the first match wins."""
     fields = [(name, _number(number(config["peft_type"], config, name))) for name in ("r", "alpha")]
     for name in ("rank_pattern", "alpha_pattern"):
         pattern = config.get(name) or {}
@@ -28,7 +28,7 @@ def canonical_lycoris(config: Mapping[str, Any]) -> Fields:
 
 
 def canonical_adalora(config: Mapping[str, Any]) -> Fields:
-    """Of AdaLoRA: what its scaling is made of; the ranks are the tensors'."""
+    """Return what AdaLoRA's scaling is made of; the ranks are the tensors'."""
     return [(name, _number(number("ADALORA", config, name))) for name in ("init_r", "lora_alpha")]
 
 

@@ -1,4 +1,4 @@
-"""What compiling any of PEFT's other kinds has in common: its tensors in their places, its config read, and every problem at once."""
+"""Common part of compiling PEFT's kinds other than LoRA: tensors by linear, the config read, and all problems collected."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _AS_IN_LORA = (
     "modules_to_save",
 )
 _MAX_R = 1 << 24
-"""Of a rank that isn't the one that is served: LoKr's says, beyond some number, only that there are no factors."""
+"""Limit on a rank that isn't served: LoKr's says, beyond some number, only that there are no factors."""
 
 
 class Compilation:
-    """One adapter on its way to an `AdapterIR`; problems are collected until `finish`.
+    """Adapter on its way to an `AdapterIR`; problems are collected until `finish`.
 
     Attributes:
-        settings: reach, ranks and alphas; None where the config is malformed.
+        settings: targets, ranks and alphas; None where the config is malformed.
         places: linear of the base's checkpoint → the kind's name for a tensor (``hada_w1_a``) → the tensor; in order of layer, then of the
             base's linears.
         shared: tensors of the whole adapter, by their names.
@@ -83,28 +83,28 @@ class Compilation:
         return self.names.linears[place[1]]
 
     def malformed(self, message: str, place: Place | None = None) -> None:
-        """The files contradict themselves. ``{layers}`` in a message becomes the layers of all places that it is said of."""
+        """Add a problem: the files contradict themselves. ``{layers}`` in a message becomes the layers of all places that it is said of."""
         self._add(AdapterFormatError, message, place)
 
     def unsupported(self, message: str, place: Place | None = None) -> None:
         self._add(AdapterUnsupported, message, place)
 
     def mismatch(self, message: str, place: Place | None = None) -> None:
-        """The adapter is of another base."""
+        """Add a problem: the adapter is of another base."""
         self._add(AdapterBaseMismatch, message, place)
 
     def _add(self, kind: type[AdapterRejected], message: str, place: Place | None) -> None:
         self._problems.add(kind, message, None if place is None else self.names.reported_layer(place))
 
     def rank(self, place: Place) -> int:
-        """By r and rank_pattern, as PEFT reads them; 1 where the config is malformed."""
+        """Return the rank by r and rank_pattern, as PEFT reads them; 1 where the config is malformed."""
         if self.settings is None:
             return 1
         name = self.names.of(place)
         return self.settings.rank_pattern[self._ranks[name]][1] if name in self._ranks else self.settings.r
 
     def scaling(self, place: Place) -> float:
-        """alpha / rank by the config; a problem if it is over the limit."""
+        """Return alpha / rank by the config; add a problem if it is over the limit."""
         if self.settings is None:
             return 1.0
         name = self.names.of(place)
@@ -121,7 +121,7 @@ class Compilation:
         return scaling
 
     def has_all(self, place: Place, parts: Sequence[str]) -> bool:
-        """Whether the file holds all of these of the module; a problem names what it doesn't."""
+        """Return whether the file holds all of these of the module; a problem names those missing."""
         missing = [part for part in parts if part not in self.places[place]]
         if missing:
             there = ", ".join(self.places[place]) or "nothing"
@@ -129,7 +129,7 @@ class Compilation:
         return not missing
 
     def has_shape(self, place: Place, part: str, shape: tuple[int, ...], because: str) -> bool:
-        """Whether the tensor has the shape that the base and the config give it; a problem if not, with `because`."""
+        """Return whether the tensor has the shape that the base and the config give it; add a problem if not, with `because`."""
         found = self.places[place][part].shape
         if found != shape:
             self.mismatch(
@@ -139,7 +139,7 @@ class Compilation:
         return found == shape
 
     def has_rank(self, place: Place, part: str, axis: int) -> bool:
-        """Whether that axis of the tensor is as long as the config's rank; a problem if not."""
+        """Return whether that axis of the tensor is as long as the config's rank; add a problem if not."""
         shape, rank = self.places[place][part].shape, self.rank(place)
         found = shape[axis] if len(shape) == 2 else 0
         if found != rank and self.settings is not None:
@@ -150,7 +150,7 @@ class Compilation:
         return found == rank and self.settings is not None
 
     def has_room(self, place: Place, rank: int, how: str) -> bool:
-        """Whether factors of that rank may be made; `how` explains the rank to whom it is refused."""
+        """Return whether factors of that rank may be made; `how` explains the rank in the refusal."""
         if rank > self.limits.max_rank:
             self.unsupported(
                 f"{place[1]} would be served as LoRA of rank {rank:,} {{layers}} ({how}); at most {self.limits.max_rank} is taken.",
@@ -162,7 +162,7 @@ class Compilation:
         return self._bytes <= self.limits.max_factors_bytes
 
     def modules(self, place: Place, scaling: float, factors: Factors) -> list[ModuleIR]:
-        """The update of a linear, as that of the base's modules that are in it: each has its rows of B, and all of A."""
+        """Return the update of a linear as updates of the base's modules in it: each has its rows of B, and all of A."""
         b, a = factors
         lora_a = as_view(a)
         return [
@@ -171,7 +171,7 @@ class Compilation:
         ]
 
     def finish(self, modules: Sequence[ModuleIR]) -> AdapterIR:
-        """The adapter, if there were no problems.
+        """Return the adapter if there were no problems.
 
         Raises:
             AdapterFormatError, AdapterUnsupported, AdapterBaseMismatch: as `compile_adapter`.
@@ -197,7 +197,7 @@ class Compilation:
     def _read_settings(
         self, table: Mapping[str, FieldRule], rank: str | None, alpha: str | None
     ) -> LoraSettings | None:
-        """The kind's config, read as LoRA's of the same reach."""
+        """Read the kind's config as LoRA's of the same targets."""
         names = [name for name in _AS_IN_LORA if name in table and name in self.config]
         bias = self.config.get("bias", "none") if "bias" in table else "none"
         as_lora = {
@@ -238,7 +238,7 @@ class Compilation:
         return dict(sorted(places.items(), key=lambda item: (item[0][0], order[item[0][1]])))
 
     def _find(self, name: str, path: str) -> Place | None:
-        """Where the linear of that path is; a problem if the base has none there, or PEFT's kind acts on no such."""
+        """Return the place of that path's linear; add a problem if the base has none there, or PEFT's kind acts on no such."""
         layer, inner = self.names.find(path)
         linear = self.names.linear(layer, inner)
         if linear is not None and linear.name != "embed_tokens":
@@ -275,7 +275,7 @@ class Compilation:
             )
 
     def _check_targets(self, settings: LoraSettings) -> None:
-        """The linears that the config would give an update must be those that have tensors."""
+        """Add a problem for each linear that the config targets and has no tensors, and for each that has and isn't targeted."""
         for place in self.names.places():
             linear = self.linear(place)
             if linear.name == "embed_tokens":

@@ -59,7 +59,7 @@ def kronecker(w1: Factors, w2: Factors) -> Factors:
 
 
 def num_bytes(rank: int, shape: tuple[int, int]) -> int:
-    """What a pair of that rank takes, for a linear of (out_features, in_features)."""
+    """Return the bytes of a pair of that rank, for a linear of (out_features, in_features)."""
     return 4 * rank * (shape[0] + shape[1])
 
 

@@ -1,4 +1,4 @@
-"""What becomes of the config fields that PEFT's other kinds share, as `peft_config.FIELDS` says it of LoRA's."""
+"""Handling of the config fields that PEFT's other kinds share, as `peft_config.FIELDS` has it for LoRA's."""
 
 from __future__ import annotations
 
@@ -61,6 +61,6 @@ def fields(kind: str, **rules: FieldRule) -> dict[str, FieldRule]:
 
 
 def refusals(config: Mapping[str, Any], table: Mapping[str, FieldRule]) -> list[str]:
-    """What the config asks for and the table doesn't have, or refuses; each with its reason."""
+    """Return the reason for each field that the config asks for and the table refuses or lacks."""
     found = (refusal(name, value, table) for name, value in config.items())
     return [why for why in found if why is not None]

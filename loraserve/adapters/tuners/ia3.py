@@ -24,7 +24,7 @@ FIELDS = fields(
     fan_in_fan_out=TRANSPOSED,
     init_ia3_weights=INIT,
 )
-"""Every field of peft.IA3Config (0.21); a test compares the two."""
+"""Fields of peft.IA3Config (0.21); a test compares the two."""
 
 _PART = "ia3_l"
 
@@ -51,7 +51,7 @@ def compile_ia3(
 
 
 def _targets(work: Compilation, place: Place) -> dict[Place, TensorView]:
-    """The modules whose outputs the vector multiplies, with their parts of it; none and a problem where there are no such."""
+    """Return the modules whose outputs the vector multiplies, with their parts of it; add a problem where there are none."""
     layer, name = place
     linear, vector = work.linear(place), work.places[place][_PART]
     if vector.shape not in ((linear.out_features, 1), (1, linear.in_features)):
@@ -90,7 +90,7 @@ def _part(vector: TensorView, rows: slice) -> TensorView:
 
 
 def _is_feedforward(work: Compilation, place: Place) -> bool | None:
-    """What the config says; None where it leaves it to PEFT's table of models or to a regex, and the tensors decide."""
+    """Return what the config says; None where it leaves it to PEFT's table of models or to a regex, and the tensors decide."""
     listed = work.config.get("feedforward_modules")
     if listed is None or isinstance(listed, str):
         return None

@@ -28,7 +28,7 @@ FIELDS = fields(
     use_effective_conv2d=ignored("it is about convolutions, and no base has any"),
     init_weights=INIT,
 )
-"""Every field of peft.LoHaConfig (0.21); a test compares the two."""
+"""Fields of peft.LoHaConfig (0.21); a test compares the two."""
 
 _PARTS = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
 
@@ -53,7 +53,7 @@ def _compile(work: Compilation, place: Place) -> list[ModuleIR]:
         return []
     linear, r = work.linear(place), work.rank(place)
     out_features, in_features = linear.out_features, linear.in_features
-    # every tensor is looked at: whatever is wrong is told at once
+    # look at all tensors, so that all problems are reported together
     has_ranks = [work.has_rank(place, part, axis) for part, axis in zip(_PARTS, (1, 0, 1, 0), strict=True)]
     if not all(has_ranks):
         return []

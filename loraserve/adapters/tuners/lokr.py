@@ -33,7 +33,7 @@ FIELDS = fields(
     use_effective_conv2d=ignored("it is about convolutions, and no base has any"),
     init_weights=INIT,
 )
-"""Every field of peft.LoKrConfig (0.21); a test compares the two."""
+"""Fields of peft.LoKrConfig (0.21); a test compares the two."""
 
 _PARTS = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
 
@@ -55,7 +55,7 @@ def compile_lokr(
 
 
 def factorization(size: int, factor: int) -> tuple[int, int]:
-    """How PEFT splits a side of a module between w1 and w2: two numbers whose product is `size`, the first not over `factor`
+    """Return how PEFT splits a side of a module between w1 and w2: two numbers whose product is `size`, the first not over `factor`
     (-1: as near to each other as they can be)."""
     if factor > 0 and size % factor == 0:
         return factor, size // factor
@@ -98,7 +98,7 @@ def _compile(work: Compilation, place: Place, factor: int) -> list[ModuleIR]:
 
 
 def _fits(work: Compilation, place: Place, name: str, shape: tuple[int, int], is_whole: bool) -> bool:
-    """Whether the module has just the tensors that PEFT makes of its sides, r and the config for w1, or w2."""
+    """Return whether the module has just the tensors that PEFT makes of its sides, r and the config for w1, or w2."""
     parts, r = work.places[place], work.rank(place)
     if work.settings is None:
         return False

@@ -62,7 +62,7 @@ def compile_lora(
 
 
 class _Modules:
-    """What the file holds of the base's linears, as the base has them."""
+    """Compiler of the file's linears to the base's modules."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class _Modules:
         self.problems = problems
 
     def compiled(self) -> Iterator[ModuleIR]:
-        """In order of layer, then of the base's modules; those that a problem was found with may be left out."""
+        """Yield the modules in order of layer, then of the base's modules; those with a problem may be left out."""
         settings, linears = self.settings, self.contents.linears
         whole_names = {place: self.names.of(place) for place in linears}
         ranks = first_matches([p for p, _ in settings.rank_pattern], whole_names.values()) if settings else {}
@@ -215,7 +215,7 @@ class _Modules:
             )
 
     def _check_invocation(self, settings: LoraSettings) -> None:
-        """aLoRA's tokens must be the base's, and PEFT's aLoRA acts on linears."""
+        """Check that aLoRA's tokens are the base's and that it acts on linears, as PEFT's does."""
         vocab = self.names.base.vocab_size
         beyond = [token_id for token_id in settings.invocation_token_ids if token_id >= vocab]
         if beyond:
@@ -232,7 +232,7 @@ class _Modules:
 
 
 def _split(layer: int, linear: Linear, stored: LinearTensors, rank: int, scaling: float) -> Iterator[ModuleIR]:
-    """The linear's parts, each with its rows of what the linear gives. lora_A is all of theirs."""
+    """Yield the linear's parts, each with its rows of the linear's output. All of them share lora_A."""
     bias = stored.bias if stored.base_bias is None else stored.base_bias
     for module, part in linear.parts.items():
         rows = None if len(linear.parts) == 1 else part
@@ -251,7 +251,7 @@ def _split(layer: int, linear: Linear, stored: LinearTensors, rank: int, scaling
 
 
 def _with_rows(modules: list[ModuleIR], rows: Mapping[str, TokenRows], base: BaseSpec) -> list[ModuleIR]:
-    """The modules with their trained tokens, and those that have nothing else."""
+    """Return the modules with their trained tokens, and modules that have nothing else."""
     if not rows:
         return modules
     by_place = {(m.layer, m.module): m for m in modules}
@@ -263,7 +263,7 @@ def _with_rows(modules: list[ModuleIR], rows: Mapping[str, TokenRows], base: Bas
 
 
 def _check_tied_lora(contents: Contents, problems: Problems) -> None:
-    """With ensure_weight_tying, PEFT gives a head that is tied to the embedding the embedding's LoRA, whatever a file says."""
+    """Check a tied head's LoRA: with ensure_weight_tying PEFT gives the head the embedding's, whatever a file says."""
     head, embedding = (contents.linears.get((0, module), LinearTensors()) for module in OUTSIDE_LAYERS)
     is_one = _is_transposed(head.lora_a, embedding.lora_b) and _is_transposed(head.lora_b, embedding.lora_a)
     if head.has_lora and embedding.has_lora and not is_one:

@@ -29,7 +29,7 @@ FIELDS = fields(
     d_initial=INIT,
     init_weights=INIT,
 )
-"""Every field of peft.VeraConfig (0.21); a test compares the two."""
+"""Fields of peft.VeraConfig (0.21); a test compares the two."""
 
 _PARTS = ("vera_lambda_b", "vera_lambda_d")
 _A, _B = "base_model.vera_A", "base_model.vera_B"

@@ -34,7 +34,7 @@ class Norm(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer's weights.
+    """Weights of a layer.
 
     Attributes:
         q_norm, k_norm: of each head, or of all together; None where the architecture has none.
@@ -62,7 +62,7 @@ class DecoderLayer:
 
 
 class Step(Protocol):
-    """What all layers of one step share."""
+    """State that all layers of a step share."""
 
     def embed(self, embedding: Tensor) -> Tensor:
         """Return the rows' residual stream before the first layer, [num_tokens, hidden_size] float32."""
@@ -78,7 +78,7 @@ class Step(Protocol):
 
 
 class Backend(Protocol):
-    """How one kind of device keeps the base's weights and computes its steps.
+    """Way in which a kind of device keeps the base's weights and computes its steps.
 
     Attributes:
         device: where weights, cache and logits are.

@@ -68,7 +68,7 @@ class CpuBackend:
 
 
 class CpuStep:
-    """One step's rotation and attention, and scratch memory for what heads gather."""
+    """Rotation and attention of a step, and scratch memory for what heads gather."""
 
     __slots__ = ("_angles", "_attended", "_config", "_inputs", "_plan")
 

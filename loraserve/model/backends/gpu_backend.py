@@ -27,7 +27,7 @@ GPU_DTYPES = (torch.bfloat16, torch.float16)
 GPU_FORMATS = ("none", "int8", "int4", "nf4", "fp8")
 
 _BLOCK_WEIGHTS = 1 << 22
-"""Of a weight's rows that are float32 at a time: 16 MiB, so that launches don't outnumber what they do."""
+"""Weights per block of rows that is float32 at a time: 16 MiB, so that launches stay few."""
 
 
 class GpuBackend:
@@ -150,7 +150,7 @@ class GpuNorm:
 
 
 class GpuStep:
-    """One step's rotation and attention, and scratch memory for what heads gather."""
+    """Rotation and attention of a step, and scratch memory for what heads gather."""
 
     __slots__ = ("_attended", "_config", "_inputs", "_tables")
 

@@ -1,4 +1,4 @@
-"""What a base consists of, from its config and the headers of its files: which linears become one, which tensors there must be, in what everything is kept.
+"""Plan of a base, from its config and the headers of its files: linears that become one, tensors that must exist, formats that they are kept in.
 
 The loader builds from it; plans of memory are made of it. Reads no weight and imports no torch.
 """
@@ -35,7 +35,7 @@ class SiteKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModulePlan:
-    """One linear of the checkpoint.
+    """Linear of the checkpoint.
 
     Attributes:
         path: ``model.layers.0.self_attn.q_proj``.
@@ -89,7 +89,7 @@ class Blueprint:
 
     @property
     def stored_formats(self) -> list[str]:
-        """What the checkpoint is quantized to already; empty: to nothing."""
+        """Formats that the checkpoint is quantized to already; empty if to none."""
         return sorted({weight.scheme.format for weight in self.stored.values()})
 
     @property
@@ -111,7 +111,7 @@ class Blueprint:
         )
 
     def spec(self, *, id: str, digest: Digest, dtype: str, max_model_len: int, size_bytes: int) -> BaseSpec:
-        """What others need to know of the base.
+        """Return the base's spec, which other packages read.
 
         Args:
             dtype: of what isn't quantized.
@@ -267,7 +267,7 @@ def context_len(config: ModelConfig, max_model_len: int | None) -> int:
 
 
 def _norm_sizes(config: ModelConfig) -> dict[str, int]:
-    """Of one layer, by their names inside it."""
+    """Return the sites of a layer, by their names inside it."""
     architecture = config.architecture
     names = (
         architecture.attention_norm,
@@ -331,7 +331,7 @@ def _find_stored_weights(config: ModelConfig, tensors: Mapping[str, StoredTensor
 
 
 def _site_modules(config: ModelConfig, layer: int, site: str) -> tuple[ModulePlan, ...]:
-    """What the checkpoint holds of a site's linears."""
+    """Return what the checkpoint holds of a site's linears."""
     architecture, prefix = config.architecture, f"{config.architecture.layers}.{layer}."
     modules = tuple(
         ModulePlan(prefix + architecture.module_paths[module], config.module_shapes[module][0], config.has_bias(module))

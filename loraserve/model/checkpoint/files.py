@@ -25,7 +25,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "I8": torch.int8,
     "U8": torch.uint8,
 }
-"""What can be read: what float weights, and quantized ones with their scales, are stored in."""
+"""Dtypes that can be read: those of float weights, and of quantized ones with their scales."""
 
 
 _PIECE_BYTES = 16 << 20
@@ -33,7 +33,7 @@ _PIECE_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Every tensor of the checkpoint, by name; ordered by file, and in a file by place."""
+    """Tensors of the checkpoint by name; ordered by file, and in a file by place."""
 
     tensors: Mapping[str, StoredTensor]
 

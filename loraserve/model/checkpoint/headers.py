@@ -15,7 +15,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 FLOATS = ("F32", "F16", "BF16")
-"""What float weights are stored in."""
+"""Dtypes that float weights are stored in."""
 
 ITEM_SIZES: Mapping[str, int] = {
     "F32": 4,
@@ -36,7 +36,7 @@ _MAX_INDEX_BYTES = 100_000_000
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a file; its bytes are ``[begin, end)`` of the file.
+    """Tensor of a file; its bytes are ``[begin, end)`` of the file.
 
     `dtype` is the format's name and may be one that isn't in `ITEM_SIZES`: what is never read may be stored in anything.
     """

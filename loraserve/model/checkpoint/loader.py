@@ -1,4 +1,4 @@
-"""From a directory to a resident decoder. Weights stream in tensor by tensor: never more than the final weights and one shard are in memory."""
+"""Loading of a resident decoder from a directory. Weights stream in tensor by tensor: never more than the final weights and one shard are in memory."""
 
 from __future__ import annotations
 

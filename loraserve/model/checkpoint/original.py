@@ -124,7 +124,7 @@ class StreamedLinear:
 
     @property
     def bias(self) -> Tensor | None:
-        """All linears' bias, [out_features] float32 on the device; None where none has one."""
+        """Bias of all linears together, [out_features] float32 on the device; None where none has one."""
         if not any(module.has_bias for module in self._plan.modules):
             return None
         return torch.cat([self._module_bias(module) for module in self._plan.modules])

@@ -59,7 +59,7 @@ class _Assembly:
         return self._finish(codes, parts["weight_scale"], None if zeros is None else self._zeros(zeros))
 
     def _zeros(self, packed: Tensor) -> Tensor:
-        """Each group's code for 0, [out_features, groups] uint8, of words that hold the codes of four channels, or of eight for int4."""
+        """Return each group's code for 0, [out_features, groups] uint8, from words that hold the codes of four channels, or of eight for int4."""
         columns = packed.t().contiguous().view(torch.uint8)
         codes = columns
         if self.stored.scheme.format == "int4":

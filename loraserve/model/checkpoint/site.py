@@ -1,4 +1,4 @@
-"""What a checkpoint holds of linears with a common input, gathered while it's read, until it becomes one linear."""
+"""Linears with a common input, gathered from a checkpoint while it's read, until they become one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MakeLinear = Callable[[Tensor | QuantizedWeight, Tensor | None], Linear]
 
 @dataclass(frozen=True, slots=True)
 class SiteModule:
-    """One of the linears.
+    """Member of a site's linears.
 
     Attributes:
         stored: how its weight is stored; None: in a float dtype.

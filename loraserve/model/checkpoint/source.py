@@ -1,4 +1,4 @@
-"""Where a base model's files are: a directory, or a repository on the Hugging Face hub. Imports no torch."""
+"""Source of a base model's files: a directory, or a repository on the Hugging Face hub. Imports no torch."""
 
 from __future__ import annotations
 

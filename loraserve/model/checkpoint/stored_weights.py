@@ -16,7 +16,7 @@ NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a stored tensor must be.
+    """Requirements on a stored tensor.
 
     Attributes:
         shapes: one of these; None: any that `prequantized.assemble` accepts.
@@ -86,7 +86,7 @@ def find_stored_weight(
 
 
 def _num_groups(path: str, scheme: Scheme, in_features: int) -> int:
-    """How many scales each output channel has."""
+    """Number of scales of each output channel."""
     size = scheme.group_size or in_features
     if in_features % size:
         raise ModelError(f"{path} has {in_features} inputs, which groups of {size} (group_size) don't fill.")

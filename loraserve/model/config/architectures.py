@@ -14,7 +14,7 @@ from loraserve.errors import UnknownArchitecture
 
 
 class Window(Enum):
-    """Which layers attend to the last ``sliding_window`` positions only."""
+    """Rule for the layers that attend to the last ``sliding_window`` positions only."""
 
     NONE = "none"
     EVERY_LAYER = "every layer, when sliding_window is set"
@@ -25,7 +25,7 @@ class Window(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ExpertPaths:
-    """Where the checkpoint holds what stands in the place of a layer's MLP, and what the config calls its sizes.
+    """Names of a mixture of experts: its tensors in the checkpoint, and the config's fields of its sizes.
 
     Attributes:
         router: path inside a layer of the router's linear.
@@ -48,7 +48,7 @@ class ExpertPaths:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One row of the table.
+    """Row of the table.
 
     Attributes:
         name: as in config.json's ``architectures``.

@@ -1,4 +1,4 @@
-"""How many inputs share a scale, in weights that are quantized while they're loaded and in those that were before. Imports no torch."""
+"""Number of inputs that share a scale, in weights quantized while they're loaded and in those stored so. Imports no torch."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _MAX_CONFIG_BYTES = 16 << 20
 
 
 class Activation(Enum):
-    """Of the MLP's gate."""
+    """Activation of the MLP's gate."""
 
     SILU = "silu"
     GELU_TANH = "gelu_pytorch_tanh"
@@ -28,7 +28,7 @@ class Activation(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """Of the mixture of experts that each layer has in the place of an MLP.
+    """Sizes of the mixture of experts that each layer has in the place of an MLP.
 
     Attributes:
         num_chosen: experts for each row.
@@ -93,7 +93,7 @@ class ModelConfig:
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
-        """Every way in which positions become angles in this model."""
+        """Ways in which positions become angles in this model."""
         return (self.rope,) if self.local_rope is None else (self.rope, self.local_rope)
 
     @property
@@ -107,13 +107,13 @@ class ModelConfig:
         return {**attention, "gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
 
     def has_bias(self, module: str) -> bool:
-        """Whether this linear, by its short name, has a bias."""
+        """Return whether this linear, by its short name, has a bias."""
         if module in ("q_proj", "k_proj", "v_proj"):
             return self.has_qkv_bias
         return self.has_o_bias if module == "o_proj" else self.has_mlp_bias
 
     def identity(self) -> dict[str, object]:
-        """What, beside the weights, decides which function the model computes; JSON-able. Contexts and EOS aren't part of it."""
+        """Settings that, with the weights, decide which function the model computes; JSON-able. Contexts and EOS aren't part of it."""
         names = (
             "vocab_size",
             "hidden_size",
@@ -272,7 +272,7 @@ def _attention_scale(fields: Fields, head_dim: int) -> float:
 
 
 def _layers(fields: Fields, num_layers: int) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
-    """Each layer's window, and its rope's place in the model's `ropes`."""
+    """Return each layer's window, and its rope's place in the model's `ropes`."""
     ropes = _layer_ropes(fields, num_layers)
     windows = _windows(fields, ropes)
     if fields.architecture.has_local_rope:

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Layout(StrEnum):
-    """Which tensors a weight is stored in."""
+    """Set of tensors that a weight is stored in."""
 
     NAIVE = "naive"
     """``weight`` in a dtype of eight bits, ``weight_scale``, and ``weight_zero_point`` where codes aren't symmetric."""
@@ -39,7 +39,7 @@ class Layout(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How one linear's weight is stored.
+    """Format in which a linear's weight is stored.
 
     Attributes:
         format: ``int8``, ``int4``, ``fp8`` or ``nf4``.
@@ -57,7 +57,7 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
-    """Which linears of a checkpoint are stored quantized, and how.
+    """Selection of a checkpoint's linears that are stored quantized, and their formats.
 
     Attributes:
         method: ``compressed-tensors`` or ``bitsandbytes``.
@@ -79,7 +79,7 @@ class QuantizationConfig:
         return next((scheme for target, scheme in self.targets if _is_match(path, target)), None)
 
     def identity(self) -> dict[str, object]:
-        """What of it decides how tensors are read; JSON-able."""
+        """Settings that decide how tensors are read; JSON-able."""
         return {
             "method": self.method,
             "targets": [[target, asdict(scheme)] for target, scheme in self.targets],
@@ -192,7 +192,7 @@ def _compressed_tensors(fields: _Fields) -> QuantizationConfig:
 
 
 def _scheme(group: _Fields, form: object, fields: _Fields) -> Scheme:
-    """What a config group says of its weights, which are stored in the format `form`."""
+    """Return what a config group says of its weights, which are stored in the format `form`."""
     layouts = {
         "pack-quantized": Layout.PACKED,
         "int-quantized": Layout.NAIVE,
@@ -239,7 +239,7 @@ def _group_size(weights: _Fields, name: str, is_symmetric: bool) -> int | None:
 
 
 def _has_input_scale(group: _Fields, kind: str) -> bool:
-    """Whether the group's activations have a scale in the checkpoint.
+    """Return whether the group's activations have a scale in the checkpoint.
 
     FP8 weights stand in checkpoints whose activations are to be rounded to FP8 too, so that the GPU's FP8 products can be used. Here the activations keep their
     precision, as in vLLM on a GPU without FP8. Integer activations are refused.

@@ -1,4 +1,4 @@
-"""How a model's positions become angles, as config.json says it: one way for all layers, or another for those with a window."""
+"""Rotary embeddings as config.json describes them: one for all layers, or another for those with a window."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RopeType(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """How positions become angles. Fields that a type doesn't use keep their defaults.
+    """Parameters of a rotary embedding. Fields that a type doesn't use keep their defaults.
 
     Attributes:
         theta: base of the frequencies.
@@ -49,11 +49,11 @@ class RopeConfig:
     rotated: float = 1.0
 
     def rotated_dim(self, head_dim: int) -> int:
-        """How many of a head's elements turn."""
+        """Number of a head's elements that turn."""
         return int(head_dim * self.rotated)
 
     def identity(self) -> dict[str, object]:
-        """Every field, JSON-able."""
+        """Fields, JSON-able."""
         later = {"short_factors": (), "rotated": 1.0}
         # a base whose rope doesn't have these keeps the digest that it had before they were known
         names = [name for name in RopeConfig.__slots__ if name != "type" and getattr(self, name) != later.get(name)]

@@ -13,7 +13,7 @@ from loraserve.model.layers.linears import Linear
 
 @dataclass(frozen=True, slots=True)
 class Expert:
-    """One MLP.
+    """MLP of an expert.
 
     Attributes:
         gate_up: both linears that share the input, side by side.

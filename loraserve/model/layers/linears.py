@@ -50,7 +50,7 @@ class Linear(Protocol):
 
     @property
     def bias(self) -> Tensor | None:
-        """What a result holds of the bias, [out_features], in a float dtype that LoRA's kernels take beside it."""
+        """Bias that a result holds, [out_features], in a float dtype that LoRA's kernels take beside it."""
         ...
 
     @property
@@ -127,10 +127,10 @@ def check_format(quantize: str, dtype: torch.dtype) -> None:
 
 
 _BLOCK_WEIGHTS = 1 << 18
-"""Of a weight's rows that are float32 at a time: 1 MiB, memory that the allocator has at hand. At 16 MiB, which the system clears each time, it took three times as long."""
+"""Weights per block of rows that is float32 at a time: 1 MiB, memory that the allocator has at hand. At 16 MiB, which the system clears each time, it took three times as long."""
 
 _VIEW_WEIGHTS = 1 << 22
-"""The same of rows that are float32 already, whose blocks take no memory: the fewer, the less often whoever multiplies them holds the interpreter's lock."""
+"""Weights per block of rows that are float32 already and take no memory: fewer blocks take the interpreter's lock less often."""
 
 
 def row_blocks(start: int, end: int, width: int, block_weights: int | None = None) -> Iterator[tuple[int, int]]:

@@ -14,7 +14,7 @@ from loraserve_kernels.gpu.lora.plan import GpuLoraPlan
 
 
 class Mlp(Protocol):
-    """What stands behind a layer's attention."""
+    """Part of a layer behind its attention."""
 
     def __call__(self, x: Tensor, lora: LoraPlan | GpuLoraPlan | None, /) -> Tensor:
         """Return the normed rows' outputs [num_tokens, hidden_size], in memory of their own."""

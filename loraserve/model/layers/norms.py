@@ -1,4 +1,4 @@
-"""What stands between the linears: norms, gates and caps. All work row by row: a row's result is the same bits in any batch."""
+"""Norms, gates and caps between the linears. All work row by row: a row's result is the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RMSNorm:
 
 
 class ResidualNorm:
-    """What stands between a site's output and the next linears where that is more than a sum and a norm.
+    """Residual sum and norm between a site's output and the next linears, where the output is normed or scaled first.
 
     Args:
         norm: of the sum; None: the sum itself goes on.
@@ -125,7 +125,7 @@ def _by_rows(
 
 
 def _num_aligned_gelu_rows(num_rows: int, width: int, num_threads: int) -> int:
-    """The same for gelu, whose elements torch shares out among all threads where there are more than `_GELU_PART`."""
+    """Apply gelu in parts; its elements torch shares out among all threads where there are more than `_GELU_PART`."""
     if num_rows * width <= _GELU_PART or num_threads == 1:
         return num_rows
     return num_rows - num_rows % num_threads if num_rows >= num_threads else max(1, _GELU_PART // width)

@@ -23,7 +23,7 @@ _NO_WINDOW = 1 << 40
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionPlan:
-    """Who attends to what in one step. Built once a step, used by every layer.
+    """Plan of a step's attention. Built once a step, used by every layer.
 
     Attributes:
         query_starts: num_seqs + 1 numbers: sequence i has rows ``query_starts[i]:query_starts[i + 1]``.
@@ -235,7 +235,7 @@ def _lanes() -> int:
 
 
 def _fits_kernel(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, block_size: int) -> bool:
-    """Whether everything is float32 in whole vectors, laid out as the kernel reads it."""
+    """Return whether everything is float32 in whole vectors, laid out as the kernel reads it."""
     head_dim = q.shape[2]
     return (
         all(

@@ -27,7 +27,7 @@ _EXACT_CHANNELS = 72
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to compute a format's linears.
+    """Way to compute a format's linears.
 
     Attributes:
         rank: lower is preferred; candidates of one rank give the same bits.

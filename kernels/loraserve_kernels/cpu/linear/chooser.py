@@ -67,7 +67,7 @@ _TRIES = 3
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One candidate on one class of shapes.
+    """Measurement of a candidate on a class of shapes.
 
     Attributes:
         seconds: of one product, by number of rows; empty where it wasn't timed.

@@ -24,7 +24,7 @@ _MIN_PARALLEL_BYTES = 128 << 10
 """A launch with less work than reading so many bytes isn't worth waking a second thread for."""
 
 _WIDENED_WEIGHTS = 1 << 22
-"""How many weights of replaced rows PyTorch has in float32 at a time."""
+"""Number of weights of replaced rows that PyTorch has in float32 at a time."""
 
 
 def apply_lora(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: int, bias: Tensor | None = None) -> None:
@@ -110,7 +110,7 @@ class _Kernel:
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """What stays the same over the layers of a step for the adapters of one dtype: the argument block, filled but for pointers and layer."""
+    """Launch of a step's adapters of one dtype, for all layers: the argument block, filled but for pointers and layer."""
 
     kernel: _Kernel
     args: npt.NDArray[np.int64]

@@ -1,4 +1,4 @@
-"""How one adapter lies in a CPU's memory: every module of it in one contiguous buffer, nothing padded to a common rank.
+"""Layout of an adapter in a CPU's memory: every module of it in one contiguous buffer, nothing padded to a common rank.
 
 For each layer, for each site, in the order of `SITES`: the A matrices of the site's slices ([r, in], a row per rank), one after the
 other, so that a site's shrink is one matrix of [sum of ranks, in]; then the B matrices, transposed to [r, out], a row per rank as well; then the rows that stand in
@@ -91,7 +91,7 @@ def pack_adapter(
     dtype: torch.dtype,
     norms: Sequence[ReplacedNorm] = (),
 ) -> PackedAdapter:
-    """Copy an adapter's matrices into new buffers; gaps are zero. On the caller's thread alone, whoever it is.
+    """Copy an adapter's matrices into new buffers; gaps are zero. It uses the caller's thread alone.
 
     Args:
         modules: any subset of layers and modules, in any order, with any ranks.
@@ -125,9 +125,9 @@ def pack_adapter(
 
 
 def _zeros(size: int, dtype: torch.dtype) -> Tensor:
-    """Zeros in memory of their own.
+    """Return zeros in memory of their own.
 
-    Large ones are the system's fresh pages, which nobody zeroes once more, huge ones where it has them, and given back whole when the last view goes: an allocator that keeps
+    Large ones are the system's fresh pages, which aren't zeroed once more, huge ones where it has them, and given back whole when the last view goes: an allocator that keeps
     pieces of them held a third more memory than the adapters. Of 8 MB, 1.3 ms instead of 3.3; and a step of 32 sequences, each with such an adapter, takes a fifteenth less.
     """
     num_bytes = size * dtype.itemsize

@@ -29,12 +29,12 @@ from loraserve_kernels.gpu.device import INTERPRETED, num_programs
 NO_WINDOW = 1 << 30
 COMBINE_WARPS = 2
 COMBINE_SPLITS = 16
-"""How many splits of a row are loaded at a time."""
+"""Number of a row's splits that are loaded at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttendConfig:
-    """How the kernel is cut for one head_dim. Chosen by reasoning about bytes in flight and by reading compiled code; not measured."""
+    """Tile sizes of the kernel for a head_dim. Chosen by reasoning about bytes in flight and by reading compiled code; not measured."""
 
     block_m: int
     block_n: int
@@ -43,13 +43,13 @@ class AttendConfig:
 
 
 def decode_config(head_dim: int, group: int) -> AttendConfig:
-    """For rows of which each sequence has one: 16 query heads, 32 where a group is larger, and 8 KiB of keys at a time, two times ahead: with 16 heads of up to
+    """Return the tiles for sequences of a single row: 16 query heads, 32 where a group is larger, and 8 KiB of keys at a time, two times ahead: with 16 heads of up to
     128 four programs fit on a multiprocessor of either generation."""
     return AttendConfig(16 if group <= 16 else 32, max(16, min(64, 4096 // triton.next_power_of_2(head_dim))), 4, 3)
 
 
 def chunk_config(head_dim: int) -> AttendConfig:
-    """For tiles of a chunk's rows: twice the keys at a time, so that the four warps meet half as often, and two programs on a multiprocessor."""
+    """Return the tiles for a chunk's rows: twice the keys at a time, so that the four warps meet half as often, and two programs on a multiprocessor."""
     return AttendConfig(CHUNK_BLOCK_M, max(16, min(64, 8192 // triton.next_power_of_2(head_dim))), 4, 3)
 
 

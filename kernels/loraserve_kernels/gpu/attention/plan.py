@@ -1,4 +1,4 @@
-"""Who attends to what in a step, as the GPU's attention reads it: one buffer at one address, filled once a step for all layers.
+"""Plan of a step's attention as the GPU's kernels read it: one buffer at one address, filled once a step for all layers.
 
 The buffer is int32. Its first `HEADER` numbers say where its parts start (in elements of the buffer) and how long they are; kernels read them there, so one
 captured CUDA graph serves every mix of context lengths. The parts:
@@ -22,7 +22,7 @@ from loraserve_kernels.errors import InvalidPlan
 
 HEADER = 16
 NUM_DECODE_ITEMS, NUM_ITEMS, ITEMS_AT, NUM_ROWS, ROWS_AT, TABLES_AT, TABLE_WIDTH = range(7)
-"""Where the header's numbers stand."""
+"""Indices of the header's numbers."""
 
 ITEM = 8
 ROW = 4
@@ -35,17 +35,17 @@ MIN_SPLIT = 256
 
 
 def max_splits(num_kv_heads: int) -> int:
-    """Into how many parts a long context is cut, at most: so many that the splits of one sequence keep about a hundred multiprocessors busy."""
+    """Return the most parts that a long context is cut into: so many that the splits of one sequence keep about a hundred multiprocessors busy."""
     return min(64, max(16, 128 // num_kv_heads // 16 * 16))
 
 
 def tile_rows(num_heads: int, num_kv_heads: int) -> int:
-    """How many rows of a chunk a tile holds: as many as have their query heads of one KV head fit in, 1 where a group alone fills it."""
+    """Return the number of a chunk's rows in a tile: as many as have their query heads of one KV head fit in, 1 where a group alone fills it."""
     return max(1, CHUNK_BLOCK_M // (num_heads // num_kv_heads))
 
 
 class GpuAttentionPlan:
-    """One step's sequences, and the scratch memory between the splits of a sequence. Addresses are fixed for the plan's life; one step at a time.
+    """Sequences of a step, and the scratch memory between the splits of a sequence. Addresses are fixed for the plan's life; one step at a time.
 
     Attributes:
         num_tokens: rows of the step that was filled in last; 0 before.
@@ -108,7 +108,7 @@ class GpuAttentionPlan:
 
     @property
     def num_bytes(self) -> int:
-        """What the plan holds on the device."""
+        """Bytes that the plan holds on the device."""
         return sum(t.numel() * t.element_size() for t in (self.buffer, self.partials, self.lse))
 
     def num_splits(self, context_lens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -36,7 +36,7 @@ _MAX_TILES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """How the kernel for few rows is cut. Chosen by reasoning about bytes in flight and by reading compiled code; not measured."""
+    """Tile sizes of the kernel for few rows. Chosen by reasoning about bytes in flight and by reading compiled code; not measured."""
 
     block_m: int
     halves: int
@@ -47,7 +47,7 @@ class DecodeConfig:
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """How the kernel for many rows is cut. Chosen in the same way; not measured."""
+    """Tile sizes of the kernel for many rows. Chosen in the same way; not measured."""
 
     block_m: int
     block_n: int
@@ -63,7 +63,7 @@ DECODE_CONFIGS: dict[int, DecodeConfig] = {
     # instructions for 64 rows would add a row's products in another order than those for 16
     64: DecodeConfig(32, 2, 128, 8, 4),
 }
-"""By the most rows."""
+"""Tile sizes by the largest number of rows."""
 
 PREFILL_CONFIG = PrefillConfig(128, 128, 64, 8, 8, 3)
 
@@ -72,7 +72,7 @@ BLOCK_K: dict[str, int] = {"plain": 64, "int8": 128, "fp8": 128, "int4": 128, "n
 
 
 def split_k(out_features: int, in_features: int) -> int:
-    """Into how many parts a row's sum is cut by the kernel for few rows: fixed by the weight's shape."""
+    """Return the number of parts that a row's sum is cut into by the kernel for few rows: fixed by the weight's shape."""
     tiles, parts = -(-out_features // _COLUMNS), 1
     while tiles * parts < _ENOUGH_PROGRAMS and in_features >= 2 * parts * _SHORTEST_PART and parts < _MAX_PARTS:
         parts *= 2
@@ -129,7 +129,7 @@ def _decode(x: Tensor, weight: QuantizedWeight | Tensor, bias: Tensor | None, ou
 
 
 def decode_config(num_rows: int) -> DecodeConfig:
-    """How the kernel for few rows is cut for so many."""
+    """Return the tile sizes of the kernel for this many rows."""
     return DECODE_CONFIGS[next(most for most in DECODE_CONFIGS if num_rows <= most)]
 
 
@@ -146,7 +146,7 @@ def _decode_launch(
     in_features: int,
     config: DecodeConfig,
 ) -> tuple[list[Tensor], list[int], dict[str, Any]]:
-    """What both kernels for few rows take: tensors down to `out`, numbers down to `stride_out`, constants and options."""
+    """Return the arguments of a kernel for few rows: tensors down to `out`, numbers down to `stride_out`, constants and options."""
     format, scales, zeros, dtype = "plain", None, None, x.dtype
     if isinstance(weight, QuantizedWeight):
         format, scales = weight.format, weight.scales
@@ -231,12 +231,12 @@ def _float32_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor)
 
 
 def _codes(weight: QuantizedWeight | Tensor) -> Tensor:
-    """What the kernels read: bytes, or the plain weight."""
+    """Return what the kernels read: bytes, or the plain weight."""
     return weight.codes.view(torch.uint8) if isinstance(weight, QuantizedWeight) else weight
 
 
 def _as_words(x: Tensor) -> Tensor:
-    """The same memory in pairs of inputs, which the two codes of a byte meet."""
+    """Return the same memory in pairs of inputs, which the two codes of a byte meet."""
     if x.stride(0) % 2 or x.storage_offset() % 2:
         x = x.contiguous()
     return x.view(torch.int32)
@@ -251,7 +251,7 @@ def _counters(device: torch.device) -> Tensor:
 def _check(
     x: Tensor, weight: QuantizedWeight | Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
 ) -> tuple[int, int]:
-    """The weight's shape, when everything agrees with it."""
+    """Return the weight's shape, when everything agrees with it."""
     if isinstance(weight, QuantizedWeight):
         shape = (weight.out_features, weight.in_features)
     elif weight.dim() != 2 or weight.dtype != x.dtype or not weight.is_contiguous():

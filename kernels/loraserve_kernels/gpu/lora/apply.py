@@ -23,7 +23,7 @@ from loraserve_kernels.gpu.paged.layout import REPLACED_SITES
 
 @dataclass(frozen=True, slots=True)
 class KernelConfig:
-    """How one kernel is cut for one height of row tiles. Chosen by reasoning about bytes in flight and by reading compiled code; not measured."""
+    """Tile sizes of a kernel for a height of row tiles. Chosen by reasoning about bytes in flight and by reading compiled code; not measured."""
 
     block: int
     num_warps: int
@@ -33,18 +33,18 @@ class KernelConfig:
 SHRINK_CONFIGS: dict[int, KernelConfig] = {16: KernelConfig(BLOCK_K, 4, 4), 32: KernelConfig(BLOCK_K, 4, 3)}
 EXPAND_CONFIGS: dict[int, KernelConfig] = {16: KernelConfig(256, 4, 2), 32: KernelConfig(128, 4, 2)}
 NARROW_EXPAND_CONFIGS: dict[int, KernelConfig] = {16: KernelConfig(128, 4, 2), 32: KernelConfig(128, 4, 2)}
-"""By block_m. A block is columns of x (shrink) or of y (expand; narrow where y is float32 or sums have one part: 256 columns would spill there)."""
+"""Tile sizes by block_m. A block is columns of x (shrink) or of y (expand; narrow where y is float32 or sums have one part: 256 columns would spill there)."""
 
 REPLACE_EMBEDDING_CONFIG = KernelConfig(128, 4, 2)
 REPLACE_CHUNK = 1024
 """Columns that one search for a row's token serves."""
 
 MAX_REGISTERS = 65536 // (4 * 32 * PROGRAMS_PER_MULTIPROCESSOR)
-"""Of a thread: what lets all programs of the grid run at once. Left alone, the compiler takes more for expand than it needs."""
+"""Registers of a thread that let all programs of the grid run at once. Left alone, the compiler takes more for expand than it needs."""
 
 
 def expand_config(block_m: int, split: int, y_dtype: torch.dtype) -> KernelConfig:
-    """How expand is cut for rows of a tile, parts of a sum and the dtype of y."""
+    """Return expand's tile sizes for rows of a tile, parts of a sum and the dtype of y."""
     return (NARROW_EXPAND_CONFIGS if y_dtype == torch.float32 or split == 1 else EXPAND_CONFIGS)[block_m]
 
 

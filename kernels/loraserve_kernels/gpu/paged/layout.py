@@ -1,4 +1,4 @@
-"""How adapters lie in a GPU's memory: rows of ranks in fixed-size pages, found through a record for each sixteen ranks and layer.
+"""Layout of adapters in a GPU's memory: rows of ranks in fixed-size pages, found through a record for each sixteen ranks and layer.
 
 A rank's row of A ([in]) and of B transposed ([out]) lies anywhere in a page, at a multiple of `UNIT_BYTES`, followed by zeros up to the next. It never crosses a
 page's end. So any free pages will do for an adapter: nothing fragments, no rank is padded to another adapter's or to a block, and a page need only be as large as
@@ -57,7 +57,7 @@ words of a second and a third, which they lack, stand the first tile of the rows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterPages:
-    """One adapter as the pages that a pool will hold, in the host's memory, and its part of the pool's tables.
+    """Adapter as the pages that a pool will hold, in the host's memory, and its part of the pool's tables.
 
     Attributes:
         pages: [num_pages, page_num_bytes] uint8; whatever isn't a weight is zero.

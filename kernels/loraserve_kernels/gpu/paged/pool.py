@@ -31,22 +31,22 @@ from loraserve_kernels.gpu.paged.layout import (
 
 
 class Pages(Protocol):
-    """Whose pages a pool takes, by number."""
+    """Source of the pages that a pool takes, by number."""
 
     @property
     def num_free(self) -> int: ...
 
     def allocate_pages(self, count: int) -> list[int]:
-        """So many pages, which were free and aren't now. No more are asked for than there are."""
+        """Take this many free pages; there must be as many."""
         ...
 
     def free_pages(self, pages: Sequence[int]) -> None:
-        """These are free again."""
+        """Free these pages."""
         ...
 
 
 class OwnPages:
-    """Pages that nobody else takes any of."""
+    """Pages that the pool alone takes."""
 
     def __init__(self, num_pages: int) -> None:
         self._free = list(range(num_pages - 1, -1, -1))
@@ -137,7 +137,7 @@ class PagedPool:
         return len(self.sites)
 
     def can_load(self, num_pages: int, num_tiles: int, leaving: Iterable[int] = ()) -> bool:
-        """Whether `load` has room for an adapter of so many pages and tiles once the slots in `leaving` are unloaded."""
+        """Return whether `load` has room for an adapter of so many pages and tiles once the slots in `leaving` are unloaded."""
         slots = list(leaving)
         is_used, num_free = self._tile_is_used.copy(), self.pages.num_free
         for slot in slots:

@@ -31,7 +31,7 @@ def write_rows(pages: Tensor, runs: Runs, rows: Tensor, dtype: torch.dtype) -> n
 
 
 def starts_of(runs: Runs, width: int, dtype: torch.dtype) -> npt.NDArray[np.int64]:
-    """Where each row starts, in bytes."""
+    """Return the start of each row, in bytes."""
     num_bytes = row_num_bytes(width, dtype)
     return np.concatenate(
         [np.zeros(0, dtype=np.int64), *(start + num_bytes * np.arange(count) for start, count in runs)]

@@ -1,4 +1,4 @@
-"""What adapters take of a GPU's pool: `sizes`, and of a `LoraModule` what it counts."""
+"""Sizes of adapters in a GPU's pool, counted from `LoraModule`s by `common.sizes`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands between the linears on a GPU: embedding, residual sum with RMSNorm, rotary positions with the cache's writes, SwiGLU. One launch each.
+"""Operations between the linears on a GPU: embedding, residual sum with RMSNorm, rotary positions with the cache's writes, SwiGLU. One launch each.
 
 None synchronises or allocates: each may be captured in a CUDA graph for its number of rows. A row's bits don't depend on what shares its step.
 "Compute dtype" is bfloat16 or float16; arithmetic is float32, rounded once at the end. Needs Triton; with ``TRITON_INTERPRET=1`` it runs on CPU tensors.

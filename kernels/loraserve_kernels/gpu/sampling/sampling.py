@@ -17,7 +17,7 @@ from loraserve_kernels.gpu.sampling.sampling_rows import CHUNK, MAX_CANDIDATES, 
 __all__ = ["SamplingRows", "sample", "top_logprobs"]
 
 MAX_VOCAB_SIZE = 2**19 - 1
-"""So many integers of 2^44 sum up to less than 2^63."""
+"""Number of integers of 2^44 whose sum is below 2^63."""
 
 BLOCK = 2048
 """Tokens that a pass of the search over a whole row takes at a time."""

@@ -1,4 +1,4 @@
-"""How each row of a step is sampled, as the GPU's sampling kernels read it, and what these kernels leave one another."""
+"""Sampling parameters of a step's rows as the GPU's kernels read them, and what these kernels leave one another."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from loraserve_kernels.errors import InvalidPlan
 
 MIN_TEMPERATURE = 1e-5
-"""At or below this the likeliest token is taken."""
+"""Temperature at or below which the likeliest token is taken."""
 
 CHUNK = 4096
 """Tokens that a program of `scan` or `weigh` reads."""
@@ -30,7 +30,7 @@ _MASK64 = (1 << 64) - 1
 
 
 class SamplingParams(Protocol):
-    """How one row's token is chosen."""
+    """Parameters by which a row's token is chosen."""
 
     @property
     def temperature(self) -> float: ...
@@ -52,7 +52,7 @@ class SamplingParams(Protocol):
 
 
 class SamplingRows:
-    """How each row of a step is sampled, and scratch memory. Addresses are fixed for life; one step at a time.
+    """Sampling parameters of a step's rows, and scratch memory. Addresses are fixed for life; one step at a time.
 
     Attributes:
         num_rows: of the step that was filled in last; 0 before. Rows behind them count as greedy.
@@ -115,7 +115,7 @@ class SamplingRows:
 
 
 class SamplingScratch:
-    """What the kernels leave one another."""
+    """Scratch memory that the kernels leave one another."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
@@ -141,6 +141,6 @@ class SamplingScratch:
 
 
 def group_size(vocab_size: int) -> int:
-    """Neighbours whose largest logit stands for them: few enough that there are more groups than candidates, wherever there are that many tokens."""
+    """Number of neighbours whose largest logit stands for them: few enough that there are more groups than candidates, wherever there are that many tokens."""
     size: int = triton.next_power_of_2(-(-vocab_size // MAX_GROUPS))
     return max(8, size)
