@@ -1,4 +1,7 @@
-"""Errors of the kernels. They are plain ValueErrors: this package knows nothing of loraserve's error tree."""
+"""Errors of the kernels.
+
+They are plain ValueErrors: this package knows nothing of loraserve's error tree.
+"""
 
 from __future__ import annotations
 

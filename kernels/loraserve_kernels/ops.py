@@ -19,23 +19,30 @@ from loraserve_kernels.gpu.lora.plan import GpuLoraPlan
 def apply_lora(
     x: Tensor, y: Tensor, plan: LoraPlan | GpuLoraPlan, site: str, layer: int, bias: Tensor | None = None
 ) -> None:
-    """Turn `y` from ``W x + bias`` into what the row's adapter makes of it (see `modules.LoraModule`) in place, for every row that has an adapter and every slice of
-    the site; leave other rows as they are.
+    """Turn `y` from ``W x + bias`` into what the row's adapter makes of it (see
+    `modules.LoraModule`) in place, for every row that has an adapter and every slice of the site;
+    leave other rows as they are.
 
-    The order is: columns whose rows of W the adapter has replaced are computed anew, ``B diag(scaling) A x`` is added, what is there beside the bias is multiplied
-    by 1 + δ, and the bias delta is added.
+    The order is: columns whose rows of W the adapter has replaced are computed anew, ``B
+    diag(scaling) A x`` is added, what is there beside the bias is multiplied by 1 + δ, and the bias
+    delta is added.
 
     Args:
-        x: [num_tokens, in_features] float32, or bfloat16 or float16 on a GPU, contiguous in the last dim.
-        y: [num_tokens, sum of the site's out_features], x's dtype, contiguous in the last dim; slices in the order of ``SITES[site]``. On a GPU it may
-            be float32 whatever x is.
-        plan: the step's: a `GpuLoraPlan` for tensors on a GPU, a `LoraPlan` for others. On a CPU the rows of ``lm_head`` have a plan of their own.
-        site: ``qkv``, ``o``, ``gate_up``, ``down`` or ``lm_head``. (For the embedding there is `apply_embedding_lora`.)
+        x: [num_tokens, in_features] float32, or bfloat16 or float16 on a GPU, contiguous in the
+            last dim.
+        y: [num_tokens, sum of the site's out_features], x's dtype, contiguous in the last dim;
+            slices in the order of ``SITES[site]``. On a GPU it may be float32 whatever x is.
+        plan: the step's: a `GpuLoraPlan` for tensors on a GPU, a `LoraPlan` for others. On a CPU
+            the rows of ``lm_head`` have a plan of their own.
+        site: ``qkv``, ``o``, ``gate_up``, ``down`` or ``lm_head``. (For the embedding there is
+            `apply_embedding_lora`.)
         layer: which decoder layer; 0 for ``lm_head``.
-        bias: [sum of the site's out_features] float32, contiguous (on a GPU any float dtype): what y already holds of the linears' biases. δ and replaced rows need it.
+        bias: [sum of the site's out_features] float32, contiguous (on a GPU any float dtype): what
+            y already holds of the linears' biases. δ and replaced rows need it.
 
     Raises:
-        ShapeMismatch: x, y and the plan disagree on rows or devices, or x and y on the adapters' widths.
+        ShapeMismatch: x, y and the plan disagree on rows or devices, or x and y on the adapters'
+            widths.
     """
     if not _may_meet(x, plan):
         raise ShapeMismatch(
@@ -67,17 +74,21 @@ def apply_lora(
 
 
 def apply_embedding_lora(token_ids: Tensor, y: Tensor, plan: LoraPlan | GpuLoraPlan) -> None:
-    """Add ``B diag(scaling) (column token_id of A)`` to `y` in place, for every row whose adapter has the module ``embed_tokens``; leave other rows as they are.
+    """Add ``B diag(scaling) (column token_id of A)`` to `y` in place, for every row whose adapter
+    has the module ``embed_tokens``; leave other rows as they are.
 
-    Where the adapter has a row of its own for the token, that takes the base's place before; where it has a δ, the row is multiplied by 1 + δ after.
+    Where the adapter has a row of its own for the token, that takes the base's place before; where
+    it has a δ, the row is multiplied by 1 + δ after.
 
     Args:
         token_ids: [num_tokens] int64, every one in the vocabulary.
-        y: [num_tokens, hidden_size] float32, contiguous in the last dim: the rows of the base's embedding.
+        y: [num_tokens, hidden_size] float32, contiguous in the last dim: the rows of the base's
+            embedding.
         plan: the step's: a `GpuLoraPlan` for tensors on a GPU, a `LoraPlan` for others.
 
     Raises:
-        ShapeMismatch: the token ids, y and the plan disagree on rows or devices, or y and the adapters on the width.
+        ShapeMismatch: the token ids, y and the plan disagree on rows or devices, or y and the
+            adapters on the width.
     """
     if not _may_meet(y, plan):
         raise ShapeMismatch(
@@ -102,14 +113,19 @@ def apply_embedding_lora(token_ids: Tensor, y: Tensor, plan: LoraPlan | GpuLoraP
 
 
 def _may_meet(rows: Tensor, plan: LoraPlan | GpuLoraPlan) -> bool:
-    """Return whether the plan is of the rows' kind of device. In Triton's interpreter a GPU's plan is on the CPU."""
+    """Return whether the plan is of the rows' kind of device.
+
+    In Triton's interpreter a GPU's plan is on the CPU.
+    """
     if isinstance(plan, GpuLoraPlan):
         return rows.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
     return not rows.is_cuda
 
 
 def warm_up(adapter_dtype: torch.dtype) -> None:
-    """Compile all kernels, so that no step waits for a compiler. Some seconds on a machine's first run, well under one later: the engine calls it at its start.
+    """Compile all kernels, so that no step waits for a compiler.
+
+    Some seconds on a machine's first run, well under one later: the engine calls it at its start.
 
     Args:
         adapter_dtype: what adapters may be stored in; call once for each.

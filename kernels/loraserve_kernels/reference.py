@@ -1,4 +1,7 @@
-"""Plain PyTorch: what each kernel computes, in the dtype that it is given (float64 for tests). Slow, and the measure of all others."""
+"""Plain PyTorch: what each kernel computes, in the dtype that it is given (float64 for tests).
+
+Slow, and the measure of all others.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,16 @@ if TYPE_CHECKING:
 
 
 def apply_lora(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: int, bias: Tensor | None = None) -> None:
-    """Turn `y` into ``(1 + δ) · (W' x + B diag(scaling) A x) + bias + shift`` in place, in y's dtype, for every row and slice of the site that has an adapter.
+    """Turn `y` into ``(1 + δ) · (W' x + B diag(scaling) A x) + bias + shift`` in place, in y's
+    dtype, for every row and slice of the site that has an adapter.
 
     Args:
         x: [num_tokens, in_features].
         y: [num_tokens, sum of the site's out_features], ``W x + bias``.
         bias: [sum of the site's out_features]: what y already holds of the linears' biases.
 
-    Source: DoRA, arXiv:2402.09353; PEFT computes the same as ``y + δ · (y − bias) + (1 + δ) · scaling · B A x``.
+    Source: DoRA, arXiv:2402.09353; PEFT computes the same as ``y + δ · (y − bias) + (1 + δ) ·
+    scaling · B A x``.
     """
     for segment in plan.segments:
         rows, adapter, column = slice(segment.row_start, segment.row_end), segment.adapter, 0
@@ -40,7 +45,8 @@ def apply_lora(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: int, bias
 
 
 def apply_embedding_lora(token_ids: Tensor, y: Tensor, plan: LoraPlan) -> None:
-    """Apply the embedding's LoRA; its input is one-hot: ``x A^T`` is row token_id of A^T, ``W' x`` is row token_id of the table.
+    """Apply the embedding's LoRA; its input is one-hot: ``x A^T`` is row token_id of A^T, ``W' x``
+    is row token_id of the table.
 
     Args:
         token_ids: [num_tokens], integers.
@@ -78,10 +84,12 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """Causal attention of each row over its sequence's cached keys, in q's dtype; [num_tokens, num_heads, head_dim].
+    """Causal attention of each row over its sequence's cached keys, in q's dtype; [num_tokens,
+    num_heads, head_dim].
 
-    The rows of a sequence are its last ones: row j of m stands at position ``context_len - m + j``. With a sliding window w, a row sees
-    itself and the w − 1 positions before it. With a soft cap c, scores are c · tanh(score / c).
+    The rows of a sequence are its last ones: row j of m stands at position ``context_len - m + j``.
+    With a sliding window w, a row sees itself and the w − 1 positions before it. With a soft cap c,
+    scores are c · tanh(score / c).
     """
     out = torch.empty_like(q)
     group, block_size = q.shape[1] // k_cache.shape[1], k_cache.shape[2]
@@ -106,7 +114,11 @@ def paged_attention(
 
 
 def quantize_rows(matrix: Tensor, max_code: int) -> tuple[Tensor, Tensor]:
-    """Round each row to integers of at most `max_code` in size: (codes, scale per row), ``matrix ≈ codes · scale``. A zero row has scale 0."""
+    """Round each row to integers of at most `max_code` in size: (codes, scale per row), ``matrix ≈
+    codes · scale``.
+
+    A zero row has scale 0.
+    """
     scale = matrix.abs().amax(-1) / max_code
     codes = torch.where(scale[:, None] > 0, matrix / scale[:, None], torch.zeros_like(matrix)).round()
     return codes.clamp(-max_code, max_code), scale

@@ -1,1 +1,4 @@
-"""Adapters: files read, configs checked, both compiled to one intermediate form. NumPy, no torch."""
+"""Adapters: files read, configs checked, both compiled to one intermediate form.
+
+NumPy, no torch.
+"""

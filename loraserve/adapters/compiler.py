@@ -1,6 +1,9 @@
-"""(config, tensors, base) → AdapterIR. The tensors decide, the config must agree, and every tensor is consumed exactly once.
+"""(config, tensors, base) → AdapterIR.
 
-Problems are collected and reported together, so that one corrected upload fixes all of them. Each of PEFT's kinds has a module in `tuners`.
+The tensors decide, the config must agree, and every tensor is consumed exactly once.
+
+Problems are collected and reported together, so that one corrected upload fixes all of them. Each
+of PEFT's kinds has a module in `tuners`.
 """
 
 from __future__ import annotations
@@ -21,14 +24,17 @@ def compile_adapter(
 ) -> AdapterIR:
     """Return the adapter in the base's terms.
 
-    Its arrays are those of `tensors`, or slices of them; rows are copied only where they had to be reordered.
+    Its arrays are those of `tensors`, or slices of them; rows are copied only where they had to be
+    reordered.
 
     Args:
         config: contents of ``adapter_config.json``.
-        tensors: contents of ``adapter_model.safetensors``, under the names that PEFT's save_pretrained writes.
+        tensors: contents of ``adapter_model.safetensors``, under the names that PEFT's
+            save_pretrained writes.
 
     Raises:
-        AdapterFormatError: malformed config values, tensors missing or unknown, ranks that disagree with the config.
+        AdapterFormatError: malformed config values, tensors missing or unknown, ranks that disagree
+            with the config.
         AdapterUnsupported: a config field that would change the answers and isn't implemented.
         AdapterBaseMismatch: shapes, layers or modules that the base doesn't have.
             With several kinds of problems, the first of these; `problems` lists all.

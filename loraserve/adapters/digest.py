@@ -1,4 +1,6 @@
-"""Identity of an adapter version: SHA-256 over its canonical config and its tensors, framed so that no two contents read alike."""
+"""Identity of an adapter version: SHA-256 over its canonical config and its tensors, framed so that
+no two contents read alike.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,11 @@ def adapter_digest(
 ) -> Digest:
     """Return the identity of an adapter that `compile_adapter` has accepted.
 
-    Two uploads have the same digest exactly if they hold the same tensors (names, dtypes, shapes, bytes) and the same config fields that
-    decide the arithmetic; the trainer, the dropout and the order of tensors in the file don't matter. The order of a
-    pattern's keys does, since the first match wins. Fields such as target_modules, bias or modules_to_save don't: the tensors must agree with them.
+    Two uploads have the same digest exactly if they hold the same tensors (names, dtypes, shapes,
+    bytes) and the same config fields that decide the arithmetic; the trainer, the dropout and the
+    order of tensors in the file don't matter. The order of a pattern's keys does, since the first
+    match wins. Fields such as target_modules, bias or modules_to_save don't: the tensors must agree
+    with them.
 
     Args:
         pause: called between tensors.

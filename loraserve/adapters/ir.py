@@ -1,4 +1,7 @@
-"""Intermediate form of an adapter: its changes of each module, in the base's own names. NumPy only."""
+"""Intermediate form of an adapter: its changes of each module, in the base's own names.
+
+NumPy only.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +40,14 @@ class TensorView:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModuleIR:
-    """Changes that an adapter makes to a linear. For an input x and the base's weight W and bias b, the output is::
+    """Changes that an adapter makes to a linear.
+
+    For an input x and the base's weight W and bias b, the output is::
 
         output_scale · ((magnitude / ‖W' + scaling · B A‖) · (W' x + scaling · B A x) + b' + scaling · lora_bias)
 
-    where W' and b' are W and b, or what stands in their place, and what is None isn't there. (With a magnitude there is no lora_bias, and in a file no weight.)
+    where W' and b' are W and b, or what stands in their place, and what is None isn't there. (With
+    a magnitude there is no lora_bias, and in a file no weight.)
 
     The embedding is a linear whose input is one-hot: its weight is the table, transposed.
 
@@ -56,8 +62,10 @@ class ModuleIR:
         lora_bias: [out_features], of lora_B.
         bias: [out_features], in the place of the base's.
         output_scale: [out_features], IA3's: of all that the linear gives, its bias among it.
-        weight: in the place of the base's, as the base's checkpoint has it: [out_features, in_features], of the embedding [vocab_size, hidden_size].
-        token_ids: ascending; rows of the embedding, or of the head, that have others in their place.
+        weight: in the place of the base's, as the base's checkpoint has it: [out_features,
+            in_features], of the embedding [vocab_size, hidden_size].
+        token_ids: ascending; rows of the embedding, or of the head, that have others in their
+            place.
         token_rows: [len(token_ids), hidden_size]: those others.
     """
 
@@ -103,10 +111,13 @@ class AdapterIR:
 
     Attributes:
         modules: empty only where there are norms.
-        dtype: the narrowest stored dtype that holds every lora_a, lora_b, weight and token row exactly: the common one, or "F32".
-        saved_base: what PEFT saves of the base beside LoRA on the head or the embedding, and loads in the base's place: module → [vocab_size, hidden_size]. Mostly
-            it is the base's own, which takes the base's weights to be told: `memory.lowering.with_saved_base`.
-        invocation_token_ids: aLoRA's: the adapter acts from their last occurrence in a prompt on, and not at all where they don't occur. Empty: it acts on every token.
+        dtype: the narrowest stored dtype that holds every lora_a, lora_b, weight and token row
+            exactly: the common one, or "F32".
+        saved_base: what PEFT saves of the base beside LoRA on the head or the embedding, and loads
+            in the base's place: module → [vocab_size, hidden_size]. Mostly it is the base's own,
+            which takes the base's weights to be told: `memory.lowering.with_saved_base`.
+        invocation_token_ids: aLoRA's: the adapter acts from their last occurrence in a prompt on,
+            and not at all where they don't occur. Empty: it acts on every token.
         kind: PEFT's name for it: ``LORA``, ``LOHA`` …
     """
 

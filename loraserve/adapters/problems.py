@@ -1,4 +1,6 @@
-"""Problems of an upload: collected while it is compiled and raised together, so that one corrected upload fixes all of them."""
+"""Problems of an upload: collected while it is compiled and raised together, so that one corrected
+upload fixes all of them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ class Problems:
     by_message: dict[tuple[type[AdapterRejected], str], list[int]] = field(default_factory=dict)
 
     def add(self, kind: type[AdapterRejected], message: str, layer: int | None = None) -> None:
-        """Keep it. `` {layers}`` in a message becomes the layers of all that it is said of, or nothing."""
+        """Keep it.
+
+        `` {layers}`` in a message becomes the layers of all that it is said of, or nothing.
+        """
         layers = self.by_message.setdefault((kind, message), [])
         if layer is not None:
             layers.append(layer)

@@ -1,4 +1,7 @@
-"""Modules that PEFT trains beside LoRA and saves whole: weights of modules_to_save, and biases. Each must be where the config says, and of the base's shape."""
+"""Modules that PEFT trains beside LoRA and saves whole: weights of modules_to_save, and biases.
+
+Each must be where the config says, and of the base's shape.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,9 @@ from loraserve.errors import AdapterBaseMismatch, AdapterFormatError, AdapterUns
 
 
 def check_saved(settings: LoraSettings, contents: Contents, names: BaseNames, problems: Problems) -> None:
-    """Add a problem for each weight and bias that is missing, or isn't the config's, or doesn't fit the base."""
+    """Add a problem for each weight and bias that is missing, or isn't the config's, or doesn't fit
+    the base.
+    """
     is_tied = ties_saved(settings, names.base)
     for place in names.places():
         linear = names.linears[place[1]]
@@ -172,7 +177,9 @@ def is_same(a: TensorView | None, b: TensorView | None) -> bool:
 
 
 def _check_tied_weights(settings: LoraSettings, contents: Contents, names: BaseNames, problems: Problems) -> None:
-    """Check a tied head: PEFT loads a weight into it and the embedding, unless modules_to_save has copied one of them."""
+    """Check a tied head: PEFT loads a weight into it and the embedding, unless modules_to_save has
+    copied one of them.
+    """
     if not names.base.is_head_tied:
         return
     weights = {m: contents.linears[0, m].weight for m in OUTSIDE_LAYERS if (0, m) in contents.linears}
@@ -202,7 +209,9 @@ def _check_tied_weights(settings: LoraSettings, contents: Contents, names: BaseN
 
 
 def _check_tied_copies(contents: Contents, names: BaseNames, problems: Problems) -> None:
-    """Report copies that differ where the base's head is the embedding: PEFT loads either's copy into both."""
+    """Report copies that differ where the base's head is the embedding: PEFT loads either's copy
+    into both.
+    """
     copies = [contents.linears[0, m].saved_base for m in OUTSIDE_LAYERS if (0, m) in contents.linears]
     there = [copy for copy in copies if copy is not None]
     if names.base.is_head_tied and len(there) == 2 and not is_same(*there):

@@ -1,4 +1,6 @@
-"""JSON from a stranger: strict UTF-8, no duplicate keys, no NaN or infinity, no lone surrogates, bounded depth."""
+"""JSON from a stranger: strict UTF-8, no duplicate keys, no NaN or infinity, no lone surrogates,
+bounded depth.
+"""
 
 from __future__ import annotations
 

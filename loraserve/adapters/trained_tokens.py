@@ -1,4 +1,6 @@
-"""PEFT's rule for trainable_token_indices: rows of the embedding, of the head, or of both where the base ties them."""
+"""PEFT's rule for trainable_token_indices: rows of the embedding, of the head, or of both where the
+base ties them.
+"""
 
 from __future__ import annotations
 

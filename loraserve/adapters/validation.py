@@ -1,4 +1,6 @@
-"""Checks on an adapter's numbers, made once at upload: all finite, and no update so large that half precision can't hold it."""
+"""Checks on an adapter's numbers, made once at upload: all finite, and no update so large that half
+precision can't hold it.
+"""
 
 from __future__ import annotations
 
@@ -33,20 +35,24 @@ _SAVED_AS = {
 
 _EMBEDDINGS = {"lora_a": "lora_embedding_A", "lora_b": "lora_embedding_B"}
 _WHOLE = ("bias", "output_scale", "weight", "token_rows")
-"""Tensors that replace or multiply something of the base's: half precision must hold each of their numbers."""
+"""Tensors that replace or multiply something of the base's: half precision must hold each of their
+numbers.
+"""
 
 
 def check_finite(adapter: AdapterIR, limits: Limits = LIMITS, *, pause: Callable[[], object] = lambda: None) -> None:
-    """Return if every weight is finite, no element of any ``scaling · B A`` or ``scaling · lora_bias`` can pass `limits.max_delta`, and none of what
-    stands in the base's place does.
+    """Return if every weight is finite, no element of any ``scaling · B A`` or ``scaling ·
+    lora_bias`` can pass `limits.max_delta`, and none of what stands in the base's place does.
 
-    The first is judged by the bound ``|scaling| · rank · max|A| · max|B|``, without making the product.
+    The first is judged by the bound ``|scaling| · rank · max|A| · max|B|``, without making the
+    product.
 
     Args:
         pause: called between modules.
 
     Raises:
-        AdapterNotFinite: with the module, the layer and the place of the first offending weight of each tensor.
+        AdapterNotFinite: with the module, the layer and the place of the first offending weight of
+            each tensor.
     """
     problems: list[str] = []
     for m in adapter.modules:
@@ -78,7 +84,10 @@ def check_finite(adapter: AdapterIR, limits: Limits = LIMITS, *, pause: Callable
 
 
 def _largest(tensor: TensorView) -> float:
-    """The largest magnitude; infinite if some weight isn't finite. One pass over the bits, a chunk at a time."""
+    """The largest magnitude; infinite if some weight isn't finite.
+
+    One pass over the bits, a chunk at a time.
+    """
     integer, mask, limit = _BITS[tensor.dtype]
     bits = tensor.array.reshape(-1).view(integer)
     largest = 0

@@ -1,4 +1,6 @@
-"""The one decoder of every architecture: token ids in, logits out, keys and values written to the paged cache on the way."""
+"""The one decoder of every architecture: token ids in, logits out, keys and values written to the
+paged cache on the way.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ class Decoder:
     ) -> None:
         """
         Args:
-            progress: told of each part of a layer that `forward` has computed; None: nothing reads it.
+            progress: told of each part of a layer that `forward` has computed; None: nothing reads
+                it.
         """
         self._progress = progress or Progress()
         self.config = config
@@ -70,11 +73,15 @@ class Decoder:
         return self.backend.device
 
     def weight_rows(self, layer: int, *modules: str) -> Iterator[Tensor]:
-        """Yield modules' weights as they are computed with, float32, a block of rows at a time, in order. Any thread may, also while a step runs.
+        """Yield modules' weights as they are computed with, float32, a block of rows at a time, in
+        order.
+
+        Any thread may, also while a step runs.
 
         Args:
-            modules: a linear's short name, whose blocks are [n, in_features], or several that follow each other in one (q, k and v; gate and up), which is
-                unpacked once then; or ``embed_tokens``, whose are [n, hidden_size], a row for each token.
+            modules: a linear's short name, whose blocks are [n, in_features], or several that
+                follow each other in one (q, k and v; gate and up), which is unpacked once then; or
+                ``embed_tokens``, whose are [n, hidden_size], a row for each token.
         """
         if modules == ("embed_tokens",):
             yield from float_rows(self._embedding, 0, self._embedding.shape[0])
@@ -98,7 +105,9 @@ class Decoder:
         return None if linear.bias is None else linear.bias[start : start + self.spec.modules[module][0]].float()
 
     def norm_weight(self, name: str) -> Tensor:
-        """Return what a norm multiplies with, float32 in the host's memory, by the name of its tensor in the checkpoint."""
+        """Return what a norm multiplies with, float32 in the host's memory, by the name of its
+        tensor in the checkpoint.
+        """
         return self._norm_weights[name]
 
     def experts(self, layer: int) -> MixtureOfExperts | None:
@@ -117,10 +126,12 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, inputs: ModelInputs | GpuInputs, kv: KVTensors) -> Tensor:
-        """Return the logits [num_logits, vocab_size] float32 of ``inputs.logits_rows``; every row's keys and values are in the cache afterwards.
+        """Return the logits [num_logits, vocab_size] float32 of ``inputs.logits_rows``; every row's
+        keys and values are in the cache afterwards.
 
         Args:
-            inputs: the step's rows; positions and slots below what the model and the cache have, ``logits_rows`` ascending.
+            inputs: the step's rows; positions and slots below what the model and the cache have,
+                ``logits_rows`` ascending.
             kv: the cache. Slots past a sequence's context are neither read nor written.
         """
         step = self.backend.begin(inputs, kv)
@@ -166,7 +177,9 @@ class Decoder:
         return logits if self.config.logits_cap is None else cap_softly(logits, self.config.logits_cap)
 
     def _finish(self, index: int, hidden: Tensor, attended: Tensor, lora: LoraPlan | GpuLoraPlan | None) -> Tensor:
-        """Add a layer's attention's output to `hidden` in place; return the MLP's, which is still to be added."""
+        """Add a layer's attention's output to `hidden` in place; return the MLP's, which is still
+        to be added.
+        """
         layer, progress = self._layers[index], self._progress
         progress.tick()
         faults.hit("model.layer")
@@ -179,7 +192,11 @@ class Decoder:
     def _with_own_norms(
         self, x: Tensor, hidden: Tensor, lora: LoraPlan | GpuLoraPlan | None, layer: int, norm: str
     ) -> Tensor:
-        """Return the normed rows of `hidden`, with those of adapters that have this norm's weight of their own normed by that. On GPUs none has."""
+        """Return the normed rows of `hidden`, with those of adapters that have this norm's weight
+        of their own normed by that.
+
+        On GPUs none has.
+        """
         for rows, own in self._own_norms(lora, layer, norm):
             x[rows] = own(hidden[rows])
         return x
@@ -193,7 +210,9 @@ class Decoder:
         layer: int,
         out_norm: str,
     ) -> Tensor:
-        """Add `delta`, which is spent, to `hidden` in place, normed by what adapters have in the place of `out_norm`; return what `norm` makes of the sum."""
+        """Add `delta`, which is spent, to `hidden` in place, normed by what adapters have in the
+        place of `out_norm`; return what `norm` makes of the sum.
+        """
         # the sum of such rows is made before the base's norm spends their delta
         sums = [
             (rows, hidden[rows] + own(delta[rows]).mul_(self.config.residual_scale))
@@ -206,7 +225,10 @@ class Decoder:
         return x
 
     def _own_norms(self, lora: LoraPlan | GpuLoraPlan | None, layer: int, norm: str) -> Iterator[tuple[slice, RMSNorm]]:
-        """Yield the rows of adapters that have this norm's weight of their own, and the norm. On GPUs none has."""
+        """Yield the rows of adapters that have this norm's weight of their own, and the norm.
+
+        On GPUs none has.
+        """
         if isinstance(lora, LoraPlan) and lora.has_norms:
             for segment in lora.segments:
                 weight = segment.adapter.norms.get((layer, norm))

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KVTensors:
-    """The paged KV cache's bytes: one tensor per layer, [num_blocks, num_kv_heads, block_size, head_dim]."""
+    """The paged KV cache's bytes: one tensor per layer, [num_blocks, num_kv_heads, block_size,
+    head_dim].
+    """
 
     k: tuple[Tensor, ...]
     v: tuple[Tensor, ...]
@@ -29,13 +31,18 @@ class KVTensors:
 
 @dataclass(frozen=True, slots=True)
 class ModelInputs:
-    """Rows of a step on a CPU. Rows of one sequence are contiguous and in position order; sequences of one adapter are neighbours.
+    """Rows of a step on a CPU.
+
+    Rows of one sequence are contiguous and in position order; sequences of one adapter are
+    neighbours.
 
     Attributes:
         token_ids: [num_tokens] int64.
         positions: [num_tokens] int64.
-        slot_mapping: [num_tokens] int64, ``block * block_size + offset``: where the row's K and V are written.
-        query_starts: num_seqs + 1 numbers: sequence i has rows ``query_starts[i]:query_starts[i + 1]``.
+        slot_mapping: [num_tokens] int64, ``block * block_size + offset``: where the row's K and V
+            are written.
+        query_starts: num_seqs + 1 numbers: sequence i has rows ``query_starts[i]:query_starts[i +
+            1]``.
         context_lens: num_seqs numbers: the sequence's tokens whose KV exist once this step has run.
         block_tables: [num_seqs, max_blocks] int32, padded with 0.
         logits_rows: [num_logits] int64, ascending: the rows whose logits are wanted; None: all.
@@ -64,12 +71,15 @@ class ModelInputs:
 
 @dataclass(frozen=True, slots=True)
 class GpuInputs:
-    """Rows of a step on a GPU. Every tensor has one address for life, so that a captured graph reads each later step's.
+    """Rows of a step on a GPU.
+
+    Every tensor has one address for life, so that a captured graph reads each later step's.
 
     Attributes:
         token_ids: [num_tokens] int64.
         positions: [num_tokens] int32.
-        slot_mapping: [num_tokens] int64, ``block * block_size + offset``: where the row's K and V are written; -1: nowhere, for rows that only fill up a batch.
+        slot_mapping: [num_tokens] int64, ``block * block_size + offset``: where the row's K and V
+            are written; -1: nowhere, for rows that only fill up a batch.
         attention: which rows see which keys.
         logits_rows: [num_logits] int64: the rows whose logits are wanted; None: all.
         lora: which rows belong to which adapter; None when every row is the base's.
@@ -86,7 +96,9 @@ class GpuInputs:
 
 
 def select_rows(lora: LoraPlan, rows: Sequence[int]) -> LoraPlan | None:
-    """Return the plan of a step that goes on with these rows only, ascending; None when no adapter's row is among them."""
+    """Return the plan of a step that goes on with these rows only, ascending; None when no
+    adapter's row is among them.
+    """
     segments = []
     for segment in lora.segments:
         start, end = bisect_left(rows, segment.row_start), bisect_left(rows, segment.row_end)

@@ -1,8 +1,11 @@
-"""The base with an adapter, evaluated in plain float32 PyTorch: what the engine's answers are compared with.
+"""The base with an adapter, evaluated in plain float32 PyTorch: what the engine's answers are
+compared with.
 
-Written from the formulas of `adapters.ir` and of the architectures alone, in the most direct way. It shares nothing with what it judges: no kernel, no packed or lowered
-weight, no plan, no page and no cache. Of the resident base it takes the weights as they are computed with (dequantised), a block of rows at a time: beside them it
-needs memory for a few dozen rows. Several short sequences go through in one pass over the weights, each by the base alone and with the adapter, and so do several
+Written from the formulas of `adapters.ir` and of the architectures alone, in the most direct way.
+It shares nothing with what it judges: no kernel, no packed or lowered weight, no plan, no page and
+no cache. Of the resident base it takes the weights as they are computed with (dequantised), a block
+of rows at a time: beside them it needs memory for a few dozen rows. Several short sequences go
+through in one pass over the weights, each by the base alone and with the adapter, and so do several
 adapters with theirs: reading the weights is half of the work.
 """
 
@@ -37,7 +40,9 @@ class ReferenceBase(Protocol):
     def device(self) -> torch.device: ...
 
     def weight_rows(self, layer: int, *modules: str) -> Iterator[Tensor]:
-        """Yield a module's weight in blocks of rows, float32, in order, or those of modules that read the same input, one after the other; of ``embed_tokens`` the rows of the table."""
+        """Yield a module's weight in blocks of rows, float32, in order, or those of modules that
+        read the same input, one after the other; of ``embed_tokens`` the rows of the table.
+        """
         ...
 
     def bias(self, layer: int, module: str) -> Tensor | None:
@@ -45,7 +50,9 @@ class ReferenceBase(Protocol):
         ...
 
     def experts(self, layer: int) -> MixtureOfExperts | None:
-        """Return what stands in the place of a layer's MLP, whose linears' weights are read in the same way; None where that is an MLP."""
+        """Return what stands in the place of a layer's MLP, whose linears' weights are read in the
+        same way; None where that is an MLP.
+        """
         ...
 
     def norm_weight(self, name: str) -> Tensor:
@@ -76,8 +83,10 @@ class Subject:
 
     Attributes:
         sequences: token ids.
-        terms: an adapter, with a weight of 1; or the terms of a composition: the weighted changes add up, module by module.
-        known_base: the sequences' logits by the base, from an earlier evaluation: they aren't computed again.
+        terms: an adapter, with a weight of 1; or the terms of a composition: the weighted changes
+            add up, module by module.
+        known_base: the sequences' logits by the base, from an earlier evaluation: they aren't
+            computed again.
     """
 
     sequences: Sequence[Sequence[int]]
@@ -88,7 +97,8 @@ class Subject:
 def evaluate(
     base: ReferenceBase, subjects: Sequence[Subject], *, is_wanted: Callable[[], bool] = lambda: True
 ) -> list[Evaluation]:
-    """Return the logits of every token of each subject's sequences, in one pass over the base's weights.
+    """Return the logits of every token of each subject's sequences, in one pass over the base's
+    weights.
 
     Args:
         is_wanted: asked before each weight is read.
@@ -101,7 +111,11 @@ def evaluate(
 
 
 def invocation_start(token_ids: Sequence[int], invocation: Sequence[int]) -> int | None:
-    """Return where an aLoRA begins to act: at the last occurrence of its invocation tokens, from the first of them on. None: nowhere. Without such tokens: at 0."""
+    """Return where an aLoRA begins to act: at the last occurrence of its invocation tokens, from
+    the first of them on.
+
+    None: nowhere. Without such tokens: at 0.
+    """
     size = len(invocation)
     for start in range(len(token_ids) - size, -1, -1) if size else (0,):
         if list(token_ids[start : start + size]) == list(invocation):
@@ -125,7 +139,11 @@ class _Term:
 
 
 class _Pass:
-    """Pass through the layers. Its rows are the sequences' by the base, each once and those alone that aren't known, then every subject's sequences' with its adapter."""
+    """Pass through the layers.
+
+    Its rows are the sequences' by the base, each once and those alone that aren't known, then every
+    subject's sequences' with its adapter.
+    """
 
     def __init__(self, base: ReferenceBase, subjects: Sequence[Subject], is_wanted: Callable[[], bool]) -> None:
         self._base, self._config, self._is_wanted = base, base.config, is_wanted
@@ -293,7 +311,9 @@ class _Pass:
         return self._adapt(x, self._multiply(x, layer, module), layer, module)
 
     def _linears(self, x: Tensor, layer: int, sizes: Mapping[str, int]) -> list[Tensor]:
-        """Return the outputs of modules that read the same input; their weights are read one after the other."""
+        """Return the outputs of modules that read the same input; their weights are read one after
+        the other.
+        """
         parts = torch.split(self._multiply(x, layer, *sizes), list(sizes.values()), 1)
         return [self._adapt(x, y, layer, module) for module, y in zip(sizes, parts, strict=True)]
 
@@ -364,7 +384,9 @@ class _Pass:
         return self._of(m.magnitude) / torch.cat(norms)
 
     def _weight_rows(self, m: ModuleIR) -> Iterator[Tensor]:
-        """Yield the weight that the adapter's update is added to, in blocks of rows: the base's, or its own."""
+        """Yield the weight that the adapter's update is added to, in blocks of rows: the base's, or
+        its own.
+        """
         start = 0
         for block in self._base.weight_rows(m.layer, m.module):
             end = start + block.shape[0]

@@ -1,1 +1,4 @@
-"""Text to tokens and back: tokenizer, incremental detokenizer, chat template. No torch, no transformers."""
+"""Text to tokens and back: tokenizer, incremental detokenizer, chat template.
+
+No torch, no transformers.
+"""

@@ -65,7 +65,9 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """``{% generation %} … {% endgeneration %}`` marks the assistant's tokens for training; when serving it is its content."""
+    """``{% generation %} … {% endgeneration %}`` marks the assistant's tokens for training; when
+    serving it is its content.
+    """
 
     tags = {"generation"}  # noqa: RUF012 (jinja's own declaration)
 
@@ -81,11 +83,13 @@ def _check_deadline() -> None:
 
 
 class ChatTemplate:
-    """Renders what the model's directory says: ``chat_template.jinja``, or ``chat_template`` in ``tokenizer_config.json``.
+    """Renders what the model's directory says: ``chat_template.jinja``, or ``chat_template`` in
+    ``tokenizer_config.json``.
 
     Args:
         model_dir: where the template is. A model without one is fine until `render` is called.
-        tokenizer: for the special tokens that templates write (``bos_token``, …); read from `model_dir` when not given.
+        tokenizer: for the special tokens that templates write (``bos_token``, …); read from
+            `model_dir` when not given.
         max_output_chars, timeout_s: bounds on one rendering.
         now: the clock behind ``strftime_now``.
 
@@ -137,11 +141,14 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt for `messages`. `variables` (``chat_template_kwargs``) reach the template under their own names.
+        """The prompt for `messages`.
+
+        `variables` (``chat_template_kwargs``) reach the template under their own names.
 
         Raises:
             NoChatTemplate: the model has none.
-            InvalidRequest: the template refuses these messages, or the rendering is over its bounds.
+            InvalidRequest: the template refuses these messages, or the rendering is over its
+                bounds.
         """
         template = self._template(has_tools=bool(tools))
         extra = dict(variables or {})
@@ -168,7 +175,8 @@ class ChatTemplate:
                 param="messages",
             ) from None
         except jinja2.TemplateError as error:
-            # Templates refuse with words of their own ("roles must alternate"); they are the model's, not the caller's input.
+            # Templates refuse with words of their own ("roles must alternate"); they are the
+            # model's, not the caller's input.
             reason = error.message if isinstance(error, _Refused) else type(error).__name__
             raise InvalidRequest(
                 f"The model's chat template refuses these messages: {reason}.", param="messages"

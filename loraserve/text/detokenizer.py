@@ -1,7 +1,8 @@
 """Incremental detokenization: the pieces add up to what decoding all tokens at once gives.
 
-`tokenizers.DecodeStream` isn't used: it holds back everything while the text ends in U+FFFD (so a model that emits invalid UTF-8 streams nothing and
-costs quadratic time), and it fails for good once a byte-fallback run turns out to be invalid ("Invalid prefix encountered").
+`tokenizers.DecodeStream` isn't used: it holds back everything while the text ends in U+FFFD (so a
+model that emits invalid UTF-8 streams nothing and costs quadratic time), and it fails for good once
+a byte-fallback run turns out to be invalid ("Invalid prefix encountered").
 """
 
 from __future__ import annotations
@@ -15,29 +16,42 @@ from loraserve.text.tokenizer import Tokenizer
 REPLACEMENT = "�"
 
 _CONTEXT_TOKENS = 8
-"""Number of settled tokens that are decoded again before new ones: decoders look at the beginning of the text alone."""
+"""Number of settled tokens that are decoded again before new ones: decoders look at the beginning
+of the text alone.
+"""
 
 
 class Detokenizer(Protocol):
-    """Incremental decoder: the results of every `push` and of `finish`, concatenated, equal decoding all tokens at once."""
+    """Incremental decoder: the results of every `push` and of `finish`, concatenated, equal
+    decoding all tokens at once.
+    """
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Return the text that is now certain; it is never taken back. An unfinished character is held back."""
+        """Return the text that is now certain; it is never taken back.
+
+        An unfinished character is held back.
+        """
         ...
 
     def finish(self) -> str:
-        """Return the text held back, with U+FFFD for bytes that never became a character. Call it once, at the end."""
+        """Return the text held back, with U+FFFD for bytes that never became a character.
+
+        Call it once, at the end.
+        """
         ...
 
 
 class ByteLevelDetokenizer:
-    """Detokenizer of byte-level vocabularies (GPT-2's, Llama 3's, Qwen's): tokens are bytes, so a UTF-8 decoder suffices."""
+    """Detokenizer of byte-level vocabularies (GPT-2's, Llama 3's, Qwen's): tokens are bytes, so a
+    UTF-8 decoder suffices.
+    """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, prompt_token_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        # A character that the prompt began and these tokens finish belongs to them: four bytes are the longest character.
+        # A character that the prompt began and these tokens finish belongs to them: four bytes are
+        # the longest character.
         self.push(prompt_token_ids[-_CONTEXT_TOKENS:])
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -49,10 +63,11 @@ class ByteLevelDetokenizer:
 
 
 class WindowDetokenizer:
-    """Detokenizer of any other vocabulary: it decodes a short window of tokens with and without the new ones, and returns the difference.
+    """Detokenizer of any other vocabulary: it decodes a short window of tokens with and without the
+    new ones, and returns the difference.
 
-    A run of byte-fallback tokens (``<0xE4><0xB8><0xAD>``) is held back until another token ends it, because one invalid byte
-    at its end turns the whole run into U+FFFD.
+    A run of byte-fallback tokens (``<0xE4><0xB8><0xAD>``) is held back until another token ends it,
+    because one invalid byte at its end turns the whole run into U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, prompt_token_ids: Sequence[int] = ()) -> None:
@@ -85,13 +100,16 @@ class WindowDetokenizer:
             return ""
         window = self._context + token_ids
         text = self._decode(window)
-        # The decoders that are in use only add at the end; one that rewrites what came before gets its new tokens decoded alone.
+        # The decoders that are in use only add at the end; one that rewrites what came before gets
+        # its new tokens decoded alone.
         delta = text[len(self._context_text) :] if text.startswith(self._context_text) else self._decode(token_ids)
         self._context, self._context_text = self._shorten(window, text)
         return delta
 
     def _shorten(self, window: list[int], text: str) -> tuple[list[int], str]:
-        """Return the shortest tail of the window that still hides the beginning of the text from the decoder (its text isn't empty)."""
+        """Return the shortest tail of the window that still hides the beginning of the text from
+        the decoder (its text isn't empty).
+        """
         num_kept = _CONTEXT_TOKENS
         while num_kept < len(window):
             start = len(window) - num_kept
@@ -103,7 +121,9 @@ class WindowDetokenizer:
         return window, text
 
     def _split_prompt(self, prompt: list[int]) -> tuple[list[int], list[int]]:
-        """Return the prompt's tokens as context; those of an unfinished last character are pending, as if they were generated."""
+        """Return the prompt's tokens as context; those of an unfinished last character are pending,
+        as if they were generated.
+        """
         start = len(prompt)
         while start and self._tokenizer.is_fallback_byte(prompt[start - 1]):
             start -= 1
@@ -121,6 +141,8 @@ class WindowDetokenizer:
 def decode_stream(
     tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()
 ) -> Detokenizer:
-    """Return a detokenizer for tokens that follow `prompt_token_ids`; it gives the text that they add to the prompt's."""
+    """Return a detokenizer for tokens that follow `prompt_token_ids`; it gives the text that they
+    add to the prompt's.
+    """
     kind = ByteLevelDetokenizer if tokenizer.is_byte_level else WindowDetokenizer
     return kind(tokenizer, skip_special_tokens, prompt_token_ids)

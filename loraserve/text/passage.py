@@ -1,4 +1,7 @@
-"""A passage of plain English prose, for measurements on real text. Written for this project and dedicated to the public domain (CC0)."""
+"""A passage of plain English prose, for measurements on real text.
+
+Written for this project and dedicated to the public domain (CC0).
+"""
 
 PASSAGE = """\
 The ferry left the island at ten past seven, as it had done every morning since the new pier was built. On board were a schoolteacher with a box of \

@@ -1,4 +1,6 @@
-"""Lower bound on a text's number of tokens, proven from its bytes: a text that can't fit a context is never tokenized."""
+"""Lower bound on a text's number of tokens, proven from its bytes: a text that can't fit a context
+is never tokenized.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ _KEEPING_BEHAVIORS = frozenset({"Isolated", "Contiguous", "MergedWithPrevious", 
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the printable character that stands for each byte in a byte-level vocabulary (GPT-2's table), inverted."""
+    """Return the printable character that stands for each byte in a byte-level vocabulary (GPT-2's
+    table), inverted.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     alphabet = {chr(byte): byte for byte in printable}
     for offset, byte in enumerate(sorted(set(range(256)) - set(printable))):
@@ -28,16 +32,22 @@ BYTE_OF_CHAR = _byte_level_alphabet()
 
 
 class TokenBound:
-    """A lower bound on the number of tokens of any text, for tokenizers of which it is proven; 0 for the others.
+    """A lower bound on the number of tokens of any text, for tokenizers of which it is proven; 0
+    for the others.
 
-    Each byte value has a weight: one over the length of the longest token that holds it. So the bytes of any token weigh 1 together at most, and
-    a text has at least as many tokens as its bytes weigh. This needs that every byte of a text ends in some token, as itself. It holds for
+    Each byte value has a weight: one over the length of the longest token that holds it. So the
+    bytes of any token weigh 1 together at most, and a text has at least as many tokens as its bytes
+    weigh. This needs that every byte of a text ends in some token, as itself. It holds for
 
-    - byte-level BPE (GPT-2, Llama 3, Qwen): each byte is in the vocabulary, and nothing before the model drops any;
-    - BPE with byte fallback (Llama 2, Mistral, Gemma), for ASCII: spaces become marks, and what isn't in the vocabulary becomes one token a byte.
+    - byte-level BPE (GPT-2, Llama 3, Qwen): each byte is in the vocabulary, and nothing before the
+      model drops any;
+    - BPE with byte fallback (Llama 2, Mistral, Gemma), for ASCII: spaces become marks, and what
+      isn't in the vocabulary becomes one token a byte.
 
-    Where characters are normalized (NFC, NFKC …), ASCII before another ASCII character stays as it is, and only that is weighed. Where an added token eats
-    the spaces around it, spaces weigh nothing. Lower-casing, stripping, splits that remove, unigram and word-piece models have no bound.
+    Where characters are normalized (NFC, NFKC …), ASCII before another ASCII character stays as it
+    is, and only that is weighed. Where an added token eats the spaces around it, spaces weigh
+    nothing. Lower-casing, stripping, splits that remove, unigram and word-piece models have no
+    bound.
 
     Args:
         definition: the object of ``tokenizer.json``.
@@ -49,7 +59,9 @@ class TokenBound:
         self.is_proven = self._weights is not None
 
     def least_tokens(self, text: str) -> int:
-        """Return the least number of tokens of `text`, without those put around it; 0 where nothing is known."""
+        """Return the least number of tokens of `text`, without those put around it; 0 where nothing
+        is known.
+        """
         if self._weights is None or not text:
             return 0
         data = np.frombuffer(text.encode(), np.uint8)

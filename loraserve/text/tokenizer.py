@@ -24,7 +24,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 class Tokenizer:
     """Encodes and decodes as `transformers` does for the same directory.
 
-    Reads ``tokenizer.json`` and, where it is there, ``tokenizer_config.json``. Safe to use from several threads.
+    Reads ``tokenizer.json`` and, where it is there, ``tokenizer_config.json``. Safe to use from
+    several threads.
 
     Raises:
         ConfigError: the directory has no ``tokenizer.json``, or one that can't be read.
@@ -72,10 +73,12 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`.
 
-        `add_special_tokens` adds whatever the model's post-processor and ``add_bos_token`` put around it.
+        `add_special_tokens` adds whatever the model's post-processor and ``add_bos_token`` put
+        around it.
 
-        Other threads run meanwhile: `tokenizers` lets go of the interpreter's lock for batches alone, so a text is a batch of one. Without offsets it takes a
-        third of the time and a tenth of the memory.
+        Other threads run meanwhile: `tokenizers` lets go of the interpreter's lock for batches
+        alone, so a text is a batch of one. Without offsets it takes a third of the time and a tenth
+        of the memory.
         """
         if len(text) <= _SHORT_CHARS:
             encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -92,11 +95,15 @@ class Tokenizer:
         return ids
 
     def least_tokens(self, text: str) -> int:
-        """Return a number of tokens that `text` has at least, from its bytes; 0 where nothing is proven of this tokenizer."""
+        """Return a number of tokens that `text` has at least, from its bytes; 0 where nothing is
+        proven of this tokenizer.
+        """
         return self._bound.least_tokens(text)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of `token_ids`; ids that the vocabulary doesn't have are left out, bytes that aren't UTF-8 become U+FFFD."""
+        """Return the text of `token_ids`; ids that the vocabulary doesn't have are left out, bytes
+        that aren't UTF-8 become U+FFFD.
+        """
         ids = list(token_ids)
         if len(ids) <= _SHORT_CHARS:
             text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -109,12 +116,16 @@ class Tokenizer:
         return id_
 
     def id_to_token(self, token_id: int) -> str | None:
-        """Return the vocabulary's own spelling (``Ġthe``, ``▁the``, ``<0xE4>``); None for an id that the vocabulary doesn't have."""
+        """Return the vocabulary's own spelling (``Ġthe``, ``▁the``, ``<0xE4>``); None for an id
+        that the vocabulary doesn't have.
+        """
         token: str | None = self._tokenizer.id_to_token(token_id)
         return token
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that this token adds to a text, special tokens included; empty for an id that the vocabulary doesn't have."""
+        """Return the bytes that this token adds to a text, special tokens included; empty for an id
+        that the vocabulary doesn't have.
+        """
         data = self._bytes_of.get(token_id)
         if data is None:
             data = self._read_bytes(token_id)
@@ -137,7 +148,9 @@ class Tokenizer:
         return token.encode() if token_id in self._added_tokens else token.replace("▁", " ").encode()
 
     def is_fallback_byte(self, token_id: int) -> bool:
-        """Return whether this token is one byte of a character that the vocabulary doesn't have (``<0xE4>``)."""
+        """Return whether this token is one byte of a character that the vocabulary doesn't have
+        (``<0xE4>``).
+        """
         return token_id in self._fallback_bytes
 
     def _find_fallback_bytes(self) -> dict[int, int]:
@@ -149,7 +162,9 @@ class Tokenizer:
 
 
 def _token_content(token: object) -> str | None:
-    """Return a special token's text; it is written as a string, or as an object with its ``content``."""
+    """Return a special token's text; it is written as a string, or as an object with its
+    ``content``.
+    """
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None

@@ -1,5 +1,8 @@
-"""Arithmetic of a linear, as a value that others show, with the kernel that does it and the instructions that the
-kernel was built from. Imports no torch."""
+"""Arithmetic of a linear, as a value that others show, with the kernel that does it and the
+instructions that the kernel was built from.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ W8A8_ROW = "w8a8-row"
 W8A7_ROW = "w8a7-row"
 """int8 weights by output channel, activations rounded to 7 bits by row."""
 WEIGHT_ONLY = {"int8": "w8a16", "int4": "w4a16", "nf4": "w4a16-nf4", "fp8": "w8a16-fp8"}
-"""Format of the weights → the name where activations aren't rounded to integers: they have 16 bits on a GPU and 32 on a CPU."""
+"""Format of the weights → the name where activations aren't rounded to integers: they have 16 bits
+on a GPU and 32 on a CPU.
+"""
 FLOATS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """Dtype of the weights → the name where neither is quantized."""
 
@@ -23,9 +28,13 @@ class Arithmetic:
     """Way in which a linear's products are computed.
 
     Attributes:
-        name: ``w8a8-row``, ``w8a7-row``, ``w8a16``, ``w8a16-fp8``, ``w4a16``, ``w4a16-nf4``, ``fp32``, ``bf16``, ``bf16-weights`` or ``fp16``: equal names round equally.
-        kernel: the library and its way, such as ``onednn-u8``, ``fbgemm``, ``numba-dot`` (int8 by int8), ``numba`` (codes decoded in registers) or ``widened`` (to float32, some channels at a time).
-        instructions: the widest instruction set that the kernel may use here, such as ``avx512_vnni``, or a GPU's ``sm_90``.
+        name: ``w8a8-row``, ``w8a7-row``, ``w8a16``, ``w8a16-fp8``, ``w4a16``, ``w4a16-nf4``,
+            ``fp32``, ``bf16``, ``bf16-weights`` or ``fp16``: equal names round equally.
+        kernel: the library and its way, such as ``onednn-u8``, ``fbgemm``, ``numba-dot`` (int8 by
+            int8), ``numba`` (codes decoded in registers) or ``widened`` (to float32, some channels
+            at a time).
+        instructions: the widest instruction set that the kernel may use here, such as
+            ``avx512_vnni``, or a GPU's ``sm_90``.
     """
 
     name: str

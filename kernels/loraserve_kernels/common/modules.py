@@ -1,4 +1,7 @@
-"""Parts of a base that an adapter may change: the linears, their sites, the norms. They are the same for every device."""
+"""Parts of a base that an adapter may change: the linears, their sites, the norms.
+
+They are the same for every device.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,15 @@ DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16,
 """Dtypes that a CPU may hold adapters in."""
 
 NORMS: tuple[str, ...] = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm", "norm")
-"""Norms that an attention's, an MLP's and the head's inputs pass, and those that an attention's and an MLP's outputs
-pass before they are added."""
+"""Norms that an attention's, an MLP's and the head's inputs pass, and those that an attention's and
+an MLP's outputs pass before they are added.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplacedRows:
-    """Rows of a linear's weight, or of the embedding's table, that an adapter has in the place of the base's.
+    """Rows of a linear's weight, or of the embedding's table, that an adapter has in the place of
+    the base's.
 
     Attributes:
         ids: [n] int32, ascending: which rows: output features of a linear, tokens of the embedding.
@@ -55,16 +60,19 @@ class ReplacedNorm:
 
 @dataclass(frozen=True, slots=True)
 class LoraModule:
-    """Changes that an adapter makes to a linear: ``(1 + dora_delta) · (W' x + B diag(scaling) A x) + bias + bias_delta``.
+    """Changes that an adapter makes to a linear: ``(1 + dora_delta) · (W' x + B diag(scaling) A x)
+    + bias + bias_delta``.
 
     Attributes:
         layer: which decoder layer; 0 for ``lm_head`` and ``embed_tokens``.
         module: the linear's short name, one of `MODULES`.
-        lora_a: [r, in_features]; in_features of ``embed_tokens`` is the size of the vocabulary. r may be 0.
+        lora_a: [r, in_features]; in_features of ``embed_tokens`` is the size of the vocabulary. r
+            may be 0.
         lora_b: [out_features, r].
         scaling: alpha / r, or alpha / sqrt(r); or [r] float32, a number of each rank.
-        dora_delta: [out_features], DoRA's ``m / ‖W + scaling · B A‖ − 1`` (norms of the rows, W as the base computes with it), or None. Where it's given, the
-            linear's output without its bias is multiplied by ``1 + dora_delta``, update included.
+        dora_delta: [out_features], DoRA's ``m / ‖W + scaling · B A‖ − 1`` (norms of the rows, W as
+            the base computes with it), or None. Where it's given, the linear's output without its
+            bias is multiplied by ``1 + dora_delta``, update included.
         bias_delta: [out_features], added to all of that, or None. Not for ``embed_tokens``.
         row_overrides: the rows of W' that aren't W's, or None.
     """
@@ -80,7 +88,11 @@ class LoraModule:
 
 
 def check_shapes(m: LoraModule, shape: tuple[int, int]) -> None:
-    """Reads no tensor. Raises: ShapeMismatch: one of the module's tensors doesn't fit a linear of `shape`, (out_features, in_features)."""
+    """Reads no tensor.
+
+    Raises: ShapeMismatch: one of the module's tensors doesn't fit a linear of `shape`,
+    (out_features, in_features).
+    """
     out_features, in_features = shape
     rank = m.lora_a.shape[0]
     if tuple(m.lora_a.shape) != (rank, in_features) or tuple(m.lora_b.shape) != (out_features, rank):
@@ -114,7 +126,9 @@ def _check_row_shapes(m: LoraModule, rows: ReplacedRows, shape: tuple[int, int])
 
 
 def check_row_ids(m: LoraModule, shape: tuple[int, int]) -> None:
-    """Raises: ShapeMismatch: the ids of the module's replaced rows, whose shapes are right, aren't ascending, or one isn't a row of the base's weight."""
+    """Raises: ShapeMismatch: the ids of the module's replaced rows, whose shapes are right, aren't
+    ascending, or one isn't a row of the base's weight.
+    """
     if m.row_overrides is None:
         return
     ids, num_rows = m.row_overrides.ids, shape[1] if m.module == "embed_tokens" else shape[0]
@@ -134,7 +148,10 @@ def size_of(m: LoraModule) -> ModuleSize:
 
 
 def check_norms(norms: Iterable[ReplacedNorm], num_layers: int, module_shapes: Mapping[str, tuple[int, int]]) -> None:
-    """Reads no tensor. Raises: ShapeMismatch: a norm that the base doesn't have, of another size, or given twice."""
+    """Reads no tensor.
+
+    Raises: ShapeMismatch: a norm that the base doesn't have, of another size, or given twice.
+    """
     seen: set[tuple[int, str]] = set()
     for n in norms:
         if n.norm not in NORMS or not 0 <= n.layer < num_layers or (n.norm == "norm" and n.layer):

@@ -16,7 +16,9 @@ from loraserve_kernels.common.sizes import DELTA, NUM_ROWS, RANK, ROW_IDS, ROW_S
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """Views of a module's replaced rows: `ids` [n] int32, ascending; `weight` [n, width]; `scales` [n] float32 where weights are int8, None otherwise."""
+    """Views of a module's replaced rows: `ids` [n] int32, ascending; `weight` [n, width]; `scales`
+    [n] float32 where weights are int8, None otherwise.
+    """
 
     ids: Tensor
     weight: Tensor
@@ -51,11 +53,14 @@ class PackedAdapter:
         data: 1-D, contiguous, one of `DTYPES`: the weights.
         floats: 1-D, float32.
         row_ids: 1-D, int32: which rows are replaced.
-        records: [num_layers, 9, RECORD_WORDS] int64, columns as in `MODULES`; rank 0 and nothing else where the adapter has no such module.
+        records: [num_layers, 9, RECORD_WORDS] int64, columns as in `MODULES`; rank 0 and nothing
+            else where the adapter has no such module.
         in_features, out_features: 9 numbers each.
-        norms: (layer, norm) → [hidden_size] float32, the norms' weights that stand in the place of the base's.
+        norms: (layer, norm) → [hidden_size] float32, the norms' weights that stand in the place of
+            the base's.
         work: site → how much there is to do.
-        addresses: where data, floats, row_ids and records lie, for kernels that address memory by number.
+        addresses: where data, floats, row_ids and records lie, for kernels that address memory by
+            number.
     """
 
     data: Tensor
@@ -75,7 +80,9 @@ class PackedAdapter:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of weights, norms and all, alignment gaps included; the records (some KiB) aren't counted."""
+        """Bytes of weights, norms and all, alignment gaps included; the records (some KiB) aren't
+        counted.
+        """
         buffers = self.data.nbytes + self.floats.nbytes + self.row_ids.nbytes
         return buffers + sum(weight.nbytes for weight in self.norms.values())
 
@@ -93,15 +100,24 @@ class PackedAdapter:
         return int(self.records.shape[0])
 
     def lora_a(self, layer: int, module: str) -> Tensor:
-        """Return a view of the module's A, [r, in_features]; r is 0 where the adapter has none. In int8 these are codes."""
+        """Return a view of the module's A, [r, in_features]; r is 0 where the adapter has none.
+
+        In int8 these are codes.
+        """
         return self._matrix(A, self.in_features, layer, module)
 
     def lora_b(self, layer: int, module: str) -> Tensor:
-        """Return a view of the module's B by rank, [r, out_features] (the checkpoint's B, transposed). In int8 these are codes."""
+        """Return a view of the module's B by rank, [r, out_features] (the checkpoint's B,
+        transposed).
+
+        In int8 these are codes.
+        """
         return self._matrix(B, self.out_features, layer, module)
 
     def scaling(self, layer: int, module: str) -> Tensor:
-        """Return a view of each rank's factor, [r] float32: its scaling, in int8 times the scales of its rows of A and of B."""
+        """Return a view of each rank's factor, [r] float32: its scaling, in int8 times the scales
+        of its rows of A and of B.
+        """
         record = self.records[layer, MODULE_INDEX[module]]
         return self.floats[record[SCALINGS] : record[SCALINGS] + record[RANK]]
 

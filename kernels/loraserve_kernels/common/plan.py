@@ -24,17 +24,19 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraPlan:
-    """The step's segments, in row order and disjoint. A row in no segment is a base row: no kernel touches it.
+    """The step's segments, in row order and disjoint.
 
-    The plan holds its adapters: their memory lives at least as long as the plan. It also holds the launches' scratch memory, so one plan serves one
-    thread at a time.
+    A row in no segment is a base row: no kernel touches it.
+
+    The plan holds its adapters: their memory lives at least as long as the plan. It also holds the
+    launches' scratch memory, so one plan serves one thread at a time.
 
     Attributes:
         segments: at least one.
         num_tokens: rows of the step.
         has_norms: whether an adapter of the step has norms of its own.
-        tables: dtype that adapters are stored in → [its segments, 8] int64, what kernels read of a segment: row_start, row_end, the adapter's four
-            addresses, 0, 0.
+        tables: dtype that adapters are stored in → [its segments, 8] int64, what kernels read of a
+            segment: row_start, row_end, the adapter's four addresses, 0, 0.
         launches: site → what the launches of this plan at that site need; filled by the first.
     """
 
@@ -46,15 +48,18 @@ class LoraPlan:
 
 
 def make_plan(segments: Sequence[tuple[PackedAdapter, int, int]], num_tokens: int) -> LoraPlan | None:
-    """Make the plan of a step, or None when every row is the base's, so that a base-only step launches no LoRA kernel.
+    """Make the plan of a step, or None when every row is the base's, so that a base-only step
+    launches no LoRA kernel.
 
     Args:
-        segments: (adapter, row_start, row_end), in row order, disjoint, none empty. Neighbouring segments of one adapter are joined. Ranks, modules and dtypes
-            may differ from adapter to adapter; the base may not.
+        segments: (adapter, row_start, row_end), in row order, disjoint, none empty. Neighbouring
+            segments of one adapter are joined. Ranks, modules and dtypes may differ from adapter to
+            adapter; the base may not.
         num_tokens: rows of the step.
 
     Raises:
-        InvalidPlan: segments overlap, are out of order, are empty or go past num_tokens; adapters are for different bases.
+        InvalidPlan: segments overlap, are out of order, are empty or go past num_tokens; adapters
+            are for different bases.
     """
     joined: list[Segment] = []
     end = 0

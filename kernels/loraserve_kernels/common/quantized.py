@@ -1,12 +1,17 @@
-"""Weights of a linear in 8 or 4 bits, as the GPU's weight-only GEMM reads them; `dequantize` says what they mean. Plain tensors: no Triton here.
+"""Weights of a linear in 8 or 4 bits, as the GPU's weight-only GEMM reads them; `dequantize` says
+what they mean.
+
+Plain tensors: no Triton here.
 
     int8   whole numbers from -127 to 127 (-128 is read too), one scale for each output channel, or for each group of 32, 64 or 128 inputs; groups may have zeros
     int4   whole numbers from -8 to 7, one scale for each group of 32, 64 or 128 inputs; with zeros, codes from 0 to 15 less the group's zero
     nf4    sixteen quantiles of the normal distribution, as QLoRA trains on them, one scale for each block of 64 inputs
     fp8    float8_e4m3fn, one scale for each output channel
 
-Errors are bounded by the largest magnitude of a group: a half step, amax / 254 for int8, amax / 15 for int4 (with zeros half of the range / 255 or / 15), 0.152 amax for
-nf4 (half of its widest gap), and for fp8 a sixteenth of the weight itself or amax / 458752, whichever is more. Scales are float32 and rounding is to the nearest.
+Errors are bounded by the largest magnitude of a group: a half step, amax / 254 for int8, amax / 15
+for int4 (with zeros half of the range / 255 or / 15), 0.152 amax for nf4 (half of its widest gap),
+and for fp8 a sixteenth of the weight itself or amax / 458752, whichever is more. Scales are float32
+and rounding is to the nearest.
 """
 
 from __future__ import annotations
@@ -57,11 +62,16 @@ class QuantizedWeight:
 
     Attributes:
         format: one of `FORMATS`.
-        codes: int8 and fp8: [out_features, in_features] int8 or float8_e4m3fn. int4 and nf4: [out_features, in_features / 2] uint8, input 2j in the low
-            nibble of byte j; int4's value is its code less 8, or less the group's zero. int8's is its code, or with zeros its code and 128 less the zero. Contiguous.
-        scales: [out_features, in_features / group_size] float32, in any order of memory; `to` brings them into the one that kernels read fastest.
-        zeros: the same shape in uint8, the codes that mean 0: int4's as they are, int8's with 128 added. None where that is 8, or 128, everywhere; groups alone have them.
-        group_size: inputs that share a scale: in_features for fp8, in_features or one of `GROUP_SIZES` for int8, one of `GROUP_SIZES` for int4, `NF4_GROUP_SIZE`.
+        codes: int8 and fp8: [out_features, in_features] int8 or float8_e4m3fn. int4 and nf4:
+            [out_features, in_features / 2] uint8, input 2j in the low nibble of byte j; int4's
+            value is its code less 8, or less the group's zero. int8's is its code, or with zeros
+            its code and 128 less the zero. Contiguous.
+        scales: [out_features, in_features / group_size] float32, in any order of memory; `to`
+            brings them into the one that kernels read fastest.
+        zeros: the same shape in uint8, the codes that mean 0: int4's as they are, int8's with 128
+            added. None where that is 8, or 128, everywhere; groups alone have them.
+        group_size: inputs that share a scale: in_features for fp8, in_features or one of
+            `GROUP_SIZES` for int8, one of `GROUP_SIZES` for int4, `NF4_GROUP_SIZE`.
         in_features, out_features: of the linear.
 
     Raises:
@@ -113,7 +123,9 @@ class QuantizedWeight:
         return sum(part.numel() * part.element_size() for part in parts)
 
     def to(self, device: torch.device | str) -> QuantizedWeight:
-        """Return the same weight on a device, with scales and zeros in the order that kernels read fastest: neighbours in memory are output channels."""
+        """Return the same weight on a device, with scales and zeros in the order that kernels read
+        fastest: neighbours in memory are output channels.
+        """
         zeros = None if self.zeros is None else _by_channel(self.zeros.to(device))
         return QuantizedWeight(
             self.format,
@@ -138,7 +150,10 @@ class QuantizedWeight:
         )
 
     def values(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return what the codes mean before they are scaled, [out_features, in_features]. Whole numbers save for nf4 and fp8; exact in float32."""
+        """Return what the codes mean before they are scaled, [out_features, in_features].
+
+        Whole numbers save for nf4 and fp8; exact in float32.
+        """
         if not self.is_packed:
             values = self.codes.to(dtype)
             return values if self.zeros is None else values + (128 - self._spread_zeros(dtype))
@@ -156,23 +171,30 @@ class QuantizedWeight:
         return self.zeros.to(dtype).repeat_interleave(self.group_size, dim=1)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight [out_features, in_features]: ``value · scale``, computed in float32 (or float64 if that is asked for) and rounded once to `dtype`."""
+        """Return the weight [out_features, in_features]: ``value · scale``, computed in float32 (or
+        float64 if that is asked for) and rounded once to `dtype`.
+        """
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         values = self.values(wide).view(self.out_features, -1, self.group_size)
         return (values * self.scales.to(wide)[:, :, None]).view(self.out_features, self.in_features).to(dtype)
 
 
 def quantize(weight: Tensor, format: str, group_size: int | None = None, *, has_zeros: bool = False) -> QuantizedWeight:
-    """Round a float weight to 8 or 4 bits, each group by its own largest magnitude; nothing of the float weight is kept.
+    """Round a float weight to 8 or 4 bits, each group by its own largest magnitude; nothing of the
+    float weight is kept.
 
     Args:
-        weight: [out_features, in_features], any float dtype, on any device; the result is there too.
+        weight: [out_features, in_features], any float dtype, on any device; the result is there
+            too.
         format: one of `FORMATS`.
-        group_size: for int4, one of `GROUP_SIZES` (None: the largest); for int8, one of them or in_features (None: that); the others' is fixed, so None or that number.
-        has_zeros: groups of int8 and int4 alone: codes span each group's range instead of its largest magnitude both ways.
+        group_size: for int4, one of `GROUP_SIZES` (None: the largest); for int8, one of them or
+            in_features (None: that); the others' is fixed, so None or that number.
+        has_zeros: groups of int8 and int4 alone: codes span each group's range instead of its
+            largest magnitude both ways.
 
     Raises:
-        InvalidWeight: an unknown format or group size, in_features that no number of groups fills, or numbers that aren't finite.
+        InvalidWeight: an unknown format or group size, in_features that no number of groups fills,
+            or numbers that aren't finite.
         ShapeMismatch: the weight isn't a float matrix.
     """
     if weight.dim() != 2 or not weight.dtype.is_floating_point:
@@ -221,7 +243,8 @@ def quantize(weight: Tensor, format: str, group_size: int | None = None, *, has_
 
 
 def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Return a weight whose output channels are those of the parts, in order: for linears that share their input.
+    """Return a weight whose output channels are those of the parts, in order: for linears that
+    share their input.
 
     Parts with zeros and without may be mixed; nothing is rounded again.
 
@@ -249,7 +272,8 @@ def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def _by_channel(grid: Tensor) -> Tensor:
-    """Return the same [channels, groups] with neighbouring channels side by side in memory, as tiles of channels read them.
+    """Return the same [channels, groups] with neighbouring channels side by side in memory, as
+    tiles of channels read them.
 
     Bytes go on to a multiple of four channels for each group, so that they can be read in words.
     """
@@ -261,7 +285,10 @@ def _by_channel(grid: Tensor) -> Tensor:
 
 
 def zero_words(zeros: Tensor) -> Tensor:
-    """Return zeros as kernels read them: [groups, channels / 4] int32. The same memory when `QuantizedWeight.to` or `quantize` made them."""
+    """Return zeros as kernels read them: [groups, channels / 4] int32.
+
+    The same memory when `QuantizedWeight.to` or `quantize` made them.
+    """
     channels, groups = zeros.shape
     width = -(-channels // 4) * 4
     if zeros.stride() != (1, width) or zeros.storage_offset() % 4:

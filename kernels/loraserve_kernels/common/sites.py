@@ -1,4 +1,7 @@
-"""Linears of a base that an adapter may change, by shared input. Imports no torch: plans are made without it."""
+"""Linears of a base that an adapter may change, by shared input.
+
+Imports no torch: plans are made without it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ SITES: dict[str, tuple[str, ...]] = {
     "lm_head": ("lm_head",),
     "embed": ("embed_tokens",),
 }
-"""Linears that share an input: their outputs are slices of one tensor, in this order. The embedding is a linear whose input is a one-hot row."""
+"""Linears that share an input: their outputs are slices of one tensor, in this order.
+
+The embedding is a linear whose input is a one-hot row.
+"""
 
 LAYER_SITES: tuple[str, ...] = ("qkv", "o", "gate_up", "down")
 """The sites that every decoder layer has."""

@@ -1,4 +1,7 @@
-"""Sizes of adapters on either device, counted from their ranks and modules. Imports no torch and sees no tensor: packing and plans share it."""
+"""Sizes of adapters on either device, counted from their ranks and modules.
+
+Imports no torch and sees no tensor: packing and plans share it.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,16 @@ REPLACED_SITES: dict[str, str] = {"lm_head": "lm_head", "embed": "embed_tokens"}
 """Sites whose rows a GPU's kernels can replace → their module."""
 
 ALIGN_ELEMENTS = 16
-"""Alignment of regions in a CPU's memory, so that a kernel may load a vector at a time whatever the dtype."""
+"""Alignment of regions in a CPU's memory, so that a kernel may load a vector at a time whatever the
+dtype.
+"""
 
 RANK, A, B, SCALINGS, DELTA, SHIFT, NUM_ROWS, ROWS, ROW_IDS, ROW_SCALES, RECORD_WORDS = range(11)
-"""A module's record in a CPU's memory, in int64 words: its rank; where A, B and the replaced rows start in the weights; where the ranks' numbers, δ, the shift and the rows' scales start
-in the float32 buffer, −1 where the module has no δ, shift or scales; how many rows are replaced, and where their ids start in theirs."""
+"""A module's record in a CPU's memory, in int64 words: its rank; where A, B and the replaced rows
+start in the weights; where the ranks' numbers, δ, the shift and the rows' scales start in the
+float32 buffer, −1 where the module has no δ, shift or scales; how many rows are replaced, and where
+their ids start in theirs.
+"""
 
 Runs = list[tuple[int, int]]
 """Runs of rows that lie one after the other: (first byte, number of rows)."""
@@ -73,7 +81,9 @@ class PackedLayout:
     num_row_ids: int
 
     def num_bytes(self, dtype: ItemSized, num_norm_weights: int = 0) -> int:
-        """Bytes of the buffers, with weights in `dtype` and so many float32 weights of norms beside them."""
+        """Bytes of the buffers, with weights in `dtype` and so many float32 weights of norms beside
+        them.
+        """
         return self.num_elements * dtype.itemsize + 4 * (self.num_floats + num_norm_weights + self.num_row_ids)
 
 
@@ -194,7 +204,8 @@ def num_pages_of(
     page_num_bytes: int,
     dtype: ItemSized,
 ) -> int:
-    """Pages that `make_pages` will fill for an adapter with these modules, without a tensor at hand.
+    """Pages that `make_pages` will fill for an adapter with these modules, without a tensor at
+    hand.
 
     Raises:
         ShapeMismatch: as `make_pages`, but for tensors that don't fit.
@@ -212,7 +223,9 @@ def num_tiles_of(sizes: Iterable[ModuleSize], *, num_layers: int) -> int:
 
 
 def tiles_of_rows(num_rows: int, num_layers: int) -> int:
-    """Return the number of tiles whose records, over all layers, have room for so many replaced rows."""
+    """Return the number of tiles whose records, over all layers, have room for so many replaced
+    rows.
+    """
     return -(-num_rows // (RANK_TILE * num_layers))
 
 
@@ -234,7 +247,9 @@ def place_module(placing: Placing, size: ModuleSize, shape: tuple[int, int], dty
 def tiles_by_module(
     sizes: Iterable[ModuleSize], num_layers: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the number of tiles that the module needs at the layer of its highest rank, at least one, and those of its replaced rows."""
+    """Return the number of tiles that the module needs at the layer of its highest rank, at least
+    one, and those of its replaced rows.
+    """
     of_ranks, of_rows = np.zeros(len(MODULES), dtype=np.int64), np.zeros(len(MODULES), dtype=np.int64)
     for size in sizes:
         index = MODULE_INDEX[size.module]
@@ -247,7 +262,8 @@ def checked(sizes: Iterable[ModuleSize], num_layers: int, module_shapes: ModuleS
     """Modules in the order in which they are placed.
 
     Raises:
-        ShapeMismatch: a module that the base lacks, one given twice, a rank over `MAX_RANK`, or replaced rows of a layer's linear.
+        ShapeMismatch: a module that the base lacks, one given twice, a rank over `MAX_RANK`, or
+            replaced rows of a layer's linear.
     """
     found: dict[tuple[int, int], ModuleSize] = {}
     for size in sizes:

@@ -1,4 +1,6 @@
-"""Instruction sets of this processor that each library uses: each has a dispatch, and a variable that lowers it."""
+"""Instruction sets of this processor that each library uses: each has a dispatch, and a variable
+that lowers it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ _LADDER = (
     "avx512_core_bf16",
     "avx512_core_amx",
 )
-"""oneDNN's names, each with everything before it save avx2_vnni, which few processors have without AVX-512."""
+"""oneDNN's names, each with everything before it save avx2_vnni, which few processors have without
+AVX-512.
+"""
 
 _FBGEMM = {1: "avx2", 2: "avx512", 3: "avx512_ymm", 4: "avx512_vnni", 5: "avx512_vnni_ymm"}
 """`fbgemm::inst_set_t`."""
@@ -31,7 +35,9 @@ _FBGEMM = {1: "avx2", 2: "avx512", 3: "avx512_ymm", 4: "avx512_vnni", 5: "avx512
 
 @functools.cache
 def onednn() -> str:
-    """Return the widest set that oneDNN may use: the processor's, or less where ONEDNN_MAX_CPU_ISA says so."""
+    """Return the widest set that oneDNN may use: the processor's, or less where ONEDNN_MAX_CPU_ISA
+    says so.
+    """
     if platform.machine() not in ("x86_64", "AMD64"):
         return platform.machine()
     bound = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
@@ -44,7 +50,9 @@ def onednn() -> str:
 
 @functools.cache
 def fbgemm() -> str:
-    """Return the set that fbgemm dispatches to; torch's own name for it where fbgemm can't be asked."""
+    """Return the set that fbgemm dispatches to; torch's own name for it where fbgemm can't be
+    asked.
+    """
     try:
         ask = ctypes.CDLL(
             str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")

@@ -1,9 +1,12 @@
-"""Vectors for numba: a type of `LANES` float32 and the few operations that the kernels are written with.
+"""Vectors for numba: a type of `LANES` float32 and the few operations that the kernels are written
+with.
 
-numba vectorises loops when it can prove that it may; a float32 sum it may not reorder. Kernels that state their vectors get the same machine code on every
-compiler version, and the same order of additions whatever the number of rows, which is what makes a row's result independent of its batch.
+numba vectorises loops when it can prove that it may; a float32 sum it may not reorder. Kernels that
+state their vectors get the same machine code on every compiler version, and the same order of
+additions whatever the number of rows, which is what makes a row's result independent of its batch.
 
-Memory is addressed by integers (`Tensor.data_ptr()`): a kernel checks nothing, its caller everything.
+Memory is addressed by integers (`Tensor.data_ptr()`): a kernel checks nothing, its caller
+everything.
 """
 
 # numba has no types
@@ -25,12 +28,16 @@ from numba.core.datamodel.models import PrimitiveModel
 from numba.extending import intrinsic, register_model
 
 STAMP: int = zlib.crc32(Path(__file__).read_bytes())
-"""Changes with this file. numba's cache notices a change of the file that a kernel is written in, not of those that it imports: every compiled entry
-closes over the stamp, which makes it part of the cache's key."""
+"""Changes with this file. numba's cache notices a change of the file that a kernel is written in,
+not of those that it imports: every compiled entry closes over the stamp, which makes it part of the
+cache's key.
+"""
 
 
 def _features() -> frozenset[str]:
-    """Return the features that numba compiles for: the processor's, or those that NUMBA_CPU_FEATURES names instead."""
+    """Return the features that numba compiles for: the processor's, or those that
+    NUMBA_CPU_FEATURES names instead.
+    """
     told = numba.config.CPU_FEATURES
     if told is None:
         return frozenset(name for name, has in llvmlite.binding.get_host_cpu_features().items() if has)
@@ -62,7 +69,8 @@ class VectorModel(PrimitiveModel):  # type: ignore[misc]
         super().__init__(manager, fe_type, _VECTOR)
 
 
-# What an element in memory is, passed to loads as a value whose numba type says it. int8 is widened to float32 like the others.
+# What an element in memory is, passed to loads as a value whose numba type says it. int8 is widened
+# to float32 like the others.
 F32, BF16, F16, I8 = np.float32(0), np.uint16(0), np.int16(0), np.int8(0)
 _ELEMENT: dict[Any, ir.Type] = {types.float32: _FLOAT, types.uint16: _I16, types.int16: _I16, types.int8: _I8}
 
@@ -97,7 +105,9 @@ def _fill(number: int, shape: Any) -> Any:
 
 @intrinsic
 def load(typingctx: Any, address: Any, index: Any, kind: Any) -> Any:
-    """The vector of elements ``index`` to ``index + LANES - 1`` of the array at `address`, widened to float32."""
+    """The vector of elements ``index`` to ``index + LANES - 1`` of the array at `address`, widened
+    to float32.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         element = _ELEMENT[signature.args[2]]
@@ -122,7 +132,9 @@ def load_one(typingctx: Any, address: Any, index: Any, kind: Any) -> Any:
 
 @intrinsic
 def store(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
-    """Write a vector to elements ``index`` to ``index + LANES - 1`` of the float32 array at `address`."""
+    """Write a vector to elements ``index`` to ``index + LANES - 1`` of the float32 array at
+    `address`.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _pointer(builder, args[0], args[1], _FLOAT)
@@ -223,7 +235,9 @@ def sum_lanes(typingctx: Any, value: Any) -> Any:
 
 @intrinsic
 def fetch_add(typingctx: Any, address: Any, amount: Any) -> Any:
-    """Add to the int64 at `address` and return what it was before, atomically among threads; a full fence."""
+    """Add to the int64 at `address` and return what it was before, atomically among threads; a full
+    fence.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], _I64.as_pointer())
@@ -249,7 +263,9 @@ def pause(typingctx: Any) -> Any:
 
 @intrinsic
 def prefetch(typingctx: Any, address: Any, index: Any, kind: Any) -> Any:
-    """Ask for the cache line of element `index` of the array at `address`; any address is allowed, mapped or not."""
+    """Ask for the cache line of element `index` of the array at `address`; any address is allowed,
+    mapped or not.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _pointer(builder, args[0], args[1], _ELEMENT[signature.args[2]])
@@ -284,7 +300,9 @@ def divide(typingctx: Any, a: Any, b: Any) -> Any:
 
 @intrinsic
 def choose_below(typingctx: Any, value: Any, bound: Any, below: Any, otherwise: Any) -> Any:
-    """By lane, `below` where the value is below the bound; `otherwise` elsewhere, and where either is NaN."""
+    """By lane, `below` where the value is below the bound; `otherwise` elsewhere, and where either
+    is NaN.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.select(builder.fcmp_ordered("<", args[0], args[1]), args[2], args[3])
@@ -314,7 +332,9 @@ def max_lanes(typingctx: Any, value: Any) -> Any:
 
 @intrinsic
 def exp(typingctx: Any, value: Any) -> Any:
-    """e to each lane within 2 units in the last place; 0 below -87.3, infinity above 88.37, NaN for NaN."""
+    """e to each lane within 2 units in the last place; 0 below -87.3, infinity above 88.37, NaN for
+    NaN.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         def const(number: float) -> Any:
@@ -360,7 +380,8 @@ def exp(typingctx: Any, value: Any) -> Any:
 def dot_rows(typingctx: Any, x: Any, rows: Any, stride: Any, width: Any) -> Any:
     """A vector whose lane j is the dot product of `x` with row j of the `LANES` rows at `rows`.
 
-    Each product is summed by lanes, then over the lanes in the order of `sum_lanes`: a row's result doesn't depend on the other rows.
+    Each product is summed by lanes, then over the lanes in the order of `sum_lanes`: a row's result
+    doesn't depend on the other rows.
 
     Args:
         x: address of `width` float32.
@@ -433,7 +454,11 @@ def larger(typingctx: Any, a: Any, b: Any) -> Any:
 
 @intrinsic
 def store_int8(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
-    """Write the lanes, rounded to the nearest integer (ties to even), to the int8 array at `address`. They must be finite and within ±127.5."""
+    """Write the lanes, rounded to the nearest integer (ties to even), to the int8 array at
+    `address`.
+
+    They must be finite and within ±127.5.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         function = cgutils.get_or_insert_function(

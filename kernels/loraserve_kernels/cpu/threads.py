@@ -1,8 +1,10 @@
 """Runs a compiled kernel on PyTorch's own threads.
 
-numba's parallel layers would bring a second pool that fights torch's for the cores, need a library that may be missing, or (workqueue) end the process
-when two threads launch at once. A kernel here is a C function that any number of threads enter and that shares its work out by an atomic counter; it's right
-with one thread. The threads are OpenMP's, the same ones that torch's operators have just used, so none is woken that isn't warm.
+numba's parallel layers would bring a second pool that fights torch's for the cores, need a library
+that may be missing, or (workqueue) end the process when two threads launch at once. A kernel here
+is a C function that any number of threads enter and that shares its work out by an atomic counter;
+it's right with one thread. The threads are OpenMP's, the same ones that torch's operators have just
+used, so none is woken that isn't warm.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ _RUNTIME = re.compile(r"\s(/\S*lib(?:gomp|iomp5|omp)[^/\s]*\.so[^/\s]*)$")
 
 @functools.cache
 def _runtime() -> ctypes.CDLL | None:
-    """The OpenMP runtime that torch has loaded (GNU's, or Intel's or LLVM's, which offer GNU's entries too); None where there's none."""
+    """The OpenMP runtime that torch has loaded (GNU's, or Intel's or LLVM's, which offer GNU's
+    entries too); None where there's none.
+    """
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
@@ -50,8 +54,10 @@ def _gomp_parallel() -> Callable[[int, int, int, int], None] | None:
 def alone() -> Iterator[None]:
     """Keep torch's operators on this thread within the block.
 
-    It is for work beside the step, such as packing an adapter: every thread that runs a parallel operator gets a pool of its own, and once there are more threads than
-    cores, OpenMP's threads sleep instead of spinning between two operators. Each one of the step's then waits for a thread to wake, 75 µs on one machine.
+    It is for work beside the step, such as packing an adapter: every thread that runs a parallel
+    operator gets a pool of its own, and once there are more threads than cores, OpenMP's threads
+    sleep instead of spinning between two operators. Each one of the step's then waits for a thread
+    to wake, 75 µs on one machine.
     """
     library = _runtime()
     if library is None:
@@ -67,7 +73,10 @@ def alone() -> Iterator[None]:
 
 
 def run(kernel: Callable[[int], None], address: int, args: int, num_threads: int) -> None:
-    """Have up to `num_threads` threads, the caller among them, enter a kernel; return when all have left it. The GIL is released meanwhile.
+    """Have up to `num_threads` threads, the caller among them, enter a kernel; return when all have
+    left it.
+
+    The GIL is released meanwhile.
 
     Args:
         kernel: the kernel as ctypes calls it.

@@ -6,10 +6,14 @@ import torch
 
 
 def choose_functions() -> None:
-    """After the call, elementwise functions are as exact in this process as they should be. Cheap; once before the first that many threads share.
+    """After the call, elementwise functions are as exact in this process as they should be.
 
-    MKL chooses the machine code of each of its vector functions at the first call. Where several threads make that call at once, one of them may be given the code of
-    the lowest accuracy (errors near 1e-4), for its part of that one call. A table of angles that is made so is wrong for as long as the process lives.
+    Cheap; once before the first that many threads share.
+
+    MKL chooses the machine code of each of its vector functions at the first call. Where several
+    threads make that call at once, one of them may be given the code of the lowest accuracy (errors
+    near 1e-4), for its part of that one call. A table of angles that is made so is wrong for as
+    long as the process lives.
 
     Source: pytorch issue 188792.
     """

@@ -8,7 +8,11 @@ import torch
 import triton
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Whether kernels run in Triton's interpreter, on CPU tensors: ``TRITON_INTERPRET=1`` before Triton's first import. For tests."""
+"""Whether kernels run in Triton's interpreter, on CPU tensors: ``TRITON_INTERPRET=1`` before
+Triton's first import.
+
+For tests.
+"""
 
 PROGRAMS_PER_MULTIPROCESSOR = 4
 

@@ -1,9 +1,13 @@
-"""A stranger's regular expression that RE2 doesn't take, matched by sets of positions: in a bounded number of steps, whatever the expression.
+"""A stranger's regular expression that RE2 doesn't take, matched by sets of positions: in a bounded
+number of steps, whatever the expression.
 
-Python's own parser reads it, so that it means what Python's ``re`` makes of it. It is then evaluated without trying one way after another: of each part, the set of
-positions at which it may end is computed from the set of those at which it may begin, as the bits of an integer. That takes a number of steps that is a polynomial of the
-lengths of the expression and of the name, and a budget bounds them in all. Which of several matches Python would find first doesn't matter, since only whether there is
-one is asked. Where it does matter, because a part refers back to what another has caught or may not be tried again, the expression is refused.
+Python's own parser reads it, so that it means what Python's ``re`` makes of it. It is then
+evaluated without trying one way after another: of each part, the set of positions at which it may
+end is computed from the set of those at which it may begin, as the bits of an integer. That takes a
+number of steps that is a polynomial of the lengths of the expression and of the name, and a budget
+bounds them in all. Which of several matches Python would find first doesn't matter, since only
+whether there is one is asked. Where it does matter, because a part refers back to what another has
+caught or may not be tried again, the expression is refused.
 """
 
 from __future__ import annotations
@@ -46,7 +50,10 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Chars:
-    """Node that matches a character it accepts. `known` is what `accepts` has said: names are made of few characters."""
+    """Node that matches a character it accepts.
+
+    `known` is what `accepts` has said: names are made of few characters.
+    """
 
     accepts: Callable[[str], bool]
     known: dict[str, bool] = field(default_factory=dict)
@@ -80,7 +87,10 @@ class _Repeat:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Look:
-    """Lookaround: it matches no character, where its part matches, or doesn't. `width`: how far before the position it begins; None: it begins there."""
+    """Lookaround: it matches no character, where its part matches, or doesn't.
+
+    `width`: how far before the position it begins; None: it begins there.
+    """
 
     part: _Node
     is_wanted: bool
@@ -115,7 +125,9 @@ class Expression:
 
 
 def parse_expression(parsed: Any, budget: Budget) -> Expression | str:
-    """Return what Python's parser made of an expression, ready to be matched; or why it can't be, in words that end a sentence."""
+    """Return what Python's parser made of an expression, ready to be matched; or why it can't be,
+    in words that end a sentence.
+    """
     try:
         return Expression(_Reader().read(parsed, parsed.state.flags, 0), budget)
     except _NotTakenError as error:
@@ -123,7 +135,9 @@ def parse_expression(parsed: Any, budget: Budget) -> Expression | str:
 
 
 def parse_as_python(text: str) -> Any:
-    """Return what Python's parser makes of an expression. Nothing is compiled: of a large range of characters, that alone may take long.
+    """Return what Python's parser makes of an expression.
+
+    Nothing is compiled: of a large range of characters, that alone may take long.
 
     Raises:
         re.error, RecursionError, OverflowError: Python doesn't take it.
@@ -246,7 +260,9 @@ class _Evaluation:
         return self._looks[key]
 
     def _mask(self, node: _Chars | _At) -> int:
-        """Return, as bits, where the name has a character that the node accepts, or a position that it holds at."""
+        """Return, as bits, where the name has a character that the node accepts, or a position that
+        it holds at.
+        """
         mask = self._masks.get(node)
         if mask is None:
             if isinstance(node, _Chars):
@@ -301,7 +317,9 @@ def _has(kind: str, item: Any, char: str, cases: set[int], flags: int) -> bool:
 
 
 def _cases(char: str, flags: int) -> set[int]:
-    """Return the code points that stand for the character: itself, and its other cases where they count for the same."""
+    """Return the code points that stand for the character: itself, and its other cases where they
+    count for the same.
+    """
     if not flags & re.IGNORECASE:
         return {ord(char)}
     if flags & re.ASCII and not char.isascii():

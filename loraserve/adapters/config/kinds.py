@@ -1,4 +1,6 @@
-"""PEFT's kinds of adapters, served and not served: ``peft_type``, judged before anything else of an upload."""
+"""PEFT's kinds of adapters, served and not served: ``peft_type``, judged before anything else of an
+upload.
+"""
 
 from __future__ import annotations
 
@@ -53,13 +55,16 @@ NOT_SERVED: Mapping[str, str] = {
     "WAVEFT": "WaveFT",
     "XLORA": "X-LoRA",
 }
-"""PEFT's names of its other kinds (0.21, and those that older versions had) → what people call them; a test compares them with the installed PEFT."""
+"""PEFT's names of its other kinds (0.21, and those that older versions had) → what people call
+them; a test compares them with the installed PEFT.
+"""
 
 
 def check_kind(config: Mapping[str, Any]) -> None:
     """Return if the config's kind of adapter is served.
 
-    It is asked before the other fields and the tensors are looked at: what is wrong with those says nothing where the kind itself isn't served.
+    It is asked before the other fields and the tensors are looked at: what is wrong with those says
+    nothing where the kind itself isn't served.
 
     Raises:
         AdapterFormatError: there is no ``peft_type``, so that it isn't a config that PEFT loads.

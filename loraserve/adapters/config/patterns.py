@@ -1,12 +1,14 @@
 """PEFT's rule for the keys of ``rank_pattern`` and ``alpha_pattern``.
 
-PEFT takes the first key for which ``re.match(rf"(.*\\.)?({key})$", module_name)`` succeeds: a key is a regex for the last components of a
-name. Most keys are a plain text, where only these mean more than themselves: ``^`` at the start, ``$`` at the end, ``.`` (any one character, as
-in PEFT) and a backslash before a punctuation character. Such a key has a fixed length, so that matching is a comparison, and thousands of them
-cost little. Every other key is a regex (`regexes`).
+PEFT takes the first key for which ``re.match(rf"(.*\\.)?({key})$", module_name)`` succeeds: a key
+is a regex for the last components of a name. Most keys are a plain text, where only these mean more
+than themselves: ``^`` at the start, ``$`` at the end, ``.`` (any one character, as in PEFT) and a
+backslash before a punctuation character. Such a key has a fixed length, so that matching is a
+comparison, and thousands of them cost little. Every other key is a regex (`regexes`).
 
-The first key is the first in the file. PEFT's save_pretrained sorts the keys, so that an adapter whose keys overlap may have been trained
-with another first key than PEFT itself uses after loading it back; we do as PEFT does then.
+The first key is the first in the file. PEFT's save_pretrained sorts the keys, so that an adapter
+whose keys overlap may have been trained with another first key than PEFT itself uses after loading
+it back; we do as PEFT does then.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ _META = set("*+?{}[]()|^$\\")
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A key that is a plain text. `text` has one character per character to match; None matches any."""
+    """A key that is a plain text.
+
+    `text` has one character per character to match; None matches any.
+    """
 
     key: str
     is_anchored: bool
@@ -33,7 +38,10 @@ class Pattern:
 
 
 def parse_pattern(key: str, limits: Limits = LIMITS, budget: Budget | None = None) -> Pattern | Regex | str:
-    """Return the key, ready for `first_matches`, or why it can't be taken. `budget` is `compile_regex`'s."""
+    """Return the key, ready for `first_matches`, or why it can't be taken.
+
+    `budget` is `compile_regex`'s.
+    """
     if not key.isascii() or not key.isprintable():
         return "it isn't plain ASCII"
     is_anchored = key.startswith("^")
@@ -58,7 +66,9 @@ def parse_pattern(key: str, limits: Limits = LIMITS, budget: Budget | None = Non
 
 
 def first_matches(patterns: Sequence[Pattern | Regex], names: Iterable[str]) -> dict[str, int]:
-    """Return the index of the first pattern that matches each name by PEFT's rule; names that none matches are left out."""
+    """Return the index of the first pattern that matches each name by PEFT's rule; names that none
+    matches are left out.
+    """
     if not patterns:
         return {}
     # suffix (from the start of a component to the end) → names that have it; many names share their short suffixes

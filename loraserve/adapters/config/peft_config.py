@@ -1,4 +1,6 @@
-"""A LoRA adapter's config: the fields that decide its arithmetic and its reach, checked; whatever else it says is ignored or refused by name."""
+"""A LoRA adapter's config: the fields that decide its arithmetic and its reach, checked; whatever
+else it says is ignored or refused by name.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ class LoraSettings:
         layers_pattern: names of what holds the layers, or regexes, as `LAYERS_FRAME` frames them.
         bias: "none", "lora_only" or "all".
         modules_to_save: ends of names.
-        trained_tokens: end of a module's name → the tokens whose rows of it were trained; None for the embedding, whatever its name.
+        trained_tokens: end of a module's name → the tokens whose rows of it were trained; None for
+            the embedding, whatever its name.
         invocation_token_ids: empty: it's no aLoRA.
     """
 
@@ -143,7 +146,9 @@ class _Reader:
             )
 
     def _check_combinations(self) -> None:
-        """Add a problem for each combination that PEFT doesn't do, or does otherwise than the config reads."""
+        """Add a problem for each combination that PEFT doesn't do, or does otherwise than the
+        config reads.
+        """
         if self.config.get("lora_bias") is True:
             if self.config.get("use_dora") is True:
                 self._unsupported("lora_bias is refused together with use_dora: PEFT has no such adapters.")
@@ -327,5 +332,7 @@ class _Reader:
 
 
 def _is_plain(name: str) -> bool:
-    """Return whether a regex of that text matches that text alone, but for the dots, which part names here."""
+    """Return whether a regex of that text matches that text alone, but for the dots, which part
+    names here.
+    """
     return name.isascii() and name.replace("_", "a").replace(".", "a").replace("-", "a").isalnum()

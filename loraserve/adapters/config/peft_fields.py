@@ -1,4 +1,7 @@
-"""Handling of each field of PEFT's LoraConfig. It is an allow-list: a field outside the table is refused, unless its value is neutral."""
+"""Handling of each field of PEFT's LoraConfig.
+
+It is an allow-list: a field outside the table is refused, unless its value is neutral.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,13 @@ class FieldRule:
 
     Attributes:
         why: completes "… because".
-        neutral: values of a refused field that say nothing, beside null, false, "" and []. An empty object is none of these unless it stands here: of most, PEFT builds an
-            object of defaults, which is as good as one that was filled.
-        is_object: whether a refused field's value is an object in PEFT: then null and false alone say nothing.
-        parts: of an ignored field that holds an object: the keys that it may have. None: its value isn't looked at.
+        neutral: values of a refused field that say nothing, beside null, false, "" and []. An empty
+            object is none of these unless it stands here: of most, PEFT builds an object of
+            defaults, which is as good as one that was filled.
+        is_object: whether a refused field's value is an object in PEFT: then null and false alone
+            say nothing.
+        parts: of an ignored field that holds an object: the keys that it may have. None: its value
+            isn't looked at.
     """
 
     handling: Handling
@@ -125,7 +131,9 @@ FIELDS: dict[str, FieldRule] = {
     ),
     "runtime_config": _ignored("it says where a trainer computes, and PEFT itself doesn't read it from a file"),
 }
-"""Fields of peft.LoraConfig (0.21) and keys of the objects that are ignored; a test compares them with the classes."""
+"""Fields of peft.LoraConfig (0.21) and keys of the objects that are ignored; a test compares them
+with the classes.
+"""
 
 
 def refusal(name: str, value: object, table: Mapping[str, FieldRule]) -> str | None:

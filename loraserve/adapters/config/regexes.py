@@ -1,7 +1,9 @@
-"""A stranger's regular expression, run in bounded time, whatever the expression: by RE2, or by sets of positions where RE2 doesn't take it.
+"""A stranger's regular expression, run in bounded time, whatever the expression: by RE2, or by sets
+of positions where RE2 doesn't take it.
 
-What it means is what Python's ``re`` makes of it, since PEFT uses that. RE2 and Python agree on all that both take, but for a few spellings; these,
-and what RE2 doesn't have (lookaround above all), are left to `expressions`. RE2 is imported when the first expression is met.
+What it means is what Python's ``re`` makes of it, since PEFT uses that. RE2 and Python agree on all
+that both take, but for a few spellings; these, and what RE2 doesn't have (lookaround above all),
+are left to `expressions`. RE2 is imported when the first expression is met.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ _NOT_RE2 = re.compile(r"\{,|\\[0-9]")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Regex:
-    """An expression that is matched as Python's ``re`` would. `text` is as the config has it; `compiled` is RE2's, or an `Expression`."""
+    """An expression that is matched as Python's ``re`` would.
+
+    `text` is as the config has it; `compiled` is RE2's, or an `Expression`.
+    """
 
     text: str
     compiled: Any
@@ -43,7 +48,8 @@ class Regex:
         return self.compiled.fullmatch(name) is not None
 
     def group(self, name: str, group: str) -> str | None:
-        """Return what the group has caught where `is_match`; None where it isn't, or the group took no part.
+        """Return what the group has caught where `is_match`; None where it isn't, or the group took
+        no part.
 
         The expression must have been compiled with `has_groups`.
         """

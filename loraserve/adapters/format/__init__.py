@@ -1,1 +1,3 @@
-"""An adapter's files: safetensors headers checked before any tensor is read, and the names of tensors."""
+"""An adapter's files: safetensors headers checked before any tensor is read, and the names of
+tensors.
+"""

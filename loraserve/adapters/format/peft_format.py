@@ -1,9 +1,12 @@
-"""Files → config and tensors. Our own check of the safetensors header decides everything before a tensor is looked at.
+"""Files → config and tensors.
 
-A safetensors file is: the header's length (8 bytes, little-endian), the header (JSON: tensor name → dtype, shape, data_offsets), the
-body. We take a strict subset of it: the header at most 1 MiB, plain ASCII names, F64, F32, F16 or BF16, at most 2 dims, and offsets that tile
-the body exactly, so that every byte of the file belongs to one tensor. Pickles and archives are refused by their first bytes. Of F64, float32 is
-made as it is read, as PEFT does when it loads one.
+Our own check of the safetensors header decides everything before a tensor is looked at.
+
+A safetensors file is: the header's length (8 bytes, little-endian), the header (JSON: tensor name →
+dtype, shape, data_offsets), the body. We take a strict subset of it: the header at most 1 MiB,
+plain ASCII names, F64, F32, F16 or BF16, at most 2 dims, and offsets that tile the body exactly, so
+that every byte of the file belongs to one tensor. Pickles and archives are refused by their first
+bytes. Of F64, float32 is made as it is read, as PEFT does when it loads one.
 """
 
 from __future__ import annotations
@@ -54,7 +57,9 @@ _OTHER_FORMATS: tuple[tuple[bytes, str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Checked entry of the header: its bytes are ``begin:end`` of the body and as many as dtype and shape say."""
+    """Checked entry of the header: its bytes are ``begin:end`` of the body and as many as dtype and
+    shape say.
+    """
 
     name: str
     dtype: str
@@ -65,7 +70,10 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A checked header. `tensors` are in the order of their bytes and tile the body without gap or overlap."""
+    """A checked header.
+
+    `tensors` are in the order of their bytes and tile the body without gap or overlap.
+    """
 
     tensors: tuple[TensorInfo, ...]
     body_offset: int
@@ -74,7 +82,10 @@ class Header:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PeftAdapter:
-    """The two files of a PEFT adapter, read and not yet understood. `tensors` are views into the weights' buffer."""
+    """The two files of a PEFT adapter, read and not yet understood.
+
+    `tensors` are views into the weights' buffer.
+    """
 
     config: dict[str, Any]
     tensors: dict[str, TensorView]
@@ -84,8 +95,10 @@ def read_adapter(config_bytes: Buffer, weights: Buffer, limits: Limits = LIMITS)
     """Config and zero-copy tensors of ``adapter_config.json`` and ``adapter_model.safetensors``.
 
     Raises:
-        AdapterFormatError: one of the files isn't what it claims to be; every reason is in `problems`.
-        AdapterUnsupported: it's a kind of adapter that isn't served: then nothing else is looked at.
+        AdapterFormatError: one of the files isn't what it claims to be; every reason is in
+            `problems`.
+        AdapterUnsupported: it's a kind of adapter that isn't served: then nothing else is looked
+            at.
     """
     problems: list[str] = []
     config: dict[str, Any] = {}
@@ -119,7 +132,8 @@ def read_config(data: Buffer, limits: Limits = LIMITS) -> dict[str, Any]:
 
 
 def read_tensors(weights: Buffer, limits: Limits = LIMITS) -> dict[str, TensorView]:
-    """Return views of every tensor in a safetensors file, sharing its memory; writable exactly if the buffer is.
+    """Return views of every tensor in a safetensors file, sharing its memory; writable exactly if
+    the buffer is.
 
     A tensor of F64 is a float32 copy, rounded to nearest.
 
@@ -145,7 +159,8 @@ def read_header(weights: Buffer, limits: Limits = LIMITS) -> Header:
     """The header of a safetensors file, entirely checked; costs no more than its own length.
 
     Raises:
-        AdapterFormatError: it isn't a safetensors file in the strict form above; every reason is in `problems`.
+        AdapterFormatError: it isn't a safetensors file in the strict form above; every reason is in
+            `problems`.
     """
     total = len(weights)
     if total < 8:

@@ -1,4 +1,6 @@
-"""Mapping from the tensor names of an adapter's file to modules: PEFT's names, and the base's as its checkpoint has them."""
+"""Mapping from the tensor names of an adapter's file to modules: PEFT's names, and the base's as
+its checkpoint has them.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,8 @@ class LinearTensors:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A linear as the base's checkpoint has it: one of the base's modules, or several that it has fused into one.
+    """A linear as the base's checkpoint has it: one of the base's modules, or several that it has
+    fused into one.
 
     Attributes:
         name: the last component of its path: ``q_proj``, ``qkv_proj``.
@@ -130,7 +133,9 @@ class BaseNames:
         self._norm_paths = {path: norm for norm, path in base.norm_paths.items()}
 
     def of(self, place: Place) -> str:
-        """The whole name of a linear or of a norm, as PEFT's patterns see it: ``model.layers.3.self_attn.q_proj``, ``lm_head``."""
+        """The whole name of a linear or of a norm, as PEFT's patterns see it:
+        ``model.layers.3.self_attn.q_proj``, ``lm_head``.
+        """
         layer, name = place
         if name in self.linears:
             path, is_outside = self.linears[name].path, self.linears[name].is_outside
@@ -183,12 +188,16 @@ class Contents:
 
 
 def checkpoint_path(base: BaseSpec, module: str) -> str:
-    """The path of the linear that the base's checkpoint has for this module, which may be others' too: ``self_attn.qkv_proj[q_proj]`` is a part of one."""
+    """The path of the linear that the base's checkpoint has for this module, which may be others'
+    too: ``self_attn.qkv_proj[q_proj]`` is a part of one.
+    """
     return base.module_paths[module].partition("[")[0]
 
 
 def module_name(base: BaseSpec, layer: int, module: str) -> str:
-    """The module's name in the base model, as PEFT's patterns see it: ``model.layers.3.self_attn.q_proj``, ``lm_head``."""
+    """The module's name in the base model, as PEFT's patterns see it:
+    ``model.layers.3.self_attn.q_proj``, ``lm_head``.
+    """
     path = checkpoint_path(base, module)
     return path if module in OUTSIDE_LAYERS else f"{base.layers_path}.{layer}.{path}"
 

@@ -36,4 +36,6 @@ CANONICAL: Mapping[str, Canonical] = {
     "VERA": canonical_plain,
     "ADALORA": canonical_adalora,
 }
-"""PEFT's name of a kind → the fields of an accepted config that decide the arithmetic, as an adapter's digest frames them behind the kind's name."""
+"""PEFT's name of a kind → the fields of an accepted config that decide the arithmetic, as an
+adapter's digest frames them behind the kind's name.
+"""

@@ -1,5 +1,6 @@
-"""The fields of an accepted config that decide an adapter's arithmetic where its tensors don't, as `adapter_digest` frames them
-behind the kind's name."""
+"""The fields of an accepted config that decide an adapter's arithmetic where its tensors don't, as
+`adapter_digest` frames them behind the kind's name.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ def canonical_plain(config: Mapping[str, Any]) -> Fields:
 
 
 def canonical_lycoris(config: Mapping[str, Any]) -> Fields:
-    """Return ranks and alphas of LoHa and LoKr, in the order of their keys, since the first match wins."""
+    """Return ranks and alphas of LoHa and LoKr, in the order of their keys, since the first match
+    wins.
+    """
     fields = [(name, _number(number(config["peft_type"], config, name))) for name in ("r", "alpha")]
     for name in ("rank_pattern", "alpha_pattern"):
         pattern = config.get(name) or {}

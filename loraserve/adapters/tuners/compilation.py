@@ -1,4 +1,6 @@
-"""Common part of compiling PEFT's kinds other than LoRA: tensors by linear, the config read, and all problems collected."""
+"""Common part of compiling PEFT's kinds other than LoRA: tensors by linear, the config read, and
+all problems collected.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ _AS_IN_LORA = (
     "modules_to_save",
 )
 _MAX_R = 1 << 24
-"""Limit on a rank that isn't served: LoKr's says, beyond some number, only that there are no factors."""
+"""Limit on a rank that isn't served: LoKr's says, beyond some number, only that there are no
+factors.
+"""
 
 
 class Compilation:
@@ -39,8 +43,8 @@ class Compilation:
 
     Attributes:
         settings: targets, ranks and alphas; None where the config is malformed.
-        places: linear of the base's checkpoint → the kind's name for a tensor (``hada_w1_a``) → the tensor; in order of layer, then of the
-            base's linears.
+        places: linear of the base's checkpoint → the kind's name for a tensor (``hada_w1_a``) → the
+            tensor; in order of layer, then of the base's linears.
         shared: tensors of the whole adapter, by their names.
         auxiliary: tensors that were trained beside the kind's own.
     """
@@ -59,7 +63,9 @@ class Compilation:
         alpha: str | None = "alpha",
         shared: Sequence[str] = (),
     ) -> None:
-        """`rank` and `alpha` are the config's names for what LoRA calls r and lora_alpha; None where the kind has none."""
+        """`rank` and `alpha` are the config's names for what LoRA calls r and lora_alpha; None
+        where the kind has none.
+        """
         self.kind = kind
         self.config = config
         self.base = base
@@ -83,7 +89,10 @@ class Compilation:
         return self.names.linears[place[1]]
 
     def malformed(self, message: str, place: Place | None = None) -> None:
-        """Add a problem: the files contradict themselves. ``{layers}`` in a message becomes the layers of all places that it is said of."""
+        """Add a problem: the files contradict themselves.
+
+        ``{layers}`` in a message becomes the layers of all places that it is said of.
+        """
         self._add(AdapterFormatError, message, place)
 
     def unsupported(self, message: str, place: Place | None = None) -> None:
@@ -97,7 +106,9 @@ class Compilation:
         self._problems.add(kind, message, None if place is None else self.names.reported_layer(place))
 
     def rank(self, place: Place) -> int:
-        """Return the rank by r and rank_pattern, as PEFT reads them; 1 where the config is malformed."""
+        """Return the rank by r and rank_pattern, as PEFT reads them; 1 where the config is
+        malformed.
+        """
         if self.settings is None:
             return 1
         name = self.names.of(place)
@@ -129,7 +140,9 @@ class Compilation:
         return not missing
 
     def has_shape(self, place: Place, part: str, shape: tuple[int, ...], because: str) -> bool:
-        """Return whether the tensor has the shape that the base and the config give it; add a problem if not, with `because`."""
+        """Return whether the tensor has the shape that the base and the config give it; add a
+        problem if not, with `because`.
+        """
         found = self.places[place][part].shape
         if found != shape:
             self.mismatch(
@@ -139,7 +152,9 @@ class Compilation:
         return found == shape
 
     def has_rank(self, place: Place, part: str, axis: int) -> bool:
-        """Return whether that axis of the tensor is as long as the config's rank; add a problem if not."""
+        """Return whether that axis of the tensor is as long as the config's rank; add a problem if
+        not.
+        """
         shape, rank = self.places[place][part].shape, self.rank(place)
         found = shape[axis] if len(shape) == 2 else 0
         if found != rank and self.settings is not None:
@@ -162,7 +177,9 @@ class Compilation:
         return self._bytes <= self.limits.max_factors_bytes
 
     def modules(self, place: Place, scaling: float, factors: Factors) -> list[ModuleIR]:
-        """Return the update of a linear as updates of the base's modules in it: each has its rows of B, and all of A."""
+        """Return the update of a linear as updates of the base's modules in it: each has its rows
+        of B, and all of A.
+        """
         b, a = factors
         lora_a = as_view(a)
         return [
@@ -238,7 +255,9 @@ class Compilation:
         return dict(sorted(places.items(), key=lambda item: (item[0][0], order[item[0][1]])))
 
     def _find(self, name: str, path: str) -> Place | None:
-        """Return the place of that path's linear; add a problem if the base has none there, or PEFT's kind acts on no such."""
+        """Return the place of that path's linear; add a problem if the base has none there, or
+        PEFT's kind acts on no such.
+        """
         layer, inner = self.names.find(path)
         linear = self.names.linear(layer, inner)
         if linear is not None and linear.name != "embed_tokens":
@@ -275,7 +294,9 @@ class Compilation:
             )
 
     def _check_targets(self, settings: LoraSettings) -> None:
-        """Add a problem for each linear that the config targets and has no tensors, and for each that has and isn't targeted."""
+        """Add a problem for each linear that the config targets and has no tensors, and for each
+        that has and isn't targeted.
+        """
         for place in self.names.places():
             linear = self.linear(place)
             if linear.name == "embed_tokens":

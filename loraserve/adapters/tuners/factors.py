@@ -1,4 +1,6 @@
-"""Updates that PEFT's other kinds hold as products of small matrices, as one pair of factors: ΔW = B A. float32; numpy only."""
+"""Updates that PEFT's other kinds hold as products of small matrices, as one pair of factors: ΔW =
+B A. float32; numpy only.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,9 @@ def as_view(array: npt.NDArray[Any]) -> TensorView:
 
 
 def hadamard(w1: Factors, w2: Factors) -> Factors:
-    """(B1 A1) ⊙ (B2 A2) as one pair: each column of B is the product of a column of B1 and one of B2 (the Khatri–Rao product), so that
-    the rank is the product of the two."""
+    """(B1 A1) ⊙ (B2 A2) as one pair: each column of B is the product of a column of B1 and one of
+    B2 (the Khatri–Rao product), so that the rank is the product of the two.
+    """
     (b1, a1), (b2, a2) = w1, w2
     with np.errstate(over="ignore", invalid="ignore"):
         b = (b1[:, :, None] * b2[:, None, :]).reshape(b1.shape[0], -1)

@@ -1,4 +1,6 @@
-"""Handling of the config fields that PEFT's other kinds share, as `peft_config.FIELDS` has it for LoRA's."""
+"""Handling of the config fields that PEFT's other kinds share, as `peft_config.FIELDS` has it for
+LoRA's.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +45,16 @@ DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "VERA": {"r": 256},
     "ADALORA": {"init_r": 12, "lora_alpha": 8},
 }
-"""PEFT's, by kind, of the numbers that a config may leave out; a test compares them with the classes."""
+"""PEFT's, by kind, of the numbers that a config may leave out; a test compares them with the
+classes.
+"""
 
 
 def number(kind: str, config: Mapping[str, Any], name: str) -> Any:
-    """Return what the config says, or PEFT's default where it says nothing. What is said may be anything."""
+    """Return what the config says, or PEFT's default where it says nothing.
+
+    What is said may be anything.
+    """
     return config.get(name, DEFAULTS[kind][name])
 
 

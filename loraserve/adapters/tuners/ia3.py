@@ -1,4 +1,6 @@
-"""IA3: what a module gives is multiplied with a learned vector; what the feed-forward's last linear takes, too."""
+"""IA3: what a module gives is multiplied with a learned vector; what the feed-forward's last linear
+takes, too.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,12 @@ def compile_ia3(
 ) -> AdapterIR:
     """The adapter in the base's terms: modules with an `output_scale` alone.
 
-    The input of down_proj is activation(gate) · up in every base here, so that a vector on it is one on the output of up_proj, where it
-    meets the one that up_proj may have itself.
+    The input of down_proj is activation(gate) · up in every base here, so that a vector on it is
+    one on the output of up_proj, where it meets the one that up_proj may have itself.
 
     Raises:
-        AdapterRejected: as `compile_adapter`; also AdapterUnsupported for a vector on the input of any other module, which is no scaling of
-            an output and of no low rank.
+        AdapterRejected: as `compile_adapter`; also AdapterUnsupported for a vector on the input of
+            any other module, which is no scaling of an output and of no low rank.
     """
     work = Compilation("IA3", FIELDS, (_PART,), config, tensors, base, limits, rank=None, alpha=None)
     scales: dict[Place, TensorView] = {}
@@ -51,7 +53,9 @@ def compile_ia3(
 
 
 def _targets(work: Compilation, place: Place) -> dict[Place, TensorView]:
-    """Return the modules whose outputs the vector multiplies, with their parts of it; add a problem where there are none."""
+    """Return the modules whose outputs the vector multiplies, with their parts of it; add a problem
+    where there are none.
+    """
     layer, name = place
     linear, vector = work.linear(place), work.places[place][_PART]
     if vector.shape not in ((linear.out_features, 1), (1, linear.in_features)):
@@ -90,7 +94,9 @@ def _part(vector: TensorView, rows: slice) -> TensorView:
 
 
 def _is_feedforward(work: Compilation, place: Place) -> bool | None:
-    """Return what the config says; None where it leaves it to PEFT's table of models or to a regex, and the tensors decide."""
+    """Return what the config says; None where it leaves it to PEFT's table of models or to a regex,
+    and the tensors decide.
+    """
     listed = work.config.get("feedforward_modules")
     if listed is None or isinstance(listed, str):
         return None

@@ -41,7 +41,8 @@ def compile_loha(
     The rank is r², or the smaller side of a module where that is less.
 
     Raises:
-        AdapterRejected: as `compile_adapter`; also AdapterUnsupported with the rank or the bytes that it would take.
+        AdapterRejected: as `compile_adapter`; also AdapterUnsupported with the rank or the bytes
+            that it would take.
     """
     work = Compilation("LOHA", FIELDS, _PARTS, config, tensors, base, limits)
     modules = [module for place in work.places for module in _compile(work, place)]

@@ -43,10 +43,12 @@ def compile_lokr(
 ) -> AdapterIR:
     """The adapter in the base's terms; its factors are computed, in float32.
 
-    The rank is the product of those of w1 and w2, where that of either is r or its smaller side, whichever is less.
+    The rank is the product of those of w1 and w2, where that of either is r or its smaller side,
+    whichever is less.
 
     Raises:
-        AdapterRejected: as `compile_adapter`; also AdapterUnsupported with the rank or the bytes that it would take.
+        AdapterRejected: as `compile_adapter`; also AdapterUnsupported with the rank or the bytes
+            that it would take.
     """
     work = Compilation("LOKR", FIELDS, _PARTS, config, tensors, base, limits)
     factor = _factor(work)
@@ -55,8 +57,9 @@ def compile_lokr(
 
 
 def factorization(size: int, factor: int) -> tuple[int, int]:
-    """Return how PEFT splits a side of a module between w1 and w2: two numbers whose product is `size`, the first not over `factor`
-    (-1: as near to each other as they can be)."""
+    """Return how PEFT splits a side of a module between w1 and w2: two numbers whose product is
+    `size`, the first not over `factor` (-1: as near to each other as they can be).
+    """
     if factor > 0 and size % factor == 0:
         return factor, size // factor
     limit = size if factor == -1 else factor
@@ -98,7 +101,9 @@ def _compile(work: Compilation, place: Place, factor: int) -> list[ModuleIR]:
 
 
 def _fits(work: Compilation, place: Place, name: str, shape: tuple[int, int], is_whole: bool) -> bool:
-    """Return whether the module has just the tensors that PEFT makes of its sides, r and the config for w1, or w2."""
+    """Return whether the module has just the tensors that PEFT makes of its sides, r and the config
+    for w1, or w2.
+    """
     parts, r = work.places[place], work.rank(place)
     if work.settings is None:
         return False

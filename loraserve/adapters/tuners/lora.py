@@ -1,4 +1,6 @@
-"""LoRA with all that PEFT saves beside it: DoRA's magnitudes, biases, whole modules, trained tokens, aLoRA's invocation tokens."""
+"""LoRA with all that PEFT saves beside it: DoRA's magnitudes, biases, whole modules, trained
+tokens, aLoRA's invocation tokens.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ class _Modules:
         self.problems = problems
 
     def compiled(self) -> Iterator[ModuleIR]:
-        """Yield the modules in order of layer, then of the base's modules; those with a problem may be left out."""
+        """Yield the modules in order of layer, then of the base's modules; those with a problem may
+        be left out.
+        """
         settings, linears = self.settings, self.contents.linears
         whole_names = {place: self.names.of(place) for place in linears}
         ranks = first_matches([p for p, _ in settings.rank_pattern], whole_names.values()) if settings else {}
@@ -232,7 +236,10 @@ class _Modules:
 
 
 def _split(layer: int, linear: Linear, stored: LinearTensors, rank: int, scaling: float) -> Iterator[ModuleIR]:
-    """Yield the linear's parts, each with its rows of the linear's output. All of them share lora_A."""
+    """Yield the linear's parts, each with its rows of the linear's output.
+
+    All of them share lora_A.
+    """
     bias = stored.bias if stored.base_bias is None else stored.base_bias
     for module, part in linear.parts.items():
         rows = None if len(linear.parts) == 1 else part
@@ -263,7 +270,9 @@ def _with_rows(modules: list[ModuleIR], rows: Mapping[str, TokenRows], base: Bas
 
 
 def _check_tied_lora(contents: Contents, problems: Problems) -> None:
-    """Check a tied head's LoRA: with ensure_weight_tying PEFT gives the head the embedding's, whatever a file says."""
+    """Check a tied head's LoRA: with ensure_weight_tying PEFT gives the head the embedding's,
+    whatever a file says.
+    """
     head, embedding = (contents.linears.get((0, module), LinearTensors()) for module in OUTSIDE_LAYERS)
     is_one = _is_transposed(head.lora_a, embedding.lora_b) and _is_transposed(head.lora_b, embedding.lora_a)
     if head.has_lora and embedding.has_lora and not is_one:

@@ -1,4 +1,7 @@
-"""Interfaces between the decoder and a device: linears, norms, and a step's attention. One backend per loaded base."""
+"""Interfaces between the decoder and a device: linears, norms, and a step's attention.
+
+One backend per loaded base.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,18 @@ if TYPE_CHECKING:
 
 
 class Norm(Protocol):
-    """An RMSNorm before a layer's linears, and the sum of the residual stream that comes before it, with what is done to the delta first."""
+    """An RMSNorm before a layer's linears, and the sum of the residual stream that comes before it,
+    with what is done to the delta first.
+    """
 
     def __call__(self, hidden: Tensor, /) -> Tensor:
         """Return the normed rows in what linears take; valid until `hidden` changes."""
         ...
 
     def after_adding(self, hidden: Tensor, delta: Tensor, /) -> Tensor:
-        """Add `delta`, which is spent, to `hidden` in place; return the normed sum, valid until `hidden` changes."""
+        """Add `delta`, which is spent, to `hidden` in place; return the normed sum, valid until
+        `hidden` changes.
+        """
         ...
 
 
@@ -53,7 +60,9 @@ class DecoderLayer:
     rope: int | None = 0
 
     def linear(self, site: str) -> LoraLinear | None:
-        """Return the linears of a site; None where the layer has none: of an MLP, where it has experts."""
+        """Return the linears of a site; None where the layer has none: of an MLP, where it has
+        experts.
+        """
         if site in ("qkv", "o"):
             return self.qkv if site == "qkv" else self.o
         if not isinstance(self.mlp, GatedMlp):
@@ -65,7 +74,9 @@ class Step(Protocol):
     """State that all layers of a step share."""
 
     def embed(self, embedding: Tensor) -> Tensor:
-        """Return the rows' residual stream before the first layer, [num_tokens, hidden_size] float32."""
+        """Return the rows' residual stream before the first layer, [num_tokens, hidden_size]
+        float32.
+        """
         ...
 
     def store(self, layer: DecoderLayer, qkv: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
@@ -73,7 +84,9 @@ class Step(Protocol):
         ...
 
     def attend(self, layer: DecoderLayer, qkv: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """`store`, then return what the rows' heads gather from the cache, [num_tokens, num_heads * head_dim]; valid until the next call."""
+        """`store`, then return what the rows' heads gather from the cache, [num_tokens, num_heads *
+        head_dim]; valid until the next call.
+        """
         ...
 
 
@@ -101,16 +114,21 @@ class Backend(Protocol):
     ) -> Norm:
         """Return the norm with this weight; None: the sum goes on as it is.
 
-        Before they are added, deltas pass the norm with `delta_weight`, where there is one, and are multiplied with `delta_scale`.
+        Before they are added, deltas pass the norm with `delta_weight`, where there is one, and are
+        multiplied with `delta_scale`.
         """
         ...
 
     def gated(self, gate_up: Tensor) -> Tensor:
-        """Return ``activation(gate) * up`` for gate_up [num_tokens, 2 * size], whose first half is the gate."""
+        """Return ``activation(gate) * up`` for gate_up [num_tokens, 2 * size], whose first half is
+        the gate.
+        """
         ...
 
     def bind(self, config: ModelConfig, *rotaries: RotaryEmbedding) -> None:
-        """Take what `begin` needs to know of the model, its layers' rotary embeddings among it; called once."""
+        """Take what `begin` needs to know of the model, its layers' rotary embeddings among it;
+        called once.
+        """
         ...
 
     def begin(self, inputs: Any, kv: KVTensors) -> Step:

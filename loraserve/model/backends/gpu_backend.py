@@ -1,4 +1,5 @@
-"""The decoder on a GPU: activations in bfloat16 or float16 between linears, the residual stream in float32, Triton's kernels in between.
+"""The decoder on a GPU: activations in bfloat16 or float16 between linears, the residual stream in
+float32, Triton's kernels in between.
 
 With ``TRITON_INTERPRET=1`` the same code runs on CPU tensors, slowly: for tests.
 """
@@ -85,7 +86,9 @@ class GpuBackend:
 
 
 class GpuLinear:
-    """``x W^T + bias`` with the weight as it is stored; x and the result in the activations' dtype, or the result in `out_dtype`."""
+    """``x W^T + bias`` with the weight as it is stored; x and the result in the activations' dtype,
+    or the result in `out_dtype`.
+    """
 
     __slots__ = ("_out_dtype", "_weight", "bias", "num_bytes", "out_features")
 
@@ -119,7 +122,9 @@ class GpuLinear:
 
 
 class GpuNorm:
-    """RMSNorm from the float32 stream to the activations' dtype, the sum before it in the same pass."""
+    """RMSNorm from the float32 stream to the activations' dtype, the sum before it in the same
+    pass.
+    """
 
     __slots__ = ("_delta_scale", "_delta_weight", "_dtype", "_eps", "_weight")
 

@@ -1,4 +1,5 @@
-"""Plan of a base, from its config and the headers of its files: linears that become one, tensors that must exist, formats that they are kept in.
+"""Plan of a base, from its config and the headers of its files: linears that become one, tensors
+that must exist, formats that they are kept in.
 
 The loader builds from it; plans of memory are made of it. Reads no weight and imports no torch.
 """
@@ -70,7 +71,8 @@ class Blueprint:
 
     Attributes:
         stored: the linears that the checkpoint holds quantized, by path.
-        quantize: what the others are rounded to; ``none``: they aren't, and always where some are quantized already.
+        quantize: what the others are rounded to; ``none``: they aren't, and always where some are
+            quantized already.
         head_quantize: so for the head.
         norms: the names of their tensors.
         sites: in order; an expert's gate and up before its down, experts in theirs.
@@ -164,7 +166,8 @@ def draw(config: ModelConfig, tensors: Mapping[str, StoredTensor], quantize: str
 
     Raises:
         ConfigError: the checkpoint is quantized to something else than `quantize`.
-        MissingTensor, UnexpectedTensor, ShapeMismatch, ModelError: what is wrong with the checkpoint, or can't be rounded so.
+        MissingTensor, UnexpectedTensor, ShapeMismatch, ModelError: what is wrong with the
+            checkpoint, or can't be rounded so.
     """
     stored = _find_stored_weights(config, tensors)
     if stored:
@@ -215,11 +218,14 @@ def check_gpu(config: ModelConfig) -> None:
 
 
 def rounds_activations(blueprint: Blueprint, activation_dtype: str, device: str) -> bool:
-    """Return whether int8 weights by output channel are multiplied with activations rounded to int8, on a CPU.
+    """Return whether int8 weights by output channel are multiplied with activations rounded to
+    int8, on a CPU.
 
     Args:
-        activation_dtype: ``int8``: they are. ``float``: they aren't. ``auto``: they are where float weights are rounded while they're loaded, and aren't where the checkpoint
-            holds int8 weights already, whose config asks for float activations (``"input_activations": null``; others are refused).
+        activation_dtype: ``int8``: they are. ``float``: they aren't. ``auto``: they are where float
+            weights are rounded while they're loaded, and aren't where the checkpoint holds int8
+            weights already, whose config asks for float activations (``"input_activations": null``;
+            others are refused).
         device: cpu or cuda. A GPU's activations keep the 16 bits of its dtype.
 
     Raises:

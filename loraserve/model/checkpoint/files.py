@@ -1,4 +1,7 @@
-"""A checkpoint's safetensors files, opened header first: one file or shards with an index. Tensors are then read one by one, in the order of their bytes."""
+"""A checkpoint's safetensors files, opened header first: one file or shards with an index.
+
+Tensors are then read one by one, in the order of their bytes.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +43,12 @@ class Checkpoint:
     def read(
         self, names: frozenset[str], tick: Callable[[], None] = lambda: None
     ) -> Iterator[tuple[StoredTensor, Tensor, memoryview]]:
-        """Yield these tensors, file by file and in the order of their bytes, each in memory of its own, with its raw bytes.
+        """Yield these tensors, file by file and in the order of their bytes, each in memory of its
+        own, with its raw bytes.
 
         Args:
-            tick: called after each piece of some MiB, which a slow disk or network may take seconds for.
+            tick: called after each piece of some MiB, which a slow disk or network may take seconds
+                for.
 
         Raises:
             ModelError: a file ends early or can't be read, or a tensor's dtype isn't in `DTYPES`.

@@ -1,4 +1,7 @@
-"""The headers of a checkpoint's safetensors files: which tensors there are, and where. Reads no weight and imports no torch."""
+"""The headers of a checkpoint's safetensors files: which tensors there are, and where.
+
+Reads no weight and imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,8 @@ _MAX_INDEX_BYTES = 100_000_000
 class StoredTensor:
     """Tensor of a file; its bytes are ``[begin, end)`` of the file.
 
-    `dtype` is the format's name and may be one that isn't in `ITEM_SIZES`: what is never read may be stored in anything.
+    `dtype` is the format's name and may be one that isn't in `ITEM_SIZES`: what is never read may
+    be stored in anything.
     """
 
     name: str
@@ -50,7 +54,8 @@ class StoredTensor:
 
 
 def read_headers(model_dir: Path) -> dict[str, StoredTensor]:
-    """Return every tensor by name, ordered by file and in a file by place: of ``model.safetensors``, or of the shards that ``model.safetensors.index.json`` names.
+    """Return every tensor by name, ordered by file and in a file by place: of
+    ``model.safetensors``, or of the shards that ``model.safetensors.index.json`` names.
 
     Raises:
         MissingTensor: a shard lacks a tensor that the index places in it.

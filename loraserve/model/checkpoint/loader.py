@@ -1,4 +1,7 @@
-"""Loading of a resident decoder from a directory. Weights stream in tensor by tensor: never more than the final weights and one shard are in memory."""
+"""Loading of a resident decoder from a directory.
+
+Weights stream in tensor by tensor: never more than the final weights and one shard are in memory.
+"""
 
 from __future__ import annotations
 
@@ -62,17 +65,22 @@ def load_model(
     Args:
         model_id: the name that clients use.
         dtype: what weights are kept in when they aren't quantized; activations are float32.
-        quantize: ``none``: weights stay what they are in the checkpoint, also where it's quantized already. ``int8``, ``int4``, ``nf4`` or ``fp8``:
-            what a float checkpoint's linears are rounded to while they stream in; the head to int8 for the two of 4 bits.
+        quantize: ``none``: weights stay what they are in the checkpoint, also where it's quantized
+            already. ``int8``, ``int4``, ``nf4`` or ``fp8``: what a float checkpoint's linears are
+            rounded to while they stream in; the head to int8 for the two of 4 bits.
         device: ``cpu`` or ``cuda``.
-        max_model_len: None: what the config says. More than that only as far as its rope scaling covers.
+        max_model_len: None: what the config says. More than that only as far as its rope scaling
+            covers.
         activation_dtype: as for `blueprint.rounds_activations`.
-        progress: told how far the load is, and by the decoder of each part of a forward pass; None: nothing reads it.
+        progress: told how far the load is, and by the decoder of each part of a forward pass; None:
+            nothing reads it.
 
     Raises:
-        ConfigError: this machine can't do what is asked, max_model_len is more than the model has, the checkpoint is quantized to something else than `quantize`, or
-            no linear can round its activations to `activation_dtype`.
-        UnknownArchitecture, MissingTensor, UnexpectedTensor, ShapeMismatch, ModelError: what is wrong with the directory, and where.
+        ConfigError: this machine can't do what is asked, max_model_len is more than the model has,
+            the checkpoint is quantized to something else than `quantize`, or no linear can round
+            its activations to `activation_dtype`.
+        UnknownArchitecture, MissingTensor, UnexpectedTensor, ShapeMismatch, ModelError: what is
+            wrong with the directory, and where.
     """
     progress = progress or Progress()
     progress.begin("reading the base's config and headers")
@@ -107,7 +115,8 @@ def make_backend(device: str, dtype: torch.dtype, quantize: str, *, rounds_activ
     """Return the backend of a kind of device.
 
     Args:
-        rounds_activations: whether a CPU rounds what int8 weights by output channel multiply; a GPU never does.
+        rounds_activations: whether a CPU rounds what int8 weights by output channel multiply; a GPU
+            never does.
 
     Raises:
         ConfigError: there's no such device here, or it can't keep weights so.
@@ -224,7 +233,10 @@ class _Loader:
         return make_linear(weight, bias, quantize="none", dtype=torch.float32)
 
     def _arithmetic(self, head: Linear) -> dict[str, str]:
-        """Return what the spec says of how linears multiply. A router, which is float32 always, isn't counted."""
+        """Return what the spec says of how linears multiply.
+
+        A router, which is float32 always, isn't counted.
+        """
         sites = [*self._sites.values(), *(site for experts in self._experts.values() for site in experts)]
         every = [*(value for site in sites for value in _finished(site).arithmetics), *head.arithmetics]
         return {
@@ -259,7 +271,9 @@ class _Loader:
         return self._backend.head(weight)
 
     def _stream(self) -> Digest:
-        """Put every tensor in its place, and return the digest of the base: of the function, not of how its files are cut."""
+        """Put every tensor in its place, and return the digest of the base: of the function, not of
+        how its files are cut.
+        """
         tensors: list[tuple[str, str, tuple[int, ...], str]] = []
         wanted = [stored for stored in self._checkpoint.tensors.values() if stored.name in self._sinks]
         in_file = Counter(stored.file for stored in wanted)
@@ -363,9 +377,11 @@ def _put(put: Callable[..., None], *args: object) -> Callable[[str, Tensor], Non
 
 
 def base_digest(identity: Mapping[str, object], tensors: list[tuple[str, str, tuple[int, ...], str]]) -> Digest:
-    """Return the SHA-256 of what a base computes: its config's identity and its tensors' names, dtypes, shapes and content.
+    """Return the SHA-256 of what a base computes: its config's identity and its tensors' names,
+    dtypes, shapes and content.
 
-    The same weights in other shards, or in another order, have the same digest. Every part is framed: no two bases share an input.
+    The same weights in other shards, or in another order, have the same digest. Every part is
+    framed: no two bases share an input.
     """
     entries = sorted([name, dtype, list(shape), sha256] for name, dtype, shape, sha256 in tensors)
     framed = json.dumps({"base": 1, "config": identity, "tensors": entries}, sort_keys=True, separators=(",", ":"))

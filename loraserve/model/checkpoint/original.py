@@ -1,4 +1,6 @@
-"""A checkpoint's own weights as a `ReferenceBase`: float32 as the files mean them, rounded to nothing, and read a block of rows at a time while they are multiplied."""
+"""A checkpoint's own weights as a `ReferenceBase`: float32 as the files mean them, rounded to
+nothing, and read a block of rows at a time while they are multiplied.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ from loraserve_kernels.common.arithmetic import FLOATS, Arithmetic
 from loraserve_kernels.cpu.lora.layout import SITES
 
 _BLOCK_WEIGHTS = 1 << 22
-"""Read at a time: 16 MiB in float32. A weight that is stored quantized is in memory whole, in its few bits."""
+"""Read at a time: 16 MiB in float32.
+
+A weight that is stored quantized is in memory whole, in its few bits.
+"""
 
 
 class OriginalBase:
@@ -35,7 +40,8 @@ class OriginalBase:
     def __init__(self, model_dir: Path, device: torch.device) -> None:
         """
         Raises:
-            UnknownArchitecture, MissingTensor, UnexpectedTensor, ShapeMismatch, ModelError: what is wrong with the directory, and where.
+            UnknownArchitecture, MissingTensor, UnexpectedTensor, ShapeMismatch, ModelError: what is
+                wrong with the directory, and where.
         """
         self.config, self.device = read_config(model_dir), device
         self._checkpoint = open_checkpoint(model_dir)
@@ -60,7 +66,9 @@ class OriginalBase:
                 self._sites[plan.layer, plan.name] = linear
 
     def weight_rows(self, layer: int, *modules: str) -> Iterator[Tensor]:
-        """Yield modules' weights, float32, a block of rows at a time, in order: as `Decoder.weight_rows`."""
+        """Yield modules' weights, float32, a block of rows at a time, in order: as
+        `Decoder.weight_rows`.
+        """
         if modules == ("embed_tokens",) or (modules == ("lm_head",) and self._head is None):
             name = self.config.architecture.embedding
             for first, last in row_blocks(0, self.config.vocab_size, self.config.hidden_size, _BLOCK_WEIGHTS):
@@ -124,7 +132,9 @@ class StreamedLinear:
 
     @property
     def bias(self) -> Tensor | None:
-        """Bias of all linears together, [out_features] float32 on the device; None where none has one."""
+        """Bias of all linears together, [out_features] float32 on the device; None where none has
+        one.
+        """
         if not any(module.has_bias for module in self._plan.modules):
             return None
         return torch.cat([self._module_bias(module) for module in self._plan.modules])

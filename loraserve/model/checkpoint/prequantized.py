@@ -1,4 +1,7 @@
-"""Weights that a checkpoint holds in 8 or 4 bits: what their tensors become together. Codes and scales are taken over as they are."""
+"""Weights that a checkpoint holds in 8 or 4 bits: what their tensors become together.
+
+Codes and scales are taken over as they are.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,12 @@ _ROWS_AT_A_TIME = 1024
 
 
 def assemble(stored: StoredWeight, parts: Mapping[str, Tensor]) -> QuantizedWeight:
-    """Return the weight of these tensors, as many as `stored.tensors` names; codes are copied only where their bits must be moved.
+    """Return the weight of these tensors, as many as `stored.tensors` names; codes are copied only
+    where their bits must be moved.
 
     Raises:
-        ModelError: they contradict each other, or hold numbers that no weight can be made of; the message names one.
+        ModelError: they contradict each other, or hold numbers that no weight can be made of; the
+            message names one.
     """
     return _Assembly(stored).weight(parts)
 
@@ -59,7 +64,9 @@ class _Assembly:
         return self._finish(codes, parts["weight_scale"], None if zeros is None else self._zeros(zeros))
 
     def _zeros(self, packed: Tensor) -> Tensor:
-        """Return each group's code for 0, [out_features, groups] uint8, from words that hold the codes of four channels, or of eight for int4."""
+        """Return each group's code for 0, [out_features, groups] uint8, from words that hold the
+        codes of four channels, or of eight for int4.
+        """
         columns = packed.t().contiguous().view(torch.uint8)
         codes = columns
         if self.stored.scheme.format == "int4":

@@ -32,12 +32,14 @@ class SiteModule:
 
 
 class Site:
-    """Gathers the tensors of linears with a common input until the last is there; then they become a linear, and the gathering memory is freed.
+    """Gathers the tensors of linears with a common input until the last is there; then they become
+    a linear, and the gathering memory is freed.
 
     Args:
         make: gets the fused weight and bias.
         dtype: what float weights are gathered in.
-        quantize: what they're rounded to then; ``none``: they aren't. Weights that are stored quantized stay what they are.
+        quantize: what they're rounded to then; ``none``: they aren't. Weights that are stored
+            quantized stay what they are.
         device: where they're rounded.
     """
 
@@ -131,7 +133,9 @@ class Site:
 
 
 def return_free_memory() -> None:
-    """Give back to the system what was freed: glibc keeps it otherwise, in pieces that the next tensors may not fit."""
+    """Give back to the system what was freed: glibc keeps it otherwise, in pieces that the next
+    tensors may not fit.
+    """
     try:
         trim = ctypes.CDLL(None).malloc_trim
     except (OSError, AttributeError):

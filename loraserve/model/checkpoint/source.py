@@ -1,4 +1,7 @@
-"""Source of a base model's files: a directory, or a repository on the Hugging Face hub. Imports no torch."""
+"""Source of a base model's files: a directory, or a repository on the Hugging Face hub.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,15 @@ _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
 
 def resolve_model_dir(model: str) -> Path:
-    """Return the absolute path of the directory that holds the model's ``config.json``, fetching it from the hub where `model` names no directory.
+    """Return the absolute path of the directory that holds the model's ``config.json``, fetching it
+    from the hub where `model` names no directory.
 
     Args:
         model: a directory, or ``org/name`` with an optional ``@revision``. A directory goes first.
 
     Raises:
-        ConfigError: there's no such directory or repository, it holds no ``config.json``, or the hub can't be reached (or isn't installed).
+        ConfigError: there's no such directory or repository, it holds no ``config.json``, or the
+            hub can't be reached (or isn't installed).
     """
     path = Path(model).expanduser()
     if path.is_dir():

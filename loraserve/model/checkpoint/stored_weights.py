@@ -1,4 +1,8 @@
-"""Linears whose weights a checkpoint holds in 8 or 4 bits: in which tensors, and what these must be. Reads no weight and imports no torch."""
+"""Linears whose weights a checkpoint holds in 8 or 4 bits: in which tensors, and what these must
+be.
+
+Reads no weight and imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +50,9 @@ class StoredWeight:
     unread: tuple[str, ...] = ()
 
     def group_size(self, num_scales: int) -> int:
-        """Return how many inputs share a scale in memory, where each output channel has so many in the checkpoint."""
+        """Return how many inputs share a scale in memory, where each output channel has so many in
+        the checkpoint.
+        """
         is_by_group = self.scheme.format == "int4" or num_scales > 1 or not self.scheme.is_symmetric
         return (kernels_group_size(self.in_features // num_scales) if is_by_group else None) or self.in_features
 
@@ -54,7 +60,8 @@ class StoredWeight:
 def find_stored_weight(
     config: QuantizationConfig | None, path: str, shape: tuple[int, int], stored: Mapping[str, StoredTensor]
 ) -> StoredWeight | None:
-    """Return how the weight of the linear at `path` is stored; None: as one tensor of a float dtype.
+    """Return how the weight of the linear at `path` is stored; None: as one tensor of a float
+    dtype.
 
     Raises:
         ModelError: it's stored in a way, or has a width, that isn't implemented.

@@ -1,7 +1,9 @@
-"""The architectures that the one decoder can be: a row of a table each, nothing else differs between them.
+"""The architectures that the one decoder can be: a row of a table each, nothing else differs
+between them.
 
-All are decoders with RMSNorm, rotary positions, grouped-query attention and a gated MLP, as `transformers` computes them under the same class
-names. A row says what a row's checkpoint has beyond that, and what its config means where it is silent.
+All are decoders with RMSNorm, rotary positions, grouped-query attention and a gated MLP, as
+`transformers` computes them under the same class names. A row says what a row's checkpoint has
+beyond that, and what its config means where it is silent.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ class Window(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ExpertPaths:
-    """Names of a mixture of experts: its tensors in the checkpoint, and the config's fields of its sizes.
+    """Names of a mixture of experts: its tensors in the checkpoint, and the config's fields of its
+    sizes.
 
     Attributes:
         router: path inside a layer of the router's linear.
@@ -33,7 +36,8 @@ class ExpertPaths:
         gate, up, down: an expert's linears.
         num_experts: fields of the number of experts; the first that is there counts.
         intermediate_size: field of an expert's.
-        is_normed: whether the chosen experts' probabilities are scaled to sum to 1; a string names the config's field that says so.
+        is_normed: whether the chosen experts' probabilities are scaled to sum to 1; a string names
+            the config's field that says so.
     """
 
     router: str
@@ -53,31 +57,39 @@ class Architecture:
     Attributes:
         name: as in config.json's ``architectures``.
         model_type: as in config.json, for configs that name no architecture.
-        qkv_bias, o_bias, mlp_bias: whether these linears have biases; a string names the config's field that says so.
+        qkv_bias, o_bias, mlp_bias: whether these linears have biases; a string names the config's
+            field that says so.
         has_qk_norm: whether queries and keys pass an RMSNorm before they're rotated.
         is_qk_norm_whole: whether that is one over all heads together rather than one per head.
         window: which layers have a sliding window.
         window_pattern: of `Window.BY_PATTERN`; a string names the config's field that says so.
-        has_layers_without_rope: whether ``no_rope_layers``, or else ``no_rope_layer_interval``, says which layers have rotary positions.
-        has_local_rope: whether layers with a window turn by a rope of their own, whose theta is ``rope_local_base_freq``.
-        embedding_multiplier: field of what embeddings are multiplied with; None: 1. So for the next ones.
+        has_layers_without_rope: whether ``no_rope_layers``, or else ``no_rope_layer_interval``,
+            says which layers have rotary positions.
+        has_local_rope: whether layers with a window turn by a rope of their own, whose theta is
+            ``rope_local_base_freq``.
+        embedding_multiplier: field of what embeddings are multiplied with; None: 1. So for the next
+            ones.
         residual_multiplier: what is added to the residual stream.
         attention_multiplier: the scores; None: head_dim ** -0.5, or that of `query_scalar`.
         query_scalar: field of what stands for head_dim there.
         logits_divisor: field of what logits are divided by.
         is_embedding_scaled: whether embeddings are multiplied with the root of hidden_size.
-        attention_cap, logits_cap: fields of what scores and logits are softly kept below: cap * tanh(x / cap).
+        attention_cap, logits_cap: fields of what scores and logits are softly kept below: cap *
+            tanh(x / cap).
         activation: field of the gate's.
         norm_offset: what is added to the weights of norms.
         refused: fields that must be absent, null, or this.
         defaults: what absent fields of the config mean. A field that isn't here must be there.
         embedding, norm, head: names of the tensors around the layers.
         layers: where the layers are in the checkpoint.
-        attention_norm, mlp_norm: names inside a layer, of what the residual stream passes before; None: nothing.
-        attention_out_norm, mlp_out_norm: of what the outputs pass before they are added to it; None: nothing.
+        attention_norm, mlp_norm: names inside a layer, of what the residual stream passes before;
+            None: nothing.
+        attention_out_norm, mlp_out_norm: of what the outputs pass before they are added to it;
+            None: nothing.
         q_norm, k_norm: names inside a layer.
         module_paths: linear's short name → its path inside a layer.
-        fused_paths: site → path inside a layer of the one linear that the checkpoint holds for all of the site's.
+        fused_paths: site → path inside a layer of the one linear that the checkpoint holds for all
+            of the site's.
         rope_names: what its configs call a rope type by another name than transformers' own.
         has_partial_rope: whether it may be that only the first elements of a head turn.
         experts: where each layer has a mixture of experts; None: they have MLPs.

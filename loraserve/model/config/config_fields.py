@@ -11,7 +11,9 @@ from loraserve.model.config.architectures import Architecture
 
 
 class Fields:
-    """The config's fields, with the architecture's defaults behind them; each getter raises ModelError naming the field."""
+    """The config's fields, with the architecture's defaults behind them; each getter raises
+    ModelError naming the field.
+    """
 
     def __init__(self, config: Mapping[str, Any], architecture: Architecture) -> None:
         self.config, self.architecture = config, architecture

@@ -1,4 +1,8 @@
-"""config.json as a checked value. Understands what transformers 4 and 5 write; what would change the answers and isn't implemented is refused by name."""
+"""config.json as a checked value.
+
+Understands what transformers 4 and 5 write; what would change the answers and isn't implemented is
+refused by name.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +53,14 @@ class ModelConfig:
     Attributes:
         sliding_windows: per layer, the window or None.
         rope, local_rope: of the layers; of those with a window, where that is another one.
-        layer_ropes: per layer, its rope's place in `ropes`; None: its queries and keys aren't rotated.
+        layer_ropes: per layer, its rope's place in `ropes`; None: its queries and keys aren't
+            rotated.
         embedding_scale: what embeddings are multiplied with; logits_scale: logits.
-        residual_scale: what the attention's and the MLP's outputs are multiplied with before they are added to the residual stream.
+        residual_scale: what the attention's and the MLP's outputs are multiplied with before they
+            are added to the residual stream.
         attention_scale: what the products of queries and keys are multiplied with.
-        attention_cap, logits_cap: what those and the logits are softly kept below: cap * tanh(x / cap); None: they aren't.
+        attention_cap, logits_cap: what those and the logits are softly kept below: cap * tanh(x /
+            cap); None: they aren't.
         max_model_len: the context that the config states.
         max_stretched_len: the longest context that the rope scaling covers, at least max_model_len.
         eos_token_ids: of config.json and generation_config.json together.
@@ -98,7 +105,10 @@ class ModelConfig:
 
     @property
     def module_shapes(self) -> dict[str, tuple[int, int]]:
-        """Linear's short name → (out_features, in_features). Experts and their router aren't among them."""
+        """Linear's short name → (out_features, in_features).
+
+        Experts and their router aren't among them.
+        """
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         hidden, inner = self.hidden_size, self.intermediate_size
         attention = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
@@ -113,7 +123,10 @@ class ModelConfig:
         return self.has_o_bias if module == "o_proj" else self.has_mlp_bias
 
     def identity(self) -> dict[str, object]:
-        """Settings that, with the weights, decide which function the model computes; JSON-able. Contexts and EOS aren't part of it."""
+        """Settings that, with the weights, decide which function the model computes; JSON-able.
+
+        Contexts and EOS aren't part of it.
+        """
         names = (
             "vocab_size",
             "hidden_size",
@@ -158,7 +171,8 @@ def read_config(model_dir: Path) -> ModelConfig:
 
     Raises:
         UnknownArchitecture: the architecture isn't in the table.
-        ModelError: a file is missing or isn't a JSON object, or a field is missing, odd or asks for what isn't implemented; the message names it.
+        ModelError: a file is missing or isn't a JSON object, or a field is missing, odd or asks for
+            what isn't implemented; the message names it.
     """
     path = model_dir / "config.json"
     if not path.is_file():

@@ -1,7 +1,11 @@
-"""config.json's quantization_config as a checked value: how each linear of a checkpoint that is quantized already is stored. Imports no torch.
+"""config.json's quantization_config as a checked value: how each linear of a checkpoint that is
+quantized already is stored.
 
-Read are what compressed-tensors (https://github.com/vllm-project/compressed-tensors) and transformers' BitsAndBytesConfig write. A method or a setting that
-would need another computation is refused by name: nothing is passed over that changes the answers.
+Imports no torch.
+
+Read are what compressed-tensors (https://github.com/vllm-project/compressed-tensors) and
+transformers' BitsAndBytesConfig write. A method or a setting that would need another computation is
+refused by name: nothing is passed over that changes the answers.
 """
 
 from __future__ import annotations
@@ -30,11 +34,17 @@ class Layout(StrEnum):
     """Set of tensors that a weight is stored in."""
 
     NAIVE = "naive"
-    """``weight`` in a dtype of eight bits, ``weight_scale``, and ``weight_zero_point`` where codes aren't symmetric."""
+    """``weight`` in a dtype of eight bits, ``weight_scale``, and ``weight_zero_point`` where codes
+    aren't symmetric.
+    """
     PACKED = "packed"
-    """``weight_packed``: int32 words of codes, the first in the lowest bits; ``weight_scale``, ``weight_shape``, and ``weight_zero_point`` where codes aren't symmetric."""
+    """``weight_packed``: int32 words of codes, the first in the lowest bits; ``weight_scale``,
+    ``weight_shape``, and ``weight_zero_point`` where codes aren't symmetric.
+    """
     BITSANDBYTES = "bitsandbytes"
-    """``weight`` and what hangs on it: ``weight.absmax``, ``weight.quant_state.bitsandbytes__nf4`` …"""
+    """``weight`` and what hangs on it: ``weight.absmax``, ``weight.quant_state.bitsandbytes__nf4``
+    …
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +53,8 @@ class Scheme:
 
     Attributes:
         format: ``int8``, ``int4``, ``fp8`` or ``nf4``.
-        group_size: inputs that share a scale; None: one scale per output channel or per tensor, as the tensor's shape says.
+        group_size: inputs that share a scale; None: one scale per output channel or per tensor, as
+            the tensor's shape says.
         is_symmetric: False: each group has a zero point.
         has_input_scale: the checkpoint has a scale for rounding activations, which isn't used.
     """
@@ -61,7 +72,8 @@ class QuantizationConfig:
 
     Attributes:
         method: ``compressed-tensors`` or ``bitsandbytes``.
-        targets: (target, scheme) in the order in which they are tried: a module's path, ``re:`` and an expression that its path begins with, or ``Linear``.
+        targets: (target, scheme) in the order in which they are tried: a module's path, ``re:`` and
+            an expression that its path begins with, or ``Linear``.
         ignore: targets whose linears are stored in a float dtype.
     """
 
@@ -70,9 +82,11 @@ class QuantizationConfig:
     ignore: tuple[str, ...]
 
     def scheme(self, path: str) -> Scheme | None:
-        """Return how the weight of the linear at this path (``model.layers.0.self_attn.q_proj``) is stored; None: in a float dtype.
+        """Return how the weight of the linear at this path (``model.layers.0.self_attn.q_proj``) is
+        stored; None: in a float dtype.
 
-        With bitsandbytes it's the answer for a linear that has a quantization state; the config doesn't say which have.
+        With bitsandbytes it's the answer for a linear that has a quantization state; the config
+        doesn't say which have.
         """
         if any(_is_match(path, ignored) for ignored in self.ignore):
             return None
@@ -91,7 +105,8 @@ def parse_quantization(config: Mapping[str, Any]) -> QuantizationConfig | None:
     """Return the checked quantization_config of a config.json; None where it has none.
 
     Raises:
-        ModelError: it isn't an object, or its method or one of its settings isn't supported; the message names it.
+        ModelError: it isn't an object, or its method or one of its settings isn't supported; the
+            message names it.
     """
     # compressed-tensors before 0.8 wrote another key
     key = "quantization_config" if config.get("quantization_config") else "compression_config"
@@ -127,7 +142,10 @@ class _Fields:
         )
 
     def require(self, name: str, allowed: tuple[object, ...], expected: str) -> Any:
-        """Return the field, which must be one of `allowed`. None among them stands for an absent field too."""
+        """Return the field, which must be one of `allowed`.
+
+        None among them stands for an absent field too.
+        """
         value = self.get(name)
         # 1 == True, and 0 == False
         if not any(value == item and type(value) is type(item) for item in allowed):
@@ -241,8 +259,9 @@ def _group_size(weights: _Fields, name: str, is_symmetric: bool) -> int | None:
 def _has_input_scale(group: _Fields, kind: str) -> bool:
     """Return whether the group's activations have a scale in the checkpoint.
 
-    FP8 weights stand in checkpoints whose activations are to be rounded to FP8 too, so that the GPU's FP8 products can be used. Here the activations keep their
-    precision, as in vLLM on a GPU without FP8. Integer activations are refused.
+    FP8 weights stand in checkpoints whose activations are to be rounded to FP8 too, so that the
+    GPU's FP8 products can be used. Here the activations keep their precision, as in vLLM on a GPU
+    without FP8. Integer activations are refused.
     """
     if not group.get("input_activations"):
         return False

@@ -1,4 +1,6 @@
-"""Rotary embeddings as config.json describes them: one for all layers, or another for those with a window."""
+"""Rotary embeddings as config.json describes them: one for all layers, or another for those with a
+window.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ class RopeConfig:
         low_freq_factor, high_freq_factor: llama3's.
         beta_fast, beta_slow, truncate: yarn's.
         attention_factor: what cosines and sines are multiplied with (yarn, longrope).
-        short_factors: what each pair's period is multiplied with (longrope, within the original context; past it there are others, which aren't implemented).
+        short_factors: what each pair's period is multiplied with (longrope, within the original
+            context; past it there are others, which aren't implemented).
         rotated: the part of a head's elements that turn: the first ones.
     """
 
@@ -61,8 +64,9 @@ class RopeConfig:
 
 
 def read_ropes(fields: Fields, context: int) -> tuple[RopeConfig, RopeConfig | None]:
-    """The rope, and that of layers with a window where it's another one; as transformers 5 resolves them: ``rope_scaling`` (the older form) before ``rope_parameters``, theta inside
-    before theta outside.
+    """The rope, and that of layers with a window where it's another one; as transformers 5 resolves
+    them: ``rope_scaling`` (the older form) before ``rope_parameters``, theta inside before theta
+    outside.
 
     Args:
         context: the config's own, before anything stretches it.
@@ -199,7 +203,11 @@ def _yarn_attention_factor(factor: float, rope: Mapping[str, Any], source: str) 
 
 
 def stretched_context(rope: RopeConfig, context: int) -> int:
-    """The longest context that a rope covers. Linear's and yarn's configs state either context, the original or the stretched one; llama3's state the stretched one."""
+    """The longest context that a rope covers.
+
+    Linear's and yarn's configs state either context, the original or the stretched one; llama3's
+    state the stretched one.
+    """
     if rope.type is RopeType.LINEAR:
         return max(context, int(context * rope.factor))
     if rope.type is RopeType.YARN:

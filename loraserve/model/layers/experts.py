@@ -24,7 +24,8 @@ class Expert:
 
 
 class MixtureOfExperts:
-    """``Σ p_e · down_e(gated(gate_up_e(x)))`` over the experts that the router finds likeliest for a row.
+    """``Σ p_e · down_e(gated(gate_up_e(x)))`` over the experts that the router finds likeliest for
+    a row.
 
     A row's experts are summed in their own order, so that its bits don't depend on the other rows.
 
@@ -51,7 +52,11 @@ class MixtureOfExperts:
         self._gated = gated
 
     def __call__(self, x: Tensor, _: object = None, /) -> Tensor:
-        """Return the rows' outputs [num_tokens, hidden_size] float32, for x of the same shape, in memory of their own. No adapter acts here."""
+        """Return the rows' outputs [num_tokens, hidden_size] float32, for x of the same shape, in
+        memory of their own.
+
+        No adapter acts here.
+        """
         weights, chosen = self.router(x).softmax(-1).topk(self.num_chosen)
         if self.is_normed:
             weights = weights / weights.sum(-1, keepdim=True)

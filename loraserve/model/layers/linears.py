@@ -1,7 +1,11 @@
-"""The CPU's linears by how their weights are kept: float32, bfloat16 or float16, int8, or packed (int4, nf4, fp8, int8 with groups). One object per site, made once, called every step.
+"""The CPU's linears by how their weights are kept: float32, bfloat16 or float16, int8, or packed
+(int4, nf4, fp8, int8 with groups).
 
-Activations and sums are float32. Except with bfloat16 weights, where it is so only nearly, a row's result is the same bits whatever shares its batch, so that a
-greedy answer doesn't depend on the batch either.
+One object per site, made once, called every step.
+
+Activations and sums are float32. Except with bfloat16 weights, where it is so only nearly, a row's
+result is the same bits whatever shares its batch, so that a greedy answer doesn't depend on the
+batch either.
 """
 
 from __future__ import annotations
@@ -40,7 +44,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Linear(Protocol):
-    """``x W^T + bias`` for x [num_tokens, in_features] float32; the result [num_tokens, out_features] is float32, contiguous, and the caller's to change."""
+    """``x W^T + bias`` for x [num_tokens, in_features] float32; the result [num_tokens,
+    out_features] is float32, contiguous, and the caller's to change.
+    """
 
     @property
     def num_bytes(self) -> int: ...
@@ -50,19 +56,26 @@ class Linear(Protocol):
 
     @property
     def bias(self) -> Tensor | None:
-        """Bias that a result holds, [out_features], in a float dtype that LoRA's kernels take beside it."""
+        """Bias that a result holds, [out_features], in a float dtype that LoRA's kernels take
+        beside it.
+        """
         ...
 
     @property
     def arithmetics(self) -> tuple[Arithmetic, ...]:
-        """Arithmetic that it is computed with: one value, or one of each part where linears are joined, in the order of
-        the outputs."""
+        """Arithmetic that it is computed with: one value, or one of each part where linears are
+        joined, in the order of the outputs.
+        """
         ...
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def rows(self, start: int, end: int) -> Iterator[Tensor]:
-        """Yield these rows of the weight as it is multiplied, float32, a block [n, in_features] at a time, in order. Any thread may."""
+        """Yield these rows of the weight as it is multiplied, float32, a block [n, in_features] at
+        a time, in order.
+
+        Any thread may.
+        """
         ...
 
 
@@ -77,11 +90,13 @@ def make_linear(
     """Return the linear of these weights, in a form of its own.
 
     Args:
-        weight: [out_features, in_features]: any float dtype, which isn't kept; or quantized already, whose codes and scales are used as they are.
+        weight: [out_features, in_features]: any float dtype, which isn't kept; or quantized
+            already, whose codes and scales are used as they are.
         bias: [out_features] float32.
         quantize: ``none`` or one of `FORMATS`: what a float weight is rounded to.
         dtype: what a float weight is kept in, when not quantized.
-        rounds_activations: whether x is rounded to int8 by row where the weight is int8 by output channel; otherwise it stays float32.
+        rounds_activations: whether x is rounded to int8 by row where the weight is int8 by output
+            channel; otherwise it stays float32.
 
     Raises:
         ModelError: the weight can't be rounded so.
@@ -98,7 +113,8 @@ def make_linear(
 
 
 def quantize_weight(weight: Tensor, format: str) -> QuantizedWeight:
-    """Round a float weight [out_features, in_features] to one of `FORMATS`; int4 in the largest groups that in_features allows.
+    """Round a float weight [out_features, in_features] to one of `FORMATS`; int4 in the largest
+    groups that in_features allows.
 
     Raises:
         ModelError: no groups fill in_features, or the weight holds numbers that aren't finite.
@@ -127,14 +143,22 @@ def check_format(quantize: str, dtype: torch.dtype) -> None:
 
 
 _BLOCK_WEIGHTS = 1 << 18
-"""Weights per block of rows that is float32 at a time: 1 MiB, memory that the allocator has at hand. At 16 MiB, which the system clears each time, it took three times as long."""
+"""Weights per block of rows that is float32 at a time: 1 MiB, memory that the allocator has at
+hand.
+
+At 16 MiB, which the system clears each time, it took three times as long.
+"""
 
 _VIEW_WEIGHTS = 1 << 22
-"""Weights per block of rows that are float32 already and take no memory: fewer blocks take the interpreter's lock less often."""
+"""Weights per block of rows that are float32 already and take no memory: fewer blocks take the
+interpreter's lock less often.
+"""
 
 
 def row_blocks(start: int, end: int, width: int, block_weights: int | None = None) -> Iterator[tuple[int, int]]:
-    """Yield what cuts rows of `width` weights into blocks of so many weights (None: what suits a CPU): (start, end)."""
+    """Yield what cuts rows of `width` weights into blocks of so many weights (None: what suits a
+    CPU): (start, end).
+    """
     step = max(1, (block_weights or _BLOCK_WEIGHTS) // width)
     for first in range(start, end, step):
         yield first, min(first + step, end)
@@ -150,7 +174,8 @@ def float_rows(weight: Tensor, start: int, end: int) -> Iterator[Tensor]:
 class Float32Linear:
     """float32 weights in oneDNN's blocked order.
 
-    Measured on one core of a Sapphire Rapids at 4096 × 768: twice a row-major `F.linear` at 8 rows, 1.3 times at 32, equal at 1 and 512.
+    Measured on one core of a Sapphire Rapids at 4096 × 768: twice a row-major `F.linear` at 8 rows,
+    1.3 times at 32, equal at 1 and 512.
     """
 
     __slots__ = ("_blocks", "_weight", "bias", "num_bytes", "out_features")
@@ -185,9 +210,11 @@ class Float32Linear:
 
 
 class HalfLinear:
-    """Weights in bfloat16 or float16; one beyond float16's range, which no model is known to have, is the largest there is.
+    """Weights in bfloat16 or float16; one beyond float16's range, which no model is known to have,
+    is the largest there is.
 
-    bfloat16 by oneDNN rounds x and the result to bfloat16, where the processor has instructions for it; elsewhere only the weights are rounded.
+    bfloat16 by oneDNN rounds x and the result to bfloat16, where the processor has instructions for
+    it; elsewhere only the weights are rounded.
     """
 
     __slots__ = ("_arithmetic", "_weight", "bias", "num_bytes", "out_features")
@@ -241,7 +268,9 @@ class Int8Linear:
 
 
 class PackedLinear:
-    """int4, nf4, fp8 or int8 weights, decoded or widened to float32 while they're multiplied; x isn't rounded."""
+    """int4, nf4, fp8 or int8 weights, decoded or widened to float32 while they're multiplied; x
+    isn't rounded.
+    """
 
     __slots__ = ("_weight", "bias", "num_bytes", "out_features")
 
@@ -264,7 +293,11 @@ class PackedLinear:
 
 
 class JoinedLinear:
-    """Linears that share their input but not their format, as one: the outputs side by side, in order. On any device."""
+    """Linears that share their input but not their format, as one: the outputs side by side, in
+    order.
+
+    On any device.
+    """
 
     __slots__ = ("_parts", "bias", "num_bytes", "out_features")
 

@@ -14,7 +14,8 @@ from loraserve_kernels.ops import apply_lora
 
 @dataclass(frozen=True, slots=True)
 class LoraLinear:
-    """The linears of one site, fused: one product for the base, one launch for all adapters of the step.
+    """The linears of one site, fused: one product for the base, one launch for all adapters of the
+    step.
 
     Attributes:
         base: the site's weights, its linears' outputs side by side.
@@ -27,7 +28,9 @@ class LoraLinear:
     layer: int
 
     def __call__(self, x: Tensor, lora: LoraPlan | GpuLoraPlan | None) -> Tensor:
-        """Return the site's output [num_tokens, out_features], x's dtype, in memory of its own; rows without an adapter are the base's, bit for bit."""
+        """Return the site's output [num_tokens, out_features], x's dtype, in memory of its own;
+        rows without an adapter are the base's, bit for bit.
+        """
         y = self.base(x)
         if lora is not None:
             apply_lora(x, y, lora, self.site, self.layer, self.base.bias)

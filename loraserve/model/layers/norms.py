@@ -1,4 +1,7 @@
-"""Norms, gates and caps between the linears. All work row by row: a row's result is the same bits in any batch."""
+"""Norms, gates and caps between the linears.
+
+All work row by row: a row's result is the same bits in any batch.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 _PART = 32_768
-"""torch shares an elementwise operator's elements out among its threads, in equal parts, when there are more than these (at::internal::GRAIN_SIZE)."""
+"""torch shares an elementwise operator's elements out among its threads, in equal parts, when there
+are more than these (at::internal::GRAIN_SIZE).
+"""
 _GELU_PART = 16_384
 
 
 class RMSNorm:
     """``x / sqrt(mean(x²) + eps) * weight`` over the last dim.
 
-    Computed as ``x / hypot(‖x‖, sqrt(n · eps)) * (sqrt(n) · weight)``: four operators rather than seven. In a decode step, where each operator's
-    code comes cold to the processor, that takes 16 µs rather than 31 (F.rms_norm) for one row of 768, 27 rather than 45 for 32, and is as exact.
+    Computed as ``x / hypot(‖x‖, sqrt(n · eps)) * (sqrt(n) · weight)``: four operators rather than
+    seven. In a decode step, where each operator's code comes cold to the processor, that takes 16
+    µs rather than 31 (F.rms_norm) for one row of 768, 27 rather than 45 for 32, and is as exact.
 
     Args:
         weight: [n] float32.
@@ -45,7 +51,8 @@ class RMSNorm:
 
 
 class ResidualNorm:
-    """Residual sum and norm between a site's output and the next linears, where the output is normed or scaled first.
+    """Residual sum and norm between a site's output and the next linears, where the output is
+    normed or scaled first.
 
     Args:
         norm: of the sum; None: the sum itself goes on.
@@ -63,7 +70,9 @@ class ResidualNorm:
         return hidden if self._norm is None else self._norm(hidden)
 
     def after_adding(self, hidden: Tensor, delta: Tensor) -> Tensor:
-        """Add the normed and scaled `delta`, which is spent, to `hidden` in place; return what goes on."""
+        """Add the normed and scaled `delta`, which is spent, to `hidden` in place; return what goes
+        on.
+        """
         if self._delta_norm is not None:
             delta = self._delta_norm(delta)
         if self._delta_scale != 1.0:
@@ -79,7 +88,9 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def geglu(gate_up: Tensor) -> Tensor:
-    """Return ``gelu(gate) * up``, by the approximation with tanh, for gate_up [num_tokens, 2 * size], whose first half is the gate."""
+    """Return ``gelu(gate) * up``, by the approximation with tanh, for gate_up [num_tokens, 2 *
+    size], whose first half is the gate.
+    """
     gate, up = gate_up.chunk(2, -1)
     return _by_rows(gate, _gelu, _gelu_into, _GELU_PART, _num_aligned_gelu_rows).mul_(up)
 
@@ -106,8 +117,9 @@ def _by_rows(
 ) -> Tensor:
     """Return an elementwise function of x [num_rows, width].
 
-    Where a thread's part ends, torch computes the last elements one by one, and their exponential may round otherwise than that of whole vectors.
-    A part that ended within a row would make the row's bits depend on how many rows there are. So no part does.
+    Where a thread's part ends, torch computes the last elements one by one, and their exponential
+    may round otherwise than that of whole vectors. A part that ended within a row would make the
+    row's bits depend on how many rows there are. So no part does.
     """
     num_rows, width = x.shape
     num_threads = torch.get_num_threads()
@@ -125,14 +137,18 @@ def _by_rows(
 
 
 def _num_aligned_gelu_rows(num_rows: int, width: int, num_threads: int) -> int:
-    """Apply gelu in parts; its elements torch shares out among all threads where there are more than `_GELU_PART`."""
+    """Apply gelu in parts; its elements torch shares out among all threads where there are more
+    than `_GELU_PART`.
+    """
     if num_rows * width <= _GELU_PART or num_threads == 1:
         return num_rows
     return num_rows - num_rows % num_threads if num_rows >= num_threads else max(1, _GELU_PART // width)
 
 
 def _num_aligned_rows(num_rows: int, width: int, num_threads: int) -> int:
-    """Return the largest number of these rows, at least one, whose parts all end with a row; width is at most half of `_PART`."""
+    """Return the largest number of these rows, at least one, whose parts all end with a row; width
+    is at most half of `_PART`.
+    """
     num_parts = num_threads
     while True:
         num_parts = min(num_parts, -(-num_rows * width // _PART))

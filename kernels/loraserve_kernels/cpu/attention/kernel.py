@@ -1,10 +1,13 @@
-"""Paged attention for mixed rows in one launch, compiled by numba: keys and values are read where they lie, block by block, nothing is gathered.
+"""Paged attention for mixed rows in one launch, compiled by numba: keys and values are read where
+they lie, block by block, nothing is gathered.
 
-A task is up to eight rows of one sequence and the query heads of one key head, so that a block read from memory serves them all. Scores first (each block of keys
-against each row), then their softmax, then the weighted sum of the values.
+A task is up to eight rows of one sequence and the query heads of one key head, so that a block read
+from memory serves them all. Scores first (each block of keys against each row), then their softmax,
+then the weighted sum of the values.
 
-A row's result is the same bits whatever shares its batch and however its prompt was cut into chunks: every key's score is a sum in one order, the softmax runs over
-the row's own positions in vectors that start at a block's start, and values are added in ascending order of position.
+A row's result is the same bits whatever shares its batch and however its prompt was cut into
+chunks: every key's score is a sum in one order, the softmax runs over the row's own positions in
+vectors that start at a block's start, and values are added in ascending order of position.
 """
 
 from __future__ import annotations
@@ -97,7 +100,9 @@ LINE = 16
 
 @numba.njit(inline="never")
 def _scores(q, q_row, q_head, num_rows, group, width, k, k_next, size, first, start, position, scores, scores_row):  # type: ignore[no-untyped-def]
-    """Write the products of each row and head with one block's keys, unscaled; `first` is the block's first position, `start` that of the scores."""
+    """Write the products of each row and head with one block's keys, unscaled; `first` is the
+    block's first position, `start` that of the scores.
+    """
     for row in range(num_rows):
         # a later row sees what an earlier one sees
         if first <= position + row:
@@ -132,7 +137,9 @@ def _cap_softly(scores, padded, scale, cap):  # type: ignore[no-untyped-def]
 
 @numba.njit(inline="never")
 def _softmax(scores, first, end, padded, scale):  # type: ignore[no-untyped-def]
-    """Replace scores ``first:end`` by e^(scale · (score − largest)), all others up to `padded` by 0; return the sum."""
+    """Replace scores ``first:end`` by e^(scale · (score − largest)), all others up to `padded` by
+    0; return the sum.
+    """
     hidden = np.float32(-np.inf)
     for key in range(first):
         store_one(scores, key, hidden)
@@ -273,7 +280,9 @@ def _attend(args):  # type: ignore[no-untyped-def]
 
 @functools.cache
 def compiled() -> Any:
-    """The kernel, compiled or read from numba's cache: a C function of the argument block's address."""
+    """The kernel, compiled or read from numba's cache: a C function of the argument block's
+    address.
+    """
     stamp = STAMP
 
     def attend(args):  # type: ignore[no-untyped-def]
@@ -285,7 +294,10 @@ def compiled() -> Any:
 
 @numba.njit
 def _store(args):  # type: ignore[no-untyped-def]
-    """One thread's part of a step's writes to the cache. A slot that the cache doesn't have is counted and not written."""
+    """One thread's part of a step's writes to the cache.
+
+    A slot that the cache doesn't have is counted and not written.
+    """
     k, k_row, k_head = load_int(args, S_K), load_int(args, S_K_ROW), load_int(args, S_K_HEAD)
     v, v_row, v_head = load_int(args, S_V), load_int(args, S_V_ROW), load_int(args, S_V_HEAD)
     k_cache, k_block, k_cache_head = (

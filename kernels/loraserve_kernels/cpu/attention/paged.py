@@ -1,4 +1,6 @@
-"""Paged attention: rows of many sequences, decode rows and prefill chunks mixed, over the KV cache's blocks."""
+"""Paged attention: rows of many sequences, decode rows and prefill chunks mixed, over the KV
+cache's blocks.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,13 @@ class AttentionPlan:
     """Plan of a step's attention. Built once a step, used by every layer.
 
     Attributes:
-        query_starts: num_seqs + 1 numbers: sequence i has rows ``query_starts[i]:query_starts[i + 1]``.
+        query_starts: num_seqs + 1 numbers: sequence i has rows ``query_starts[i]:query_starts[i +
+            1]``.
         context_lens: num_seqs numbers: cached tokens of the sequence, its own rows included.
         block_tables: [num_seqs, max_blocks] int32, contiguous.
         block_size: tokens of a block.
-        table: [num_seqs, 3] int64, what the kernel reads of a sequence: row_start, num_rows, context_len.
+        table: [num_seqs, 3] int64, what the kernel reads of a sequence: row_start, num_rows,
+            context_len.
         num_scores: keys that the longest context has, in whole blocks.
         num_pairs: rows times their contexts, summed: the step's work.
         num_blocks: one more than the last block that a table names.
@@ -58,7 +62,8 @@ def make_attention_plan(
         block_size: tokens of a block.
 
     Raises:
-        InvalidPlan: a sequence without rows, with more rows than context, or with fewer blocks than its context takes.
+        InvalidPlan: a sequence without rows, with more rows than context, or with fewer blocks than
+            its context takes.
     """
     if len(query_starts) != len(context_lens) + 1 or block_tables.shape[0] != len(context_lens):
         raise InvalidPlan(
@@ -134,16 +139,21 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
 ) -> None:
-    """Write to `out` each row's causal attention over its sequence's cached keys; every element of `out` is written.
+    """Write to `out` each row's causal attention over its sequence's cached keys; every element of
+    `out` is written.
 
-    The rows of a sequence are its last ones: row j of m stands at position ``context_len - m + j`` and sees the positions up to its own; with
-    `sliding_window` w, its own and the w − 1 before it. Slots past a context aren't used, whatever they hold.
+    The rows of a sequence are its last ones: row j of m stands at position ``context_len - m + j``
+    and sees the positions up to its own; with `sliding_window` w, its own and the w − 1 before it.
+    Slots past a context aren't used, whatever they hold.
 
     Args:
-        q, out: [num_tokens, num_heads, head_dim] float32, contiguous in the last dim; num_heads is a multiple of num_kv_heads.
-        k_cache, v_cache: one layer's, [num_blocks, num_kv_heads, block_size, head_dim] float32, contiguous in the last two dims.
+        q, out: [num_tokens, num_heads, head_dim] float32, contiguous in the last dim; num_heads is
+            a multiple of num_kv_heads.
+        k_cache, v_cache: one layer's, [num_blocks, num_kv_heads, block_size, head_dim] float32,
+            contiguous in the last two dims.
         scale: what the products are multiplied with, usually head_dim ** -0.5.
-        soft_cap: what the scaled products are softly kept below, above 0: ``soft_cap * tanh(score / soft_cap)``; None: they aren't.
+        soft_cap: what the scaled products are softly kept below, above 0: ``soft_cap * tanh(score /
+            soft_cap)``; None: they aren't.
 
     Raises:
         ShapeMismatch: q, out, the cache and the plan don't fit each other.
@@ -178,7 +188,9 @@ def attend_torch(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
 ) -> None:
-    """`paged_attention` in PyTorch, gathered sequence by sequence: for dtypes and widths that the kernel doesn't take, and where numba isn't installed."""
+    """`paged_attention` in PyTorch, gathered sequence by sequence: for dtypes and widths that the
+    kernel doesn't take, and where numba isn't installed.
+    """
     for i, context_len in enumerate(plan.context_lens):
         start, end = plan.query_starts[i], plan.query_starts[i + 1]
         table = plan.block_tables[i, : -(-context_len // plan.block_size)].long()

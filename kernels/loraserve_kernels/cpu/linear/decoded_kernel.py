@@ -1,9 +1,10 @@
 """Linears whose weights are decoded in registers while they're multiplied; compiled by numba.
 
-A thread claims a tile of `TILE` output channels and a chunk of rows. The codes of a tile stand side by side for each input, so that one load has an input's codes of
-`LANES` channels. A channel's sum runs over the inputs in order, group by group: ``total += scale · sum(code · x)``, with the same instructions in the same order
-for any number of rows, so that a row's bits don't depend on the others. Products of int8 by int8 are summed in 32 bits: exactly, for up to
-131,072 inputs.
+A thread claims a tile of `TILE` output channels and a chunk of rows. The codes of a tile stand side
+by side for each input, so that one load has an input's codes of `LANES` channels. A channel's sum
+runs over the inputs in order, group by group: ``total += scale · sum(code · x)``, with the same
+instructions in the same order for any number of rows, so that a row's bits don't depend on the
+others. Products of int8 by int8 are summed in 32 bits: exactly, for up to 131,072 inputs.
 """
 
 # numba has no types
@@ -75,7 +76,9 @@ _ZERO = ir.Constant(_vector(_FLOAT), [0.0] * LANES)
 
 
 class _Writer:
-    """Writes what the kernels have in common: words of the argument block, and vectors at addresses in bytes."""
+    """Writes what the kernels have in common: words of the argument block, and vectors at addresses
+    in bytes.
+    """
 
     def __init__(self, builder: Any, args: Any) -> None:
         self.builder, self._args = builder, args
@@ -166,7 +169,9 @@ def _code_bytes(kind: str) -> int:
 
 
 def _decode(writer: _Writer, kind: str, address: Any, zero: Any) -> list[Any]:
-    """Return the values of one input's codes, or of two inputs', of `LANES` channels: before they are scaled."""
+    """Return the values of one input's codes, or of two inputs', of `LANES` channels: before they
+    are scaled.
+    """
     builder, ints, floats = writer.builder, _vector(_I32), _vector(_FLOAT)
     if kind == "bf16":
         raw = builder.zext(writer.load(address, _vector(_I16)), ints)
@@ -190,7 +195,10 @@ def _decode(writer: _Writer, kind: str, address: Any, zero: Any) -> list[Any]:
 
 
 def _rows_of(writer: _Writer, row: Any, num_rows: int) -> list[Any]:
-    """Return the numbers of a block's rows. Beyond the last it's the last again: computed twice, and stored twice."""
+    """Return the numbers of a block's rows.
+
+    Beyond the last it's the last again: computed twice, and stored twice.
+    """
     last = writer.builder.sub(writer.word(NUM_ROWS), writer.const(1))
     return [writer.smaller(writer.at(row, writer.const(t)), last) for t in range(num_rows)]
 
@@ -272,7 +280,9 @@ def _store(writer: _Writer, rows: list[Any], channel: Any, value: Callable[[int,
 def _dot(num_rows: int) -> Any:
     @intrinsic
     def dot(typingctx: Any, args: Any, number: Any, row: Any) -> Any:
-        """Compute `num_rows` rows of a tile's channels from activations in int16: ``scale · sum(code · x)``, the sum exact."""
+        """Compute `num_rows` rows of a tile's channels from activations in int16: ``scale ·
+        sum(code · x)``, the sum exact.
+        """
 
         def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             writer = _Writer(builder, values[0])

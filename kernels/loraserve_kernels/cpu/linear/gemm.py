@@ -1,17 +1,24 @@
-"""The base's linears on the CPU, in int8, in 16 bits and in float32, so that no row's result depends on what shares its
-batch.
+"""The base's linears on the CPU, in int8, in 16 bits and in float32, so that no row's result
+depends on what shares its batch.
 
-int8: weights by output channel, activations by row. Integer products and sums are exact, so that a row's bits can't depend on the other rows; what must be
-avoided is a scale taken over the whole batch, where one tenant's outlier spoils the others' answers. `chooser` tries these kernels on the processor and takes one:
+int8: weights by output channel, activations by row. Integer products and sums are exact, so that a
+row's bits can't depend on the other rows; what must be avoided is a scale taken over the whole
+batch, where one tenant's outlier spoils the others' answers. `chooser` tries these kernels on the
+processor and takes one:
 
-* ``onednn-s8``: oneDNN multiplies int8 by int8 where it has instructions for it (AMX, VNNI on some). Elsewhere it computes element by element, a thousand times
-  slower than float32, or adds pairs of products in 16 bits that overflow, silently.
-* ``onednn-u8``: the same codes plus 128, with a zero point of 128: what VNNI multiplies. Without VNNI pairs of products overflow too.
-* ``numba-dot``: our own sums of pairs in 32 bits, on any machine (`decoded_kernel`). The three give the same bits.
-* ``fbgemm``: any x86 machine, activations of 7 bits. Its linear for a fixed activation scale gets rows divided by their own largest magnitude, so that one scale
-  fits every row. Elsewhere torch's reference of the same operator runs.
+* ``onednn-s8``: oneDNN multiplies int8 by int8 where it has instructions for it (AMX, VNNI on
+  some). Elsewhere it computes element by element, a thousand times slower than float32, or adds
+  pairs of products in 16 bits that overflow, silently.
+* ``onednn-u8``: the same codes plus 128, with a zero point of 128: what VNNI multiplies. Without
+  VNNI pairs of products overflow too.
+* ``numba-dot``: our own sums of pairs in 32 bits, on any machine (`decoded_kernel`). The three give
+  the same bits.
+* ``fbgemm``: any x86 machine, activations of 7 bits. Its linear for a fixed activation scale gets
+  rows divided by their own largest magnitude, so that one scale fits every row. Elsewhere torch's
+  reference of the same operator runs.
 
-float32: oneDNN with weights in its own blocked order, which adds the products of a row in one order for any number of rows but one; a single row is computed twice.
+float32: oneDNN with weights in its own blocked order, which adds the products of a row in one order
+for any number of rows but one; a single row is computed twice.
 """
 
 from __future__ import annotations
@@ -69,7 +76,8 @@ class FloatWeight:
     """A linear's float32 weight.
 
     Attributes:
-        packed: oneDNN's tensor, or where torch lacks oneDNN the weight as it is, [out_features, in_features].
+        packed: oneDNN's tensor, or where torch lacks oneDNN the weight as it is, [out_features,
+            in_features].
         is_blocked: which of the two.
         in_features, out_features: of the linear.
     """
@@ -85,7 +93,8 @@ class FloatWeight:
 
 
 def pack_int8(codes: Tensor, scales: Tensor, kernel: str) -> Int8Weight:
-    """Bring a weight that is in int8 already into the order that its library reads; codes and scales are used as they are, and not kept.
+    """Bring a weight that is in int8 already into the order that its library reads; codes and
+    scales are used as they are, and not kept.
 
     Args:
         codes: [out_features, in_features] int8, from -128 to 127.
@@ -125,10 +134,12 @@ def unpack_int8(weight: Int8Weight) -> Tensor:
 
 
 def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Tensor:
-    """Return ``x W^T + bias`` with x rounded row by row, [num_tokens, out_features] float32; a row's bits don't depend on the other rows.
+    """Return ``x W^T + bias`` with x rounded row by row, [num_tokens, out_features] float32; a
+    row's bits don't depend on the other rows.
 
     Args:
-        x: [num_tokens, in_features] float32. A row that isn't finite yields NaN in its own row only.
+        x: [num_tokens, in_features] float32. A row that isn't finite yields NaN in its own row
+            only.
         bias: [out_features] float32.
 
     Raises:
@@ -150,7 +161,8 @@ def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Te
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round each row of x by its own largest magnitude: codes [num_tokens, in_features] int8 within ±127, and scales [num_tokens, 1]; ``x ≈ codes · scales``.
+    """Round each row of x by its own largest magnitude: codes [num_tokens, in_features] int8 within
+    ±127, and scales [num_tokens, 1]; ``x ≈ codes · scales``.
 
     A row that isn't finite gets zeros and the scale NaN.
     """
@@ -161,7 +173,9 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pack_float(weight: Tensor) -> FloatWeight:
-    """Bring a float32 weight [out_features, in_features] into the order that oneDNN reads fastest for few rows; the given tensor isn't kept."""
+    """Bring a float32 weight [out_features, in_features] into the order that oneDNN reads fastest
+    for few rows; the given tensor isn't kept.
+    """
     weight = weight.detach()
     if weight.dtype != torch.float32:
         raise ShapeMismatch(f"the weight is {weight.dtype}; it must be float32")
@@ -177,10 +191,12 @@ _BLOCK_ROWS = (64, 48, 32)
 
 
 def blocks_in_place(packed: FloatWeight, weight: Tensor) -> Tensor | None:
-    """Return a packed weight's own memory as blocks of its rows, each transposed: [num_blocks, in_features, rows of a block] float32; None where it is in another order.
+    """Return a packed weight's own memory as blocks of its rows, each transposed: [num_blocks,
+    in_features, rows of a block] float32; None where it is in another order.
 
-    oneDNN gives back whole matrices only, in new memory. It doesn't say in which order it keeps them; on machines with AVX2 or AVX512 so many rows are side by side, and whether they
-    are is seen by comparing all of them. Valid as long as `packed`.
+    oneDNN gives back whole matrices only, in new memory. It doesn't say in which order it keeps
+    them; on machines with AVX2 or AVX512 so many rows are side by side, and whether they are is
+    seen by comparing all of them. Valid as long as `packed`.
 
     Args:
         weight: what was packed.
@@ -201,7 +217,9 @@ def blocks_in_place(packed: FloatWeight, weight: Tensor) -> Tensor | None:
 
 
 def float_linear(x: Tensor, weight: FloatWeight, bias: Tensor | None = None) -> Tensor:
-    """Return ``x W^T + bias``, [num_tokens, out_features] float32. With oneDNN a row's bits don't depend on the other rows.
+    """Return ``x W^T + bias``, [num_tokens, out_features] float32.
+
+    With oneDNN a row's bits don't depend on the other rows.
 
     Args:
         x: [num_tokens, in_features] float32.
@@ -225,7 +243,8 @@ class HalfWeight:
 
     Attributes:
         packed: oneDNN's tensor, fbgemm's object, a `decoded.DecodedWeight`, or the weight as it is.
-        kernel: ``onednn``, ``numba`` or ``torch`` for bfloat16, ``numba`` or ``fbgemm`` for float16.
+        kernel: ``onednn``, ``numba`` or ``torch`` for bfloat16, ``numba`` or ``fbgemm`` for
+            float16.
         in_features, out_features: of the linear.
     """
 
@@ -240,7 +259,8 @@ class HalfWeight:
 
 
 def pack_half(weight: Tensor, dtype: torch.dtype, kernel: str) -> HalfWeight:
-    """Bring a weight [out_features, in_features] into the order that its kernel reads, in bfloat16 or float16; the given tensor isn't kept.
+    """Bring a weight [out_features, in_features] into the order that its kernel reads, in bfloat16
+    or float16; the given tensor isn't kept.
 
     A weight beyond float16's range, which no model is known to have, is the largest there is.
     """
@@ -249,7 +269,8 @@ def pack_half(weight: Tensor, dtype: torch.dtype, kernel: str) -> HalfWeight:
     packed: Any
     if kernel == "fbgemm":
         with warnings.catch_warnings():
-            # torch announces that its eager quantization moves to torchao one day, and warns of weights beyond the range
+            # torch announces that its eager quantization moves to torchao one day, and warns of
+            # weights beyond the range
             warnings.simplefilter("ignore", UserWarning)
             packed = torch.ops.quantized.linear_prepack_fp16(weight.float(), None)
     else:
@@ -264,7 +285,9 @@ def pack_half(weight: Tensor, dtype: torch.dtype, kernel: str) -> HalfWeight:
 
 
 def half_linear(x: Tensor, weight: HalfWeight, bias: Tensor | None = None) -> Tensor:
-    """Return ``x W^T + bias``, [num_tokens, out_features] float32. With numba a row's bits don't depend on the other rows.
+    """Return ``x W^T + bias``, [num_tokens, out_features] float32.
+
+    With numba a row's bits don't depend on the other rows.
 
     oneDNN and torch round x, the bias and the result to bfloat16; numba rounds nothing.
 
@@ -330,7 +353,8 @@ def _check(x: Tensor, in_features: int) -> None:
 
 def _pack_fbgemm(codes: Tensor, scales: Tensor) -> Any:
     with warnings.catch_warnings():
-        # torch announces at the first call that its eager quantization moves to torchao one day. There's no other way yet to make the tensor that fbgemm packs;
+        # torch announces at the first call that its eager quantization moves to torchao one day.
+        # There's no other way yet to make the tensor that fbgemm packs;
         # constraints.txt and the range in pyproject.toml hold the versions where this works.
         warnings.filterwarnings(
             "ignore", message="torch.quantize_per_tensor, torch.quantize_per_channel", category=UserWarning
@@ -367,10 +391,12 @@ _HEIGHT_STEP = 16
 
 
 def _with_few_heights(x: Tensor) -> Tensor:
-    """Return x with rows of zeros added, fewer than `_HEIGHT_STEP`, where it has more rows than that.
+    """Return x with rows of zeros added, fewer than `_HEIGHT_STEP`, where it has more rows than
+    that.
 
-    oneDNN compiles a product for each number of rows that it meets (1 to 8 ms) and keeps a thousand of them, up to 0.7 MiB each: with some hundred
-    numbers of rows the process grew by hundreds of MiB over its first hours, with tens it stays level.
+    oneDNN compiles a product for each number of rows that it meets (1 to 8 ms) and keeps a thousand
+    of them, up to 0.7 MiB each: with some hundred numbers of rows the process grew by hundreds of
+    MiB over its first hours, with tens it stays level.
     """
     num_more = -x.shape[0] % _HEIGHT_STEP if x.shape[0] > _HEIGHT_STEP else 0
     return F.pad(x, (0, 0, 0, num_more)) if num_more else x
@@ -382,7 +408,9 @@ def _zero_points(out_features: int) -> Tensor:
 
 
 def _unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each row divided by its largest magnitude, and that magnitude, [num_tokens, 1]; zeros and NaN for a row that isn't finite."""
+    """Return each row divided by its largest magnitude, and that magnitude, [num_tokens, 1]; zeros
+    and NaN for a row that isn't finite.
+    """
     top = x.abs().amax(1, keepdim=True)
     is_finite = torch.isfinite(top)
     units = torch.where(is_finite & (top > 1e-36), x / top, 0.0)

@@ -1,7 +1,10 @@
-"""Linears on the CPU whose weights stay in 4 bits, in fp8 or in int8, and whose activations stay float32.
+"""Linears on the CPU whose weights stay in 4 bits, in fp8 or in int8, and whose activations stay
+float32.
 
-With numba the codes are decoded in registers while they're multiplied (`decoded`): reading fewer bytes than float32, as fast or faster. Without it weights are
-widened to float32 a few output channels at a time, which costs a core a few nanoseconds for each weight in each step, however few the rows.
+With numba the codes are decoded in registers while they're multiplied (`decoded`): reading fewer
+bytes than float32, as fast or faster. Without it weights are widened to float32 a few output
+channels at a time, which costs a core a few nanoseconds for each weight in each step, however few
+the rows.
 """
 
 from __future__ import annotations
@@ -20,12 +23,16 @@ from loraserve_kernels.cpu.linear.widen import widen
 from loraserve_kernels.errors import ShapeMismatch
 
 _BLOCK_WEIGHTS = 1 << 20
-"""Number of weights that are wide at a time: 4 MiB, twice (oneDNN has an order of its own), and half of that for indices."""
+"""Number of weights that are wide at a time: 4 MiB, twice (oneDNN has an order of its own), and
+half of that for indices.
+"""
 
 _CHANNEL_MULTIPLE = 16
 
 _ROWS_WEIGHTS = 1 << 18
-"""Elements of a weight's rows that are float32 at a time: 1 MiB, memory that the allocator has at hand."""
+"""Elements of a weight's rows that are float32 at a time: 1 MiB, memory that the allocator has at
+hand.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +40,8 @@ class PackedWeight:
     """A linear's weight in one of `quantized.FORMATS`, cut into blocks of output channels.
 
     Attributes:
-        blocks: in order, none with more than about a million weights; empty where `decoded` is there.
+        blocks: in order, none with more than about a million weights; empty where `decoded` is
+            there.
         decoded: in the order of numba's kernel; None: the kernel is ``widened``.
         format: one of `quantized.FORMATS`.
         in_features, out_features: of the linear.
@@ -73,7 +81,9 @@ class PackedWeight:
 
 
 def pack_quantized(weight: QuantizedWeight, kernel: str) -> PackedWeight:
-    """Bring a weight into the order that its kernel reads. ``widened`` takes blocks of its codes, which aren't copied.
+    """Bring a weight into the order that its kernel reads.
+
+    ``widened`` takes blocks of its codes, which aren't copied.
 
     Args:
         kernel: ``numba`` or ``widened``. What numba's kernel can't decode, NaN in fp8, is widened.
@@ -90,7 +100,10 @@ def pack_quantized(weight: QuantizedWeight, kernel: str) -> PackedWeight:
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """Return ``x W^T + bias``, [num_tokens, out_features] float32, W as `QuantizedWeight.dequantize` gives it. A row's bits don't depend on the other rows (widened: with oneDNN).
+    """Return ``x W^T + bias``, [num_tokens, out_features] float32, W as
+    `QuantizedWeight.dequantize` gives it.
+
+    A row's bits don't depend on the other rows (widened: with oneDNN).
 
     Args:
         x: [num_tokens, in_features] float32.

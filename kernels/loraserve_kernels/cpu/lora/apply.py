@@ -1,4 +1,6 @@
-"""LoRA on the CPU: one compiled launch for all segments of a step where numba is installed, PyTorch segment by segment otherwise."""
+"""LoRA on the CPU: one compiled launch for all segments of a step where numba is installed, PyTorch
+segment by segment otherwise.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ _WIDENED_WEIGHTS = 1 << 22
 
 
 def apply_lora(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: int, bias: Tensor | None = None) -> None:
-    """`launch.apply_lora` by the fastest way that this machine has. Tensors are taken as checked."""
+    """`launch.apply_lora` by the fastest way that this machine has.
+
+    Tensors are taken as checked.
+    """
     if HAS_NUMBA:
         _apply_lora_numba(x, y, plan, site, layer, bias)
     else:
@@ -36,7 +41,10 @@ def apply_lora(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: int, bias
 
 
 def apply_embedding_lora(token_ids: Tensor, y: Tensor, plan: LoraPlan) -> None:
-    """`launch.apply_embedding_lora` by the fastest way that this machine has. Tensors are taken as checked."""
+    """`launch.apply_embedding_lora` by the fastest way that this machine has.
+
+    Tensors are taken as checked.
+    """
     if HAS_NUMBA:
         _apply_lora_numba(token_ids[:, None], y, plan, "embed", 0, None)
     else:
@@ -110,7 +118,9 @@ class _Kernel:
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """Launch of a step's adapters of one dtype, for all layers: the argument block, filled but for pointers and layer."""
+    """Launch of a step's adapters of one dtype, for all layers: the argument block, filled but for
+    pointers and layer.
+    """
 
     kernel: _Kernel
     args: npt.NDArray[np.int64]
@@ -120,7 +130,9 @@ class _Launch:
 
 @dataclass(frozen=True, slots=True)
 class _SiteLaunches:
-    """A plan's launches at a site, one for each dtype; they share scratch memory, since they run one after the other."""
+    """A plan's launches at a site, one for each dtype; they share scratch memory, since they run
+    one after the other.
+    """
 
     launches: tuple[_Launch, ...]
     scratch: npt.NDArray[np.float32]

@@ -1,12 +1,15 @@
 """All that a step's adapters change at a site, in one launch, compiled by numba.
 
-Two phases, shared out among the threads in small tasks by one atomic counter. Shrink: ``scratch[t, r] = A[r] · x[t]`` for the ranks of all the site's slices,
-a task being some ranks for some rows; and where an adapter has rows of its own in W, ``y[t, id] = W'[id] · x[t] + bias``, a task being some ids for some rows. Expand:
-``y[t, n] += Σ_r scaling · scratch[t, r] · B[r, n]``, then ``y += δ · (y − bias)``, then ``y += shift``, a task being some columns for some rows. Weights are read in the
-dtype that they're stored in, once per 32 rows, and widened in registers; sums are float32.
+Two phases, shared out among the threads in small tasks by one atomic counter. Shrink: ``scratch[t,
+r] = A[r] · x[t]`` for the ranks of all the site's slices, a task being some ranks for some rows;
+and where an adapter has rows of its own in W, ``y[t, id] = W'[id] · x[t] + bias``, a task being
+some ids for some rows. Expand: ``y[t, n] += Σ_r scaling · scratch[t, r] · B[r, n]``, then ``y += δ
+· (y − bias)``, then ``y += shift``, a task being some columns for some rows. Weights are read in
+the dtype that they're stored in, once per 32 rows, and widened in registers; sums are float32.
 
-A row's result is the same bits whatever shares its batch, prompts cut into chunks or not: each dot product is one vector accumulator over k in ascending order, each output adds its ranks
-in ascending order, and neither depends on the number of rows, segments or threads.
+A row's result is the same bits whatever shares its batch, prompts cut into chunks or not: each dot
+product is one vector accumulator over k in ascending order, each output adds its ranks in ascending
+order, and neither depends on the number of rows, segments or threads.
 """
 
 from __future__ import annotations
@@ -84,7 +87,10 @@ F32_BYTES = I32_BYTES = 4
 
 @numba.njit(inline="never")
 def _shrink(x, x_stride, num_rows, data, a, num_ranks, width, scratch, scratch_stride, kind):  # type: ignore[no-untyped-def]
-    """Write the dot products of `num_rows` rows of x with `num_ranks` rows of A. Four ranks at a time, and two rows where there are two."""
+    """Write the dot products of `num_rows` rows of x with `num_ranks` rows of A.
+
+    Four ranks at a time, and two rows where there are two.
+    """
     whole = width // LANES * LANES
     rank = 0
     while rank < num_ranks:
@@ -149,7 +155,9 @@ def _gather(token_ids, stride, num_rows, data, a, num_ranks, width, scratch, scr
 
 @numba.njit(inline="never")
 def _scatter(y, y_stride, num_rows, tile, ids, num_ids, scales, bias):  # type: ignore[no-untyped-def]
-    """Write ``scale · tile + bias`` to columns `ids` of `num_rows` rows of y; no scales are ones, no bias is none."""
+    """Write ``scale · tile + bias`` to columns `ids` of `num_rows` rows of y; no scales are ones,
+    no bias is none.
+    """
     for i in range(num_ids):
         column = load_int32(ids, i)
         scale, added = np.float32(1), np.float32(0)
@@ -231,7 +239,11 @@ def _scale(y, y_stride, num_rows, delta, bias, width):  # type: ignore[no-untype
 
 @numba.njit(inline="never")
 def _expand(y, y_stride, num_rows, scratch, scratch_stride, scalings, data, b, b_stride, num_ranks, width, kind):  # type: ignore[no-untyped-def]
-    """Add ``Σ_r scalings[r] · scratch[row, r] · B[r, n]`` to `width` columns of `num_rows` rows of y, ranks in ascending order. Four ranks at a time."""
+    """Add ``Σ_r scalings[r] · scratch[row, r] · B[r, n]`` to `width` columns of `num_rows` rows of
+    y, ranks in ascending order.
+
+    Four ranks at a time.
+    """
     whole = width // LANES * LANES
     rank = 0
     while rank < num_ranks:
@@ -371,7 +383,8 @@ def _apply(args, kind):  # type: ignore[no-untyped-def]
                         claimed = fetch_add(args, 1)
                     task += 1
                 column_start += width
-    # expand reads what any thread has shrunk. No shrink task waits for another, so this ends whatever the number of threads.
+    # expand reads what any thread has shrunk. No shrink task waits for another, so this ends
+    # whatever the number of threads.
     while fetch_add(finished, 0) < task:
         pause()
     for s in range(num_segments):
@@ -415,7 +428,8 @@ def _apply(args, kind):  # type: ignore[no-untyped-def]
                 rank_start += num_ranks
 
 
-# One entry for each element type, each with a name of its own: numba resolves machine code from its cache by name, and two closures of one name would
+# One entry for each element type, each with a name of its own: numba resolves machine code from its
+# cache by name, and two closures of one name would
 # answer for each other. Each closes over the stamp (see `simd.STAMP`), which changes with a record's words too.
 _RECORD = (RANK, A, B, SCALINGS, DELTA, SHIFT, NUM_ROWS, ROWS, ROW_IDS, ROW_SCALES, RECORD_WORDS)
 _STAMP = zlib.crc32(repr((STAMP, _RECORD)).encode())

@@ -1,11 +1,15 @@
-"""Layout of an adapter in a CPU's memory: every module of it in one contiguous buffer, nothing padded to a common rank.
+"""Layout of an adapter in a CPU's memory: every module of it in one contiguous buffer, nothing
+padded to a common rank.
 
-For each layer, for each site, in the order of `SITES`: the A matrices of the site's slices ([r, in], a row per rank), one after the
-other, so that a site's shrink is one matrix of [sum of ranks, in]; then the B matrices, transposed to [r, out], a row per rank as well; then the rows that stand in
-the place of the base's. Each of these regions starts at a multiple of `ALIGN_ELEMENTS`; the gaps are zero. What is always float32 lies in a buffer of its own: a
-number of each rank, the rows δ and shift, and where weights are int8 a scale of each replaced row.
+For each layer, for each site, in the order of `SITES`: the A matrices of the site's slices ([r,
+in], a row per rank), one after the other, so that a site's shrink is one matrix of [sum of ranks,
+in]; then the B matrices, transposed to [r, out], a row per rank as well; then the rows that stand
+in the place of the base's. Each of these regions starts at a multiple of `ALIGN_ELEMENTS`; the gaps
+are zero. What is always float32 lies in a buffer of its own: a number of each rank, the rows δ and
+shift, and where weights are int8 a scale of each replaced row.
 
-The head and the embedding belong to no layer. Their records stand in layer 0; the other layers' are empty.
+The head and the embedding belong to no layer. Their records stand in layer 0; the other layers' are
+empty.
 """
 
 from __future__ import annotations
@@ -62,7 +66,9 @@ __all__ = [
 _INT8_MAX = 127
 _OWN_PAGES_BYTES = 1 << 20
 _CHUNK_ELEMENTS = 1 << 22
-"""Rows are rounded to int8 so many weights at a time: a float32 copy of a whole head would take gigabytes."""
+"""Rows are rounded to int8 so many weights at a time: a float32 copy of a whole head would take
+gigabytes.
+"""
 
 
 def packed_num_bytes(
@@ -91,14 +97,17 @@ def pack_adapter(
     dtype: torch.dtype,
     norms: Sequence[ReplacedNorm] = (),
 ) -> PackedAdapter:
-    """Copy an adapter's matrices into new buffers; gaps are zero. It uses the caller's thread alone.
+    """Copy an adapter's matrices into new buffers; gaps are zero.
+
+    It uses the caller's thread alone.
 
     Args:
         modules: any subset of layers and modules, in any order, with any ranks.
         num_layers: the base's.
-        module_shapes: module → (out_features, in_features) of the base; it may lack modules that the adapter lacks too.
-        dtype: what the weights are stored in. int8: each rank's row of A and of B and each replaced row is rounded, with a scale of its own; the rest is
-            float32 always.
+        module_shapes: module → (out_features, in_features) of the base; it may lack modules that
+            the adapter lacks too.
+        dtype: what the weights are stored in. int8: each rank's row of A and of B and each replaced
+            row is rounded, with a scale of its own; the rest is float32 always.
         norms: in any order.
 
     Raises:
@@ -127,8 +136,10 @@ def pack_adapter(
 def _zeros(size: int, dtype: torch.dtype) -> Tensor:
     """Return zeros in memory of their own.
 
-    Large ones are the system's fresh pages, which aren't zeroed once more, huge ones where it has them, and given back whole when the last view goes: an allocator that keeps
-    pieces of them held a third more memory than the adapters. Of 8 MB, 1.3 ms instead of 3.3; and a step of 32 sequences, each with such an adapter, takes a fifteenth less.
+    Large ones are the system's fresh pages, which aren't zeroed once more, huge ones where it has
+    them, and given back whole when the last view goes: an allocator that keeps pieces of them held
+    a third more memory than the adapters. Of 8 MB, 1.3 ms instead of 3.3; and a step of 32
+    sequences, each with such an adapter, takes a fifteenth less.
     """
     num_bytes = size * dtype.itemsize
     if num_bytes < _OWN_PAGES_BYTES:

@@ -1,8 +1,13 @@
-"""Paged attention: rows over the cached keys of their sequence, and the sum over the splits of a row's keys. Triton kernels.
+"""Paged attention: rows over the cached keys of their sequence, and the sum over the splits of a
+row's keys.
 
-A fixed grid of programs takes (item, group of query heads) pairs until the device-side count is reached. The query heads that share a KV head are rows of one
-tile, so that a key is read once for all of them. Tiles of keys start at multiples of `BLOCK_N`, and a tile that a row sees nothing of leaves its sums
-as they are: a row's bits depend on its position and on the number of splits alone. The interpreter shows no races; nor is this measured on a GPU yet.
+Triton kernels.
+
+A fixed grid of programs takes (item, group of query heads) pairs until the device-side count is
+reached. The query heads that share a KV head are rows of one tile, so that a key is read once for
+all of them. Tiles of keys start at multiples of `BLOCK_N`, and a tile that a row sees nothing of
+leaves its sums as they are: a row's bits depend on its position and on the number of splits alone.
+The interpreter shows no races; nor is this measured on a GPU yet.
 """
 
 from __future__ import annotations

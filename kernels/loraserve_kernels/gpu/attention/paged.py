@@ -1,6 +1,9 @@
-"""Paged attention on a GPU: decode rows and prefill chunks in one call. Needs Triton; nothing that runs on a CPU imports this module.
+"""Paged attention on a GPU: decode rows and prefill chunks in one call.
 
-With ``TRITON_INTERPRET=1`` in the environment before Triton's first import, `paged_attention` runs the kernels on CPU tensors, slowly: for tests.
+Needs Triton; nothing that runs on a CPU imports this module.
+
+With ``TRITON_INTERPRET=1`` in the environment before Triton's first import, `paged_attention` runs
+the kernels on CPU tensors, slowly: for tests.
 """
 
 from __future__ import annotations
@@ -34,7 +37,10 @@ COMBINE_SPLITS = 16
 
 @dataclass(frozen=True, slots=True)
 class AttendConfig:
-    """Tile sizes of the kernel for a head_dim. Chosen by reasoning about bytes in flight and by reading compiled code; not measured."""
+    """Tile sizes of the kernel for a head_dim.
+
+    Chosen by reasoning about bytes in flight and by reading compiled code; not measured.
+    """
 
     block_m: int
     block_n: int
@@ -43,13 +49,17 @@ class AttendConfig:
 
 
 def decode_config(head_dim: int, group: int) -> AttendConfig:
-    """Return the tiles for sequences of a single row: 16 query heads, 32 where a group is larger, and 8 KiB of keys at a time, two times ahead: with 16 heads of up to
-    128 four programs fit on a multiprocessor of either generation."""
+    """Return the tiles for sequences of a single row: 16 query heads, 32 where a group is larger,
+    and 8 KiB of keys at a time, two times ahead: with 16 heads of up to 128 four programs fit on a
+    multiprocessor of either generation.
+    """
     return AttendConfig(16 if group <= 16 else 32, max(16, min(64, 4096 // triton.next_power_of_2(head_dim))), 4, 3)
 
 
 def chunk_config(head_dim: int) -> AttendConfig:
-    """Return the tiles for a chunk's rows: twice the keys at a time, so that the four warps meet half as often, and two programs on a multiprocessor."""
+    """Return the tiles for a chunk's rows: twice the keys at a time, so that the four warps meet
+    half as often, and two programs on a multiprocessor.
+    """
     return AttendConfig(CHUNK_BLOCK_M, max(16, min(64, 8192 // triton.next_power_of_2(head_dim))), 4, 3)
 
 
@@ -64,26 +74,35 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
 ) -> None:
-    """Write to `out` each row's causal attention over its sequence's cached keys; rows of sequences without context become zeros.
+    """Write to `out` each row's causal attention over its sequence's cached keys; rows of sequences
+    without context become zeros.
 
-    The rows of a sequence are its last ones: row j of m stands at position ``context_len - m + j`` and sees the positions up to its own; with
-    `sliding_window` w, its own and the w − 1 before it. Slots past a context aren't read, nor are rows past the plan's read or written. A row's bits
-    don't depend on what shares its step, nor on which rows of its own sequence do; they may on whether any does, since a sequence's only row has its keys split.
+    The rows of a sequence are its last ones: row j of m stands at position ``context_len - m + j``
+    and sees the positions up to its own; with `sliding_window` w, its own and the w − 1 before it.
+    Slots past a context aren't read, nor are rows past the plan's read or written. A row's bits
+    don't depend on what shares its step, nor on which rows of its own sequence do; they may on
+    whether any does, since a sequence's only row has its keys split.
 
-    Up to three launches, no synchronisation, no allocation. A step that `is_decode_only` may be captured in a CUDA graph and replayed after any later fill
-    with as many rows, each a sequence's only one.
+    Up to three launches, no synchronisation, no allocation. A step that `is_decode_only` may be
+    captured in a CUDA graph and replayed after any later fill with as many rows, each a sequence's
+    only one.
 
     Args:
-        q, out: [at least num_tokens, num_heads, head_dim] bfloat16 or float16; the heads of a row side by side, any stride between rows.
-        k_cache, v_cache: one layer's, [num_blocks, num_kv_heads, block_size, head_dim], q's dtype, each block contiguous, any stride between blocks.
+        q, out: [at least num_tokens, num_heads, head_dim] bfloat16 or float16; the heads of a row
+            side by side, any stride between rows.
+        k_cache, v_cache: one layer's, [num_blocks, num_kv_heads, block_size, head_dim], q's dtype,
+            each block contiguous, any stride between blocks.
         plan: the step's.
         scale: what the products are multiplied with, usually head_dim ** -0.5.
-        soft_cap: what the scaled products are softly kept below, above 0: ``soft_cap * tanh(score / soft_cap)``; None: they aren't.
+        soft_cap: what the scaled products are softly kept below, above 0: ``soft_cap * tanh(score /
+            soft_cap)``; None: they aren't.
 
     Raises:
-        ShapeMismatch: q, out, the cache and the plan disagree on shapes, dtypes, strides or devices.
+        ShapeMismatch: q, out, the cache and the plan disagree on shapes, dtypes, strides or
+            devices.
 
-    Source: FlashAttention-2's online softmax (arXiv:2307.08691) over the paged cache of PagedAttention (arXiv:2309.06180), split as in Flash-Decoding.
+    Source: FlashAttention-2's online softmax (arXiv:2307.08691) over the paged cache of
+    PagedAttention (arXiv:2309.06180), split as in Flash-Decoding.
     """
     _check(q, k_cache, v_cache, plan, out, sliding_window)
     group, head_dim = plan.num_heads // plan.num_kv_heads, plan.head_dim

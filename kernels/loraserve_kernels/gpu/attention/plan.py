@@ -1,15 +1,19 @@
-"""Plan of a step's attention as the GPU's kernels read it: one buffer at one address, filled once a step for all layers.
+"""Plan of a step's attention as the GPU's kernels read it: one buffer at one address, filled once a
+step for all layers.
 
-The buffer is int32. Its first `HEADER` numbers say where its parts start (in elements of the buffer) and how long they are; kernels read them there, so one
-captured CUDA graph serves every mix of context lengths. The parts:
+The buffer is int32. Its first `HEADER` numbers say where its parts start (in elements of the
+buffer) and how long they are; kernels read them there, so one captured CUDA graph serves every mix
+of context lengths. The parts:
 
     items          eight numbers each: row0, num_rows, position of row0, sequence, split, num_splits, 0, 0
-                   decode items come first: one split of the keys of a sequence that has a single row; then tiles: up to `tile_rows` rows of a chunk
+                   decode items come first: one split of the keys of a sequence that has a single
+                   row; then tiles: up to `tile_rows` rows of a chunk
     rows           four numbers for each sequence with a single row: row0, its first item, num_splits, 0
     tables         [num_seqs, table_width] block tables, no wider than the step's longest context needs
 
-A sequence with a single row has its keys cut into splits that different programs attend to: how many depends on its own context alone (`num_splits`), and so
-do the bits of its row. Item i leaves its part at place i of `partials` and `lse`; a row with one split needs neither.
+A sequence with a single row has its keys cut into splits that different programs attend to: how
+many depends on its own context alone (`num_splits`), and so do the bits of its row. Item i leaves
+its part at place i of `partials` and `lse`; a row with one split needs neither.
 """
 
 from __future__ import annotations
@@ -27,35 +31,51 @@ NUM_DECODE_ITEMS, NUM_ITEMS, ITEMS_AT, NUM_ROWS, ROWS_AT, TABLES_AT, TABLE_WIDTH
 ITEM = 8
 ROW = 4
 CHUNK_BLOCK_M = 32
-"""Query heads of a tile of a chunk. From 64 on, tensor cores of sm_90 would take the weights that were just computed from registers, which some versions of
-the compiler get wrong."""
+"""Query heads of a tile of a chunk.
+
+From 64 on, tensor cores of sm_90 would take the weights that were just computed from registers,
+which some versions of the compiler get wrong.
+"""
 
 MIN_SPLIT = 256
-"""Keys. A shorter split would write and read again more than a fortieth of what it reads of the cache, with four heads to a group."""
+"""Keys.
+
+A shorter split would write and read again more than a fortieth of what it reads of the cache, with
+four heads to a group.
+"""
 
 
 def max_splits(num_kv_heads: int) -> int:
-    """Return the most parts that a long context is cut into: so many that the splits of one sequence keep about a hundred multiprocessors busy."""
+    """Return the most parts that a long context is cut into: so many that the splits of one
+    sequence keep about a hundred multiprocessors busy.
+    """
     return min(64, max(16, 128 // num_kv_heads // 16 * 16))
 
 
 def tile_rows(num_heads: int, num_kv_heads: int) -> int:
-    """Return the number of a chunk's rows in a tile: as many as have their query heads of one KV head fit in, 1 where a group alone fills it."""
+    """Return the number of a chunk's rows in a tile: as many as have their query heads of one KV
+    head fit in, 1 where a group alone fills it.
+    """
     return max(1, CHUNK_BLOCK_M // (num_heads // num_kv_heads))
 
 
 class GpuAttentionPlan:
-    """Sequences of a step, and the scratch memory between the splits of a sequence. Addresses are fixed for the plan's life; one step at a time.
+    """Sequences of a step, and the scratch memory between the splits of a sequence.
+
+    Addresses are fixed for the plan's life; one step at a time.
 
     Attributes:
         num_tokens: rows of the step that was filled in last; 0 before.
         num_seqs: its sequences, those without rows included.
-        num_decode_rows: sequences with a single row, whatever their context; the others' rows are in tiles.
+        num_decode_rows: sequences with a single row, whatever their context; the others' rows are
+            in tiles.
         is_decode_only: every sequence has at most one row.
         max_query_len: the most rows of a sequence in this step.
         buffer: int32, on the device; see the module's docstring.
-        partials: [items, num_heads, head_dim] float32, on the device: what each split alone would answer.
-        lse: [items, num_heads] float32, on the device: the binary logarithm of its sum of exponentials; −inf where it has no keys.
+        partials: [items, num_heads, head_dim] float32, on the device: what each split alone would
+            answer.
+        lse: [items, num_heads] float32, on the device: the binary logarithm of its sum of
+            exponentials; −inf where it has no keys.
     """
 
     def __init__(
@@ -70,7 +90,8 @@ class GpuAttentionPlan:
         max_model_len: int,
         device: torch.device,
     ) -> None:
-        """Allocate for the largest step: buffers in the host's memory (pinned beside a GPU) and on the device.
+        """Allocate for the largest step: buffers in the host's memory (pinned beside a GPU) and on
+        the device.
 
         Raises:
             InvalidPlan: heads that don't form groups, or a head_dim that the kernels don't have.
@@ -112,7 +133,9 @@ class GpuAttentionPlan:
         return sum(t.numel() * t.element_size() for t in (self.buffer, self.partials, self.lse))
 
     def num_splits(self, context_lens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Into how many parts the keys of a sequence with a single row are cut: 0 without context, else by its own length alone."""
+        """Into how many parts the keys of a sequence with a single row are cut: 0 without context,
+        else by its own length alone.
+        """
         split = np.maximum(MIN_SPLIT, -(-context_lens // self.max_splits))
         return -(-context_lens // split)
 
@@ -124,17 +147,22 @@ class GpuAttentionPlan:
     ) -> None:
         """Describe the next step and send it to the device in one copy.
 
-        The rows of a sequence are its last ones: row j of m stands at position ``context_len - m + j``. A sequence without context has one row at most, whose
-        answer is zeros. The copy doesn't wait: the copy of the fill before last must be done, as it is when that step's result is known.
+        The rows of a sequence are its last ones: row j of m stands at position ``context_len - m +
+        j``. A sequence without context has one row at most, whose answer is zeros. The copy doesn't
+        wait: the copy of the fill before last must be done, as it is when that step's result is
+        known.
 
         Args:
-            query_starts: [num_seqs + 1], the first 0: sequence i has rows ``query_starts[i]:query_starts[i + 1]``.
+            query_starts: [num_seqs + 1], the first 0: sequence i has rows
+                ``query_starts[i]:query_starts[i + 1]``.
             context_lens: [num_seqs]: cached tokens of the sequence, its own rows included.
-            block_tables: [num_seqs, at least as many as the longest context's blocks]; numbers past a context's end aren't used. Which blocks
-                there are isn't known here: nothing checks the numbers.
+            block_tables: [num_seqs, at least as many as the longest context's blocks]; numbers past
+                a context's end aren't used. Which blocks there are isn't known here: nothing checks
+                the numbers.
 
         Raises:
-            InvalidPlan: sequences that contradict each other or exceed what the plan was made for; the last step stands.
+            InvalidPlan: sequences that contradict each other or exceed what the plan was made for;
+                the last step stands.
         """
         starts, contexts = query_starts.astype(np.int64), context_lens.astype(np.int64)
         num_seqs = len(contexts)
@@ -215,7 +243,10 @@ class GpuAttentionPlan:
 
     @property
     def device_block_tables(self) -> torch.Tensor:
-        """[num_seqs, the longest context's blocks] int32, on the device. Its address and width change with the step."""
+        """[num_seqs, the longest context's blocks] int32, on the device.
+
+        Its address and width change with the step.
+        """
         shape = (self.num_seqs, self.table_width)
         return self.buffer[self._tables_at : self._tables_at + shape[0] * shape[1]].view(shape)
 

@@ -1,8 +1,12 @@
-"""A linear for up to 64 rows: every weight is read once, at the pace of memory. A Triton kernel, and its parts.
+"""A linear for up to 64 rows: every weight is read once, at the pace of memory.
 
-Work is cut into tiles of output columns and K into `SPLIT_K` parts, both fixed by the weight's shape. With several parts each leaves its sums in a plane of
-its own; the last to arrive at a tile adds the planes in their order, whoever it is. So the sum of an output is formed in one order, whatever the number of rows: by
-steps of one tensor core instruction along a part, then over parts. Row tiles are 16 or 32 high, since instructions for 64 rows add in another order.
+A Triton kernel, and its parts.
+
+Work is cut into tiles of output columns and K into `SPLIT_K` parts, both fixed by the weight's
+shape. With several parts each leaves its sums in a plane of its own; the last to arrive at a tile
+adds the planes in their order, whoever it is. So the sum of an output is formed in one order,
+whatever the number of rows: by steps of one tensor core instruction along a part, then over parts.
+Row tiles are 16 or 32 high, since instructions for 64 rows add in another order.
 """
 
 from __future__ import annotations
@@ -107,7 +111,9 @@ def part_of_sums(  # type: ignore[no-untyped-def]
     NUM_STAGES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """The sums of one part of K for a tile's columns, [BLOCK_M, BLOCK_N] for each of two row tiles; a channel's own scale isn't in yet."""
+    """The sums of one part of K for a tile's columns, [BLOCK_M, BLOCK_N] for each of two row tiles;
+    a channel's own scale isn't in yet.
+    """
     IS_PACKED: tl.constexpr = FORMAT == "int4" or FORMAT == "nf4"
     PER_BYTE: tl.constexpr = 2 if IS_PACKED else 1
     WIDTH: tl.constexpr = GROUP // PER_BYTE
@@ -203,7 +209,9 @@ def store_part(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def arrive(counter_ptr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Whether this program is the last of so many; what the others stored before they arrived can then be read past the nearest cache."""
+    """Whether this program is the last of so many; what the others stored before they arrived can
+    then be read past the nearest cache.
+    """
     # all threads' stores come before the arrival, and the last arrival comes before all threads' loads
     tl.debug_barrier()
     is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == PARTS - 1

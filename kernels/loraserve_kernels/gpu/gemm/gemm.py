@@ -1,9 +1,15 @@
-"""A linear on a GPU with its weight as it is stored, quantized or not: one entry for any number of rows. Needs Triton.
+"""A linear on a GPU with its weight as it is stored, quantized or not: one entry for any number of
+rows.
 
-Up to `MAX_DECODE_ROWS` rows, one kernel reads each weight once and a row's bits depend on that row alone. Above, tiles of the weight are unpacked on their way to the tensor
-cores, and a row's bits depend on the row alone again, but aren't those of the first kernel; a weight that isn't quantized goes to the vendor's library there.
+Needs Triton.
 
-With ``TRITON_INTERPRET=1`` in the environment before Triton's first import, the kernels run on CPU tensors, slowly: for tests.
+Up to `MAX_DECODE_ROWS` rows, one kernel reads each weight once and a row's bits depend on that row
+alone. Above, tiles of the weight are unpacked on their way to the tensor cores, and a row's bits
+depend on the row alone again, but aren't those of the first kernel; a weight that isn't quantized
+goes to the vendor's library there.
+
+With ``TRITON_INTERPRET=1`` in the environment before Triton's first import, the kernels run on CPU
+tensors, slowly: for tests.
 """
 
 from __future__ import annotations
@@ -36,7 +42,10 @@ _MAX_TILES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """Tile sizes of the kernel for few rows. Chosen by reasoning about bytes in flight and by reading compiled code; not measured."""
+    """Tile sizes of the kernel for few rows.
+
+    Chosen by reasoning about bytes in flight and by reading compiled code; not measured.
+    """
 
     block_m: int
     halves: int
@@ -68,11 +77,16 @@ DECODE_CONFIGS: dict[int, DecodeConfig] = {
 PREFILL_CONFIG = PrefillConfig(128, 128, 64, 8, 8, 3)
 
 BLOCK_K: dict[str, int] = {"plain": 64, "int8": 128, "fp8": 128, "int4": 128, "nf4": 128}
-"""Inputs for each step of the decode kernel's pipeline. Part of the order of additions, so the same for any number of rows."""
+"""Inputs for each step of the decode kernel's pipeline.
+
+Part of the order of additions, so the same for any number of rows.
+"""
 
 
 def split_k(out_features: int, in_features: int) -> int:
-    """Return the number of parts that a row's sum is cut into by the kernel for few rows: fixed by the weight's shape."""
+    """Return the number of parts that a row's sum is cut into by the kernel for few rows: fixed by
+    the weight's shape.
+    """
     tiles, parts = -(-out_features // _COLUMNS), 1
     while tiles * parts < _ENOUGH_PROGRAMS and in_features >= 2 * parts * _SHORTEST_PART and parts < _MAX_PARTS:
         parts *= 2
@@ -84,8 +98,9 @@ def weight_only_linear(
 ) -> Tensor:
     """Return ``x W^T + bias``, summed in float32 and rounded once.
 
-    One launch, no synchronisation; may be captured in a CUDA graph once it has run on the device before. Calls on several streams at a time aren't
-    possible: those of one device share the counters of `_counters`.
+    One launch, no synchronisation; may be captured in a CUDA graph once it has run on the device
+    before. Calls on several streams at a time aren't possible: those of one device share the
+    counters of `_counters`.
 
     Args:
         x: [num_tokens, in_features] bfloat16 or float16, contiguous in the last dim.
@@ -146,7 +161,9 @@ def _decode_launch(
     in_features: int,
     config: DecodeConfig,
 ) -> tuple[list[Tensor], list[int], dict[str, Any]]:
-    """Return the arguments of a kernel for few rows: tensors down to `out`, numbers down to `stride_out`, constants and options."""
+    """Return the arguments of a kernel for few rows: tensors down to `out`, numbers down to
+    `stride_out`, constants and options.
+    """
     format, scales, zeros, dtype = "plain", None, None, x.dtype
     if isinstance(weight, QuantizedWeight):
         format, scales = weight.format, weight.scales
@@ -244,7 +261,10 @@ def _as_words(x: Tensor) -> Tensor:
 
 @cache
 def _counters(device: torch.device) -> Tensor:
-    """Zeros, one for each column tile of a weight: how many of its parts have arrived. Kernels leave zeros behind."""
+    """Zeros, one for each column tile of a weight: how many of its parts have arrived.
+
+    Kernels leave zeros behind.
+    """
     return torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
 
 

@@ -1,8 +1,13 @@
-"""A linear with a quantized weight for many rows: codes become numbers on their way to the tensor cores. A Triton kernel.
+"""A linear with a quantized weight for many rows: codes become numbers on their way to the tensor
+cores.
 
-A tile of x goes through shared memory as it is; a tile of the weight is unpacked in registers and is the second operand. Scales of groups of 4 bits are multiplied in
-before the weight is rounded to x's dtype, as it was when the model was trained. int8's codes are exact in x's dtype, and a rounded weight would be half as exact as they are:
-their groups' scales are multiplied into the float32 sums of the group, and a scale of the whole channel into all of them.
+A Triton kernel.
+
+A tile of x goes through shared memory as it is; a tile of the weight is unpacked in registers and
+is the second operand. Scales of groups of 4 bits are multiplied in before the weight is rounded to
+x's dtype, as it was when the model was trained. int8's codes are exact in x's dtype, and a rounded
+weight would be half as exact as they are: their groups' scales are multiplied into the float32 sums
+of the group, and a scale of the whole channel into all of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,12 @@
-"""Codes of quantized weights to bfloat16 or float16 in registers, four bytes at a time. Device functions for Triton kernels.
+"""Codes of quantized weights to bfloat16 or float16 in registers, four bytes at a time.
 
-Compiled code does it in PTX on 32-bit words, one to three instructions a weight; Triton's own conversions take one weight at a time. All of them are exact
-(NF4's table is rounded to the dtype). fp8 is taken apart as bits, so that it needs no hardware that knows it: sm_80 and sm_90 give the same bits.
-In Triton's interpreter (`WIDEN`), which has no PTX, the same numbers are made in float32. The tests run the PTX text on every code.
+Device functions for Triton kernels.
+
+Compiled code does it in PTX on 32-bit words, one to three instructions a weight; Triton's own
+conversions take one weight at a time. All of them are exact (NF4's table is rounded to the dtype).
+fp8 is taken apart as bits, so that it needs no hardware that knows it: sm_80 and sm_90 give the
+same bits. In Triton's interpreter (`WIDEN`), which has no PTX, the same numbers are made in
+float32. The tests run the PTX text on every code.
 """
 
 from __future__ import annotations
@@ -36,7 +40,9 @@ _OFFSET = {"bf16": 128, "fp16": 1024}
 
 
 def int4_ptx(dtype: str, *, has_zeros: bool) -> str:
-    """$0, $1: the values of four low nibbles; $2, $3: of the high ones; $4: four bytes; $5, $6: `_OFFSET` plus the zeros of the four, negated."""
+    """$0, $1: the values of four low nibbles; $2, $3: of the high ones; $4: four bytes; $5, $6:
+    `_OFFSET` plus the zeros of the four, negated.
+    """
     word, suffix = f"0x{f'{_HIGH[dtype]:02X}' * 4}", _suffix(dtype)
     shift = _pair(-(_OFFSET[dtype] + 8), dtype)
     zeros = ("$5", "$6") if has_zeros else ("s", "s")
@@ -61,7 +67,8 @@ def int4_ptx(dtype: str, *, has_zeros: bool) -> str:
 def nf4_ptx(dtype: str) -> str:
     """$0, $1: the values of four low nibbles; $2, $3: of the high ones; $4: four bytes.
 
-    A selector of `prmt` picks four bytes of eight by three bits each; the fourth bit chooses between two picks, made into a mask of whole bytes.
+    A selector of `prmt` picks four bytes of eight by three bits each; the fourth bit chooses
+    between two picks, made into a mask of whole bytes.
     """
     bits = [_bits(value, dtype) for value in NF4_CODE]
     halves = []
@@ -74,7 +81,8 @@ def nf4_ptx(dtype: str) -> str:
         body += [
             "mov.b32 c, $4;" if first == 0 else "shr.u32 c, $4, 16;",
             "and.b32 i, c, 0x7777;",
-            # a selector with the fourth bit gives the sign of the byte that it picks, eight times: 0xFF, and else the byte, 0x80
+            # a selector with the fourth bit gives the sign of the byte that it picks, eight times:
+            # 0xFF, and else the byte, 0x80
             "prmt.b32 m, 0x80808080, 0x80808080, c;",
             "shl.b32 n, m, 1;",
             "and.b32 m, m, 0x7F7F7F7F;",
@@ -93,7 +101,9 @@ def nf4_ptx(dtype: str) -> str:
 
 
 def int8_ptx(dtype: str, *, has_zeros: bool) -> str:
-    """$0, $1: the values of four bytes; $2: the bytes; $3, $4, with zeros: what is to be added: 128 less the zeros of the four, in float16 less 1152 more."""
+    """$0, $1: the values of four bytes; $2: the bytes; $3, $4, with zeros: what is to be added: 128
+    less the zeros of the four, in float16 less 1152 more.
+    """
     if dtype == "fp16":
         shifts = ("$3", "$4") if has_zeros else ("s", "s")
         return f"""{{
@@ -127,7 +137,8 @@ def int8_ptx(dtype: str, *, has_zeros: bool) -> str:
 
 def fp8_ptx(dtype: str) -> str:
     """$0, $1: the values of four bytes of float8_e4m3fn, save for NaN; $2: the bytes."""
-    # its exponent and mantissa at the place of the wider ones, then the difference of the two biases; smallest numbers stay right
+    # its exponent and mantissa at the place of the wider ones, then the difference of the two
+    # biases; smallest numbers stay right
     shift, factor = (4, 2.0**120) if dtype == "bf16" else (1, 2.0**8)
     return f"""{{
         .reg .b32 p, q, f, z;
@@ -173,7 +184,10 @@ _TABLE = tl.constexpr(tuple(NF4_CODE))
 def unpack_bytes(  # type: ignore[no-untyped-def]
     codes, zeros, FORMAT: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_BF16: tl.constexpr, WIDEN: tl.constexpr
 ):
-    """The values of int8 or fp8 codes (both as uint8) in bf16 or fp16; float32 with WIDEN. `zeros`, float32 of codes' shape, is read with HAS_ZEROS."""
+    """The values of int8 or fp8 codes (both as uint8) in bf16 or fp16; float32 with WIDEN.
+
+    `zeros`, float32 of codes' shape, is read with HAS_ZEROS.
+    """
     if WIDEN:
         if FORMAT == "int8":
             value = codes.to(tl.int8, bitcast=True).to(tl.float32)
@@ -207,7 +221,10 @@ def unpack_bytes(  # type: ignore[no-untyped-def]
 def unpack_nibbles(  # type: ignore[no-untyped-def]
     codes, zeros, FORMAT: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_BF16: tl.constexpr, WIDEN: tl.constexpr
 ):
-    """The values of the low nibbles and of the high ones, in bf16 or fp16; float32 with WIDEN. `zeros`, float32 of codes' shape, is read with HAS_ZEROS."""
+    """The values of the low nibbles and of the high ones, in bf16 or fp16; float32 with WIDEN.
+
+    `zeros`, float32 of codes' shape, is read with HAS_ZEROS.
+    """
     if WIDEN:
         lo = codes & 15
         hi = codes >> 4

@@ -1,7 +1,10 @@
-"""LoRA on a GPU for one site of one layer: shrink, then expand; before them, where adapters may replace rows of the base's weight, those. Needs Triton; nothing that runs on a
-CPU imports this module.
+"""LoRA on a GPU for one site of one layer: shrink, then expand; before them, where adapters may
+replace rows of the base's weight, those.
 
-With ``TRITON_INTERPRET=1`` in the environment before Triton's first import, the same entry runs the kernels on CPU tensors, slowly: for tests.
+Needs Triton; nothing that runs on a CPU imports this module.
+
+With ``TRITON_INTERPRET=1`` in the environment before Triton's first import, the same entry runs the
+kernels on CPU tensors, slowly: for tests.
 """
 
 from __future__ import annotations
@@ -23,7 +26,10 @@ from loraserve_kernels.gpu.paged.layout import REPLACED_SITES
 
 @dataclass(frozen=True, slots=True)
 class KernelConfig:
-    """Tile sizes of a kernel for a height of row tiles. Chosen by reasoning about bytes in flight and by reading compiled code; not measured."""
+    """Tile sizes of a kernel for a height of row tiles.
+
+    Chosen by reasoning about bytes in flight and by reading compiled code; not measured.
+    """
 
     block: int
     num_warps: int
@@ -33,14 +39,21 @@ class KernelConfig:
 SHRINK_CONFIGS: dict[int, KernelConfig] = {16: KernelConfig(BLOCK_K, 4, 4), 32: KernelConfig(BLOCK_K, 4, 3)}
 EXPAND_CONFIGS: dict[int, KernelConfig] = {16: KernelConfig(256, 4, 2), 32: KernelConfig(128, 4, 2)}
 NARROW_EXPAND_CONFIGS: dict[int, KernelConfig] = {16: KernelConfig(128, 4, 2), 32: KernelConfig(128, 4, 2)}
-"""Tile sizes by block_m. A block is columns of x (shrink) or of y (expand; narrow where y is float32 or sums have one part: 256 columns would spill there)."""
+"""Tile sizes by block_m.
+
+A block is columns of x (shrink) or of y (expand; narrow where y is float32 or sums have one part:
+256 columns would spill there).
+"""
 
 REPLACE_EMBEDDING_CONFIG = KernelConfig(128, 4, 2)
 REPLACE_CHUNK = 1024
 """Columns that one search for a row's token serves."""
 
 MAX_REGISTERS = 65536 // (4 * 32 * PROGRAMS_PER_MULTIPROCESSOR)
-"""Registers of a thread that let all programs of the grid run at once. Left alone, the compiler takes more for expand than it needs."""
+"""Registers of a thread that let all programs of the grid run at once.
+
+Left alone, the compiler takes more for expand than it needs.
+"""
 
 
 def expand_config(block_m: int, split: int, y_dtype: torch.dtype) -> KernelConfig:
@@ -49,18 +62,25 @@ def expand_config(block_m: int, split: int, y_dtype: torch.dtype) -> KernelConfi
 
 
 def apply_lora(x: Tensor, y: Tensor, plan: GpuLoraPlan, site: str, layer: int, bias: Tensor | None = None) -> None:
-    """Turn `y` from ``W x + bias`` into ``(1 + δ) (W' x + B diag(scaling) A x) + bias + shift`` in place, for every row that has an adapter and every slice of the
-    site that the adapter has; leave other rows as they are. (`modules.LoraModule` has the terms.)
+    """Turn `y` from ``W x + bias`` into ``(1 + δ) (W' x + B diag(scaling) A x) + bias + shift`` in
+    place, for every row that has an adapter and every slice of the site that the adapter has; leave
+    other rows as they are.
 
-    Two launches, three at ``lm_head``, no synchronisation, no allocation: may be captured in a CUDA graph and replayed after any later ``plan.fill``.
+    (`modules.LoraModule` has the terms.)
+
+    Two launches, three at ``lm_head``, no synchronisation, no allocation: may be captured in a CUDA
+    graph and replayed after any later ``plan.fill``.
 
     Args:
-        x: [at least num_tokens, in_features] of the pool's dtype, contiguous in the last dim. At ``lm_head``, the sampled rows: at least num_sampled.
-        y: [as many rows, sum of the site's out_features], x's dtype or float32, contiguous in the last dim; slices in the order of ``SITES[site]``.
+        x: [at least num_tokens, in_features] of the pool's dtype, contiguous in the last dim. At
+            ``lm_head``, the sampled rows: at least num_sampled.
+        y: [as many rows, sum of the site's out_features], x's dtype or float32, contiguous in the
+            last dim; slices in the order of ``SITES[site]``.
         plan: the step's.
         site: ``qkv``, ``o``, ``gate_up``, ``down`` or ``lm_head``.
         layer: which decoder layer; 0 for ``lm_head``.
-        bias: [sum of the site's out_features], contiguous: what y already holds of the linears' biases. Only δ and replaced rows need it.
+        bias: [sum of the site's out_features], contiguous: what y already holds of the linears'
+            biases. Only δ and replaced rows need it.
 
     Raises:
         ShapeMismatch: x, y, the bias and the plan disagree on rows, widths, dtypes or devices.
@@ -77,7 +97,8 @@ def apply_lora(x: Tensor, y: Tensor, plan: GpuLoraPlan, site: str, layer: int, b
 
 
 def shrink(x: Tensor, plan: GpuLoraPlan, site: str, layer: int) -> None:
-    """Leave the sums of each row's x with its adapter's A in the plan's scratch memory, for an expand to come. x as `apply_lora` takes it.
+    """Leave the sums of each row's x with its adapter's A in the plan's scratch memory, for an
+    expand to come. x as `apply_lora` takes it.
 
     Raises:
         ShapeMismatch: x and the plan disagree on rows, widths or dtypes.
@@ -128,14 +149,19 @@ def _shrink(x: Tensor, plan: GpuLoraPlan, site: str, layer: int) -> None:
 
 
 def apply_embedding_lora(token_ids: Tensor, y: Tensor, plan: GpuLoraPlan) -> None:
-    """Turn `y` into ``(1 + δ) (row token_id of the table + B diag(scaling) (column token_id of A))`` in place, for every row whose adapter has the module
-    ``embed_tokens``; leave other rows as they are. The table's rows are the base's, which `y` holds, but for those that the adapter replaces.
+    """Turn `y` into ``(1 + δ) (row token_id of the table + B diag(scaling) (column token_id of
+    A))`` in place, for every row whose adapter has the module ``embed_tokens``; leave other rows as
+    they are.
+
+    The table's rows are the base's, which `y` holds, but for those that the adapter replaces.
 
     Three launches, as `apply_lora` does.
 
     Args:
-        token_ids: [at least num_tokens] int64 or int32, contiguous; those of rows with an adapter are in the vocabulary.
-        y: [as many rows, hidden_size] float32 or the pool's dtype, contiguous in the last dim: the rows of the base's embedding.
+        token_ids: [at least num_tokens] int64 or int32, contiguous; those of rows with an adapter
+            are in the vocabulary.
+        y: [as many rows, hidden_size] float32 or the pool's dtype, contiguous in the last dim: the
+            rows of the base's embedding.
         plan: the step's.
 
     Raises:
@@ -219,7 +245,9 @@ def _expand(y: Tensor, plan: GpuLoraPlan, site: str, layer: int, bias: Tensor | 
 
 
 def _replace(x: Tensor, y: Tensor, plan: GpuLoraPlan, site: str, bias: Tensor | None) -> None:
-    """Write the products of each row with the weight's rows that its adapter replaces over the base's."""
+    """Write the products of each row with the weight's rows that its adapter replaces over the
+    base's.
+    """
     pool, in_features, config = plan.pool, _in_features(plan, site), SHRINK_CONFIGS[plan.block_m]
     replace_kernel[(num_programs(x.device),)](
         x,

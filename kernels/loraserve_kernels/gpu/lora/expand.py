@@ -1,10 +1,15 @@
-"""Expand: add each row's shrunk sums times its adapter's B to the output, in place, for all slices of a site at once. A Triton kernel.
+"""Expand: add each row's shrunk sums times its adapter's B to the output, in place, for all slices
+of a site at once.
 
-A fixed grid of programs takes (row tile, chunk of columns) pairs until the device-side count is reached. Only rows of the permutation are read or
-written; where an adapter lacks a slice's module, the slice's columns aren't either. Where it has a δ, what the columns hold beside the bias is multiplied by
-1 + δ before they are written; where it has a shift, that is added last.
+A Triton kernel.
 
-Adapters stored in 16 bits and in int8 share a launch: a row tile says which its adapter is, and the program takes one of two loops.
+A fixed grid of programs takes (row tile, chunk of columns) pairs until the device-side count is
+reached. Only rows of the permutation are read or written; where an adapter lacks a slice's module,
+the slice's columns aren't either. Where it has a δ, what the columns hold beside the bias is
+multiplied by 1 + δ before they are written; where it has a shift, that is added last.
+
+Adapters stored in 16 bits and in int8 share a launch: a row tile says which its adapter is, and the
+program takes one of two loops.
 """
 
 from __future__ import annotations
@@ -131,7 +136,9 @@ def add_products(  # type: ignore[no-untyped-def]
     NUM_STAGES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Return acc plus a row tile's shrunk sums times B, for some columns of one slice. δ and the shift are the caller's."""
+    """Return acc plus a row tile's shrunk sums times B, for some columns of one slice. δ and the
+    shift are the caller's.
+    """
     offs_m = tl.arange(0, BLOCK_M)
     offs_r = tl.arange(0, 16)
     offs_n = tl.arange(0, BLOCK_N)

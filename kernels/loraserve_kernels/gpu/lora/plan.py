@@ -1,16 +1,23 @@
-"""Mapping from a step's rows to adapters as the GPU's kernels read it: one buffer at one address, filled once a step for all layers.
+"""Mapping from a step's rows to adapters as the GPU's kernels read it: one buffer at one address,
+filled once a step for all layers.
 
-The buffer is int32. Its first `HEADER` numbers say, for each site in turn, how many work items there are, where they start, how many row tiles there are
-and where they start (in elements of the buffer), and from `REPLACED_AT` on, for each site, how many pieces of work there are on rows that adapters have in the place of the base's; kernels read
-the counts there, so one captured CUDA graph serves every mix of adapters, ranks and rows. At `HEADER` stands the permutation: token rows sorted by adapter, base rows left out; then the same of the sampled rows, where the head
-has adapters. Then, packed:
+The buffer is int32. Its first `HEADER` numbers say, for each site in turn, how many work items
+there are, where they start, how many row tiles there are and where they start (in elements of the
+buffer), and from `REPLACED_AT` on, for each site, how many pieces of work there are on rows that
+adapters have in the place of the base's; kernels read the counts there, so one captured CUDA graph
+serves every mix of adapters, ranks and rows. At `HEADER` stands the permutation: token rows sorted
+by adapter, base rows left out; then the same of the sampled rows, where the head has adapters.
+Then, packed:
 
     work item (shrink)   row0, num_rows, tile, kind: sixteen ranks of one module for up to block_m rows of one adapter
     row tile (expand)    row0, num_rows, kind, replaced rows, then for each of up to three slices: first work item, work items, first tile, whether there is a δ or a shift
 
-At the head and the embedding, which have one slice, the third's words speak of replaced rows. Sixteen of them for one row tile are a piece of work; those of an adapter's row tiles stand in turn, so that programs beside one another read the same
-rows. The first of these row tiles has the group's first piece, `NO_WORK` stands in the others', and the last word is how many they are. row0 counts in the permutation. The kind is 1 for an adapter stored in int8, 0 otherwise. Item i of a site leaves its sums at place i of `scratch`, so a row tile
-finds a slice's sums one after the other.
+At the head and the embedding, which have one slice, the third's words speak of replaced rows.
+Sixteen of them for one row tile are a piece of work; those of an adapter's row tiles stand in turn,
+so that programs beside one another read the same rows. The first of these row tiles has the group's
+first piece, `NO_WORK` stands in the others', and the last word is how many they are. row0 counts in
+the permutation. The kind is 1 for an adapter stored in int8, 0 otherwise. Item i of a site leaves
+its sums at place i of `scratch`, so a row tile finds a slice's sums one after the other.
 """
 
 from __future__ import annotations
@@ -45,7 +52,9 @@ NO_WORK = 2**31 - 1
 ITEM = 4
 ROW_TILE = SITE_WORDS
 ROWS_OF_A_TILE = (16, 32)
-"""Rows that a tile may hold, small for decoding and large for prefill: below 64 the tensor cores take their first operand from registers safely."""
+"""Rows that a tile may hold, small for decoding and large for prefill: below 64 the tensor cores
+take their first operand from registers safely.
+"""
 
 SITE_INDEX: dict[str, int] = {site: index for index, site in enumerate(SITES)}
 _HEAD = SITE_INDEX["lm_head"]
@@ -55,12 +64,16 @@ Rows = npt.NDArray[np.int32]
 
 
 def split_k(site: str, in_features: int) -> int:
-    """Into how many parts shrink cuts a row's sum: fixed by its length, never by the batch, so a row's bits don't depend on what shares its step."""
+    """Into how many parts shrink cuts a row's sum: fixed by its length, never by the batch, so a
+    row's bits don't depend on what shares its step.
+    """
     return 1 if site == "embed" else min(16, max(1, in_features // 512))
 
 
 class GpuLoraPlan:
-    """The step's rows by adapter, and the scratch memory between shrink and expand. Addresses are fixed for the plan's life; one step at a time.
+    """The step's rows by adapter, and the scratch memory between shrink and expand.
+
+    Addresses are fixed for the plan's life; one step at a time.
 
     Attributes:
         pool: where the adapters lie.
@@ -68,16 +81,19 @@ class GpuLoraPlan:
         num_tokens: rows of the step that was filled in last; 0 before.
         num_sampled: those of them whose logits are computed.
         buffer: int32, on the pool's device; see the module's docstring.
-        scratch: [max_work_items, split_k, block_m, 16] float32, on the pool's device; a site with a lower split_k packs its items closer.
+        scratch: [max_work_items, split_k, block_m, 16] float32, on the pool's device; a site with a
+            lower split_k packs its items closer.
     """
 
     def __init__(self, pool: PagedPool, *, max_num_tokens: int, max_work_items: int, block_m: int = 16) -> None:
-        """Allocate for the largest step: buffers in the host's memory (pinned beside a GPU) and on the pool's device.
+        """Allocate for the largest step: buffers in the host's memory (pinned beside a GPU) and on
+        the pool's device.
 
         Args:
             pool: kept for the plan's life.
             max_num_tokens: rows.
-            max_work_items: of one site; for each tile of rows, the sum over the site's modules of rank / 16, rounded up.
+            max_work_items: of one site; for each tile of rows, the sum over the site's modules of
+                rank / 16, rounded up.
             block_m: one of `ROWS_OF_A_TILE`.
 
         Raises:
@@ -106,17 +122,21 @@ class GpuLoraPlan:
         return split_k(site, self.pool.module_shapes[MODULE_INDEX[SITES[site][0]]][1])
 
     def fill(self, row_slots: Rows, sampled_rows: Rows | None = None) -> bool:
-        """Describe the next step and send it to the device in one copy; False when every row is the base's, so that the step launches no LoRA kernel.
+        """Describe the next step and send it to the device in one copy; False when every row is the
+        base's, so that the step launches no LoRA kernel.
 
-        The copy is enqueued on the current stream and isn't waited for. Two buffers take turns, so the copy of the fill before last must be done: a step may be
-        filled in while the one before it runs.
+        The copy is enqueued on the current stream and isn't waited for. Two buffers take turns, so
+        the copy of the fill before last must be done: a step may be filled in while the one before
+        it runs.
 
         Args:
             row_slots: [num_tokens]: the slot of each row's adapter in the pool; 0 for a base row.
-            sampled_rows: the rows that the head's inputs are made of, in their order; None: all, each in its own place.
+            sampled_rows: the rows that the head's inputs are made of, in their order; None: all,
+                each in its own place.
 
         Raises:
-            InvalidPlan: more rows or work items than the plan was made for, or a row or slot that doesn't exist; the last step stands.
+            InvalidPlan: more rows or work items than the plan was made for, or a row or slot that
+                doesn't exist; the last step stands.
         """
         if len(row_slots) > self._max_num_tokens:
             raise InvalidPlan(f"a step of {len(row_slots)} rows; this plan was made for {self._max_num_tokens}")
@@ -208,7 +228,9 @@ class GpuLoraPlan:
 
 
 def _tiles_of_rows(row_slots: Rows, block_m: int) -> tuple[Rows, Rows, Rows, Rows]:
-    """Rows sorted by adapter, base rows left out; then, of each tile: where it starts among them, how many rows it has, the slot of its adapter."""
+    """Rows sorted by adapter, base rows left out; then, of each tile: where it starts among them,
+    how many rows it has, the slot of its adapter.
+    """
     order = row_slots.argsort(kind="stable").astype(np.int32)
     perm = order[len(order) - np.count_nonzero(row_slots) :]
     slots = row_slots[perm]

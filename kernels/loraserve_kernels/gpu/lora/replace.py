@@ -1,8 +1,12 @@
-"""Rows that an adapter has in the place of the base's, of the head and of the embedding. Two Triton kernels, launched before LoRA's.
+"""Rows that an adapter has in the place of the base's, of the head and of the embedding.
 
-Each takes its work from the step's row tiles: sixteen replaced rows at a time for the head, a run of columns for the embedding. The plan says how many pieces
-of work there are (see `gpu_plan`); where no adapter of the step replaces a row that is none, and the launch ends at once. A row of the step meets its own adapter's rows
-alone, in one order, and nothing is added atomically: its bits don't depend on what shares the step.
+Two Triton kernels, launched before LoRA's.
+
+Each takes its work from the step's row tiles: sixteen replaced rows at a time for the head, a run
+of columns for the embedding. The plan says how many pieces of work there are (see `gpu_plan`);
+where no adapter of the step replaces a row that is none, and the launch ends at once. A row of the
+step meets its own adapter's rows alone, in one order, and nothing is added atomically: its bits
+don't depend on what shares the step.
 """
 
 from __future__ import annotations
@@ -146,7 +150,8 @@ def replace_embedding_kernel(  # type: ignore[no-untyped-def]
         multiplier = tl.load(record_ptrs + MULTIPLIERS, mask=is_there, other=0).to(tl.float32, bitcast=True)
         start_n = work % num_chunks * CHUNK_N
         for n in range(start_n, tl.minimum(start_n + CHUNK_N, N), BLOCK_N):
-            # a row of the pool goes on with zeros up to a multiple of 16, so that this mask is the same for 16 neighbours
+            # a row of the pool goes on with zeros up to a multiple of 16, so that this mask is the
+            # same for 16 neighbours
             is_stored = is_there[:, None] & (n + offs_n < tl.multiple_of((N + 15) // 16 * 16, 16))[None, :]
             if kind == 0:
                 starts = tl.multiple_of(units * (UNIT_BITS // weights_ptr.dtype.element_ty.primitive_bitwidth), 16)

@@ -1,10 +1,14 @@
-"""Shrink: each row's sums with sixteen ranks of its adapter's A, into scratch memory. Triton kernels: for linears, and for the embedding, which only looks numbers up.
+"""Shrink: each row's sums with sixteen ranks of its adapter's A, into scratch memory.
 
-A fixed grid of programs takes work items until the device-side count is reached. K is cut into `SPLIT_K` parts, each with a plane of its own in
-the item's scratch: no atomics, nothing to clear first, and the order of additions depends on K alone. All sixteen columns of a row are written,
-zero where there is no rank, so that expand reads them without masks.
+Triton kernels: for linears, and for the embedding, which only looks numbers up.
 
-Adapters stored in 16 bits and in int8 share a launch. A work item says which its adapter is, and the program takes one of two loops.
+A fixed grid of programs takes work items until the device-side count is reached. K is cut into
+`SPLIT_K` parts, each with a plane of its own in the item's scratch: no atomics, nothing to clear
+first, and the order of additions depends on K alone. All sixteen columns of a row are written, zero
+where there is no rank, so that expand reads them without masks.
+
+Adapters stored in 16 bits and in int8 share a launch. A work item says which its adapter is, and
+the program takes one of two loops.
 """
 
 from __future__ import annotations
@@ -143,7 +147,8 @@ def look_up_kernel(  # type: ignore[no-untyped-def]
         multiplier = tl.load(record_ptr + MULTIPLIERS + offs_r).to(tl.float32, bitcast=True)
         is_there = is_row[:, None] & (multiplier != 0.0)[None, :]
         units = tl.load(record_ptr + A_UNITS + offs_r).to(tl.int64)
-        # a rank's numbers lie by token, so each of these is a read of its own: 32 bytes of traffic for each rank of a row
+        # a rank's numbers lie by token, so each of these is a read of its own: 32 bytes of traffic
+        # for each rank of a row
         if kind == 0:
             starts = units * (UNIT_BITS // weights_ptr.dtype.element_ty.primitive_bitwidth)
             h = tl.load(weights_ptr + starts[None, :] + token_ids[:, None], mask=is_there, other=0.0).to(tl.float32)

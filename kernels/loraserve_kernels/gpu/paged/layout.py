@@ -1,22 +1,30 @@
-"""Layout of adapters in a GPU's memory: rows of ranks in fixed-size pages, found through a record for each sixteen ranks and layer.
+"""Layout of adapters in a GPU's memory: rows of ranks in fixed-size pages, found through a record
+for each sixteen ranks and layer.
 
-A rank's row of A ([in]) and of B transposed ([out]) lies anywhere in a page, at a multiple of `UNIT_BYTES`, followed by zeros up to the next. It never crosses a
-page's end. So any free pages will do for an adapter: nothing fragments, no rank is padded to another adapter's or to a block, and a page need only be as large as
-one row, the head's over its vocabulary included. δ and shifts (see `modules.LoraModule`) are float32 rows and lie there too. An adapter's weights are in the pool's
+A rank's row of A ([in]) and of B transposed ([out]) lies anywhere in a page, at a multiple of
+`UNIT_BYTES`, followed by zeros up to the next. It never crosses a page's end. So any free pages
+will do for an adapter: nothing fragments, no rank is padded to another adapter's or to a block, and
+a page need only be as large as one row, the head's over its vocabulary included. δ and shifts (see
+`modules.LoraModule`) are float32 rows and lie there too. An adapter's weights are in the pool's
 16-bit dtype or in int8.
 
-Kernels take ranks by tiles of `RANK_TILE`. A tile has one number for all layers; what differs by layer stands in the tile's record for the layer, `RECORD` int32:
+Kernels take ranks by tiles of `RANK_TILE`. A tile has one number for all layers; what differs by
+layer stands in the tile's record for the layer, `RECORD` int32:
 
     A_UNITS      16 units: where each rank's row of A starts        HAS_DELTA, HAS_SHIFT  1 where the module has one (in the module's first tile)
     B_UNITS      16 units: of B                                     MULTIPLIERS           16 float32, by their bits
     DELTA_UNIT, SHIFT_UNIT   where δ and the shift start
 
-A rank's multiplier is alpha / r (or alpha / sqrt(r), or the rank's own), times the scales of its two rows when they are int8. A multiplier of zero means that there is
-no such rank: kernels read neither of its rows. A module without ranks has one tile nevertheless, all of whose multipliers are zero.
+A rank's multiplier is alpha / r (or alpha / sqrt(r), or the rank's own), times the scales of its
+two rows when they are int8. A multiplier of zero means that there is no such rank: kernels read
+neither of its rows. A module without ranks has one tile nevertheless, all of whose multipliers are
+zero.
 
-Rows that an adapter has in the place of the head's or the embedding's (`modules.ReplacedRows`) lie in pages as well. Sixteen of them share a record; these records follow one
-another through all layers of as many tiles as it takes, since both sites belong to no layer. There the units of A are the rows', those of B their ids, ascending, and a multiplier is what
-the row is multiplied with (1, or its scale in int8), zero where there is no row.
+Rows that an adapter has in the place of the head's or the embedding's (`modules.ReplacedRows`) lie
+in pages as well. Sixteen of them share a record; these records follow one another through all
+layers of as many tiles as it takes, since both sites belong to no layer. There the units of A are
+the rows', those of B their ids, ascending, and a multiplier is what the row is multiplied with (1,
+or its scale in int8), zero where there is no row.
 """
 
 from __future__ import annotations
@@ -50,22 +58,32 @@ KIND, NUM_REPLACED, FIRST_SLICE, SLICE_WORDS = 2, 3, 4, 4
 FIRST_ITEM, NUM_TILES, FIRST_TILE, HAS_ENDING = 0, 1, 2, 3
 REPLACED_TILE = FIRST_SLICE + SLICE_WORDS + FIRST_TILE
 REPLACED_WORK, REPLACED_GROUP = (FIRST_SLICE + 2 * SLICE_WORDS + word for word in (FIRST_ITEM, HAS_ENDING))
-"""An adapter at a site, in int32 words as a plan's row tiles have them (see `gpu_plan`): at `KIND` 1 for int8 and 0 otherwise, at `NUM_REPLACED` how many rows of the
-base's weight it replaces; then, for up to three slices, four words each. `HAS_ENDING` says whether the slice has a δ or a shift at any layer. The sites whose rows can be replaced have one slice: in the
-words of a second and a third, which they lack, stand the first tile of the rows' records and, in a plan, their first piece of work and how many row tiles share it."""
+"""An adapter at a site, in int32 words as a plan's row tiles have them (see `gpu_plan`): at `KIND`
+1 for int8 and 0 otherwise, at `NUM_REPLACED` how many rows of the base's weight it replaces; then,
+for up to three slices, four words each.
+
+`HAS_ENDING` says whether the slice has a δ or a shift at any layer. The sites whose rows can be
+replaced have one slice: in the words of a second and a third, which they lack, stand the first tile
+of the rows' records and, in a plan, their first piece of work and how many row tiles share it.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterPages:
-    """Adapter as the pages that a pool will hold, in the host's memory, and its part of the pool's tables.
+    """Adapter as the pages that a pool will hold, in the host's memory, and its part of the pool's
+    tables.
 
     Attributes:
         pages: [num_pages, page_num_bytes] uint8; whatever isn't a weight is zero.
         dtype: what the weights are stored in.
-        records: [num_tiles, num_layers, RECORD] int32. Their units are those of the pool that the adapter was loaded into last.
-        unit_pages: [num_tiles, num_layers, NUM_UNITS] int32: in which of the adapter's pages the row lies; num_pages where there is none.
-        units_in_page: the same shape: where in the page; where there is none, the number itself that the record is to have.
-        sites: [num_sites, SITE_WORDS] int32: the adapter at each site; tiles are counted from the adapter's first.
+        records: [num_tiles, num_layers, RECORD] int32. Their units are those of the pool that the
+            adapter was loaded into last.
+        unit_pages: [num_tiles, num_layers, NUM_UNITS] int32: in which of the adapter's pages the
+            row lies; num_pages where there is none.
+        units_in_page: the same shape: where in the page; where there is none, the number itself
+            that the record is to have.
+        sites: [num_sites, SITE_WORDS] int32: the adapter at each site; tiles are counted from the
+            adapter's first.
         module_shapes: of the base.
     """
 
@@ -97,7 +115,9 @@ def shapes_of(module_shapes: ModuleShapes) -> tuple[tuple[int, int], ...]:
 
 
 def tiles_of_sites(sites: npt.NDArray[np.int32], num_layers: int) -> list[tuple[str, int, int]]:
-    """(module, first tile, tiles) of an adapter, from its words for each site: those of its ranks and those of its replaced rows."""
+    """(module, first tile, tiles) of an adapter, from its words for each site: those of its ranks
+    and those of its replaced rows.
+    """
     found = []
     for words, (site, modules) in zip(sites, SITES.items(), strict=True):
         for module, of_slice in zip(modules, words[FIRST_SLICE:].reshape(-1, SLICE_WORDS).tolist(), strict=False):

@@ -1,4 +1,6 @@
-"""An adapter's matrices copied into pages as a GPU's pool holds them (`paged_layout`), with their records."""
+"""An adapter's matrices copied into pages as a GPU's pool holds them (`paged_layout`), with their
+records.
+"""
 
 from __future__ import annotations
 
@@ -53,19 +55,22 @@ def make_pages(
     dtype: torch.dtype,
     pin_memory: bool = False,
 ) -> AdapterPages:
-    """Copy an adapter's matrices into new pages, layer by layer; int8 gives each row a scale of its own.
+    """Copy an adapter's matrices into new pages, layer by layer; int8 gives each row a scale of its
+    own.
 
     Args:
         modules: any subset of layers and modules, in any order, with any ranks up to `MAX_RANK`.
         num_layers: the base's.
-        module_shapes: module → (out_features, in_features) of the base; it may lack modules that the adapter lacks too.
+        module_shapes: module → (out_features, in_features) of the base; it may lack modules that
+            the adapter lacks too.
         page_num_bytes: the pool's, a multiple of `UNIT_BYTES`.
         dtype: the pool's, or int8.
         pin_memory: allocate what a pool copies so that the copy needn't be waited for. Needs a GPU.
 
     Raises:
-        ShapeMismatch: a module that doesn't fit the base, one given twice, a rank over `MAX_RANK`, replaced rows of a layer's linear, a dtype that pools don't
-            hold, or a page too small for a row of the base.
+        ShapeMismatch: a module that doesn't fit the base, one given twice, a rank over `MAX_RANK`,
+            replaced rows of a layer's linear, a dtype that pools don't hold, or a page too small
+            for a row of the base.
     """
     if dtype not in STORED_DTYPES:
         raise ShapeMismatch(f"pools hold bfloat16, float16 or int8, not {dtype}")
@@ -117,7 +122,9 @@ def _write_module(
     starts: npt.NDArray[np.int64],
     dtype: torch.dtype,
 ) -> None:
-    """Write what the module has but for replaced rows, and its records [num_tiles, RECORD] and starts [num_tiles, NUM_UNITS] at its layer."""
+    """Write what the module has but for replaced rows, and its records [num_tiles, RECORD] and
+    starts [num_tiles, NUM_UNITS] at its layer.
+    """
     a, b = m.lora_a, m.lora_b.T
     scaling = m.scaling.float().numpy() if isinstance(m.scaling, Tensor) else np.float32(m.scaling)
     scales = write_rows(pages, runs.a, a, dtype), write_rows(pages, runs.b, b, dtype)
@@ -146,7 +153,9 @@ def _write_replaced(
     ids: npt.NDArray[np.int32],
     dtype: torch.dtype,
 ) -> None:
-    """Write replaced rows, and their records [num_tiles, num_layers, RECORD], starts and ids [num_tiles, num_layers, NUM_UNITS]."""
+    """Write replaced rows, and their records [num_tiles, num_layers, RECORD], starts and ids
+    [num_tiles, num_layers, NUM_UNITS].
+    """
     scales = write_rows(pages, runs, rows.weight, dtype)
     # a row of zeros is a row nevertheless
     scales[scales == 0] = 1

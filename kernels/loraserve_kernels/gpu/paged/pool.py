@@ -1,4 +1,6 @@
-"""The pool of pages that adapters lie in on a GPU, the records that kernels find them by, and the slots that stand for them."""
+"""The pool of pages that adapters lie in on a GPU, the records that kernels find them by, and the
+slots that stand for them.
+"""
 
 from __future__ import annotations
 
@@ -63,18 +65,23 @@ class OwnPages:
 
 
 class PagedPool:
-    """Pages of one size on one device, the tables through which kernels find what they hold, and the slots that stand for resident adapters.
+    """Pages of one size on one device, the tables through which kernels find what they hold, and
+    the slots that stand for resident adapters.
 
-    Every address is fixed for the pool's life, so a captured CUDA graph serves whatever is loaded later. Slot 0 is the base model: it has no modules. The
-    caller sees to it that no kernel in flight uses an adapter that it loads or unloads. One thread at a time.
+    Every address is fixed for the pool's life, so a captured CUDA graph serves whatever is loaded
+    later. Slot 0 is the base model: it has no modules. The caller sees to it that no kernel in
+    flight uses an adapter that it loads or unloads. One thread at a time.
 
     Attributes:
-        dtype: the 16-bit dtype that kernels multiply in. Adapters are stored in it or in int8, mixed.
-        pages: whose pages adapters lie in: the pool's own, unless its owner says otherwise while it is empty.
+        dtype: the 16-bit dtype that kernels multiply in. Adapters are stored in it or in int8,
+            mixed.
+        pages: whose pages adapters lie in: the pool's own, unless its owner says otherwise while it
+            is empty.
         data: [num_pages * page_num_bytes] uint8, on the device.
         weights, codes, deltas: `data` as numbers of `dtype`, as int8, as float32.
         records: [max_tiles, num_layers, RECORD] int32, on the device; see `paged_layout`.
-        sites: [max_slots, num_sites, SITE_WORDS] int32, in the host's memory: what a plan copies of the slot's adapter.
+        sites: [max_slots, num_sites, SITE_WORDS] int32, in the host's memory: what a plan copies of
+            the slot's adapter.
         module_shapes: (out_features, in_features) in the order of ``layout.MODULES``.
     """
 
@@ -95,10 +102,12 @@ class PagedPool:
     ) -> None:
         """
         Args:
-            data: [num_pages * page_num_bytes] uint8 on the device, for pages that others use too; None: memory of its own.
+            data: [num_pages * page_num_bytes] uint8 on the device, for pages that others use too;
+                None: memory of its own.
 
         Raises:
-            ShapeMismatch: kernels can't address so many pages, or such ones, or multiply in this dtype; or `data` is of another size.
+            ShapeMismatch: kernels can't address so many pages, or such ones, or multiply in this
+                dtype; or `data` is of another size.
         """
         if dtype not in COMPUTE_DTYPES:
             raise ShapeMismatch(
@@ -137,7 +146,9 @@ class PagedPool:
         return len(self.sites)
 
     def can_load(self, num_pages: int, num_tiles: int, leaving: Iterable[int] = ()) -> bool:
-        """Return whether `load` has room for an adapter of so many pages and tiles once the slots in `leaving` are unloaded."""
+        """Return whether `load` has room for an adapter of so many pages and tiles once the slots
+        in `leaving` are unloaded.
+        """
         slots = list(leaving)
         is_used, num_free = self._tile_is_used.copy(), self.pages.num_free
         for slot in slots:
@@ -148,11 +159,13 @@ class PagedPool:
         return has_slot and num_pages <= num_free and _free_run(is_used, num_tiles) is not None
 
     def load(self, adapter: AdapterPages, *, non_blocking: bool = False) -> int:
-        """Copy an adapter into free pages and return its slot, which plans may name as soon as the copies are done.
+        """Copy an adapter into free pages and return its slot, which plans may name as soon as the
+        copies are done.
 
         Args:
-            non_blocking: only enqueue the copies, on the current stream, and return. The adapter's tensors must be pinned (``make_pages(pin_memory=True)``), be kept
-                and be neither changed nor loaded again until an event that is recorded after this call has passed.
+            non_blocking: only enqueue the copies, on the current stream, and return. The adapter's
+                tensors must be pinned (``make_pages(pin_memory=True)``), be kept and be neither
+                changed nor loaded again until an event that is recorded after this call has passed.
 
         Raises:
             ShapeMismatch: its pages were made for another pool.
@@ -199,7 +212,9 @@ class PagedPool:
 
 
 def _runs(pages: list[int]) -> list[tuple[int, int]]:
-    """Pages that follow one another in the pool, each run as (first, how many): one copy takes them all."""
+    """Pages that follow one another in the pool, each run as (first, how many): one copy takes them
+    all.
+    """
     edges = [i for i in range(len(pages)) if i == 0 or pages[i] != pages[i - 1] + 1]
     return [(first, end - first) for first, end in pairwise([*edges, len(pages)])]
 

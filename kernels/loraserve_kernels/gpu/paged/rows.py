@@ -1,4 +1,6 @@
-"""Rows of numbers in pages of one size, where `sizes.Placing` found room for them: how they are written there."""
+"""Rows of numbers in pages of one size, where `sizes.Placing` found room for them: how they are
+written there.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _ROWS_AT_ONCE = 4096
 
 
 def write_rows(pages: Tensor, runs: Runs, rows: Tensor, dtype: torch.dtype) -> npt.NDArray[np.float32]:
-    """Copy rows [n, width] to where they were placed; return what each is multiplied with to be itself: 1, or its scale in int8."""
+    """Copy rows [n, width] to where they were placed; return what each is multiplied with to be
+    itself: 1, or its scale in int8.
+    """
     scales, num_rows = np.ones(rows.shape[0], dtype=np.float32), rows.shape[0]
     if dtype != torch.int8:
         _copy(pages, runs, rows, 0, dtype)

@@ -1,7 +1,11 @@
-"""Operations between the linears on a GPU: embedding, residual sum with RMSNorm, rotary positions with the cache's writes, SwiGLU. One launch each.
+"""Operations between the linears on a GPU: embedding, residual sum with RMSNorm, rotary positions
+with the cache's writes, SwiGLU.
 
-None synchronises or allocates: each may be captured in a CUDA graph for its number of rows. A row's bits don't depend on what shares its step.
-"Compute dtype" is bfloat16 or float16; arithmetic is float32, rounded once at the end. Needs Triton; with ``TRITON_INTERPRET=1`` it runs on CPU tensors.
+One launch each.
+
+None synchronises or allocates: each may be captured in a CUDA graph for its number of rows. A row's
+bits don't depend on what shares its step. "Compute dtype" is bfloat16 or float16; arithmetic is
+float32, rounded once at the end. Needs Triton; with ``TRITON_INTERPRET=1`` it runs on CPU tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +28,9 @@ MAX_HIDDEN_SIZE = 16_384
 """A row is normed in the registers of one program."""
 
 BLOCK = 1024
-"""Columns of a row that a program of `embed` or `swiglu` works on: eight for each of 128 threads, which is 16 bytes."""
+"""Columns of a row that a program of `embed` or `swiglu` works on: eight for each of 128 threads,
+which is 16 bytes.
+"""
 NUM_WARPS = 4
 
 
@@ -35,13 +41,16 @@ def norm_config(hidden_size: int) -> tuple[int, int]:
 
 
 def heads_config(head_dim: int, num_heads: int) -> tuple[int, int]:
-    """(block_heads, block_half) of `rotate_and_store` for so many query, key and value heads: 16 bytes of each half for each of 128 threads."""
+    """(block_heads, block_half) of `rotate_and_store` for so many query, key and value heads: 16
+    bytes of each half for each of 128 threads.
+    """
     half: int = triton.next_power_of_2(head_dim // 2)
     return max(1, min(BLOCK // half, triton.next_power_of_2(num_heads))), half
 
 
 def embed(token_ids: Tensor, table: Tensor, out: Tensor) -> None:
-    """Write the table's rows of these tokens to `out`, widened; a token that the table doesn't have becomes a row of NaN.
+    """Write the table's rows of these tokens to `out`, widened; a token that the table doesn't have
+    becomes a row of NaN.
 
     Args:
         token_ids: [num_tokens] int64 or int32, contiguous.
@@ -87,17 +96,20 @@ def add_rms_norm(
     delta_weight: Tensor | None = None,
     delta_scale: float = 1.0,
 ) -> None:
-    """Add ``delta_scale * delta`` to `hidden` in place, then write ``hidden / sqrt(mean(hidden²) + eps) * weight`` to `out`.
+    """Add ``delta_scale * delta`` to `hidden` in place, then write ``hidden / sqrt(mean(hidden²) +
+    eps) * weight`` to `out`.
 
     Args:
         hidden: [num_tokens, hidden_size] float32, contiguous in the last dim, as are the others.
         delta: the same shape, compute dtype; None: hidden stays as it is.
         weight: [hidden_size] float32; None: hidden itself is written to `out`, rounded.
         out: the same shape, compute dtype.
-        delta_weight: [hidden_size] float32: delta is normed with it before it is scaled and added; None: it isn't.
+        delta_weight: [hidden_size] float32: delta is normed with it before it is scaled and added;
+            None: it isn't.
 
     Raises:
-        ShapeMismatch: shapes, dtypes, strides or devices disagree, or hidden_size is above `MAX_HIDDEN_SIZE`.
+        ShapeMismatch: shapes, dtypes, strides or devices disagree, or hidden_size is above
+            `MAX_HIDDEN_SIZE`.
     """
     num_tokens, hidden_size = _shape_of("hidden", hidden)
     shapes = {tuple(t.shape) for t in (hidden, delta, out) if t is not None}
@@ -146,7 +158,8 @@ def norm_in_place(x: Tensor, weight: Tensor, eps: float) -> None:
         weight: [size] float32.
 
     Raises:
-        ShapeMismatch: shapes, dtypes, strides or devices disagree, or the size is above `MAX_HIDDEN_SIZE`.
+        ShapeMismatch: shapes, dtypes, strides or devices disagree, or the size is above
+            `MAX_HIDDEN_SIZE`.
     """
     num_tokens, size = _shape_of("x", x)
     if weight.shape != (size,) or size > MAX_HIDDEN_SIZE:
@@ -178,18 +191,21 @@ def rotate_and_store(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    """Rotate the queries in place, and write the rotated keys and the values to the cache; `qkv` keeps its keys and values as they were.
+    """Rotate the queries in place, and write the rotated keys and the values to the cache; `qkv`
+    keeps its keys and values as they were.
 
-    Where the norms are given, each head's query and key are first normed over the head's dim. A row whose slot is -1 stores nothing.
-    A position that the table doesn't have makes NaN.
+    Where the norms are given, each head's query and key are first normed over the head's dim. A row
+    whose slot is -1 stores nothing. A position that the table doesn't have makes NaN.
 
     Args:
-        qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] compute dtype, contiguous in the last dim.
+        qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] compute dtype, contiguous in
+            the last dim.
         positions: [num_tokens] int32 or int64, contiguous.
-        cos_sin: [max_len, head_dim] float32, contiguous: a position's cosines, then its sines. Element i of a head turns with element i + head_dim / 2.
-            None: nothing is rotated.
+        cos_sin: [max_len, head_dim] float32, contiguous: a position's cosines, then its sines.
+            Element i of a head turns with element i + head_dim / 2. None: nothing is rotated.
         slot_mapping: [num_tokens] int64, contiguous: ``block * block_size + offset``.
-        k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim], qkv's dtype, contiguous in the last dim, with the same strides.
+        k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim], qkv's dtype, contiguous
+            in the last dim, with the same strides.
         q_norm, k_norm: [head_dim] float32; both or neither.
         eps: of the norms.
 
@@ -279,7 +295,9 @@ def swiglu(gate_up: Tensor, out: Tensor) -> None:
 
 
 def geglu(gate_up: Tensor, out: Tensor) -> None:
-    """Write ``gelu(gate) * up`` to `out`, by gelu's approximation with tanh; all else as in `swiglu`."""
+    """Write ``gelu(gate) * up`` to `out`, by gelu's approximation with tanh; all else as in
+    `swiglu`.
+    """
     _activate(gate_up, out, is_gelu=True)
 
 

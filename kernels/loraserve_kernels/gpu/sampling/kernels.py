@@ -1,13 +1,18 @@
-"""Tokens from logits, as Triton kernels: `scan` and `pick` for every row, and `weigh` for those that are drawn, by the kernels of draw_kernels.
+"""Tokens from logits, as Triton kernels: `scan` and `pick` for every row, and `weigh` for those
+that are drawn, by the kernels of draw_kernels.
 
-A row's probabilities are kept as integers, ``2^44 · exp(s - top)`` of its scaled logits s. Their sums are exact in any order: a row's token depends on
-nothing but the row, whichever of the ways below it takes.
+A row's probabilities are kept as integers, ``2^44 · exp(s - top)`` of its scaled logits s. Their
+sums are exact in any order: a row's token depends on nothing but the row, whichever of the ways
+below it takes.
 
-A row without top-k and top-p is drawn in order of ids: from the chunks' masses comes the chunk, and from the chunk's tokens the token.
+A row without top-k and top-p is drawn in order of ids: from the chunks' masses comes the chunk, and
+from the chunk's tokens the token.
 
-A row with either is drawn in order of logits, best first, equal ones by id, without sorting it: a search over the 32 bits of a float finds the logit at which a
-count or a mass is passed. `scan` leaves the largest logit of each group of neighbours; the n-th largest of those is a bound that at least n tokens reach,
-seldom many more; `weigh` gathers these candidates, and `draw` searches among them. Where they aren't enough, `search` goes through the whole row.
+A row with either is drawn in order of logits, best first, equal ones by id, without sorting it: a
+search over the 32 bits of a float finds the logit at which a count or a mass is passed. `scan`
+leaves the largest logit of each group of neighbours; the n-th largest of those is a bound that at
+least n tokens reach, seldom many more; `weigh` gathers these candidates, and `draw` searches among
+them. Where they aren't enough, `search` goes through the whole row.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What the sampling kernels share: floats as integers whose order is theirs, probabilities as integers whose sums are exact, and counted random numbers."""
+"""What the sampling kernels share: floats as integers whose order is theirs, probabilities as
+integers whose sums are exact, and counted random numbers.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ def float_of(key):  # type: ignore[no-untyped-def]
 def weight_of(s, top):  # type: ignore[no-untyped-def]
     """``2^44 · exp(s - top)`` as int64, for scaled logits s up to top; 0 for NaN and for -inf.
 
-    Written so that the compiler has nothing to fuse: equal logits weigh the same wherever they are weighed.
+    Written so that the compiler has nothing to fuse: equal logits weigh the same wherever they are
+    weighed.
     """
     depth = tl.minimum(top - s, 64.0)
     power = depth * _LOG2E
@@ -66,7 +69,8 @@ def floor_of(top, depth):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def random_bits(seed, position):  # type: ignore[no-untyped-def]
-    """64 random bits of an int64 seed and position; the upper 53 are the digits of a number in [0, 1).
+    """64 random bits of an int64 seed and position; the upper 53 are the digits of a number in [0,
+    1).
 
     Source: SplitMix64 (Steele, Lea, Flood 2014), seeded by the seed and stepped to the position.
     """

@@ -1,6 +1,8 @@
-"""Tokens sampled on a GPU: each row by its own temperature, top-k, top-p and min-p, with random numbers that its seed and position give.
+"""Tokens sampled on a GPU: each row by its own temperature, top-k, top-p and min-p, with random
+numbers that its seed and position give.
 
-Needs Triton; with ``TRITON_INTERPRET=1`` it runs on CPU tensors. The rule is a row's alone: its token doesn't depend on what shares its step.
+Needs Triton; with ``TRITON_INTERPRET=1`` it runs on CPU tensors. The rule is a row's alone: its
+token doesn't depend on what shares its step.
 """
 
 from __future__ import annotations
@@ -26,24 +28,31 @@ NUM_WARPS = 8
 
 
 def sample(logits: Tensor, rows: SamplingRows, tokens_out: Tensor, finite_out: Tensor) -> None:
-    """Write every row's next token, and whether all of its logits are finite; where they aren't, the token is any.
+    """Write every row's next token, and whether all of its logits are finite; where they aren't,
+    the token is any.
 
-    A greedy row gets its likeliest token, of equal ones the first. Another row gets the token at which the running sum of its distribution passes the
-    random number of (seed, position): softmax(row / temperature), cut to the top_k likeliest, then to the fewest that hold top_p of what is left, then to those
-    with at least min_p times the likeliest one's probability. The sum runs in order of ids, or with top-k or top-p from the likeliest down, equal ones by id.
+    A greedy row gets its likeliest token, of equal ones the first. Another row gets the token at
+    which the running sum of its distribution passes the random number of (seed, position):
+    softmax(row / temperature), cut to the top_k likeliest, then to the fewest that hold top_p of
+    what is left, then to those with at least min_p times the likeliest one's probability. The sum
+    runs in order of ids, or with top-k or top-p from the likeliest down, equal ones by id.
 
-    Two launches where all rows are greedy, else five; no synchronisation. May be captured in a CUDA graph, after one call outside, and replayed after any later
-    ``rows.fill`` for which `is_greedy` is the same.
+    Two launches where all rows are greedy, else five; no synchronisation. May be captured in a CUDA
+    graph, after one call outside, and replayed after any later ``rows.fill`` for which `is_greedy`
+    is the same.
 
     Args:
-        logits: [num_rows, vocab_size] float32, contiguous in the last dim; kept. Rows behind those of ``rows`` are greedy.
+        logits: [num_rows, vocab_size] float32, contiguous in the last dim; kept. Rows behind those
+            of ``rows`` are greedy.
         tokens_out: [num_rows] int64, contiguous.
         finite_out: [num_rows] bool, contiguous.
 
     Raises:
-        ShapeMismatch: shapes, dtypes, strides or devices disagree, or the vocabulary is larger than `MAX_VOCAB_SIZE`.
+        ShapeMismatch: shapes, dtypes, strides or devices disagree, or the vocabulary is larger than
+            `MAX_VOCAB_SIZE`.
 
-    Source: candidates by the largest of each group as in Dr. Top-k (Gaihre et al., SC 2021), a search in place of a sort as in FlashInfer's sampling.
+    Source: candidates by the largest of each group as in Dr. Top-k (Gaihre et al., SC 2021), a
+    search in place of a sort as in FlashInfer's sampling.
     """
     num_rows, vocab_size = _check(logits)
     if not rows.num_rows <= num_rows <= rows.max_num_seqs or vocab_size > MAX_VOCAB_SIZE:
@@ -173,9 +182,11 @@ def sample(logits: Tensor, rows: SamplingRows, tokens_out: Tensor, finite_out: T
 
 
 def top_logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the log probability of each row's token [num_rows], and of its k likeliest tokens [num_rows, k] with their ids [num_rows, k] int64, best first.
+    """Return the log probability of each row's token [num_rows], and of its k likeliest tokens
+    [num_rows, k] with their ids [num_rows, k] int64, best first.
 
-    Natural logarithms of the raw distribution, float32. No synchronisation; allocates, as torch's operators do.
+    Natural logarithms of the raw distribution, float32. No synchronisation; allocates, as torch's
+    operators do.
 
     Args:
         logits: [num_rows, vocab_size] float32, as the model gave them.

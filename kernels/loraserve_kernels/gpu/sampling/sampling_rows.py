@@ -1,4 +1,6 @@
-"""Sampling parameters of a step's rows as the GPU's kernels read them, and what these kernels leave one another."""
+"""Sampling parameters of a step's rows as the GPU's kernels read them, and what these kernels leave
+one another.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ CHUNK = 4096
 """Tokens that a program of `scan` or `weigh` reads."""
 
 NUM_CANDIDATES = 1024
-"""Top-p looks among at least so many of the likeliest tokens first, and among all only where these don't hold the mass that it asks for."""
+"""Top-p looks among at least so many of the likeliest tokens first, and among all only where these
+don't hold the mass that it asks for.
+"""
 
 MAX_CANDIDATES = 4096
 """A row's candidates are kept in the registers of one program."""
@@ -52,15 +56,20 @@ class SamplingParams(Protocol):
 
 
 class SamplingRows:
-    """Sampling parameters of a step's rows, and scratch memory. Addresses are fixed for life; one step at a time.
+    """Sampling parameters of a step's rows, and scratch memory.
+
+    Addresses are fixed for life; one step at a time.
 
     Attributes:
         num_rows: of the step that was filled in last; 0 before. Rows behind them count as greedy.
-        is_greedy: no row draws: `sample` reads the logits once and launches half of its kernels. A CUDA graph keeps what this was when it was captured.
+        is_greedy: no row draws: `sample` reads the logits once and launches half of its kernels. A
+            CUDA graph keeps what this was when it was captured.
     """
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
-        """Allocate for steps of up to `max_num_seqs` rows: on the device and, pinned beside a GPU, in the host's memory."""
+        """Allocate for steps of up to `max_num_seqs` rows: on the device and, pinned beside a GPU,
+        in the host's memory.
+        """
         self.num_rows = 0
         self.is_greedy = True
         self.max_num_seqs = max_num_seqs
@@ -78,14 +87,16 @@ class SamplingRows:
         self._scratch: SamplingScratch | None = None
 
     def fill(self, params: Sequence[SamplingParams], positions: Sequence[int]) -> None:
-        """Describe the next step and send it to the device in one copy, which doesn't wait: by the next fill but one it must be done.
+        """Describe the next step and send it to the device in one copy, which doesn't wait: by the
+        next fill but one it must be done.
 
         Args:
             params: of each row.
             positions: of each row's token in its sequence.
 
         Raises:
-            InvalidPlan: more rows than there is room for, or not as many positions; the last step stands.
+            InvalidPlan: more rows than there is room for, or not as many positions; the last step
+                stands.
         """
         count = len(params)
         if count > self.max_num_seqs or len(positions) != count:
@@ -141,6 +152,8 @@ class SamplingScratch:
 
 
 def group_size(vocab_size: int) -> int:
-    """Number of neighbours whose largest logit stands for them: few enough that there are more groups than candidates, wherever there are that many tokens."""
+    """Number of neighbours whose largest logit stands for them: few enough that there are more
+    groups than candidates, wherever there are that many tokens.
+    """
     size: int = triton.next_power_of_2(-(-vocab_size // MAX_GROUPS))
     return max(8, size)
