@@ -13,8 +13,11 @@ import numpy as np
 
 from loraserve.adapters.config.peft_config import DEFAULTS
 from loraserve.adapters.ir import TensorView
-from loraserve.adapters.tuners import CANONICAL
+from loraserve.adapters.tuners.fields import number
 from loraserve.types import Digest
+
+Fields = list[tuple[str, str]]
+"""Names and values of a config's fields, as the digest frames them."""
 
 _TAG = b"loraserve adapter v1"
 _NUMBERS = ("r", "lora_alpha")
@@ -59,7 +62,7 @@ def adapter_digest(
     return Digest(sha.hexdigest())
 
 
-def _canonical_config(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _canonical_config(config: Mapping[str, Any]) -> Fields:
     kind = config.get("peft_type")
     tokens = [(name, json.dumps(config[name], sort_keys=True)) for name in _TOKENS if config.get(name)]
     if isinstance(kind, str) and kind in CANONICAL:
@@ -77,3 +80,38 @@ def _canonical_config(config: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _number(value: int | float) -> str:
     # 16 and 16.0 are one alpha; hex keeps every bit of any other
     return float(value).hex()
+
+
+def _no_fields(config: Mapping[str, Any]) -> Fields:
+    """Return no fields: the tensors of these kinds (IA3, VeRA) say everything."""
+    return []
+
+
+def _lycoris_fields(config: Mapping[str, Any]) -> Fields:
+    """Return ranks and alphas of LoHa and LoKr, in the order of their keys, since the first match
+    wins.
+    """
+    fields = [(name, _number(number(config["peft_type"], config, name))) for name in ("r", "alpha")]
+    for name in ("rank_pattern", "alpha_pattern"):
+        pattern = config.get(name) or {}
+        fields.append((name, str(len(pattern))))
+        for key, value in pattern.items():
+            fields += [("key", key), ("value", _number(value))]
+    return fields
+
+
+def _adalora_fields(config: Mapping[str, Any]) -> Fields:
+    """Return what AdaLoRA's scaling is made of; the ranks are the tensors'."""
+    return [(name, _number(number("ADALORA", config, name))) for name in ("init_r", "lora_alpha")]
+
+
+CANONICAL: Mapping[str, Callable[[Mapping[str, Any]], Fields]] = {
+    "LOHA": _lycoris_fields,
+    "LOKR": _lycoris_fields,
+    "IA3": _no_fields,
+    "VERA": _no_fields,
+    "ADALORA": _adalora_fields,
+}
+"""PEFT's name of a kind → the fields of an accepted config that decide the arithmetic, as an
+adapter's digest frames them behind the kind's name.
+"""

@@ -15,9 +15,10 @@ from paged_pools import (
     read_row,
 )
 
-from loraserve_kernels.common.modules import LAYER_MODULES, SITES, LoraModule, ReplacedRows
+from loraserve_kernels.common.modules import LAYER_MODULES, SITES, LoraModule, ReplacedRows, size_of
+from loraserve_kernels.common.sizes import ModuleSize, num_pages_of, num_tiles_of
 from loraserve_kernels.errors import PoolFull, ShapeMismatch
-from loraserve_kernels.gpu.paged import rows as paged_rows
+from loraserve_kernels.gpu.paged import packing
 from loraserve_kernels.gpu.paged.layout import (
     A_UNITS,
     B_UNITS,
@@ -39,7 +40,6 @@ from loraserve_kernels.gpu.paged.layout import (
 )
 from loraserve_kernels.gpu.paged.packing import make_pages
 from loraserve_kernels.gpu.paged.pool import PagedPool
-from loraserve_kernels.gpu.paged.sizes import ModuleSize, num_pages_of, num_tiles_of, size_of
 
 
 def slice_of(pool: PagedPool, slot: int, module: str) -> dict[str, int]:
@@ -183,7 +183,7 @@ def test_rows_are_quantized_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     torch.manual_seed(0)
     modules = random_modules({"lm_head": 0}, ODD, torch.float16, num_rows={"lm_head": 70})
     whole = pages_of(modules, ODD, torch.int8)
-    monkeypatch.setattr(paged_rows, "_ROWS_AT_ONCE", 7)
+    monkeypatch.setattr(packing, "_ROWS_AT_ONCE", 7)
     parts = pages_of(modules, ODD, torch.int8)
     assert torch.equal(whole.pages, parts.pages)
     assert torch.equal(whole.records, parts.records)

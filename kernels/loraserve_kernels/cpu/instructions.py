@@ -98,3 +98,21 @@ def _processor() -> str:
         ("avx2", torch.cpu._is_avx2_supported()),
     )
     return next((name for name, is_there in has if is_there), "sse41")
+
+
+def choose_functions() -> None:
+    """Have MKL choose its vector functions for this process, before several threads share one.
+
+    It is cheap: call it once, before the first elementwise function that many threads share.
+
+    MKL chooses the machine code of each of its vector functions at the first call. Where several
+    threads make that call at once, one of them may be given the code of the lowest accuracy (errors
+    near 1e-4), for its part of that one call. A table of angles that is made so is wrong for as
+    long as the process lives.
+
+    Source: pytorch issue 188792.
+    """
+    for dtype in (torch.float32, torch.float64):
+        one = torch.ones(1, dtype=dtype)
+        for function in (torch.cos, torch.sin, torch.sqrt, torch.exp, torch.log, torch.tanh):
+            function(one)

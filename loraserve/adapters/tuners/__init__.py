@@ -7,7 +7,6 @@ from typing import Any
 
 from loraserve.adapters.ir import AdapterIR, TensorView
 from loraserve.adapters.tuners.adalora import compile_adalora
-from loraserve.adapters.tuners.canonical import canonical_adalora, canonical_lycoris, canonical_plain
 from loraserve.adapters.tuners.ia3 import compile_ia3
 from loraserve.adapters.tuners.loha import compile_loha
 from loraserve.adapters.tuners.lokr import compile_lokr
@@ -17,7 +16,6 @@ from loraserve.limits import Limits
 from loraserve.types import BaseSpec
 
 Compile = Callable[[Mapping[str, Any], Mapping[str, TensorView], BaseSpec, Limits], AdapterIR]
-Canonical = Callable[[Mapping[str, Any]], list[tuple[str, str]]]
 
 TUNERS: Mapping[str, Compile] = {
     "LORA": compile_lora,
@@ -28,14 +26,3 @@ TUNERS: Mapping[str, Compile] = {
     "ADALORA": compile_adalora,
 }
 """PEFT's name of a kind → (config, tensors, base, limits) → the adapter in the base's terms."""
-
-CANONICAL: Mapping[str, Canonical] = {
-    "LOHA": canonical_lycoris,
-    "LOKR": canonical_lycoris,
-    "IA3": canonical_plain,
-    "VERA": canonical_plain,
-    "ADALORA": canonical_adalora,
-}
-"""PEFT's name of a kind → the fields of an accepted config that decide the arithmetic, as an
-adapter's digest frames them behind the kind's name.
-"""

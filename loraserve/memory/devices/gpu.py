@@ -19,7 +19,8 @@ from loraserve.memory.devices.base import DTYPE_NAMES, Footprint, HostAdapter, P
 from loraserve.memory.devices.copies import Copies, CudaCopies, DirectCopies
 from loraserve.memory.plan import MemoryPlan, plan_gpu_memory
 from loraserve.types import BaseSpec
-from loraserve_kernels.common.modules import LoraModule, ReplacedNorm
+from loraserve_kernels.common.modules import LoraModule, ReplacedNorm, size_of
+from loraserve_kernels.common.sizes import num_pages_of, num_tiles_of
 from loraserve_kernels.cpu import threads
 from loraserve_kernels.errors import PoolFull, ShapeMismatch
 from loraserve_kernels.gpu.paged.layout import (
@@ -34,7 +35,6 @@ from loraserve_kernels.gpu.paged.layout import (
 )
 from loraserve_kernels.gpu.paged.packing import make_pages
 from loraserve_kernels.gpu.paged.pool import PagedPool
-from loraserve_kernels.gpu.paged.sizes import num_pages_of, num_tiles_of, size_of
 
 TABLES_SHARE = 1 / 128
 """Share of the budget that the tables take."""

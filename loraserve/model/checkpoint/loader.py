@@ -43,8 +43,8 @@ from loraserve.model.layers.rotary import RotaryEmbedding
 from loraserve.progress import Progress
 from loraserve.types import Digest
 from loraserve_kernels.common.quantized import QuantizedWeight
+from loraserve_kernels.cpu.instructions import choose_functions
 from loraserve_kernels.cpu.linear.chooser import chooser, lines
-from loraserve_kernels.cpu.vector_math import choose_functions
 
 logger = logging.getLogger(__name__)
 

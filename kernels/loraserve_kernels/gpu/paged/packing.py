@@ -11,7 +11,24 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from loraserve_kernels.common.modules import MODULE_INDEX, SITES, LoraModule, ReplacedRows, check_row_ids, check_shapes
+from loraserve_kernels.common.modules import (
+    MODULE_INDEX,
+    SITES,
+    LoraModule,
+    ReplacedRows,
+    check_row_ids,
+    check_shapes,
+    size_of,
+)
+from loraserve_kernels.common.sizes import (
+    ModuleRuns,
+    Placing,
+    Runs,
+    checked,
+    place_module,
+    row_num_bytes,
+    tiles_by_module,
+)
 from loraserve_kernels.errors import ShapeMismatch
 from loraserve_kernels.gpu.paged.layout import (
     A_UNITS,
@@ -40,8 +57,10 @@ from loraserve_kernels.gpu.paged.layout import (
     ModuleShapes,
     shapes_of,
 )
-from loraserve_kernels.gpu.paged.rows import Placing, Runs, starts_of, write_rows
-from loraserve_kernels.gpu.paged.sizes import ModuleRuns, checked, place_module, size_of, tiles_by_module
+from loraserve_kernels.reference import quantize_rows
+
+_ROWS_AT_ONCE = 4096
+"""Quantized at a time: a whole vocabulary's rows in float32 would take gigabytes."""
 
 _SITE_OF = {module: list(SITES).index(site) for site, module in REPLACED_SITES.items()}
 
@@ -127,19 +146,19 @@ def _write_module(
     """
     a, b = m.lora_a, m.lora_b.T
     scaling = m.scaling.float().numpy() if isinstance(m.scaling, Tensor) else np.float32(m.scaling)
-    scales = write_rows(pages, runs.a, a, dtype), write_rows(pages, runs.b, b, dtype)
+    scales = _write_rows(pages, runs.a, a, dtype), _write_rows(pages, runs.b, b, dtype)
     # who serves the adapter refuses what isn't finite, by name
     with np.errstate(over="ignore"):
         multipliers = scaling * (scales[0] * scales[1])
     _spread(records.view(torch.float32).numpy()[:, MULTIPLIERS:], multipliers)
-    _spread(starts[:, A_UNITS:B_UNITS], starts_of(runs.a, a.shape[1], dtype))
-    _spread(starts[:, B_UNITS:DELTA_UNIT], starts_of(runs.b, b.shape[1], dtype))
+    _spread(starts[:, A_UNITS:B_UNITS], _starts_of(runs.a, a.shape[1], dtype))
+    _spread(starts[:, B_UNITS:DELTA_UNIT], _starts_of(runs.b, b.shape[1], dtype))
     for row, where, unit, has in (
         (m.dora_delta, runs.delta, DELTA_UNIT, HAS_DELTA),
         (m.bias_delta, runs.shift, SHIFT_UNIT, HAS_SHIFT),
     ):
         if row is not None:
-            write_rows(pages, where, row[None], torch.float32)
+            _write_rows(pages, where, row[None], torch.float32)
             starts[0, unit] = where[0][0]
             records[0, has] = 1
 
@@ -156,11 +175,11 @@ def _write_replaced(
     """Write replaced rows, and their records [num_tiles, num_layers, RECORD], starts and ids
     [num_tiles, num_layers, NUM_UNITS].
     """
-    scales = write_rows(pages, runs, rows.weight, dtype)
+    scales = _write_rows(pages, runs, rows.weight, dtype)
     # a row of zeros is a row nevertheless
     scales[scales == 0] = 1
     _spread(records.view(-1, RECORD).view(torch.float32).numpy()[:, MULTIPLIERS:], scales)
-    _spread(starts.reshape(-1, NUM_UNITS)[:, A_UNITS:B_UNITS], starts_of(runs, rows.weight.shape[1], dtype))
+    _spread(starts.reshape(-1, NUM_UNITS)[:, A_UNITS:B_UNITS], _starts_of(runs, rows.weight.shape[1], dtype))
     _spread(ids.reshape(-1, NUM_UNITS)[:, B_UNITS:DELTA_UNIT], rows.ids.numpy())
 
 
@@ -170,3 +189,38 @@ def _spread(tiles: npt.NDArray[np.generic], by_rank: npt.NDArray[np.generic]) ->
     tiles[:whole] = by_rank[: whole * RANK_TILE].reshape(whole, RANK_TILE)
     if rest := by_rank[whole * RANK_TILE :].size:
         tiles[whole, :rest] = by_rank[whole * RANK_TILE :]
+
+
+def _write_rows(pages: Tensor, runs: Runs, rows: Tensor, dtype: torch.dtype) -> npt.NDArray[np.float32]:
+    """Copy rows [n, width] to where they were placed; return what each is multiplied with to be
+    itself: 1, or its scale in int8.
+    """
+    scales, num_rows = np.ones(rows.shape[0], dtype=np.float32), rows.shape[0]
+    if dtype != torch.int8:
+        _copy_rows(pages, runs, rows, 0, dtype)
+        return scales
+    for first in range(0, num_rows, _ROWS_AT_ONCE):
+        codes, scale = quantize_rows(rows[first : first + _ROWS_AT_ONCE].float(), 127)
+        _copy_rows(pages, runs, codes, first, dtype)
+        scales[first : first + _ROWS_AT_ONCE] = scale.numpy()
+    return scales
+
+
+def _starts_of(runs: Runs, width: int, dtype: torch.dtype) -> npt.NDArray[np.int64]:
+    """Return the start of each row, in bytes."""
+    num_bytes = row_num_bytes(width, dtype)
+    return np.concatenate(
+        [np.zeros(0, dtype=np.int64), *(start + num_bytes * np.arange(count) for start, count in runs)]
+    )
+
+
+def _copy_rows(pages: Tensor, runs: Runs, rows: Tensor, first: int, dtype: torch.dtype) -> None:
+    """Copy rows, the first of which is so many behind the first that was placed."""
+    flat, num_bytes, end = pages.view(-1), row_num_bytes(rows.shape[1], dtype), first + rows.shape[0]
+    before = 0
+    for start, count in runs:
+        low, high = max(first, before), min(end, before + count)
+        if low < high:
+            there = flat[start + (low - before) * num_bytes : start + (high - before) * num_bytes]
+            there.view(dtype).view(high - low, -1)[:, : rows.shape[1]] = rows[low - first : high - first]
+        before += count

@@ -11,8 +11,9 @@ import peft
 import pytest
 
 from loraserve.adapters.config.peft_fields import FieldRule
+from loraserve.adapters.digest import CANONICAL
 from loraserve.adapters.ir import TensorView
-from loraserve.adapters.tuners import CANONICAL, TUNERS, adalora, ia3, loha, lokr, vera
+from loraserve.adapters.tuners import TUNERS, adalora, ia3, loha, lokr, vera
 from loraserve.adapters.tuners.fields import DEFAULTS
 from loraserve.errors import AdapterRejected
 from loraserve.limits import LIMITS

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from loraserve_kernels.gpu.paged.sizes import ModuleSize, num_pages_of, num_tiles_of
 from simulated_gpu import SimulatedCopies, read_module
 
 from loraserve.errors import AdapterUnavailable, ConfigError
@@ -22,7 +23,6 @@ from loraserve_kernels.common.modules import LAYER_MODULES, LoraModule, Replaced
 from loraserve_kernels.errors import ShapeMismatch
 from loraserve_kernels.gpu.paged.layout import RECORD
 from loraserve_kernels.gpu.paged.pool import PagedPool
-from loraserve_kernels.gpu.paged.sizes import ModuleSize, num_pages_of, num_tiles_of
 
 LLAMA_8B = {
     "q_proj": (4096, 4096),
