@@ -279,7 +279,7 @@ def _store(writer: _Writer, rows: list[Any], channel: Any, value: Callable[[int,
 
 def _dot(num_rows: int) -> Any:
     @intrinsic
-    def dot(typingctx: Any, args: Any, number: Any, row: Any) -> Any:
+    def dot(typingctx: Any, args: Any, number: Any, row: Any, kind: Any) -> Any:
         """Compute `num_rows` rows of a tile's channels from activations in int16: ``scale ·
         sum(code · x)``, the sum exact.
         """
@@ -319,54 +319,43 @@ def _dot(num_rows: int) -> Any:
             _store(writer, rows, channel, scaled)
             return context.get_dummy_value()
 
-        return types.void(types.intp, types.int64, types.int64), codegen
+        return types.void(types.intp, types.int64, types.int64, kind), codegen
 
     return dot
 
-
-_tile_1, _tile_4, _tile_8 = _tile(1), _tile(4), _tile(8)
-_dot_1, _dot_4, _dot_8 = _dot(1), _dot(4), _dot(8)
 
 ROWS = 8 if LANES == 16 else 4
 """Rows that one pass over a tile's codes multiplies: as many as there are registers for their sums."""
 
 
-@numba.njit
-def _run_tiles(args, kind):  # type: ignore[no-untyped-def]
-    num_rows, num_tiles = load_int(args, NUM_ROWS), load_int(args, NUM_TILES)
-    while True:
-        item = fetch_add(args, 1)
-        start = item // num_tiles * CHUNK
-        if start >= num_rows:
-            return
-        end = min(start + CHUNK, num_rows)
-        number = item % num_tiles
-        for row in range(start, end, ROWS):
-            if end - row == 1:
-                _tile_1(args, number, row, kind)
-            elif ROWS == 4 or end - row <= 4:
-                _tile_4(args, number, row, kind)
-            else:
-                _tile_8(args, number, row, kind)
+def _runner(one: Any, four: Any, eight: Any) -> Any:
+    """Return the loop that claims tiles and multiplies their codes with chunks of one, four or
+    eight rows at a time.
+    """
+
+    @numba.njit
+    def run(args, kind):  # type: ignore[no-untyped-def]
+        num_rows, num_tiles = load_int(args, NUM_ROWS), load_int(args, NUM_TILES)
+        while True:
+            item = fetch_add(args, 1)
+            start = item // num_tiles * CHUNK
+            if start >= num_rows:
+                return
+            end = min(start + CHUNK, num_rows)
+            number = item % num_tiles
+            for row in range(start, end, ROWS):
+                if end - row == 1:
+                    one(args, number, row, kind)
+                elif ROWS == 4 or end - row <= 4:
+                    four(args, number, row, kind)
+                else:
+                    eight(args, number, row, kind)
+
+    return run
 
 
-@numba.njit
-def _run_dots(args):  # type: ignore[no-untyped-def]
-    num_rows, num_tiles = load_int(args, NUM_ROWS), load_int(args, NUM_TILES)
-    while True:
-        item = fetch_add(args, 1)
-        start = item // num_tiles * CHUNK
-        if start >= num_rows:
-            return
-        end = min(start + CHUNK, num_rows)
-        number = item % num_tiles
-        for row in range(start, end, ROWS):
-            if end - row == 1:
-                _dot_1(args, number, row)
-            elif ROWS == 4 or end - row <= 4:
-                _dot_4(args, number, row)
-            else:
-                _dot_8(args, number, row)
+_run_tiles = _runner(_tile(1), _tile(4), _tile(8))
+_run_dots = _runner(_dot(1), _dot(4), _dot(8))
 
 
 @functools.lru_cache(maxsize=None, typed=True)  # the kinds' values are equal, their types aren't
@@ -394,6 +383,6 @@ def compiled_dot() -> Any:
 
     def multiply_int8(args):  # type: ignore[no-untyped-def]
         if stamp != 0:
-            _run_dots(args)
+            _run_dots(args, 0)
 
     return numba.cfunc(types.void(types.intp), cache=True)(multiply_int8)
