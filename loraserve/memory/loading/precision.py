@@ -107,7 +107,7 @@ def loss(uploaded: LoraModule, held: LoraModule, dtype: torch.dtype) -> float:
         held: `round_to_held` of the uploaded module, or of what `truncate` left of it.
         dtype: what the device holds rows in.
     """
-    of_rows = 0.0 if uploaded.rows is None else _rows_loss(uploaded.rows, dtype)
+    of_rows = 0.0 if uploaded.row_overrides is None else _rows_loss(uploaded.row_overrides, dtype)
     if held.lora_a is uploaded.lora_a and held.lora_b is uploaded.lora_b:
         return of_rows
     if held.lora_a.shape == uploaded.lora_a.shape:
