@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from loraserve_kernels.gpu.paged.sizes import ModuleSize, num_pages_of, num_tiles_of
 from simulated_gpu import SimulatedCopies, read_module
 
 from loraserve.errors import AdapterUnavailable, ConfigError
@@ -20,6 +19,7 @@ from loraserve.memory.devices.gpu import GpuDevice, adapter_dtype, plan_arena
 from loraserve.memory.residency.device_cache import DeviceCache
 from loraserve.types import BaseSpec
 from loraserve_kernels.common.modules import LAYER_MODULES, LoraModule, ReplacedNorm, ReplacedRows
+from loraserve_kernels.common.sizes import ModuleSize, num_pages_of, num_tiles_of
 from loraserve_kernels.errors import ShapeMismatch
 from loraserve_kernels.gpu.paged.layout import RECORD
 from loraserve_kernels.gpu.paged.pool import PagedPool
