@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
-from loraserve.limits import GIB
+from loraserve.limits import GIB, MIB
 from loraserve.types import KernelChoice, Struct
+
+CPU_BUDGET_BYTES = 8 * GIB
+"""Default bytes for KV blocks and adapters on a CPU, whose memory other processes use too."""
+AUTO_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
+"""Data type that ``auto`` means on each device: CPUs without AMX or AVX512-BF16 emulate the half-width types."""
+MAX_LORA_WORK_ITEMS = 4096
+"""Most work items of one site in one step of a GPU: 64 rows of as many adapters of rank 341, or 512 of one of rank 512.
+Its plan refuses a step that has more, and the engine halves it."""
+GPU_PLANS_BYTES = MAX_LORA_WORK_ITEMS * 16 * 16 * 4 * (16 + 32 + 16) + 64 * MIB
+"""Bytes of the three LoRA plans and the other buffers of a GPU's runner: an item has at most 16 parts of a tile's rows
+times 16 ranks."""
 
 
 class EngineConfig(Struct, frozen=True):

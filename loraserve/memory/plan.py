@@ -7,11 +7,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from loraserve.errors import ConfigError
 from loraserve.limits import MIB
+from loraserve.types import BaseSpec
+from loraserve_kernels.common.sizes import MAX_RANK, RANK_TILE, RECORD, UNIT_BYTES, row_num_bytes
 
 GPU_BLOCK_ALIGNMENT = 256
 """Bytes of which the size of a KV block on a GPU is a multiple."""
+TABLES_SHARE = 1 / 128
+"""Share of the budget that the tables take."""
+MAX_POOL_BYTES = (2**31 - 1) * UNIT_BYTES
+"""Bytes that the kernels can address, in int32 units."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +123,42 @@ def plan_gpu_memory(
     )
     _refuse_small(plan, num_needed_blocks, budget_bytes)
     return plan
+
+
+def plan_gpu_arena(base: BaseSpec, budget_bytes: int, kv_block_bytes: int, num_needed_blocks: int) -> MemoryPlan:
+    """Plan a GPU's budget: tables for adapters, and an arena's pages.
+
+    Args:
+        kv_block_bytes: bytes of one block's keys and values, in all layers.
+        num_needed_blocks: blocks of one sequence of the model's full length.
+
+    Raises:
+        ConfigError: such a sequence doesn't fit.
+    """
+    tables = max_adapter_tiles(base, budget_bytes) * _tile_bytes(base)
+    return plan_gpu_memory(
+        budget_bytes - tables, kv_block_bytes, num_needed_blocks, _widest_row_bytes(base), MAX_POOL_BYTES
+    )
+
+
+def _widest_row_bytes(base: BaseSpec) -> int:
+    # of weights and of deltas, which are float32
+    return row_num_bytes(max(max(shape) for shape in base.modules.values()), np.dtype(np.float32))
+
+
+def _tile_bytes(base: BaseSpec) -> int:
+    return base.num_layers * RECORD * 4
+
+
+def max_adapter_tiles(base: BaseSpec, budget_bytes: int) -> int:
+    """Return the number of tiles of the tables.
+
+    There are several for each that adapters of eight ranks everywhere use if they take the whole
+    budget, and at least those of four of the largest adapter, if that is little of the budget.
+    """
+    largest = len(base.modules) * MAX_RANK // RANK_TILE
+    floor = min(4 * largest, budget_bytes // 8 // _tile_bytes(base))
+    return max(1, floor, int(budget_bytes * TABLES_SHARE) // _tile_bytes(base))
 
 
 def _refuse_small(plan: MemoryPlan, num_needed_blocks: int, budget_bytes: int) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from loraserve.config import EngineConfig
+from loraserve.config import AUTO_DTYPES, EngineConfig
 from loraserve.errors import ConfigError, ModelError
 from loraserve.model.checkpoint.blueprint import (
     Blueprint,
@@ -26,9 +26,6 @@ from loraserve.model.config.model_config import ModelConfig, read_config
 from loraserve.model.config.quantization_config import Layout
 from loraserve.types import BaseSpec, Digest
 from loraserve_kernels.common.formats import NF4_GROUP_SIZE
-
-AUTO_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
-"""What ``--dtype auto`` is."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

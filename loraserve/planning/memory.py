@@ -5,26 +5,14 @@ from __future__ import annotations
 import mmap
 from dataclasses import dataclass
 
-import numpy as np
-
-from loraserve.config import EngineConfig
+from loraserve.config import CPU_BUDGET_BYTES, GPU_PLANS_BYTES, EngineConfig
 from loraserve.errors import ConfigError
 from loraserve.limits import GIB, MIB
-from loraserve.memory.plan import MemoryPlan, plan_cpu_memory, plan_gpu_memory
+from loraserve.memory.plan import MemoryPlan, max_adapter_tiles, plan_cpu_memory, plan_gpu_arena
 from loraserve.planning.base import BasePlan
-from loraserve_kernels.common.sizes import MAX_RANK, RANK_TILE, RECORD, UNIT_BYTES, row_num_bytes
-
-CPU_BUDGET_BYTES = 8 * GIB
-"""As `engine.assembly` has it."""
-
-GPU_PLANS_BYTES = 4096 * 16 * 16 * 4 * (16 + 32 + 16) + 64 * MIB
-"""As `engine.gpu_budget` has it."""
-
-GPU_POOL_BYTES = (2**31 - 1) * UNIT_BYTES
-"""What the kernels of adapters can address."""
 
 GPU_CONTEXT_BYTES = 512 * MIB
-"""What CUDA, its libraries and compiled kernels take before a tensor is there; between 300 and 600 MiB on the cards that people report of."""
+"""Bytes that CUDA, its libraries and compiled kernels take before the first tensor; 300 to 600 MiB on cards in reports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +128,8 @@ def plan_arena(base: BasePlan, config: EngineConfig, step: StepPlan, device_byte
     if base.device == "cpu":
         division = plan_cpu_memory(budget, block, sequence_blocks, mmap.PAGESIZE)
     else:
-        max_tiles = _max_tiles(base, budget)
-        tables_bytes = max_tiles * _tile_bytes(base)
-        division = plan_gpu_memory(
-            budget - tables_bytes, block, sequence_blocks, _widest_row_bytes(base), GPU_POOL_BYTES
-        )
+        max_tiles = max_adapter_tiles(base.spec, budget)
+        division = plan_gpu_arena(base.spec, budget, block, sequence_blocks)
     return Arena(budget, source, division, block, config.block_size, sequence_blocks, max_tiles)
 
 
@@ -166,19 +151,3 @@ def _budget(base: BasePlan, config: EngineConfig, step: StepPlan, device_bytes: 
             hint="Quantize the base, lower --max-num-batched-tokens, or raise --memory-utilization.",
         )
     return left, "what the base and steps leave of --device-memory (an estimate)"
-
-
-def _widest_row_bytes(base: BasePlan) -> int:
-    """Of what may lie in a page: a float32 row as long as any linear's output or input."""
-    return row_num_bytes(max(max(shape) for shape in base.spec.modules.values()), np.dtype(np.float32))
-
-
-def _tile_bytes(base: BasePlan) -> int:
-    return base.spec.num_layers * RECORD * 4
-
-
-def _max_tiles(base: BasePlan, budget_bytes: int) -> int:
-    """As `memory.devices.gpu` has it."""
-    largest = len(base.spec.modules) * MAX_RANK // RANK_TILE
-    floor = min(4 * largest, budget_bytes // 8 // _tile_bytes(base))
-    return max(1, floor, budget_bytes // 128 // _tile_bytes(base))

@@ -5,27 +5,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from loraserve.config import EngineConfig
+from loraserve.config import GPU_PLANS_BYTES, EngineConfig
 from loraserve.engine.execution.runner import allocate_kv
 from loraserve.errors import ConfigError
-from loraserve.limits import GIB, MIB
+from loraserve.limits import GIB
 from loraserve.model.decoder import Decoder
 from loraserve.model.inputs import GpuInputs
 from loraserve_kernels.gpu.attention.plan import GpuAttentionPlan
-
-MAX_WORK_ITEMS = 4096
-"""Cap on the LoRA work items of one site in one step.
-
-Enough for 64 rows with 64 adapters of rank 341, or 512 rows with one of rank 512.
-
-The plan refuses a step that has more, and the engine halves it.
-"""
-
-PLANS_BYTES = MAX_WORK_ITEMS * 16 * 16 * 4 * (16 + 32 + 16) + 64 * MIB
-"""Bytes of a runner's three LoRA plans and its other buffers.
-
-An item has at most 16 parts of a tile's rows times 16 ranks.
-"""
 
 
 def attention_plan(decoder: Decoder, config: EngineConfig) -> GpuAttentionPlan:
@@ -59,7 +45,7 @@ def free_bytes(decoder: Decoder, config: EngineConfig) -> int:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     # graphs keep a decode step's memory of their own
-    budget = int(total * config.memory_utilization) - (total - free) - 2 * step_bytes - PLANS_BYTES
+    budget = int(total * config.memory_utilization) - (total - free) - 2 * step_bytes - GPU_PLANS_BYTES
     if budget <= 0:
         raise ConfigError(
             f"The base leaves no memory: of the device's {total / GIB:.1f} GiB {free / GIB:.1f}"

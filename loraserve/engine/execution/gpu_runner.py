@@ -14,11 +14,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from loraserve.config import EngineConfig
+from loraserve.config import MAX_LORA_WORK_ITEMS, EngineConfig
 from loraserve.engine.execution.batch import Batch
 from loraserve.engine.execution.cuda_graphs import DecodeGraphs, bucket_sizes
 from loraserve.engine.execution.gpu_io import GpuStep, HostResults, Top, lost, send_logprobs, to_host
-from loraserve.engine.execution.gpu_memory import MAX_WORK_ITEMS, attention_plan
+from loraserve.engine.execution.gpu_memory import attention_plan
 from loraserve.engine.execution.sampler import Sampler, has_penalties
 from loraserve.engine.execution.step_rows import StepRows
 from loraserve.engine.request import Request
@@ -56,7 +56,7 @@ class GpuRunner:
         self._decode_rows = StepRows(max_num_seqs, device)
         self._mixed_rows = StepRows(max_num_tokens, device)
         self._attention = attention_plan(decoder, config)
-        pool, items = adapters.pool, MAX_WORK_ITEMS
+        pool, items = adapters.pool, MAX_LORA_WORK_ITEMS
         self._decode_lora = GpuLoraPlan(pool, max_num_tokens=max_num_seqs, max_work_items=items, block_m=16)
         self._mixed_lora = GpuLoraPlan(pool, max_num_tokens=max_num_tokens, max_work_items=items, block_m=32)
         self._logits_lora = GpuLoraPlan(pool, max_num_tokens=max_num_tokens, max_work_items=items, block_m=16)

@@ -16,7 +16,7 @@ import torch
 from adapters_store import open_store
 from loraserve import faults
 from loraserve.background import Throttle
-from loraserve.config import EngineConfig
+from loraserve.config import AUTO_DTYPES, CPU_BUDGET_BYTES, EngineConfig
 from loraserve.engine.engine import Engine
 from loraserve.engine.execution.cpu_runner import CpuRunner
 from loraserve.engine.execution.runner import StepRunner, kv_block_bytes, view_kv
@@ -30,7 +30,7 @@ from loraserve.memory.devices.cpu import CpuDevice, HostMemory, cpu_adapter_dtyp
 from loraserve.memory.kv.block_pool import BlockLayout, BlockPool
 from loraserve.memory.loading.lowering import FILE_DTYPES
 from loraserve.memory.loading.precision import Precision
-from loraserve.memory.plan import MemoryPlan, plan_cpu_memory
+from loraserve.memory.plan import MemoryPlan, plan_cpu_memory, plan_gpu_arena
 from loraserve.memory.residency.device_cache import DeviceCache
 from loraserve.memory.residency.host_cache import HostCache
 from loraserve.memory.residency.pager import Pager
@@ -43,9 +43,6 @@ from loraserve_kernels.cpu.linear.chooser import chooser
 from loraserve_kernels.ops import warm_up
 
 logger = logging.getLogger(__name__)
-
-CPU_BUDGET_BYTES = 8 * GIB
-"""Default bytes for KV blocks and adapters on a CPU, shared with other processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +141,7 @@ def resolve(config: EngineConfig) -> EngineConfig:
         raise ConfigError("--device cuda needs Triton, which isn't installed.", hint="pip install 'loraserve[gpu]'")
     dtype = config.dtype
     if dtype == "auto":
-        # CPUs without AMX or AVX512-BF16 emulate the half-width types
-        dtype = "float32" if device == "cpu" else "bfloat16"
+        dtype = AUTO_DTYPES[device]
     budget = config.memory_budget_bytes
     if budget == 0 and (device == "cpu" or not has_gpu):
         budget = CPU_BUDGET_BYTES
@@ -226,12 +222,12 @@ def _on_gpu(decoder: Decoder, config: EngineConfig, progress: Progress) -> tuple
     # Triton is loaded for GPUs alone
     from loraserve.engine.execution import gpu_memory as gpu_budget
     from loraserve.engine.execution.gpu_runner import GpuRunner
-    from loraserve.memory.devices.gpu import GpuDevice, adapter_dtype, plan_arena
+    from loraserve.memory.devices.gpu import GpuDevice, adapter_dtype
 
     progress.begin("measuring the GPU's memory")
     budget = config.memory_budget_bytes or gpu_budget.free_bytes(decoder, config)
     device = decoder.backend.device
-    plan = plan_arena(
+    plan = plan_gpu_arena(
         decoder.spec, budget, kv_block_bytes(decoder, config.block_size), num_needed_blocks(decoder, config)
     )
     data = torch.empty(

@@ -17,29 +17,19 @@ from loraserve.errors import AdapterUnservable, ConfigError, InvariantViolation
 from loraserve.memory.arena import Arena, ArenaClient, Owner
 from loraserve.memory.devices.base import DTYPE_NAMES, Footprint, HostAdapter, PlacedAdapter, refuse_out_of_range
 from loraserve.memory.devices.copies import Copies, CudaCopies, DirectCopies
-from loraserve.memory.plan import MemoryPlan, plan_gpu_memory
+from loraserve.memory.plan import MemoryPlan, max_adapter_tiles
 from loraserve.types import BaseSpec
 from loraserve_kernels.common.modules import LoraModule, ReplacedNorm, size_of
 from loraserve_kernels.common.sizes import num_pages_of, num_tiles_of
 from loraserve_kernels.cpu import threads
 from loraserve_kernels.errors import PoolFull, ShapeMismatch
 from loraserve_kernels.gpu.paged.layout import (
-    MAX_RANK,
     MULTIPLIERS,
-    RANK_TILE,
-    RECORD,
-    UNIT_BYTES,
     AdapterPages,
-    row_num_bytes,
     tiles_of_sites,
 )
 from loraserve_kernels.gpu.paged.packing import make_pages
 from loraserve_kernels.gpu.paged.pool import PagedPool
-
-TABLES_SHARE = 1 / 128
-"""Share of the budget that the tables take."""
-MAX_POOL_BYTES = (2**31 - 1) * UNIT_BYTES
-"""Bytes that the kernels can address, in int32 units."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,42 +65,6 @@ def adapter_dtype(name: str, compute_dtype: torch.dtype) -> torch.dtype:
             hint="Use auto or int8, or the same --dtype.",
         )
     return names[name]
-
-
-def plan_arena(base: BaseSpec, budget_bytes: int, kv_block_bytes: int, num_needed_blocks: int) -> MemoryPlan:
-    """Plan a GPU's budget: tables for adapters, and an arena's pages.
-
-    Args:
-        kv_block_bytes: bytes of one block's keys and values, in all layers.
-        num_needed_blocks: blocks of one sequence of the model's full length.
-
-    Raises:
-        ConfigError: such a sequence doesn't fit.
-    """
-    tables = _max_tiles(base, budget_bytes) * _tile_bytes(base)
-    return plan_gpu_memory(
-        budget_bytes - tables, kv_block_bytes, num_needed_blocks, _widest_row_bytes(base), MAX_POOL_BYTES
-    )
-
-
-def _widest_row_bytes(base: BaseSpec) -> int:
-    # of weights and of deltas, which are float32
-    return row_num_bytes(max(max(shape) for shape in base.modules.values()), torch.float32)
-
-
-def _tile_bytes(base: BaseSpec) -> int:
-    return base.num_layers * RECORD * 4
-
-
-def _max_tiles(base: BaseSpec, budget_bytes: int) -> int:
-    """Return the number of tiles of the tables.
-
-    There are several for each that adapters of eight ranks everywhere use if they take the whole
-    budget, and at least those of four of the largest adapter, if that is little of the budget.
-    """
-    largest = len(base.modules) * MAX_RANK // RANK_TILE
-    floor = min(4 * largest, budget_bytes // 8 // _tile_bytes(base))
-    return max(1, floor, int(budget_bytes * TABLES_SHARE) // _tile_bytes(base))
 
 
 class GpuDevice:
@@ -184,14 +138,14 @@ class GpuDevice:
         Args:
             data: [at least the arena's bytes] uint8: its pages, and what lies behind them.
             arena_client: the adapters' client.
-            plan: the plan of that budget, from `plan_arena`.
+            plan: the plan of that budget, from `plan_gpu_arena`.
             dtype: dtype that adapters are packed in: the activations' or int8.
         """
         pool = PagedPool(
             num_pages=plan.num_pages,
             page_num_bytes=plan.page_num_bytes,
             num_layers=base.num_layers,
-            max_tiles=_max_tiles(base, budget_bytes),
+            max_tiles=max_adapter_tiles(base, budget_bytes),
             max_slots=plan.num_pages + 1,
             module_shapes=base.modules,
             dtype=getattr(torch, base.dtype) if dtype == torch.int8 else dtype,

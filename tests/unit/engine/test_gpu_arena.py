@@ -8,7 +8,8 @@ pytest.importorskip("triton")
 
 from loraserve.engine.worker.startup import build_engine
 from loraserve.memory.arena import Owner
-from loraserve.memory.devices.gpu import GpuDevice, plan_arena
+from loraserve.memory.devices.gpu import GpuDevice
+from loraserve.memory.plan import plan_gpu_arena
 from loraserve.types import TokenOutput
 
 from .conftest import World
@@ -32,7 +33,7 @@ def test_pages_that_were_an_adapters_hold_kv_and_the_other_way_round(world: Worl
         )
     )
     engine, ready = parts.engine, parts.ready
-    kv, pool, plan = engine._kv, engine.pager._pool, plan_arena(engine.base, budget, BLOCK_BYTES, 3)
+    kv, pool, plan = engine._kv, engine.pager._pool, plan_gpu_arena(engine.base, budget, BLOCK_BYTES, 3)
     assert isinstance(pool.device, GpuDevice)
     assert ready.num_kv_blocks == kv.num_blocks == plan.num_blocks
     assert ready.adapter_budget_bytes == plan.max_adapter_bytes

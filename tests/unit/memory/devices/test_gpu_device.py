@@ -12,10 +12,10 @@ from simulated_gpu import SimulatedCopies, read_module
 
 from loraserve.errors import AdapterUnavailable, ConfigError
 from loraserve.memory.arena import Arena, Owner
-from loraserve.memory.devices import gpu
 from loraserve.memory.devices.base import Footprint
 from loraserve.memory.devices.copies import DirectCopies
-from loraserve.memory.devices.gpu import GpuDevice, adapter_dtype, plan_arena
+from loraserve.memory.devices.gpu import GpuDevice, adapter_dtype
+from loraserve.memory.plan import max_adapter_tiles, plan_gpu_arena
 from loraserve.memory.residency.device_cache import DeviceCache
 from loraserve.types import BaseSpec
 from loraserve_kernels.common.modules import LAYER_MODULES, LoraModule, ReplacedNorm, ReplacedRows
@@ -41,7 +41,7 @@ def make_device(make: Any, **pool: int) -> GpuDevice:
 
 def device_of(base: BaseSpec, dtype: torch.dtype, num_bytes: int = 200_000, device: str = "cpu") -> GpuDevice:
     """A device in an arena of that many bytes, tables included."""
-    plan = plan_arena(base, num_bytes, 256, 1)
+    plan = plan_gpu_arena(base, num_bytes, 256, 1)
     arena = Arena(plan.num_pages, plan.page_num_bytes, is_indexed=True)
     data = torch.empty(plan.num_pages * plan.page_num_bytes, dtype=torch.uint8, device=device)
     return GpuDevice.in_arena(base, data, arena.client(Owner.ADAPTERS), plan, num_bytes, dtype)
@@ -248,7 +248,7 @@ def test_adapters_are_held_in_the_activations_dtype_or_in_int8() -> None:
 @pytest.mark.parametrize("rank", [4, 16, 64, 512])
 def test_bytes_run_out_before_tiles_for_adapters_of_every_layer(make: Any, gib: int, rank: int) -> None:
     base = msgspec.structs.replace(make.base, num_layers=32, modules=LLAMA_8B)
-    plan, max_tiles = plan_arena(base, gib << 30, 2 << 20, 64), gpu._max_tiles(base, gib << 30)
+    plan, max_tiles = plan_gpu_arena(base, gib << 30, 2 << 20, 64), max_adapter_tiles(base, gib << 30)
     sizes = [ModuleSize(layer, module, rank) for layer in range(32) for module in LAYER_MODULES]
     num_pages = num_pages_of(
         sizes,
