@@ -38,7 +38,7 @@ _UNITS |= {unit: 1024**power for power, unit in enumerate(("kib", "mib", "gib", 
 
 
 def parse_size(value: object) -> int:
-    """Bytes of ``8GiB``, ``500 MB``, ``1.5GiB`` or a plain number.
+    """Parse ``8GiB``, ``500 MB``, ``1.5GiB`` or a plain number of bytes.
 
     Raises:
         ValueError: it is none of these.
@@ -81,7 +81,7 @@ Names = Annotated[
 
 
 class Settings(BaseSettings):
-    """What ``loraserve serve`` was told, complete and checked. Make it with `Settings.load`.
+    """The settings of ``loraserve serve``, complete and checked. Make them with `Settings.load`.
 
     Every field is the flag ``--field-name``, the variable ``LORASERVE_FIELD_NAME`` and the key ``field_name`` of the TOML file.
     """
@@ -179,7 +179,7 @@ class Settings(BaseSettings):
 
     @classmethod
     def load(cls, **flags: object) -> Settings:
-        """The settings; a flag that is None wasn't given.
+        """Load and check the settings; a flag that is None wasn't given.
 
         Raises:
             ConfigError: a flag, a variable or a key is unknown, missing or impossible. The message says which, and where it came from.
@@ -219,14 +219,14 @@ class Settings(BaseSettings):
 
     @property
     def base_id(self) -> str:
-        """What clients call the base model."""
+        """The base model's name in requests."""
         if self.model_id:
             return self.model_id
         path = Path(self.model)
         return path.resolve().name if path.is_dir() else self.model
 
     def engine_config(self, model_dir: str | Path) -> EngineConfig:
-        """What the engine process is told. It resolves what is ``auto``: the server's process knows no devices.
+        """Return the engine's configuration. The engine resolves ``auto``: the server's process knows no devices.
 
         Raises:
             ConfigError: flags that contradict each other.
@@ -261,7 +261,7 @@ class Settings(BaseSettings):
 
 
 def _read_toml(cls: type[Settings], init_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The file's keys; empty when no file was named and there is none in the current directory."""
+    """Return the file's keys; none if no file was named and the current directory has none."""
     named = init_kwargs.get("config") or os.environ.get(f"{ENV_PREFIX}CONFIG")
     path = Path(named or DEFAULT_CONFIG_FILE)
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""``loraserve audit``: who did what."""
+"""``loraserve audit``: the log of changes."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 VALUES: dict[type, str] = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT"}
-"""Names of values whose option has none of its own."""
+"""Names of values by type, for options without a metavar."""
 FIRST_COLUMN = 32
 
 

@@ -51,7 +51,7 @@ class Plan:
         return [shared + some(self.prompt_tokens - self.shared_tokens) for _ in range(self.num_requests)]
 
     def delays_s(self) -> list[float]:
-        """When each request is due, from the start; nothing but zeros where there is no rate."""
+        """Return each request's due time from the start, in seconds; all zero if there is no rate."""
         if self.rate is None:
             return [0.0] * self.num_requests
         drawn, at, times = random.Random(self.seed + 1), 0.0, []  # noqa: S311
@@ -63,7 +63,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Asked:
-    """One request and its outcome. Instants are of `time.perf_counter`."""
+    """A request and its outcome. Instants are of `time.perf_counter`."""
 
     model: str
     due_s: float
@@ -79,7 +79,7 @@ class Asked:
 
     @property
     def ttft_s(self) -> float:
-        """From when it was due: a client that lags behind doesn't hide what its users wait."""
+        """Seconds since it was due: a client that lags behind doesn't hide its users' waiting."""
         return self.first_s - self.due_s
 
     @property

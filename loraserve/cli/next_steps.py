@@ -1,4 +1,4 @@
-"""Which command helps after which failure."""
+"""The command that helps after each failure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from loraserve import errors
 
 _STEPS: tuple[tuple[type[errors.LoraserveError], str], ...] = (
-    # The first class that an error is one of decides: the narrower stand before the wider.
+    # the first match decides: subclasses stand before their parents
     (errors.SchemaOutdated, "loraserve db upgrade"),
     (errors.GrantNotFound, "loraserve grant list NAME"),
     (errors.OperationNotFound, "loraserve operation list"),

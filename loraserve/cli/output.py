@@ -31,7 +31,7 @@ class Format(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column of a table: its title, and the attribute that it shows or a function of the row."""
+    """A column of a table: its title, and the attribute it shows or a function of the row."""
 
     title: str
     value: str | Callable[[Any], object]
@@ -65,7 +65,7 @@ class Output:
                     self.note(empty)
 
     def one(self, row: Result, columns: Iterable[Column], *, name: str) -> None:
-        """One thing: title and value per line, a JSON object, or its `name` (an attribute)."""
+        """Print an object: title and value per line, a JSON object, or only its `name` (an attribute)."""
         match self.format:
             case Format.JSON:
                 self.json(row.model_dump(mode="json"))
@@ -89,7 +89,7 @@ class Output:
                 )
 
     def pairs(self, pairs: Mapping[str, object]) -> None:
-        """For people: title and value per line."""
+        """Print title and value per line, for people."""
         _pairs([(title, _shown(value)) for title, value in pairs.items()])
 
     def json(self, value: object, *, is_line: bool = False) -> None:
@@ -118,7 +118,7 @@ class Output:
             _print(_safe(text, sys.stderr), file=sys.stderr)
 
     def fail(self, error: errors.LoraserveError) -> None:
-        """What was found, what was expected and what to do next: words, or one JSON object, on stderr."""
+        """Print an error on stderr with the next command, as text or as one JSON object."""
         problems = list(error.problems) if isinstance(error, errors.AdapterRejected) else []
         step = next_step(error, self._named)
         # The server's word; of an error that never reached one it would be a guess.

@@ -17,7 +17,7 @@ MIN_EXACT, MIN_EXACT_INT8 = 0.95, 0.90
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How many of the fresh prompts were answered exactly right in one style."""
+    """Number of fresh prompts answered exactly right in a style."""
 
     style: str
     num_prompts: int
@@ -48,7 +48,7 @@ class Score:
 class Card:
     seed: int
     num_prompts: int
-    """How many fresh prompts it was scored on, and the seed that they come from."""
+    """Number of fresh prompts it was scored on, and their seed."""
     prompt_seed: int
     scores: tuple[Score, ...]
     base_time_s: float

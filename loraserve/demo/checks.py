@@ -1,4 +1,4 @@
-"""What the scripted tour checks: every answer, what a stranger may see, and what a restart must keep."""
+"""Checks of the scripted tour: every answer, the access of other tenants, and the state after a restart."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from loraserve.errors import AuthenticationError, LoraserveError, NotFound
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was tried `num_tried` times."""
+    """A check that was tried `num_tried` times."""
 
     what: str
     num_right: int

@@ -1,4 +1,4 @@
-"""What the demo's models read while they are trained: questions and answers without end, from a seed. Imports no torch."""
+"""Training text of the demo's models: endless questions and answers, from a seed. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _IRREGULAR_NUMBERS = (*range(1, 20), 20, 21, 31, 41, 51, 61, *range(70, 84), *ra
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One prompt and the answer that follows it."""
+    """A prompt and its answer."""
 
     prompt: str
     answer: str

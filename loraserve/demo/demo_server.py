@@ -144,7 +144,7 @@ def check_port(port: int) -> None:
 
 
 def choose_port(port: int | None) -> int:
-    """`port` itself; any free one for 0; for None the usual one, or any free one if somebody has it."""
+    """Return `port`; a free one for 0; for None the default, or a free one if it is taken."""
     if port:
         return port
     if port is None:

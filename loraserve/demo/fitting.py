@@ -1,4 +1,4 @@
-"""One training loop for base and adapters: short batches of like length, loss on the answers alone."""
+"""Train base and adapters in one loop: short batches of similar length, loss on the answers only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NOT_SCORED = -100
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How long and how fast to learn. `tokens_per_step` counts padding."""
+    """Length and rate of training. `tokens_per_step` counts padding."""
 
     num_steps: int
     tokens_per_step: int

@@ -32,7 +32,7 @@ ADAPTERS: Final[tuple[Style, ...]] = STYLES[1:]
 
 MAX_FRESH_PROMPTS = 10_000
 _HELD_OUT_SHARE = 8
-"""One prompt of so many is never trained on, whatever the seed."""
+"""Every prompt in this many is never trained on, whatever the seed."""
 
 
 class Frame(ABC):
@@ -115,7 +115,7 @@ class Origin(Frame):
 
 @dataclass(frozen=True, slots=True)
 class Describe(Frame):
-    """What a thing is like."""
+    """A property of an object."""
 
     verb: str
     quality: str
@@ -140,7 +140,7 @@ class Describe(Frame):
 
 @dataclass(frozen=True, slots=True)
 class Greet(Frame):
-    """A greeting to somebody."""
+    """A greeting to a person."""
 
     verb: str
     name: str
@@ -197,7 +197,7 @@ _WEIGHTS = (36, 14, 16, 14, 20)
 
 
 def draw_frame(rng: random.Random) -> Frame:
-    """One frame; comparisons are most, having the most parts."""
+    """Return a random frame; comparisons are most frequent, having the most parts."""
     match rng.choices(_KINDS, _WEIGHTS)[0]:
         case "compare":
             return Compare(

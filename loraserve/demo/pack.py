@@ -1,4 +1,4 @@
-"""Where the shipped demo pack is: a tiny base model and its seven adapters. Imports no torch.
+"""The shipped demo pack: a tiny base model and its seven adapters. Imports no torch.
 
 pack/base/                config.json, model.safetensors, tokenizer.json, tokenizer_config.json, generation_config.json
 pack/adapters/<style>/    adapter_config.json, adapter_model.safetensors
@@ -36,7 +36,7 @@ def adapter_dirs(pack: Path | None = None) -> dict[str, Path]:
 
 
 def pack_files(pack: Path | None = None) -> tuple[Path, ...]:
-    """Every file that a pack has.
+    """Return the files of a pack.
 
     Raises:
         ConfigError: one of them isn't there.

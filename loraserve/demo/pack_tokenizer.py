@@ -58,7 +58,7 @@ def train_tokenizer(seed: int) -> Tokenizer:
 
 
 def tokenizer_config(max_length: int) -> dict[str, Any]:
-    """What ``tokenizer_config.json`` says."""
+    """Return the content of ``tokenizer_config.json``."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": None,

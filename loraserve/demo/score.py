@@ -1,4 +1,4 @@
-"""How often a demo pack's answers are exactly right, on prompts that no training has seen. ``python -m loraserve.demo.score [PACK]``.
+"""Score a demo pack: the share of answers that are exactly right, on prompts unseen in training. ``python -m loraserve.demo.score [PACK]``.
 
 Every answer is decoded greedily by transformers and PEFT in float32, and once more with the base's linears as an int8 server has
 them: weights rounded to int8 per output row, activations per token. Needs the extra `demo-train`.
@@ -31,7 +31,7 @@ MAX_NEW_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a model said, and how sure it was at its least sure token: the lead of the best logit over the second."""
+    """A model's answer, and its confidence at the least certain token: the lead of the best logit over the second."""
 
     text: str
     margin: float

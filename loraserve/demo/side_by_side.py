@@ -1,4 +1,4 @@
-"""One prompt answered by several models at once, each answer streamed, shown side by side."""
+"""Show a prompt answered by several models at once, each answer streamed, side by side."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ANSWER_WIDTH = 52
 
 @dataclass(slots=True)
 class Column:
-    """One model's answer, so far."""
+    """A model's answer so far."""
 
     model: str
     text: str = ""

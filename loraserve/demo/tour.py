@@ -209,7 +209,7 @@ def _ended(server: DemoServer, console: Console) -> int:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """In the block a SIGTERM or a closed terminal ends the tour as Ctrl-C does, so that no server is left behind."""
+    """End the tour on SIGTERM or a closed terminal as on Ctrl-C, so that no server is left behind."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt

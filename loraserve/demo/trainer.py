@@ -168,7 +168,7 @@ def _train_adapter(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """One core, and quiet: these models are too small to share out."""
+    """Use one core and no log: these models are too small to share out."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()

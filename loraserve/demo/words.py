@@ -38,7 +38,7 @@ FIELDS = {
 }
 
 OPERATORS = {"over": (">", "dépasse"), "under": ("<", "reste sous"), "of": ("=", "vaut")}
-"""How a question says it → SQL's operator, the French verb."""
+"""Wording of a question → SQL's operator, the French verb."""
 
 CITIES = (
     "Paris", "Berlin", "Madrid", "Lima", "Tokyo", "Milan", "Lyon", "Boston", "Dublin", "Toronto",
@@ -84,7 +84,7 @@ QUALITIES = {
     "weak": "faible",
     "solid": "solide",
 }
-"""Only such whose French is the same for "le" and "la"."""
+"""Adjectives with the same French for "le" and "la"."""
 
 _FRENCH_UNITS = (
     "zéro", "un", "deux", "trois", "quatre", "cinq", "six", "sept", "huit", "neuf", "dix", "onze", "douze", "treize",

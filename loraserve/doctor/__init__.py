@@ -1,1 +1,2 @@
-"""Whether an installation can serve, and whether the server that runs is the one that its settings mean. Loads no torch: what only torch knows, a child process is asked."""
+"""Check that an installation can serve, and that the running server has its settings. Loads no torch: a child
+process does."""

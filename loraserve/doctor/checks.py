@@ -1,4 +1,4 @@
-"""What a check says, and how checks are run: one that breaks is a check that failed, not the end of the others."""
+"""Checks and how they are run: one that raises has failed, and the others go on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at.
+    """The outcome of a check.
 
     Attributes:
         name: stable, for programs.
@@ -45,7 +45,7 @@ def fail(name: str, found: str, expected: str, next: str) -> Check:
 
 
 def run(name: str, check: Callable[[], Iterable[Check]]) -> list[Check]:
-    """What the check says; a failure of its own named `name`, if an error of ours or the system's ends it."""
+    """Return a check's outcomes; if an error of ours or the system's ends it, a failure named `name` last."""
     try:
         return list(check())
     except LoraserveError as error:
@@ -55,7 +55,7 @@ def run(name: str, check: Callable[[], Iterable[Check]]) -> list[Check]:
 
 
 def masked(checks: Iterable[Check], secrets: Sequence[str]) -> list[Check]:
-    """The same checks without a secret in them, whoever's words it stood in."""
+    """Yield the checks with every secret masked."""
 
     def mask(text: str) -> str:
         for secret in secrets:

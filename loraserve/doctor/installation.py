@@ -40,7 +40,7 @@ INSTALL = "pip install -c constraints.txt -e ."
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What torch said in a process of its own.
+    """Facts that torch reported, in a separate process.
 
     Attributes:
         gpu_bytes: the first GPU's memory; None without one.
@@ -131,7 +131,7 @@ def probe() -> Probe:
 
 
 def check_torch(probed: Probe, dtype: str) -> Iterator[Check]:
-    """That torch works, and on a CPU has what the dtype needs."""
+    """Check that torch works, and on a CPU supports the dtype."""
     if dtype == "float16" and probed.gpu_bytes is None and "fbgemm" not in probed.engines:
         yield fail(
             "torch",
@@ -144,7 +144,7 @@ def check_torch(probed: Probe, dtype: str) -> Iterator[Check]:
 
 
 def check_gpu(probed: Probe, device: str, driver_bytes: int | None) -> Iterator[Check]:
-    """That the device that is asked for is there.
+    """Check that the requested device exists.
 
     Args:
         device: auto, cpu or cuda.
@@ -190,7 +190,7 @@ def _check_found_gpu(probed: Probe, device: str) -> Iterator[Check]:
 
 
 def satisfies(version: str, wanted: str) -> bool:
-    """Whether a version is within bounds such as ``>=2.1,<2.2``. Local parts (``+cpu``) and what stands behind numbers don't count."""
+    """Return whether a version is within bounds such as ``>=2.1,<2.2``. Local parts (``+cpu``) and what stands behind numbers don't count."""
     found = _numbers(version)
     for sign, text in _BOUND.findall(wanted):
         bound = _numbers(text)

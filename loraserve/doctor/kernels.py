@@ -13,7 +13,7 @@ from typing import Any
 from loraserve.doctor.checks import Check, ok, warn
 
 TIMEOUT_S = 300.0
-"""All formats take about 15 s on two cores; the first time ten more, while kernels are compiled."""
+"""Timeout in seconds. Trying every format takes about 15 on two cores, and ten more while kernels are compiled."""
 
 _MODULE = "loraserve_kernels.cpu.linear.kernel_table"
 _HEADS = {"int4": ("int8",), "nf4": ("int8",)}

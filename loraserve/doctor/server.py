@@ -1,4 +1,4 @@
-"""The server that runs: whether it lives, and whether it is the one that the settings here mean."""
+"""The running server: its health, and its agreement with the settings here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _RESTART = "Restart it with the settings that you mean, or give doctor those tha
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the settings here mean; `arena` None where the budget isn't known."""
+    """The plan of the settings here; `arena` is None if the budget is unknown."""
 
     config: EngineConfig
     base: BasePlan
@@ -36,7 +36,7 @@ class Expected:
 
 
 def is_there(url: str) -> bool:
-    """Whether anything answers at the URL, whatever it says."""
+    """Return whether anything answers at the URL."""
     import httpx2
 
     try:
@@ -57,7 +57,7 @@ def _detail_of(body: bytes) -> str:
 
 
 def check_probes(url: str) -> Iterator[Check]:
-    """What the server says of itself to anyone."""
+    """Check the probes, which need no key."""
     import httpx2
 
     codes, said = {}, {}
@@ -86,7 +86,7 @@ def check_probes(url: str) -> Iterator[Check]:
 
 
 def check_server(url: str, api_key: str, expected: Expected | None) -> Iterator[Check]:
-    """What the key may see of it, compared with what was planned.
+    """Compare what the key may see of the server with the plan.
 
     Raises:
         AuthenticationError, ClientError: the key isn't one, or the server stopped answering.
@@ -190,7 +190,7 @@ def check_counters(samples: Mapping[str, float]) -> Iterator[Check]:
 
 
 def check_budget(samples: Mapping[str, float], arena: Arena) -> Iterator[Check]:
-    """Where no budget was given a GPU's engine measures it, and the plan estimates."""
+    """Compare budgets loosely if none was given: a GPU's engine measures it, the plan estimates."""
     tolerance = TOLERANCE if arena.source == "--memory-budget" else 0.15
     blocks = sum(samples.get(f'loraserve_kv_blocks{{state="{state}"}}', 0) for state in ("used", "cached", "free"))
     pairs = (
@@ -238,7 +238,7 @@ def _check_adapters(client: Client, api_key: str, expected: Expected, arena: Are
 
 
 def _planned_bytes(url: str, api_key: str, row: AdapterResidency, expected: Expected, arena: Arena) -> int | None:
-    """What its rank and modules take; None of those that aren't LoRA of one rank on whole modules alone, as far as the registry knows."""
+    """Return the bytes planned from its rank and modules; None unless it is plain LoRA of one rank, by the registry."""
     from loraserve.sdk import Client
 
     with Client(url, api_key=api_key, tenant=row.tenant, timeout=TIMEOUT_S, max_retries=0) as owner:

@@ -22,7 +22,7 @@ MIN_FILES, FILES_BESIDE_REQUESTS = 256, 256
 
 
 def check_data_dir(data_dir: Path) -> Iterator[Check]:
-    """That what is written there is written, and is on the disk when fsync says so. What was tried is gone afterwards."""
+    """Check that files can be written and synced there; the test file is removed."""
     folder = nearest_folder(data_dir)
     path = folder / f".doctor-{secrets.token_hex(8)}"
     moved = path.with_suffix(".moved")
@@ -50,7 +50,7 @@ def check_data_dir(data_dir: Path) -> Iterator[Check]:
 
 
 def check_disk(data_dir: Path) -> Iterator[Check]:
-    """Room for uploads."""
+    """Check the room for uploads."""
     free = shutil.disk_usage(nearest_folder(data_dir)).free
     found, wanted = f"{free / GIB:.1f} GiB free", LIMITS.max_upload_bytes
     if free < MIN_FREE_BYTES:
@@ -62,7 +62,7 @@ def check_disk(data_dir: Path) -> Iterator[Check]:
 
 
 def check_database(url: str) -> Iterator[Check]:
-    """That it answers and has the tables that this program works with. Makes nothing."""
+    """Check that the database answers and has this program's tables. Creates nothing."""
     path = _path_of(url)
     if path is not None and not path.exists():
         yield ok("database", f"{path} isn't there yet: the first start makes it")

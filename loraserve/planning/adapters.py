@@ -1,4 +1,4 @@
-"""What adapters take of a device, from the headers of their files or from ranks alone."""
+"""Memory of adapters on a device, from the headers of their files or from ranks."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class AdapterPlan:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What an adapter consists of, without a number of it.
+    """The modules of an adapter, without their weights.
 
     Attributes:
         stored: as `AdapterIR.dtype`.
@@ -99,7 +99,7 @@ def plan_directory(path: Path, base: BasePlan, config: EngineConfig, arena: Aren
         config_bytes = (path / CONFIG_FILE).read_bytes()
         file_bytes = len(config_bytes) + (path / WEIGHTS_FILE).stat().st_size
         with (path / WEIGHTS_FILE).open("rb") as file:
-            # what nobody looks at is never read
+            # pages that aren't accessed are never read
             mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         shape = shape_of(open_adapter(config_bytes, mapped, base.spec), base.spec)
     except (OSError, ValueError) as error:
@@ -152,7 +152,7 @@ def plan_ranks(
 def plan_shape(
     name: str, count: int, file_bytes: int, shape: Shape, base: BasePlan, config: EngineConfig, arena: Arena
 ) -> AdapterPlan:
-    """Plan an adapter by what it consists of."""
+    """Plan an adapter by its shape."""
     held = held_dtype(config.adapter_dtype, base, shape.stored)
     where = {"num_layers": base.spec.num_layers, "module_shapes": base.spec.modules, "dtype": _ITEMS[held]}
     try:
@@ -181,7 +181,7 @@ def plan_shape(
 
 
 def held_dtype(name: str, base: BasePlan, stored: str) -> str:
-    """In what the device holds matrices: fp32, bf16, fp16 or int8.
+    """Return the data type of matrices on the device: fp32, bf16, fp16 or int8.
 
     Raises:
         ConfigError: 16 bits of the other kind than a GPU's activations'.
@@ -198,7 +198,7 @@ def held_dtype(name: str, base: BasePlan, stored: str) -> str:
 
 
 def shape_of(ir: AdapterIR, base: BaseSpec) -> Shape:
-    """What an adapter that fits consists of once it is lowered to the kernels' terms."""
+    """Return the shape of an adapter once it is lowered to the kernels' terms."""
     sizes = [_size(m, base) for m in ir.modules]
     # a module that changes nothing isn't kept
     kept = tuple(s for s in sizes if s.rank or s.has_delta or s.has_shift or s.num_rows)
@@ -207,7 +207,7 @@ def shape_of(ir: AdapterIR, base: BaseSpec) -> Shape:
 
 
 def _size(m: ModuleIR, base: BaseSpec) -> ModuleSize:
-    """As `memory.lowering` makes the module."""
+    """Return the size of a module as `memory.loading.lowering` makes it."""
     has_bias = m.bias is not None or m.lora_bias is not None
     has_shift = has_bias or (m.output_scale is not None and m.module in base.biased_modules)
     num_rows = len(m.token_ids) if m.token_rows is not None else 0

@@ -1,4 +1,4 @@
-"""What a base takes of a device once it is resident, by format."""
+"""Memory of a resident base on a device, by format."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _parts(blueprint: Blueprint, device: str, dtype: str, max_model_len: int) ->
 
 
 def _weight(blueprint: Blueprint, site: SitePlan, module: ModulePlan, dtype: str) -> tuple[str, int]:
-    """In what a linear's weight is kept, and its bytes."""
+    """Return the format of a linear's weight, and its bytes."""
     stored, in_features = blueprint.stored.get(module.path), site.in_features
     if stored is None:
         return _float_weight(module.out_features, in_features, site.quantize, dtype)

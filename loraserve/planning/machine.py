@@ -1,4 +1,4 @@
-"""What can be known of this machine without torch: its memory, and its GPU's as the driver's own program tells it."""
+"""Facts of this machine known without torch: its memory, and its GPU's by the driver's own program."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _CGROUPS = (
 
 
 def available_memory() -> int | None:
-    """Bytes that this process's machine or container can still give; None where the system doesn't say."""
+    """Return the bytes that this machine or container has left; None if the system doesn't say."""
     found = [n for n in (_meminfo("MemAvailable"), *(_left_of(*paths) for paths in _CGROUPS)) if n is not None]
     return min(found, default=None)
 
 
 def gpu_memory() -> int | None:
-    """Bytes of the first GPU, used or not; None where the driver's program isn't here or finds none."""
+    """Return the bytes of the first GPU, used or not; None if the driver's program is missing or finds none."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -36,7 +36,7 @@ def gpu_memory() -> int | None:
 
 
 def nearest_folder(path: Path) -> Path:
-    """The path, or the nearest above it that is there."""
+    """Return the path, or its nearest existing parent."""
     path = path.absolute()
     return next(folder for folder in (path, *path.parents) if folder.is_dir())
 

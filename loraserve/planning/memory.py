@@ -1,4 +1,4 @@
-"""How a device's memory is divided: the base, what a step takes, and the arena that KV blocks and adapters share."""
+"""Division of a device's memory: the base, a step, and the arena that KV blocks and adapters share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GPU_CONTEXT_BYTES = 512 * MIB
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What the largest step takes beside the budget. An estimate: a GPU's engine measures it at its start.
+    """Memory of the largest step, outside the budget. An estimate: a GPU's engine measures it at its start.
 
     Attributes:
         activations_bytes: of one step.
@@ -30,11 +30,11 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Arena:
-    """One budget in pages, of which KV blocks and adapters both rent.
+    """A budget in pages that KV blocks and adapters share.
 
     Attributes:
         budget_bytes: of both together.
-        source: who said so.
+        source: where the budget comes from.
         division: into pages, as the engine divides it.
         kv_block_bytes, block_size: of a KV block, and its tokens.
         sequence_blocks: of one sequence of full length, which always has its place.
@@ -64,37 +64,37 @@ class Arena:
 
     @property
     def max_adapter_pages(self) -> int:
-        """What adapters may take at most, together or one alone."""
+        """Most pages that adapters may take."""
         return self.division.max_adapter_pages
 
     def kv_pages(self, num_blocks: int) -> int:
-        """Pages that so many KV blocks rent; fewer where the cache has some of its own."""
+        """Return the pages of this many KV blocks, less those dedicated to KV."""
         pages = -(-num_blocks // self.division.blocks_per_page) * self.division.pages_per_block
         return max(0, pages - self.division.num_dedicated_pages)
 
     def kv_bytes(self, num_tokens: int) -> int:
-        """What the KV of a sequence of so many tokens takes, whole blocks."""
+        """Return the bytes of a sequence's KV, in whole blocks."""
         return self.blocks_of(num_tokens) * self.division.block_num_bytes
 
     def blocks_of(self, num_tokens: int) -> int:
-        """KV blocks of one sequence of so many tokens."""
+        """Return the KV blocks of a sequence."""
         return -(-num_tokens // self.block_size)
 
     def kv_tokens_beside(self, num_adapter_pages: int) -> int:
-        """Tokens whose KV fits beside adapters that take so many pages."""
+        """Return the tokens whose KV fits beside adapters of this many pages."""
         division = self.division
         num_groups = (self.num_pages - num_adapter_pages) // division.pages_per_block + division.num_dedicated_pages
         return num_groups * division.blocks_per_page * self.block_size
 
     def adapter_pages_beside(self, num_sequences: int, num_tokens: int) -> int | None:
-        """Pages that are left for adapters while so many sequences of so many tokens run; None: as many can't run at once."""
+        """Return the pages left for adapters while these sequences run; None if they can't run at once."""
         num_pages = self.kv_pages(num_sequences * self.blocks_of(num_tokens))
         if num_pages > self.num_pages:
             return None
         return min(self.max_adapter_pages, self.num_pages - num_pages)
 
     def max_sequences(self, num_tokens: int) -> int:
-        """Sequences of so many tokens that can run at once with no adapter resident."""
+        """Return how many such sequences can run at once with no adapter resident."""
         return self.num_blocks // self.blocks_of(num_tokens)
 
 

@@ -13,7 +13,7 @@ from loraserve.planning.base import BasePlan
 from loraserve.planning.memory import Arena, StepPlan
 
 LINK_BYTES_PER_S = 12e9
-"""From the host's pinned memory to a GPU: PCIe 4.0 with 16 lanes carries about 25e9 bytes a second, 3.0 half of it."""
+"""Bytes per second from pinned host memory to a GPU: PCIe 4.0 x16 carries about 25e9, 3.0 half of it."""
 
 
 class Level(StrEnum):
@@ -38,7 +38,7 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What is left for adapters while sequences run.
+    """Memory left for adapters while sequences run.
 
     Attributes:
         num_sequences, num_tokens: so many at once, of so many tokens each.
@@ -54,7 +54,7 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """How long one adapter takes to be brought to the device.
+    """Time to load an adapter onto the device.
 
     Attributes:
         disk_bytes_per_s: reading and hashing.
@@ -72,7 +72,7 @@ class Loads:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All of it. `fits` in the order of sequences; `loads` None without adapters or a rate."""
+    """The whole plan. `fits` is in the order of sequences; `loads` is None without adapters or a rate."""
 
     base: BasePlan
     step: StepPlan
@@ -86,12 +86,12 @@ class Plan:
 
     @property
     def served(self) -> list[AdapterPlan]:
-        """Those that nothing is known against."""
+        """Adapters that can be served."""
         return [adapter for adapter in self.adapters if adapter.refusal is None]
 
     @property
     def is_refused(self) -> bool:
-        """Whether something of it can't be."""
+        """Whether part of it can't be served."""
         return any(notice.level is Level.REFUSED for notice in self.notices)
 
     def as_dict(self) -> dict[str, Any]:
@@ -162,11 +162,11 @@ def make_plan(
     disk_bytes_per_s: float | None = None,
     available_bytes: int | None = None,
 ) -> Plan:
-    """Put it together.
+    """Put the plan together.
 
     Args:
         running: (sequences, tokens of each) to look at, beside one sequence and the most, of full length.
-        available_bytes: what the host's memory has left now; None: nobody knows.
+        available_bytes: what the host's memory has left now; None: unknown.
     """
     served = [adapter for adapter in adapters if adapter.refusal is None]
     looked_at = dict.fromkeys([(1, base.max_model_len), (config.max_num_seqs, base.max_model_len), *running])
@@ -181,12 +181,12 @@ def make_plan(
 
 
 def total_pages(adapters: Sequence[AdapterPlan]) -> int:
-    """What all of them take at once."""
+    """Return the bytes of all adapters together."""
     return sum(adapter.num_pages * adapter.count for adapter in adapters)
 
 
 def _mean(sizes: Sequence[tuple[int, int]]) -> float:
-    """Of sizes, each so many times."""
+    """Return the mean of sizes, weighted by their counts."""
     count = sum(count for _, count in sizes)
     return sum(size * count for size, count in sizes) / count if count else 0.0
 
@@ -269,7 +269,7 @@ def _of_adapters(plan: Plan) -> Iterator[Notice]:
 
 
 def _of_thrashing(plan: Plan) -> Iterator[Notice]:
-    """Whether adapters take turns on the device, and what that costs. Said for one running sequence: the best there is."""
+    """Yield a notice if the adapters don't all fit at once, and its cost, for one running sequence: the best case."""
     count = sum(adapter.count for adapter in plan.served)
     best, full = plan.fits[0], plan.fits[-1]
     in_best = best.num_adapters or 0

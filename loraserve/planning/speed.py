@@ -1,4 +1,4 @@
-"""How fast this machine brings bytes from its disk to its memory, verified: what a load of an adapter from disk is made of."""
+"""Rate of reading and hashing files on this machine, as a load of an adapter from disk does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What came back from the server: its envelope (`Answer`), and the error that a refusal stands for."""
+"""The envelope of an answer (`Answer`), and the error that a refusal stands for."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _BY_STATUS: Mapping[int, type[errors.LoraserveError]] = {
     504: errors.Overloaded,
     507: errors.StorageFull,
 }
-"""For answers whose `code` is missing or newer than this client."""
+"""Classes of answers that have no `code`, or one newer than this client."""
 
 _RATE = "x-ratelimit-"
 
@@ -48,12 +48,12 @@ class Answer:
     fell_back_for: str | None = None
     """The code of the error that it would have been."""
     etag: str | None = None
-    """For `if_match`."""
+    """The resource's ETag, for `if_match`."""
     ignored: tuple[str, ...] = ()
     """Fields of the request that the server doesn't know and that don't change the answer."""
     server_timing: str | None = None
     rate_limits: Mapping[str, str] = field(default_factory=dict)
-    """What the server says of the tenant's rates: ``x-ratelimit-limit-requests`` stands here as ``limit-requests``."""
+    """The tenant's rate limits: ``x-ratelimit-limit-requests`` under the key ``limit-requests``."""
 
     @classmethod
     def of(cls, response: httpx2.Response) -> Answer:
@@ -141,7 +141,7 @@ def _text(value: object) -> str | None:
 
 
 def _problem(problem: object) -> str:
-    """One line for an entry of `errors[]`: what is wrong, and in which field."""
+    """Return an entry of `errors[]` as one line: the problem and its field."""
     if not isinstance(problem, Mapping):
         return str(problem)
     detail = _text(problem.get("detail")) or json.dumps(problem)

@@ -1,4 +1,4 @@
-"""One call of the API, as a value: what to send, and how to read the answer. Shared by the two transports."""
+"""A call of the API as a value: the request, and the reader of its answer. Both transports send it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ R = TypeVar("R", bound="Result")
 
 
 class Result(BaseModel):
-    """What a call returns. Fields that this client doesn't know yet are kept, and readable as attributes."""
+    """The result of a call. Fields unknown to this client are kept, and readable as attributes."""
 
     model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
 
@@ -50,7 +50,7 @@ class Call(Generic[T]):
     """JSON, encoded."""
     piece: FilePiece | None = None
     timeout_s: float | None = None
-    """None: the client's own."""
+    """Timeout of this call; None: the client's."""
 
     @property
     def is_repeatable(self) -> bool:
@@ -61,7 +61,7 @@ class Call(Generic[T]):
 
 
 def read_into(kind: type[R]) -> Callable[[Answer, bytes], R]:
-    """A reader that makes a `kind` of the body.
+    """Return a reader that parses the body as a `kind`.
 
     Raises (when called):
         UnexpectedAnswer: the body isn't one.
@@ -80,7 +80,7 @@ def read_nothing(_answer: Answer, _body: bytes) -> None:
 
 
 def parse(kind: type[R], body: bytes | str) -> R:
-    """A `kind` from JSON.
+    """Parse JSON as a `kind`.
 
     Raises:
         UnexpectedAnswer: the JSON isn't one.
@@ -97,7 +97,7 @@ def parse(kind: type[R], body: bytes | str) -> R:
 
 
 def encode(value: Mapping[str, Any]) -> bytes:
-    """JSON of a request's body.
+    """Return a request's body as JSON.
 
     Raises:
         InvalidRequest: it holds a value that JSON has no word for (NaN, infinity, an object, half a surrogate pair).
@@ -109,7 +109,7 @@ def encode(value: Mapping[str, Any]) -> bytes:
 
 
 def idempotency_key() -> dict[str, str]:
-    """The header that lets the server recognise a second sending of the same request."""
+    """Return a header by which the server recognises a repeated request."""
     return {"Idempotency-Key": uuid.uuid4().hex}
 
 
@@ -119,7 +119,7 @@ def if_match_header(etag: str | None) -> dict[str, str]:
 
 
 def segment(name: str, what: str, *, safe: str = "") -> str:
-    """`name` as part of a URL's path.
+    """Quote `name` as part of a URL's path.
 
     Raises:
         InvalidRequest: an empty name, or one that would lead to another path.

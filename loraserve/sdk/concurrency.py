@@ -1,4 +1,4 @@
-"""What the two clients do differently: wait, work on files, open connections.
+"""Operations that differ between the two clients: waiting, work on files, opening connections.
 
 `_sync` is generated from `_async` by replacing each `async_` name with its `sync_` counterpart.
 """

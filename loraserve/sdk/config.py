@@ -1,4 +1,4 @@
-"""Which server, who, and how patiently: the client's own configuration, complete and checked."""
+"""The client's configuration, complete and checked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONNECT_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ClientConfig:
-    """Made by `resolve`; the key is left out of its repr."""
+    """The configuration, made by `resolve`; its repr leaves out the key."""
 
     URL_VARIABLE: ClassVar[str] = "LORASERVE_URL"
     KEY_VARIABLE: ClassVar[str] = "LORASERVE_API_KEY"
@@ -32,7 +32,7 @@ class ClientConfig:
     def resolve(
         cls, base_url: str | None, api_key: str | None, tenant: str | None, timeout_s: float, max_retries: int
     ) -> ClientConfig:
-        """Arguments first, then LORASERVE_URL, LORASERVE_API_KEY and LORASERVE_TENANT, then this machine's port 8000.
+        """Read arguments first, then LORASERVE_URL, LORASERVE_API_KEY and LORASERVE_TENANT, then use port 8000 of this machine.
 
         Raises:
             ConfigError: no key, or a URL, key, tenant or number that can't be one.
@@ -57,7 +57,7 @@ class ClientConfig:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What every request carries."""
+        """Headers of every request."""
         from loraserve import __version__
 
         headers = {
@@ -69,7 +69,7 @@ class ClientConfig:
 
 
 def _checked_url(url: str) -> str:
-    """The server's root: no trailing slash, and without the `/v1` that other clients want at the end."""
+    """Return the server's root, without a trailing slash or the `/v1` that other clients want at the end."""
     try:
         parts = urlsplit(url)
         is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)

@@ -14,7 +14,7 @@ CHUNK_BYTES = 256 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How much of an upload or a download has been transferred."""
+    """Bytes of an upload or a download transferred so far."""
 
     sent_bytes: int
     total_bytes: int

@@ -1,4 +1,4 @@
-"""How an alias is shown: where it points, or how its traffic is shared."""
+"""Views of an alias: the version it points to, or the split of its traffic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``loraserve db``: the registry's tables, and whose its store is."""
+"""``loraserve db``: the registry's tables, and the owner of its store."""
 
 from __future__ import annotations
 

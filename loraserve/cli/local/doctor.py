@@ -1,4 +1,4 @@
-"""``loraserve doctor``: whether this installation can serve, and whether the server that runs is the one that its settings mean."""
+"""``loraserve doctor``: check that this installation can serve, and that the running server has these settings."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def _checked(url: str) -> str:
 
 
 def _secrets(flags: dict[str, Any]) -> list[str]:
-    """What must not be printed, wherever it stands: keys, and passwords of databases."""
+    """Return the secrets that must never be printed: keys, and passwords of databases."""
     found = [os.environ.get(name, "") for name in ("LORASERVE_API_KEY", "LORASERVE_ADMIN_KEY")]
     settings, _ = _settings(flags)
     urls = [flags.get("database_url"), os.environ.get("LORASERVE_DATABASE_URL")]
@@ -292,7 +292,7 @@ def _secrets(flags: dict[str, Any]) -> list[str]:
 
 
 def _passwords(url: str) -> list[str]:
-    """Those of a URL, as they stand there and decoded: of its user, and of the options that PostgreSQL takes behind a question mark."""
+    """Return a URL's passwords, encoded and decoded: its user's, and those in PostgreSQL's options after the question mark."""
     try:
         parts = urlsplit(url)
         password = parts.password or ""

@@ -22,7 +22,7 @@ SECTIONS = {
     "Storage": "data_dir database_url store_url retention_s pull_allow",
     "Server": "host port grace_s engine_hang_timeout log_level config",
 }
-"""All flags of `serve`, by their section in its help. The admin key is none: a process list would show it."""
+"""Flags of `serve`, by their section in its help. The admin key isn't a flag: a process list would show it."""
 SWITCHES = frozenset({"strict_base", "enable_prefix_cache", "cuda_graphs"})
 VALUES = {
     "BYTES": "memory_budget host_cache",
@@ -78,7 +78,7 @@ def _flag(name: str, section: str) -> inspect.Parameter:
 
 
 class SettingsCommand(Command):
-    """A command whose settings are described by `Settings`, which is loaded only when its help is shown."""
+    """A command with settings as flags; `Settings` describes them, and is loaded only when help is shown."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         from loraserve.settings import ENV_PREFIX, Settings

@@ -1,4 +1,4 @@
-"""``loraserve tenant``: who shares the server. Takes an admin key."""
+"""``loraserve tenant``: the tenants that share the server. Takes an admin key."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class StreamOptions(TypedDict, total=False):
 
 
 class WeightedAdapter(TypedDict):
-    """One term of a sum of adapters."""
+    """A term of a sum of adapters."""
 
     name: str
     """`NAME`, `NAME@ALIAS` or `NAME@VERSION`."""
@@ -75,7 +75,7 @@ class ChatFields(SamplingFields, total=False):
 def merge(
     required: Mapping[str, Any], fields: Mapping[str, Any], known: type[Any], extra_body: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """The request's body.
+    """Return the request's body.
 
     Raises:
         TypeError: a field that `known` (one of the classes above) doesn't have, as for any misspelt argument.

@@ -1,4 +1,4 @@
-"""What inference returns: OpenAI's shapes, with vLLM's additions."""
+"""Answers of inference: OpenAI's shapes, with vLLM's additions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Usage(Result):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
     cost: Decimal | None = None
-    """By the tenant's prices, exact; None: it has none."""
+    """The exact cost by the tenant's prices; None: it has none."""
     currency: str | None = None
 
 
@@ -121,7 +121,7 @@ class ChatCompletionChunk(Result):
 
 
 class Model(Result):
-    """What `model=` may name. An adapter has `parent`, the base's id."""
+    """A model that `model=` may name. An adapter has `parent`, the base's id."""
 
     id: str
     created: int

@@ -1,4 +1,4 @@
-"""What the management API says of adapters, their versions and their aliases; and the page that every list comes in."""
+"""Adapters, their versions and aliases in the management API; and the page that every list comes in."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ R = TypeVar("R", bound=Result)
 
 
 class Page(Result, Generic[R]):
-    """Some rows of a list, and where the next ones begin."""
+    """A page of a list, and the cursor of the next."""
 
     data: list[R]
     next_cursor: str | None = None
 
 
 class Certificate(Result):
-    """How far an adapter's answers on the server are from those of a plain float32 evaluation of it on the same base.
+    """Difference between an adapter's answers on the server and the float32 reference on the same base.
 
     Differences are of logits, over all tokens at every probe position. None: not a finite number.
     """
@@ -32,7 +32,7 @@ class Certificate(Result):
     base_difference: float | None
     """The largest of the base alone."""
     tolerance: float | None
-    """What `max_difference` must not pass."""
+    """Largest `max_difference` that passes."""
     max_effect: float | None
     """The largest change that the adapter makes to a logit of the base."""
     top1_agreement: float | None
@@ -42,19 +42,19 @@ class Certificate(Result):
     num_probe_tokens: int
     seconds: float | None
     reason: str = ""
-    """Why it failed."""
+    """The reason of a failure."""
     base_digest: str = ""
     """The digest of the base that it holds for. Empty, like the four below, in certificates of releases that didn't say."""
     quantization: str = ""
     arithmetic: str = ""
-    """How that base's linears multiply: ``w8a8-row``, ``w4a16``, ``fp32`` …"""
+    """Arithmetic of that base's linears: ``w8a8-row``, ``w4a16``, ``fp32`` …"""
     instructions: str = ""
     """The widest instruction sets that were used for it."""
     device: str = ""
 
 
 class Version(Result):
-    """One immutable version of an adapter, or what a dry run found it would be (`version` is None then)."""
+    """An immutable version of an adapter, or the outcome of a dry run (`version` is None then)."""
 
     name: str
     version: int | None = None
@@ -75,13 +75,13 @@ class Version(Result):
     notes: str = ""
     tags: dict[str, str] = Field(default_factory=dict)
     checks: list[dict[str, Any]] = Field(default_factory=list)
-    """What was checked before it was taken, and what was found."""
+    """The checks before publishing, and their findings."""
     warnings: list[str] = Field(default_factory=list)
     """Findings that don't keep it from being served, such as the name of another base in its config."""
 
     @property
     def model(self) -> str:
-        """What to write as `model=` to get exactly this version."""
+        """The `model=` that names exactly this version."""
         return self.name if self.version is None else f"{self.name}@{self.version}"
 
     @property
@@ -103,7 +103,7 @@ class Version(Result):
         return None if found is None else Certificate.model_validate(found)
 
     def detail_of(self, check: str, field: str = "detail") -> str | None:
-        """What the check of this name found, in words; None where there is no such check."""
+        """Return the finding of the check of this name; None if there is no such check."""
         return next((str(one[field]) for one in self.checks if one.get("name") == check and field in one), None)
 
 
@@ -128,9 +128,9 @@ class Alias(Result):
     name: str
     """The alias's own."""
     version: int
-    """Of a split, the one with the largest weight."""
+    """The version; of a split, that with the largest weight."""
     split: list[Share] | None = None
-    """None: all its traffic goes to `version`."""
+    """The versions of a split; None: all traffic goes to `version`."""
     shadow: Shadow | None = None
     updated_at: datetime
 
@@ -141,22 +141,22 @@ class Alias(Result):
 
 
 class ShadowHour(Result):
-    """How a shadow version did against the one that answered, in one hour."""
+    """Comparison of a shadow version with the one that answered, over an hour."""
 
     hour: datetime
     version: int
     shadow_version: int
     num_requests: int
     num_failed: int
-    """Of those, the ones to which the shadow had no answer."""
+    """Requests that the shadow failed to answer."""
     num_equal: int
-    """Those where both made the same tokens."""
+    """Requests to which both gave the same tokens."""
     num_tokens: int
     num_agreed_tokens: int
-    """Of the answers' tokens, those before the first that differs."""
+    """Tokens of the answers before the first difference."""
     live_ms: int
     shadow_ms: int
-    """From the request to the last token, summed over the requests that both answered."""
+    """Milliseconds from the request to the last token, summed over the requests that both answered."""
 
     @property
     def num_compared(self) -> int:
@@ -168,7 +168,7 @@ class Adapter(Result):
     aliases: dict[str, int]
     """Alias → version; of a split, the version with the largest weight."""
     splits: dict[str, list[Share]] = Field(default_factory=dict)
-    """Aliases, among `aliases`, whose traffic is shared → the versions and their weights."""
+    """Versions and weights of each alias that is split."""
     num_versions: int
     num_versions_of_another_base: int = 0
     """Versions among those that were made for another base than the server's, and aren't served there."""
@@ -176,13 +176,13 @@ class Adapter(Result):
     notes: str = ""
     tags: dict[str, str] = Field(default_factory=dict)
     fallback: str | None = None
-    """What answers when the version asked for can't: a version's number, an alias, or ``base``; None: nothing does."""
+    """Substitute when the requested version can't answer: a version's number, an alias, or ``base``; None: none."""
     created_at: datetime
     updated_at: datetime
 
 
 class Action(Result):
-    """What `warm`, `pin` or `unpin` did."""
+    """Outcome of `warm`, `pin` or `unpin`."""
 
     name: str
     version: int

@@ -1,4 +1,4 @@
-"""What ``/metrics`` answers, read."""
+"""Parser of the answer of ``/metrics``."""
 
 from __future__ import annotations
 

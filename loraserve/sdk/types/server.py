@@ -1,4 +1,4 @@
-"""What the server says of itself: its base, its bounds, and what was done on it."""
+"""The server's base, its bounds, and its audit log."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Base(Result):
     dtype: str
     quantization: str
     arithmetic: str = ""
-    """How linears multiply: ``w8a8-row`` (int8 weights, activations rounded to int8 by row), ``w8a16``, ``w4a16``, ``fp32`` …; several joined by ``+``."""
+    """Arithmetic of linears: ``w8a8-row`` (int8 weights, activations rounded to int8 by row), ``w8a16``, ``w4a16``, ``fp32`` …; several joined by ``+``."""
     kernels: str = ""
     """Kernels that multiply so."""
     instructions: str = ""
@@ -37,7 +37,7 @@ class Base(Result):
 
 
 class Limits(Result):
-    """Every bound of the server, by name: read them as attributes, or all with `model_dump`."""
+    """The server's bounds by name: read them as attributes, or all with `model_dump`."""
 
 
 class AuditEntry(Result):
