@@ -1,0 +1,1 @@
+"""The bundled demo: a tiny base with seven adapters, how they were trained, and a tour that checks them."""

@@ -1,0 +1,130 @@
+"""Shape of the tree, held so that a newcomer's first guess stays right: small folders, no crumbs, one class per name, SQL in known places."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = {"loraserve": ROOT / "loraserve", "adapters_store": ROOT / "adapters_store"}
+SOURCES["loraserve_kernels"] = ROOT / "kernels" / "loraserve_kernels"
+MAX_MODULES = 14
+MIN_LINES = 60
+MAX_SAME_NAME = 3
+"""A file name may be in so many packages; `plan` is in five: of a server, of memory, and of the rows of three kernels."""
+
+STAND_ALONE = {
+    "loraserve.api.app": "the application's composition root",
+    "loraserve.api.health": "a router",
+    "loraserve.api.metrics.route": "a router",
+    "loraserve.api.logs": "set up once, before the server",
+    "loraserve.api.management.grants": "a router",
+    "loraserve.cli.audit": "a command",
+    "loraserve.cli.local.serve": "a command",
+    "loraserve.cli.next_steps": "a table",
+    "loraserve.planning.speed": "a measurement",
+    "loraserve.registry.audit": "a noun of the API",
+    "loraserve.text.passage": "a text",
+    "loraserve.cli.tenants.grant": "a command",
+    "loraserve.sdk.resources.models": "a resource of the client",
+}
+"""Modules that stay small and apart because a table names them: each is a route, a command, a resource or data."""
+
+_SAME_CLASS_NAMES = (
+    "Activation Arena BaseNames Check Chunk Column Expected GpuStep Linear OutputProcessor Pin Plan Probe Progress "
+    "SamplingParams ShapeMismatch Status Step"
+)
+SAME_CLASS_NAMES = frozenset(_SAME_CLASS_NAMES.split())
+"""Class names that two modules outside the SDK still share. Only ever remove from it."""
+
+MIRRORS = ("loraserve.sdk.", "loraserve.api.openapi.")
+"""Packages that repeat the API's names on purpose: what programs see of the server's own classes."""
+
+SAME_NOUN = ("loraserve.cli.", "loraserve.sdk.", "loraserve.api.management.", "loraserve.api.openapi.")
+"""Packages with a module per noun, named alike in each."""
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Return the path of every module of the product by its dotted name."""
+    found = {}
+    for package, folder in SOURCES.items():
+        for path in folder.rglob("*.py"):
+            parts = path.relative_to(folder).with_suffix("").parts
+            found[".".join((package, *parts)).removesuffix(".__init__")] = path
+    return found
+
+
+@cache
+def tree(name: str) -> ast.Module:
+    return ast.parse(modules()[name].read_text())
+
+
+@cache
+def importers() -> dict[str, set[str]]:
+    """Return which modules import each module, anywhere in their text."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for name in modules():
+        for imported in imports(name):
+            found[imported].add(name)
+    return found
+
+
+def imports(name: str) -> Iterator[str]:
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in modules() else node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def is_package(name: str) -> bool:
+    return modules()[name].name == "__init__.py"
+
+
+def test_a_folder_has_at_most_fourteen_modules() -> None:
+    counts = Counter(path.parent for path in modules().values() if path.name != "__init__.py")
+    large = {str(folder.relative_to(ROOT)): count for folder, count in counts.items() if count > MAX_MODULES}
+    assert not large, f"split by noun into packages of at most {MAX_MODULES} modules: {large}"
+
+
+def test_every_package_says_what_it_is() -> None:
+    mute = [name for name in modules() if is_package(name) and not ast.get_docstring(tree(name))]
+    assert not mute, f"a package's __init__.py says in a line what it holds: {mute}"
+
+
+def test_a_small_module_has_more_than_one_reader() -> None:
+    crumbs = {}
+    for name, path in modules().items():
+        readers = importers()[name]
+        num_lines = len(path.read_text().splitlines())
+        if not is_package(name) and num_lines < MIN_LINES and len(readers) == 1 and name not in STAND_ALONE:
+            crumbs[name] = f"{num_lines} lines, read by {next(iter(readers))} alone"
+    assert not crumbs, f"move them into their reader: {crumbs}"
+    assert not set(STAND_ALONE) - set(modules()), "STAND_ALONE names modules that are gone"
+
+
+def test_a_class_name_means_one_thing() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for name in modules():
+        if not name.startswith(MIRRORS):
+            for node in ast.walk(tree(name)):
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    places[node.name].append(name)
+    shared = {name for name, found in places.items() if len(found) > 1}
+    assert shared <= SAME_CLASS_NAMES, {name: places[name] for name in shared - SAME_CLASS_NAMES}
+    assert shared >= SAME_CLASS_NAMES, f"remove from SAME_CLASS_NAMES: {SAME_CLASS_NAMES - shared}"
+
+
+def test_a_file_name_is_in_at_most_three_packages() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for name, path in modules().items():
+        if path.name != "__init__.py" and not name.startswith(SAME_NOUN):
+            places[path.stem].append(name)
+    often = {stem: found for stem, found in places.items() if len(found) > MAX_SAME_NAME and stem != "plan"}
+    assert not often, f"say what each is of: {often}"
