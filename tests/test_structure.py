@@ -18,8 +18,6 @@ MAX_SAME_NAME = 3
 
 STAND_ALONE = {
     "loraserve.api.app": "the application's composition root",
-    "loraserve.api.health": "a router",
-    "loraserve.api.metrics.route": "a router",
     "loraserve.api.logs": "set up once, before the server",
     "loraserve.api.management.grants": "a router",
     "loraserve.cli.audit": "a command",
@@ -29,7 +27,6 @@ STAND_ALONE = {
     "loraserve.registry.audit": "a noun of the API",
     "loraserve.text.passage": "a text",
     "loraserve.cli.tenants.grant": "a command",
-    "loraserve.sdk.resources.models": "a resource of the client",
 }
 """Modules that stay small and apart because a table names them: each is a route, a command, a resource or data."""
 

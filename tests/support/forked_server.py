@@ -152,7 +152,7 @@ def main() -> None:
         """Up at once, with `base`; finds every adapter right, and holds none."""
 
         async def start(self) -> None:
-            self._base, self._is_up = base, True
+            self._supervisor._base, self._supervisor.is_up = base, True
 
         @property
         def is_live(self) -> bool:
