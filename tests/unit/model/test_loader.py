@@ -77,7 +77,7 @@ def test_spec_names_the_arithmetic_of_layers_and_head(
 
 def test_a_load_says_that_it_probes_kernels_and_goes_on(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chooser, progress, told = Chooser(), Progress(), []
-    for module in ("loader", "quantize"):
+    for module in ("checkpoint.loader", "layers.linears"):
         monkeypatch.setattr(f"loraserve.model.{module}.chooser", lambda: chooser)
     progress.on_begin = lambda: told.append(str(progress))
     load(directory, quantize="int8", progress=progress)
