@@ -173,7 +173,7 @@ async def test_an_engine_computes_with_the_kernels_of_the_one_before_it(world, m
         config = msgspec.structs.replace(config, kernels=widened) if next(starts) == 0 else config
         return EngineProcess(config, *arguments, **options)
 
-    monkeypatch.setattr("loraserve.engine_client.client.EngineProcess", process)
+    monkeypatch.setattr("loraserve.engine_client.supervisor.EngineProcess", process)
     async with running(world, quantize="int8") as client:
         assert client.base.kernels == "widened"
         *wanted, _last_chunk = await collect(client, make(world, prompt(3)))
@@ -247,10 +247,10 @@ async def test_an_engine_that_cannot_be_forked_again_is_tried_again_and_then_giv
 async def test_a_supervisor_that_breaks_fails_every_request_and_says_not_live(world, monkeypatch, caplog):
     async with running(world) as client:
 
-        def broken():
+        def broken(**_):
             raise RuntimeError("a bug")
 
-        monkeypatch.setattr(client, "_count_crash", broken)
+        monkeypatch.setattr(client._supervisor, "_count_crash", broken)
         with pytest.raises(EngineUnavailable):
             await collect(client, make(world, prompt(4), max_tokens=200), lambda _: os.kill(client.pid, signal.SIGKILL))
         assert not client.is_live
