@@ -20,7 +20,7 @@ from safetensors.torch import load, save
 from adapters_store import open_store
 from loraserve.engine.activation import find_activation
 from loraserve.engine.engine import Engine
-from loraserve.engine.execution import runner as runner_module
+from loraserve.engine.execution import cpu_runner as runner_module
 from loraserve.engine.execution.batch import Batch
 from loraserve.engine.scheduling import scheduler as scheduler_module
 from loraserve.engine.scheduling.step import MIN_PROBE_ROWS
@@ -337,7 +337,7 @@ def test_slots_that_are_swapped_fail(world: World, engine: Engine, monkeypatch: 
     certificate(engine, world.refs["mixed"])
     resident = engine.pager.handle
     handles = {world.refs["r8"].digest: world.refs["mixed"].digest}
-    monkeypatch.setattr(engine.pager, "resident", lambda digest: resident(handles.get(digest, digest)))
+    monkeypatch.setattr(engine._pipeline, "_handle_of", lambda digest: resident(handles.get(digest, digest)))
     assert certificate(engine, world.refs["r8"]).verdict == "failed"
 
 
