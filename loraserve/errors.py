@@ -67,7 +67,7 @@ An error knows what went wrong, never how HTTP says it: `loraserve.api.errors` m
     │   └── BlobCorrupt
     ├── InvariantViolation          our own bug: counted in production, fatal in tests
     └── ClientError                 the SDK's own: no answer, or one that makes no sense
-        ├── ConnectionFailed        nobody listens at the URL, or the connection broke
+        ├── ConnectionFailed        nothing listens at the URL, or the connection broke
         ├── ClientTimeout           no answer within the client's timeout
         └── UnexpectedAnswer        an answer that no loraserve server gives
 """
@@ -397,7 +397,7 @@ class BlobCorrupt(StorageError):
 
 
 class InvariantViolation(LoraserveError):
-    """Something that must always hold doesn't. Never caused by input; whoever catches it counts it."""
+    """Something that must always hold doesn't. Never caused by input; its catcher counts it."""
 
     code = "internal_error"
 

@@ -21,7 +21,7 @@ class Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class AdapterRef(Struct, frozen=True):
-    """One immutable adapter version, as the engine needs it: who it is and which blobs hold it.
+    """One immutable adapter version, as the engine needs it: its identity and the blobs that hold it.
 
     `digest` is the identity (caches, KV prefixes and pins use it); `name` and `version` are for people.
     """
@@ -276,7 +276,7 @@ class AdapterResidency(Struct, frozen=True):
     precision_loss: float | None = None
     """The largest relative error, over its modules, of its update as it is held against as it was uploaded; None while it's being read."""
     uses_per_s: float | None = None
-    """How often it was used of late, older uses counting less and less; None where nobody counts them."""
+    """Uses per second of late, older ones counting less and less; None where they aren't counted."""
 
 
 class EngineStats(Struct, frozen=True):
@@ -315,7 +315,7 @@ class EngineStats(Struct, frozen=True):
     adapter_load_failures: int = 0
     adapter_load_s: float = 0.0
     adapters_brought_back: int = 0
-    """Of the loads, those that nobody waited for: of adapters that are often used, and had lost their place."""
+    """Loads that no request waited for: of adapters that are often used and had been evicted."""
     device_evictions: int = 0
     device_evictions_for_kv: int = 0
     """Of those, for KV blocks' sake; the others gave their place to another adapter."""
@@ -344,7 +344,7 @@ class EngineStats(Struct, frozen=True):
     """Of adapters that are pinned or on their way."""
     adapter_bytes_idle: int = 0
     free_bytes: int = 0
-    """Of `device_bytes`, what nobody has."""
+    """Part of `device_bytes` that nothing holds."""
     step_s: float = 0.0
     """Seconds spent in steps since the start."""
     invariant_violations: int = 0

@@ -16,6 +16,10 @@ MIN_LINES = 60
 MAX_SAME_NAME = 3
 """A file name may be in so many packages; `plan` is in five: of a server, of memory, and of the rows of three kernels."""
 
+MAX_COLUMNS = 120
+MAX_LONG_LINES = 299
+"""Lines beyond `MAX_COLUMNS` that are left: messages, tables and kernels' signatures. May only fall."""
+
 STAND_ALONE = {
     "loraserve.api.app": "the application's composition root",
     "loraserve.api.logs": "set up once, before the server",
@@ -125,3 +129,13 @@ def test_a_file_name_is_in_at_most_three_packages() -> None:
             places[path.stem].append(name)
     often = {stem: found for stem, found in places.items() if len(found) > MAX_SAME_NAME and stem != "plan"}
     assert not often, f"say what each is of: {often}"
+
+
+def test_lines_are_at_most_120_columns() -> None:
+    long = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in modules().values()
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if len(line) > MAX_COLUMNS
+    ]
+    assert len(long) <= MAX_LONG_LINES, f"{len(long)} lines are longer than {MAX_COLUMNS} columns: {long}"

@@ -4,7 +4,7 @@ A Triton kernel, and its parts.
 
 Work is cut into tiles of output columns and K into `SPLIT_K` parts, both fixed by the weight's
 shape. With several parts each leaves its sums in a plane of its own; the last to arrive at a tile
-adds the planes in their order, whoever it is. So the sum of an output is formed in one order,
+adds the planes in their order, whichever it is. So the sum of an output is formed in one order,
 whatever the number of rows: by steps of one tensor core instruction along a part, then over parts.
 Row tiles are 16 or 32 high, since instructions for 64 rows add in another order.
 """
