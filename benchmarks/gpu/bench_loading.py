@@ -18,7 +18,8 @@ from benchmarks.gpu.parts import Case, Row
 from benchmarks.gpu.shapes import llama, module_shapes
 from loraserve.memory.arena import Arena, Owner
 from loraserve.memory.devices.base import HostAdapter, PlacedAdapter
-from loraserve.memory.devices.gpu import GpuDevice, plan_arena
+from loraserve.memory.devices.gpu import GpuDevice
+from loraserve.memory.plan import plan_gpu_arena
 from loraserve.types import BaseSpec, Digest
 from loraserve_kernels.cpu.lora.layout import LAYER_MODULES
 
@@ -126,7 +127,7 @@ def make_loading(machine: Machine) -> Loading:
     modules = zero_modules(shapes, layers, RANK)
     one = layers * RANK * sum(sum(shapes[name]) for name in LAYER_MODULES) * dtype.itemsize
     budget = int(1.3 * one * (NUM_RESIDENT + NUM_SPARE)) + (8 << 20)
-    plan = plan_arena(spec, budget, 16 * layers * 2 * shapes["k_proj"][0] * dtype.itemsize, 1)
+    plan = plan_gpu_arena(spec, budget, 16 * layers * 2 * shapes["k_proj"][0] * dtype.itemsize, 1)
     arena = Arena(plan.num_pages, plan.page_num_bytes, is_indexed=True)
     data = torch.empty(plan.num_pages * plan.page_num_bytes, dtype=torch.uint8, device=machine.device)
     device = GpuDevice.in_arena(spec, data, arena.client(Owner.ADAPTERS), plan, budget, dtype)
