@@ -132,7 +132,7 @@ def test_a_mutant_kernel_is_caught(
 def test_wrong_arithmetic_is_caught(old: str, new: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     torch.manual_seed(0)
     path = Path(str(draw_kernels.__file__)).parent
-    math = (path / "sampling_math.py").read_text()
+    math = (path / "probabilities.py").read_text()
     assert math.count(old) == 1
     (tmp_path / "wrong_math.py").write_text(math.replace(old, new))
     monkeypatch.syspath_prepend(tmp_path)
